@@ -134,7 +134,8 @@ and so do falling asleep and waking up.
 """
 
 CUDA_POLL_S = 0.0001
-"""Between two polls of a device after that."""
+"""Between two polls of a device after that; in threads that `raykv.base.threads.sleep_precisely`
+was called in, else Linux adds 50 µs to every sleep, also to one of no time."""
 
 CUDA_LANE_LOOK_S = 0.01
 """How often a copy that waits for another one of its direction checks whether it was cancelled."""

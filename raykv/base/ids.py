@@ -282,8 +282,7 @@ def known_as(reason: str) -> MissReason:
     return MissReason.EVICTED if reason == MissReason.QUOTA else MissReason.NEVER_STORED
 
 
-@dataclass(frozen=True)
-class ChunkName:
+class ChunkName(NamedTuple):
     """What a chunk is called and where its bytes should be."""
 
     namespace: Namespace

@@ -12,6 +12,8 @@ A failure is counted and logged with its traceback, once until the thread has ru
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -27,6 +29,9 @@ from raykv.base.errors import ThreadError
 logger = logging.getLogger("raykv.threads")
 
 T = TypeVar("T")
+
+PR_SET_TIMERSLACK = 29
+"""Of `prctl(2)`, in nanoseconds."""
 
 MAX_FAILURES = 5
 """Failures in a row of an actor's thread that never ran well: then another process is tried."""
@@ -52,6 +57,14 @@ def end_process(why: str) -> NoReturn:
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(1)
+
+
+def sleep_precisely() -> None:
+    """Have this thread's sleeps end when they should: Linux lets each last up to 50 µs longer, so
+    that a core may sleep on. Elsewhere, or refused, nothing changes.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def num_failed() -> int:

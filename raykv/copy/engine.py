@@ -21,6 +21,16 @@ MAX_QUEUED_JOBS = 4096
 """Per lane. An engine submits a few jobs a step: a queue this long means that copies stand. Not for
 all lanes together: stores that stand must leave room for loads."""
 
+SPAN_BYTES = 32 << 20
+"""Of chunks that are copied with one call of a back end, whose end is waited for, which takes as
+long as the copy of a small chunk. A device gathers as much at once (`raykv.copy.cuda.lane.Limits`):
+1 ms at the speed of PCIe, in which the next part is submitted. All chunks of a part fail together
+when its job is cancelled, so it should not be much larger."""
+
+HOST_SPAN_BYTES = 4 << 20
+"""For stores out of the host's memory: half a millisecond, for which they may hold up a load. Loads
+wait for nobody: with parts as large as a device's one of 96 MiB takes 0.8 ms less."""
+
 HOST = ""
 """Stands in place of a device's UUID for KV caches in the host's memory."""
 

@@ -2,15 +2,17 @@
 
 A chunk's slot holds one part per rank, each part one region per layer, each region the chunk's
 blocks in order. A canonical chunk has one region per layer for all ranks, of canonical pages, and
-each rank copies the fragments of them that it has. Runs that are adjacent on both sides are merged.
+each rank copies the fragments of them that it has. Runs that are adjacent on both sides are merged,
+also from one chunk's slot into the next one; none goes on over the end of a slab, where pieces of
+page-locked memory may meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,8 @@ Column = npt.NDArray[np.int64]
 MAX_SLOTS = 1 << 32
 """Slots of a pool; with them all arithmetic stays within 63 bits."""
 
+_NONE = np.zeros(0, np.int64)
+
 
 class PlanError(ValueError):
     """A job names blocks or groups that the KV cache does not have."""
@@ -34,14 +38,13 @@ class PlanError(ValueError):
 class CopyRuns:
     """Runs of bytes: offsets in the KV memory and in the pool, and sizes; one row per run.
 
-    The runs of chunk c are rows [chunk_ends[c - 1], chunk_ends[c]). In a span of chunks
-    (`raykv.copy.spans`) a "chunk" is what lies in one slab.
+    The runs of the pool's slabs, one after the other, end before rows `slab_ends`.
     """
 
     kv: Column
     pool: Column
     size: Column
-    chunk_ends: Column
+    slab_ends: Column
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +67,8 @@ class _Group:
     base: Column
     pitch: Column
     num_blocks: int
-    per_layer: int = 1
+    per_layer: int
+    num_layers: int
 
     @cached_property
     def block_bytes(self) -> int:
@@ -164,80 +168,17 @@ class Planner:
             raise PlanError(f"block ids outside of 0..{layer.num_blocks - 1}")
         size = layer.page_bytes
         kv = layer.offset + blocks * layer.block_stride
-        return CopyRuns(kv, to + count * size, np.full_like(count, size), count + 1)
+        return CopyRuns(kv, to + count * size, np.full_like(count, size), count[-1:] + 1)
 
-    def plan(self, job: CopyJob) -> CopyRuns:
-        """The runs of all chunks of `job`, chunk by chunk.
-
-        Raises:
-            PlanError: the job's columns are inconsistent or point outside of the KV cache.
-        """
-        self.check(job)
-        kinds = set(zip(job.groups, job.num_blocks, strict=True))
-        if not kinds:
-            return CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
-        if len(kinds) > 1:
-            return self._plan_kinds(job, kinds)
-        ((group_id, count),) = kinds
-        slots, first = _column(job.handles.slots), _column(job.first_block)
-        group = self._groups[Direction(job.direction)][group_id]
-        rows = _rows(group, slots, first, _column(job.block_ids).reshape(-1, count))
-        ends = np.arange(1, len(slots) + 1) * rows.shape[-1]
-        return _merged(rows.reshape(3, -1), ends)
-
-    def plan_layers(self, job: CopyJob, chunks: Sequence[int]) -> Iterator[CopyRuns]:
-        """The runs of some chunks of a job by layer, which `check` has let pass; for each layer of
-        its KV group.
-
-        The chunks of a plan are theirs, in any order.
-        """
-        group_id = job.groups[0]
-        group = self._groups[Direction(job.direction)][group_id]
-        num_layers = len(self._tensors[group_id])
-        if len(group.size) != num_layers * group.per_layer:
-            # Fragments of canonical pages, of some layers more than of others.
-            num_layers = 1
-        wanted, counts = _column(chunks), _column(job.num_blocks)
-        blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
-        slots, first = _column(job.handles.slots), _column(job.first_block)
-        kinds = []
-        for count in sorted(set(counts[wanted].tolist())):
-            some = wanted[counts[wanted] == count]
-            theirs = blocks[starts[some, None] + np.arange(count)]
-            rows = _rows(group, slots[some], first[some], theirs)
-            kinds.append(rows.reshape(3, len(some), num_layers, -1))
-        return (_layer_of(kinds, layer) for layer in range(num_layers))
-
-    def _plan_kinds(self, job: CopyJob, kinds: set[tuple[int, int]]) -> CopyRuns:
-        """Plan chunks of several groups and numbers of blocks: those of one kind together."""
-        known = self._groups[Direction(job.direction)]
-        groups, counts = _column(job.groups), _column(job.num_blocks)
-        slots, first = _column(job.handles.slots), _column(job.first_block)
-        blocks, starts = _column(job.block_ids), np.cumsum(counts) - counts
-        num_rows = counts * _column([len(known[group].size) for group in job.groups])
-        ends = np.cumsum(num_rows)
-        rows = np.empty((3, ends[-1]), np.int64)
-        for group_id, count in kinds:
-            chunks = np.flatnonzero((groups == group_id) & (counts == count))
-            theirs = blocks[starts[chunks, None] + np.arange(count)]
-            some = _rows(known[group_id], slots[chunks], first[chunks], theirs)
-            rows[:, (ends - num_rows)[chunks, None] + np.arange(some.shape[-1])] = some
-        return _merged(rows, ends)
-
-    def bytes_of(self, job: CopyJob, chunk: int) -> int:
-        """What is copied of one chunk of a job that was checked."""
-        group = self._groups[Direction(job.direction)][job.groups[chunk]]
-        return group.block_bytes * job.num_blocks[chunk]
-
-    def check(self, job: CopyJob) -> None:
-        """Whether a job can be planned.
+    def plan(self, job: CopyJob) -> JobPlan:
+        """How a job is carried out.
 
         Raises:
             PlanError: its columns are inconsistent or point outside of the KV cache, or it is by
                 layer and has chunks of several groups.
         """
         num_chunks = len(job.handles.keys)
-        columns: list[list[Any]] = [
+        columns: list[Sequence[int]] = [
             job.handles.slots,
             job.handles.generations,
             job.groups,
@@ -246,21 +187,112 @@ class Planner:
         ]
         if any(len(column) != num_chunks for column in columns):
             raise PlanError(f"job {job.job_id}: columns of different lengths")
-        if sum(job.num_blocks) != len(job.block_ids):
-            raise PlanError(f"job {job.job_id}: {len(job.block_ids)} blocks for {job.num_blocks}")
         slots = job.handles.slots
         if slots and not 0 <= min(slots) <= max(slots) < MAX_SLOTS:
             raise PlanError(f"job {job.job_id}: slots from {min(slots)} to {max(slots)}")
-        for group_id, count, first in zip(job.groups, job.num_blocks, job.first_block, strict=True):
+        for group_id in set(job.groups):
             self.part_bytes(group_id)
-            if count < 1 or first < 0 or first + count > self._blocks_per_chunk:
-                raise PlanError(f"job {job.job_id}: blocks {first}..{first + count} of a chunk")
         if job.by_layer and len(set(job.groups)) > 1:
             raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
-        known = self._groups[Direction(job.direction)]
-        most = min((known[group].num_blocks for group in set(job.groups)), default=0)
-        if job.block_ids and not 0 <= min(job.block_ids) <= max(job.block_ids) < most:
-            raise PlanError(f"job {job.job_id}: a block id outside of 0..{most - 1}")
+        try:
+            plan = JobPlan(job, self._groups[Direction(job.direction)])
+        except OverflowError as error:
+            raise PlanError(f"job {job.job_id}: a number of more than 63 bits") from error
+        plan.check(self._blocks_per_chunk)
+        return plan
+
+
+class JobPlan:
+    """The runs of a job's chunks, any of them, at any time; of `Planner.plan`.
+
+    `ends`: bytes of the chunks up to each of them.
+    """
+
+    def __init__(self, job: CopyJob, groups: Mapping[int, _Group]) -> None:
+        self._job_id = job.job_id
+        self._kinds = [
+            (groups[group_id], group_id, count)
+            for group_id, count in sorted(set(zip(job.groups, job.num_blocks, strict=True)))
+        ]
+        self._slots, self._first = _column(job.handles.slots), _column(job.first_block)
+        self._groups, self._counts = _column(job.groups), _column(job.num_blocks)
+        self._blocks = _column(job.block_ids)
+        if len(self._kinds) == 1:
+            ((group, _, count),) = self._kinds
+            size = group.block_bytes * count
+            self.ends = list(range(size, size * len(self._slots) + 1, size))
+        else:
+            sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
+            each = zip(job.groups, job.num_blocks, strict=True)
+            self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
+
+    def check(self, blocks_per_chunk: int) -> None:
+        """Whether its blocks are there.
+
+        Raises:
+            PlanError: they are not.
+        """
+        counts, first, blocks = self._counts, self._first, self._blocks
+        if counts.sum() != len(blocks):
+            raise PlanError(f"job {self._job_id}: {len(blocks)} blocks for {counts.tolist()}")
+        if ((counts < 1) | (first < 0) | (first > blocks_per_chunk - counts)).any():
+            raise PlanError(
+                f"job {self._job_id}: blocks {first.tolist()} and {counts.tolist()} more of "
+                f"chunks of {blocks_per_chunk}"
+            )
+        most = min((group.num_blocks for group, _, _ in self._kinds), default=0)
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < most:
+            raise PlanError(f"job {self._job_id}: a block id outside of 0..{most - 1}")
+
+    def bytes_of(self, chunk: int) -> int:
+        """What is copied of one chunk."""
+        return self.ends[chunk] - (self.ends[chunk - 1] if chunk else 0)
+
+    def runs(self, chunks: Sequence[int], slab_bytes: int) -> CopyRuns:
+        """The runs of some chunks, one after the other, in a pool with such slabs."""
+        wanted = _column(chunks)
+        slots, first = self._slots[wanted], self._first[wanted]
+        if len(self._kinds) == 1 and len(wanted):
+            ((group, _, count),) = self._kinds
+            rows = _rows(group, slots, first, self._blocks.reshape(-1, count)[wanted])
+            num_rows: Column | int = rows.shape[-1]
+            return _merged(rows.reshape(3, -1), _edges(slots, num_rows, slab_bytes))
+        groups, counts = self._groups[wanted], self._counts[wanted]
+        starts = (np.cumsum(self._counts) - self._counts)[wanted]
+        widths = {id_: len(group.size) for group, id_, _ in self._kinds}
+        num_rows = counts * _column([widths[id_] for id_ in groups.tolist()])
+        ends = np.cumsum(num_rows)
+        rows = np.empty((3, num_rows.sum()), np.int64)
+        for group, group_id, count in self._kinds:
+            some = np.flatnonzero((groups == group_id) & (counts == count))
+            theirs = self._blocks[starts[some, None] + np.arange(count)]
+            made = _rows(group, slots[some], first[some], theirs)
+            rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
+        return _merged(rows, _edges(slots, num_rows, slab_bytes))
+
+    def layers(self, chunks: Sequence[int], slab_bytes: int) -> Iterator[CopyRuns]:
+        """The runs of some chunks of a job by layer, for each layer of its KV group; of one layer
+        the chunks come in any order.
+        """
+        wanted = _column(chunks)
+        starts = np.cumsum(self._counts) - self._counts
+        kinds, slots = [], []
+        num_layers = 1
+        for group, _, count in self._kinds:
+            num_layers = group.num_layers
+            some = wanted[self._counts[wanted] == count]
+            theirs = self._blocks[starts[some, None] + np.arange(count)]
+            rows = _rows(group, self._slots[some], self._first[some], theirs)
+            kinds.append(rows.reshape(3, len(some), num_layers, -1))
+            slots.append(self._slots[some])
+        all_slots = np.concatenate(slots)
+
+        def layer_of(layer: int) -> CopyRuns:
+            rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
+            widths = np.concatenate([np.full(kind.shape[1], kind.shape[3]) for kind in kinds])
+            return _merged(rows, _edges(all_slots, widths, slab_bytes))
+
+        return map(layer_of, range(num_layers))
 
 
 def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column:
@@ -274,27 +306,21 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
         first: place in its chunk of each chunk's first block.
         blocks: block ids, [chunk, block].
     """
-    offset, stride, base, pitch = (
-        column[:, None] for column in (group.offset, group.stride, group.base, group.pitch)
-    )
-    place = (first[:, None] + np.arange(blocks.shape[1]))[:, None, :]
-    start = (slots * SLOT_ALIGNMENT)[:, None, None]
-    rows = np.empty((3, len(slots), len(group.size), blocks.shape[1]), np.int64)
+    num_chunks, count = blocks.shape
+    rows = np.empty((3, num_chunks, len(group.size), count), np.int64)
     kv, pool, size = rows
-    np.add(offset, blocks[:, None, :] * stride, out=kv)
-    np.add(start + base, place * pitch, out=pool)
+    np.multiply(blocks[:, None, :], group.stride[:, None], out=kv)
+    kv += group.offset[:, None]
+    # Where the chunk's blocks are in its slot; most jobs have whole chunks.
+    within = group.base[:, None] + group.pitch[:, None] * np.arange(count)
+    np.add((slots * SLOT_ALIGNMENT)[:, None, None], within, out=pool)
+    if first.any():
+        pool += first[:, None, None] * group.pitch[:, None]
     size[:] = group.size[:, None]
     if group.per_layer > 1:
-        by_layer = rows.reshape(3, len(slots), -1, group.per_layer, blocks.shape[1])
+        by_layer = rows.reshape(3, num_chunks, -1, group.per_layer, count)
         rows = by_layer.swapaxes(3, 4)
-    return rows.reshape(3, len(slots), -1)
-
-
-def _layer_of(kinds: Sequence[Column], layer: int) -> CopyRuns:
-    """One layer out of rows of chunks, [column, chunk, layer, row] for each kind of chunk."""
-    rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
-    lengths = np.concatenate([np.full(kind.shape[1], kind.shape[3]) for kind in kinds])
-    return _merged(rows, np.cumsum(lengths))
+    return rows.reshape(3, num_chunks, -1)
 
 
 def _column(numbers: Sequence[int]) -> Column:
@@ -322,6 +348,8 @@ def _group(layout: KVLayout, index: int, rank: int) -> _Group:
         base=np.cumsum(regions) - regions + rank * part_bytes(layout, index),
         pitch=page,
         num_blocks=min(tensor.num_blocks for tensor in tensors),
+        per_layer=1,
+        num_layers=len(tensors),
     )
 
 
@@ -349,17 +377,27 @@ def _canonical_group(layout: KVLayout, index: int, direction: Direction) -> _Gro
         pitch=repeated(pages),
         num_blocks=min(tensor.num_blocks for tensor in tensors),
         per_layer=counts[0] if len(set(counts)) == 1 else 1,
+        # Of some layers there are more fragments than of others: all of them together.
+        num_layers=len(tensors) if len(set(counts)) == 1 else 1,
     )
 
 
-def _merged(rows: Column, chunk_ends: Column) -> CopyRuns:
-    """Join each row to the one before it where both sides go on without a gap, in a chunk."""
+def _edges(slots: Column, num_rows: Column | int, slab_bytes: int) -> Column:
+    """Before which rows a slab ends, the last one excepted; for chunks of so many rows each."""
+    slabs = slots * SLOT_ALIGNMENT // slab_bytes
+    if len(slots) < 2 or (slabs[0] == slabs).all():
+        return _NONE
+    ends = np.cumsum(np.broadcast_to(num_rows, slots.shape))
+    return ends[:-1][slabs[1:] != slabs[:-1]]
+
+
+def _merged(rows: Column, edges: Column) -> CopyRuns:
+    """Join each row to the one before it where both sides go on without a gap, in a slab."""
     kv, pool, size = rows
     joins = (kv[:-1] + size[:-1] == kv[1:]) & (pool[:-1] + size[:-1] == pool[1:])
-    if not joins.any():
-        return CopyRuns(kv, pool, size, chunk_ends)
-    begins = np.concatenate([[True], ~joins])
-    begins[chunk_ends[:-1]] = True
-    starts = np.flatnonzero(begins)
-    sizes = np.add.reduceat(size, starts)
-    return CopyRuns(kv[starts], pool[starts], sizes, np.searchsorted(starts, chunk_ends))
+    joins[edges - 1] = False
+    if joins.any():
+        starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+        size = np.add.reduceat(size, starts)
+        kv, pool, edges = kv[starts], pool[starts], np.searchsorted(starts, edges)
+    return CopyRuns(kv, pool, size, np.append(edges, len(size)))

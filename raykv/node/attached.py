@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
@@ -154,24 +155,22 @@ class QueuedJob:
     lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
     direction: Direction = field(init=False)
+    namespace: Namespace = field(init=False)
+    """Of all chunks: an engine whose weights change goes on in another one."""
     stop: StopSign = field(init=False)
     _keys: list[Key] = field(init=False)
     _names: dict[int, ChunkName] = field(init=False)
 
     def __post_init__(self) -> None:
         self.direction = Direction(self.job.direction)
+        self.namespace = Namespace(self.job.namespace or self.worker.hello.namespace)
         self.stop = self.worker.stop_sign(self.job.job_id)
-        self._keys = [Key(key) for key in self.job.handles.keys]
+        self._keys = cast(list[Key], list(self.job.handles.keys))
         self._names = {}
 
     @property
     def lane(self) -> LaneName:
         return LaneName(self.worker.device, self.direction)
-
-    @property
-    def namespace(self) -> Namespace:
-        """Of all chunks: an engine whose weights change goes on in another one."""
-        return Namespace(self.job.namespace or self.worker.hello.namespace)
 
     @property
     def is_cancelled(self) -> bool:

@@ -1,11 +1,10 @@
 """From a queued job to copied chunks: each is admitted, copied with others, and reported to the
 table.
 
-    admit some chunks ──► copy a span ──► each of its chunks: READY, or a refusal ──► next span
-      ▲     │ refused                ▲
-      │     └──► left out of it      └── before it: loads go first; a device has it before the end
-      │                                  of the one in front of it is awaited
-      └── the next ones while a device copies: its first bytes wait for few chunks
+    admit some chunks ──► copy them ──► each of them: READY, or a refusal ──► the next ones
+            │ refused         ▲
+            └──► left out     └── before it: loads go first; a device has them before the end of
+                                  those in front of them is awaited
 
 Invariants, whatever goes wrong:
 
@@ -14,7 +13,7 @@ Invariants, whatever goes wrong:
 2. The cancel word and the worker's death are looked at before every run of a copy, and again
    before a chunk becomes READY, or those of a span count as loaded.
 3. A chunk that is refused is left out and spoils no other. A copy that is stopped, or of which a
-   call fails, spoils the chunks of its span and those behind it.
+   call fails, spoils the chunks that are copied with it and those behind them.
 4. No byte of what a slot held before is in a READY chunk: what a store leaves out of it is zero.
 """
 
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -30,10 +30,9 @@ from itertools import compress
 from operator import not_
 
 from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Direction, Epoch, Refusal
-from raykv.copy.engine import HOST
-from raykv.copy.plan import CopyRuns
+from raykv.copy.engine import HOST, HOST_SPAN_BYTES, SPAN_BYTES
+from raykv.copy.plan import CopyRuns, JobPlan
 from raykv.copy.rows import RowCopier
-from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES, Span, spans
 from raykv.node.attached import QueuedJob
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
@@ -57,14 +56,14 @@ class StoreWaits:
 
 @dataclass
 class _Progress:
-    """How far a job is: chunks that are admitted and have not ended, in order; spans of them that
-    the back end has taken; the first chunk that was not looked at yet; and how long its stores may
-    still wait for readers.
+    """How far a job is: chunks that are admitted and have not ended, in order; how many of them
+    each part has that the back end has taken; the first chunk that was not looked at yet; and how
+    long its stores may still wait for readers.
     """
 
     wait_s: float
     admitted: deque[int] = field(default_factory=deque)
-    begun: deque[Span] = field(default_factory=deque)
+    begun: deque[int] = field(default_factory=deque)
     first_left: int = 0
 
     def take(self) -> list[int]:
@@ -112,20 +111,21 @@ class Copying:
             return 0
         if queued.job.by_layer:
             return self._copy_by_layer(queued)
-        runs = queued.worker.planner.plan(queued.job)
+        plan = queued.worker.planner.plan(queued.job)
         progress = _Progress(self._waits.readers_s)
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
-            parts = self._parts(queued, runs, progress)
+            parts = self._parts(queued, plan, progress)
             with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
                 for done in answers:
                     if not progress.begun:
                         # It was stopped before anything was asked for.
                         break
-                    span = progress.begun.popleft()
-                    ended = [progress.admitted.popleft() for _ in span.chunks]
-                    num_bytes += sum(compress(span.chunk_bytes, self._end(queued, ended, done)))
+                    count = progress.begun.popleft()
+                    ended = [progress.admitted.popleft() for _ in range(count)]
+                    oks = self._end(queued, ended, done)
+                    num_bytes += sum(map(plan.bytes_of, compress(ended, oks)))
             # It was stopped before.
             self._end(queued, progress.take(), done=False)
             for chunk in range(progress.first_left, len(queued.job.handles.keys)):
@@ -145,45 +145,39 @@ class Copying:
                 if self._begin_store(queued, chunk, 0.0) is Refusal.NONE:
                     self._end_store(queued, chunk, done=False)
 
-    def _parts(self, queued: QueuedJob, runs: CopyRuns, progress: _Progress) -> Iterator[CopyRuns]:
-        """The parts to copy. Chunks are admitted when the back end asks for the first part that has
-        any of them.
-        """
+    def _parts(self, queued: QueuedJob, plan: JobPlan, progress: _Progress) -> Iterator[CopyRuns]:
+        """The parts to copy. Chunks are admitted when the back end asks for their part."""
         is_host_store = queued.lane == (HOST, Direction.STORE)
         most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
-        slab_bytes = self._keeper.table.geometry.slab_bytes
-        num_chunks = len(queued.job.handles.keys)
-        chunk_bytes = max(1, runs.num_bytes // max(1, num_chunks))
-        wave_bytes = min(FIRST_BYTES, most_bytes)
-        while progress.first_left < num_chunks:
-            first = progress.first_left
-            progress.first_left = min(num_chunks, first + max(1, wave_bytes // chunk_bytes))
-            wave_bytes = most_bytes
+        part_bytes = min(FIRST_BYTES, most_bytes)
+        while (first := progress.first_left) < len(plan.ends):
+            end = part_bytes + (plan.ends[first - 1] if first else 0)
+            progress.first_left = max(first + 1, bisect_right(plan.ends, end, first))
+            part_bytes = most_bytes
             admitted = self._admit(queued, range(first, progress.first_left), progress)
-            progress.admitted += admitted
-            for span in spans(runs, admitted, slab_bytes, most_bytes):
+            if admitted:
+                progress.admitted += admitted
                 self._give_way(queued)
-                progress.begun.append(span)
-                yield span.runs
+                progress.begun.append(len(admitted))
+                yield plan.runs(admitted, self._keeper.table.geometry.slab_bytes)
 
     def _copy_by_layer(self, queued: QueuedJob) -> int:
         """Copy all chunks layer by layer; the worker learns of each layer."""
-        planner, job = queued.worker.planner, queued.job
-        planner.check(job)
+        job, plan = queued.job, queued.worker.planner.plan(queued.job)
         progress = _Progress(self._waits.readers_s)
         left = self._admit(queued, range(len(job.handles.keys)), progress)
         num_bytes = 0
         try:
             backend = queued.worker.backend(self._keeper.pool.address, self._rows)
             done = True
-            layers = planner.plan_layers(job, left) if left else iter(())
+            slab_bytes = self._keeper.table.geometry.slab_bytes
+            layers = plan.layers(left, slab_bytes) if left else iter(())
             with closing(backend.copy_each(queued.direction, layers, queued.stop)) as answers:
                 for number, done in enumerate(answers, start=1):
                     if done:
                         queued.worker.send(JobResults([], {job.job_id: number}))
             ended, left = left, []
-            sizes = [planner.bytes_of(job, chunk) for chunk in ended]
-            num_bytes = sum(compress(sizes, self._end(queued, ended, done)))
+            num_bytes = sum(map(plan.bytes_of, compress(ended, self._end(queued, ended, done))))
         finally:
             self._abandon(queued, left)
         return num_bytes

@@ -15,7 +15,7 @@ from functools import partial
 from raykv.base.deadlines import NODE_GIVE_WAY_S, NODE_LOOK_S
 from raykv.base.errors import ThreadError
 from raykv.base.ids import Direction
-from raykv.base.threads import OnFailure, SupervisedThread, start_thread
+from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely, start_thread
 from raykv.copy.engine import HOST, JobQueue, LaneName
 from raykv.node.attached import AttachedWorker, QueuedJob
 from raykv.node.keeper import PoolKeeper
@@ -111,6 +111,7 @@ class CopyLanes:
     # Threads
 
     def _serve(self, lane: LaneName) -> None:
+        sleep_precisely()
         while (queued := self._next(lane)) is not None:
             try:
                 self._run(queued)

@@ -25,9 +25,8 @@ from raykv.copy.cuda.driver import CUDADriver, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import measure
 from raykv.copy.cuda.pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
-from raykv.copy.engine import CopyBackend, StopSign
-from raykv.copy.plan import CopyRuns, Planner
-from raykv.copy.spans import SPAN_BYTES, spans
+from raykv.copy.engine import SPAN_BYTES, CopyBackend, StopSign
+from raykv.copy.plan import JobPlan, Planner
 from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
 from raykv.memory.cuda.driver import CUDAError
@@ -175,7 +174,7 @@ class Cache:
         self._planner = Planner(layout, 0)
         self.chunk_pages = chunk_bytes // SLOT_ALIGNMENT
 
-    def runs(self, blocks: list[int], direction: Direction) -> CopyRuns:
+    def plan(self, blocks: list[int], direction: Direction) -> JobPlan:
         count = len(blocks) // BLOCKS_PER_CHUNK
         slots = [chunk * self.chunk_pages for chunk in range(count)]
         job = CopyJob(
@@ -198,12 +197,14 @@ class Cache:
         left_out: int | None = None,
     ) -> bool:
         """Some chunks at a time, as a NodeActor does; without the one that it has refused."""
-        runs = self.runs(blocks, direction)
-        chunks = [chunk for chunk in range(len(runs.chunk_ends)) if chunk != left_out]
-        return all(
-            self.backend.copy(direction, span.runs, 0, len(span.runs.size), stop)
-            for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES)
+        plan = self.plan(blocks, direction)
+        chunks = [chunk for chunk in range(len(plan.ends)) if chunk != left_out]
+        at_once = max(1, SPAN_BYTES // plan.bytes_of(0))
+        parts = (
+            plan.runs(chunks[first : first + at_once], MAX_SLAB_BYTES)
+            for first in range(0, len(chunks), at_once)
         )
+        return all(self.backend.copy(direction, runs, 0, len(runs.size), stop) for runs in parts)
 
     def on_host(self) -> npt.NDArray[np.uint8]:
         """The KV cache as [layer, block, byte]."""
@@ -332,12 +333,11 @@ def test_load_and_store_at_once_do_not_mix(made: AnyRig, rig: str) -> None:
     stored, loaded = blocks[: half * BLOCKS_PER_CHUNK], blocks[half * BLOCKS_PER_CHUNK :]
     before = cache.on_host()
     cache.in_pool()[half:] = 9
-    load = cache.runs(blocks, LOAD)
-    begin, end = int(load.chunk_ends[half - 1]), len(load.size)
+    load = cache.plan(blocks, LOAD).runs(range(half, cache.num_chunks), MAX_SLAB_BYTES)
     ends: list[bool] = []
     thread = threading.Thread(target=lambda: ends.append(cache.copy(stored, STORE)))
     thread.start()
-    assert cache.backend.copy(LOAD, load, begin, end, NEVER)
+    assert cache.backend.copy(LOAD, load, 0, len(load.size), NEVER)
     thread.join(60)
     assert ends == [True]
     kept = before[:, stored].reshape(NUM_LAYERS, half, BLOCKS_PER_CHUNK, cache.page)
@@ -356,7 +356,7 @@ class TestOnGPU:
         cache = Cache(rig, LLAMA_PAGE, Route.BATCH)
         place = Place(cache.kv.data_ptr(), cache.pool.ctypes.data, None)
         other_worker = CUDABackend(cache.device, place)
-        load = cache.runs(some_blocks(cache, 1), LOAD)
+        load = cache.plan(some_blocks(cache, 1), LOAD).runs(range(cache.num_chunks), MAX_SLAB_BYTES)
         rig.launch(lambda: None)
         store = threading.Thread(target=cache.copy, args=(some_blocks(cache, 2), STORE))
         store.start()

@@ -202,11 +202,11 @@ def test_memory_of_a_dead_worker_is_free_once_it_is_closed(
 
 OPENER = """
 import os, signal, sys
-from raykv.memory import cuda_bindings
+from raykv.memory.cuda import bindings
 from raykv.memory.handles import open_kv
 from raykv.protocol.framing import decode
 from raykv.protocol.worker import KVLayout
-kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], cuda_bindings.load)
+kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], bindings.load)
 print("there", flush=True)
 signal.pause()
 """

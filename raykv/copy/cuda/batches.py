@@ -1,8 +1,7 @@
 """From the rows of a copy to batches that a device is given: cut, bounded, staged. Pure.
 
-1. No copy goes on over an end in `CopyRuns.chunk_ends`, although both sides may: CUDA refuses a
-   copy that touches two pieces of memory which were page-locked one by one. The pool's pieces
-   divide no slot, and no slab: chunks of one slab may be joined before (`raykv.copy.spans`).
+1. No copy goes on over the end of a slab, although both sides may: CUDA refuses a copy that touches
+   two pieces of memory which were page-locked one by one. The pool's pieces divide no slab.
 2. A batch has a bounded number of bytes and of runs: what is on its way when a copy is stopped is
    at most some batches. (Batches of more than 50,000 runs were seen to hang a driver.)
 """
@@ -25,22 +24,22 @@ CUT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Runs of bytes: offsets in the KV cache and in the pool, sizes, and the chunk of each.
+    """Runs of bytes: offsets in the KV cache and in the pool, sizes, and the slab of each.
 
-    Chunks are numbered in the order of the rows.
+    Slabs are numbered in the order of the rows.
     """
 
     kv: Column
     pool: Column
     size: Column
-    chunk: Column
+    slab: Column
 
     def __len__(self) -> int:
         return len(self.size)
 
     def some(self, part: slice | Column) -> BatchRows:
         """A part of the rows."""
-        return BatchRows(self.kv[part], self.pool[part], self.size[part], self.chunk[part])
+        return BatchRows(self.kv[part], self.pool[part], self.size[part], self.slab[part])
 
     @property
     def num_bytes(self) -> int:
@@ -54,22 +53,25 @@ class BatchRows:
 
 
 def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> BatchRows:
-    """Rows [first, last) of a plan, which has merged those of a chunk."""
+    """Rows [first, last) of a plan, which has merged those of a slab."""
     some = slice(first, last)
-    chunk = np.searchsorted(runs.chunk_ends, np.arange(first, last), side="right")
-    return cut(BatchRows(runs.kv[some], runs.pool[some], runs.size[some], chunk), cut_bytes)
+    if len(runs.slab_ends) == 1:
+        slab = np.zeros(last - first, np.int64)
+    else:
+        slab = np.searchsorted(runs.slab_ends, np.arange(first, last), side="right")
+    return cut(BatchRows(runs.kv[some], runs.pool[some], runs.size[some], slab), cut_bytes)
 
 
 def merged(rows: BatchRows) -> BatchRows:
-    """Join each row to the one before it where both sides go on without a gap, in a chunk."""
+    """Join each row to the one before it where both sides go on without a gap, in a slab."""
     if len(rows) < 2:
         return rows
     joins = rows.kv[:-1] + rows.size[:-1] == rows.kv[1:]
     joins &= rows.pool[:-1] + rows.size[:-1] == rows.pool[1:]
-    joins &= rows.chunk[:-1] == rows.chunk[1:]
+    joins &= rows.slab[:-1] == rows.slab[1:]
     starts = np.flatnonzero(np.concatenate([[True], ~joins]))
     sizes = np.add.reduceat(rows.size, starts)
-    return BatchRows(rows.kv[starts], rows.pool[starts], sizes, rows.chunk[starts])
+    return BatchRows(rows.kv[starts], rows.pool[starts], sizes, rows.slab[starts])
 
 
 def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
@@ -84,7 +86,7 @@ def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
     edge = (np.repeat(first, counts) + within) * cut_bytes
     begin = np.maximum(edge, whole.pool)
     end = np.minimum(edge + cut_bytes, whole.pool + whole.size)
-    return BatchRows(whole.kv + begin - whole.pool, begin, end - begin, whole.chunk)
+    return BatchRows(whole.kv + begin - whole.pool, begin, end - begin, whole.slab)
 
 
 def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchRows]:
@@ -125,8 +127,8 @@ def staged(
 ) -> Staged:
     """The rows one behind the other in the buffer; neighbours in a slot make one block there."""
     place = np.cumsum(rows.size) - rows.size
-    pages = direct(BatchRows(rows.kv, place, rows.size, rows.chunk), direction, kv_address, buffer)
-    packed = merged(BatchRows(place, rows.pool, rows.size, rows.chunk))
+    pages = direct(BatchRows(rows.kv, place, rows.size, rows.slab), direction, kv_address, buffer)
+    packed = merged(BatchRows(place, rows.pool, rows.size, rows.slab))
     return Staged(pages, direct(packed, direction, buffer, pool_address))
 
 

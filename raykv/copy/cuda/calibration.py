@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ MAX_POINTS = 1000
 MAX_FILE_BYTES = 1 << 20
 
 
-class Route(Enum):
+class Route(StrEnum):
     """A way that a batch of runs takes."""
 
     BATCH = "batch"
@@ -81,26 +81,23 @@ class Table:
         are not gathered.
         """
         page_bytes = num_bytes / num_runs
-        points = self._by_direction.get(direction)
-        if points is None:
+        places = self._by_direction.get(direction)
+        if places is None:
             is_usual = page_bytes < USUAL_BELOW_BYTES and num_runs >= USUAL_RUNS
             is_load = direction is Direction.LOAD
             return Route.GATHER if is_usual and is_load else Route.BATCH
-        if page_bytes > points[-1].page_bytes:
+        pages, runs = math.log2(page_bytes), math.log2(num_runs)
+        if pages > places[-1][0]:
             return Route.BATCH
-
-        def distance(point: Point) -> tuple[float, float]:
-            pages = abs(math.log2(point.page_bytes / page_bytes))
-            return pages, abs(math.log2(point.num_runs / num_runs))
-
-        return min(points, key=distance).route
+        return min((abs(x - pages), abs(y - runs), route) for x, y, route in places)[2]
 
     @cached_property
-    def _by_direction(self) -> dict[Direction, list[Point]]:
-        """The points that there are, small pages first."""
-        found: dict[Direction, list[Point]] = {}
+    def _by_direction(self) -> dict[Direction, list[tuple[float, float, Route]]]:
+        """Where the points are, small pages first: logarithms of page and runs, and the way."""
+        found: dict[Direction, list[tuple[float, float, Route]]] = {}
         for point in sorted(self.points, key=lambda point: point.page_bytes):
-            found.setdefault(point.direction, []).append(point)
+            place = math.log2(point.page_bytes), math.log2(point.num_runs), point.route
+            found.setdefault(point.direction, []).append(place)
         return found
 
 

@@ -29,10 +29,9 @@ import psutil
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.engine import StopSign
-from raykv.copy.plan import CopyRuns, Planner
+from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
+from raykv.copy.plan import JobPlan, Planner
 from raykv.copy.rows import RowCopier, Side, by_memmove
-from raykv.copy.spans import HOST_SPAN_BYTES, spans
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, short
 from raykv.memory.handles import MEMFD
@@ -219,11 +218,14 @@ class PagedCopy:
         copy = partial(self._copy_chunks, self._planner.plan(self._jobs[number]))
         self._sides.share(copy, self._num_chunks, self._case.num_threads)
 
-    def _copy_chunks(self, runs: CopyRuns, first: int, last: int) -> None:
-        """As the NodeActor does: one call for each span of chunks."""
-        for span in spans(runs, range(first, last), MAX_SLAB_BYTES, HOST_SPAN_BYTES):
-            rows, stop = span.runs, self._sides.stop
-            done = self._backend.copy(self._case.direction, rows, 0, len(rows.size), stop)
+    def _copy_chunks(self, plan: JobPlan, first: int, last: int) -> None:
+        """As the NodeActor does: one call for some chunks."""
+        at_once = max(1, HOST_SPAN_BYTES // plan.bytes_of(0))
+        for begin in range(first, last, at_once):
+            rows = plan.runs(range(begin, min(last, begin + at_once)), MAX_SLAB_BYTES)
+            done = self._backend.copy(
+                self._case.direction, rows, 0, len(rows.size), self._sides.stop
+            )
             assert done, "it was not cancelled"
 
     def torch(self, torch: ModuleType) -> Measure:

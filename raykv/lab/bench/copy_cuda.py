@@ -1,12 +1,13 @@
 """`copy --device cuda`: what the copy between a GPU's KV cache and the page-locked pool reaches.
 
 Each case copies all pages of one size, shuffled in the KV cache and one after the other in the
-pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it in spans of
-chunks, as a NodeActor does, the next one on its way before the end of one is awaited; also chunk by
-chunk, and in one call, which shows what those ends cost. Small pages are copied both ways too,
-whichever the calibration prefers. Then what a step costs the worker's thread (the record of its
-event), what a submission costs a copy thread, and how much longer products of matrices in another
-process take beside copies. Whole jobs, as a NodeActor carries them out, are in `copy_jobs`.
+pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it some chunks
+at a time, as a NodeActor does, the next ones on their way before the end of those is awaited; also
+chunk by chunk, and in one call, which shows what those ends cost. Small pages are copied both ways
+too, whichever the calibration prefers. Then what a step costs the worker's thread (the record of
+its event), what a submission costs a copy thread, and how much longer products of matrices in
+another process take beside copies. Whole jobs, as a NodeActor carries them out, are in
+`copy_jobs`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 from typing import NoReturn, Protocol
 
@@ -25,17 +26,16 @@ import numpy as np
 import psutil
 
 from raykv.base.errors import SettingError
-from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import Direction
+from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import direct, rows_of
 from raykv.copy.cuda.calibration import USUAL, Route, Table, always
 from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency, device_uuids
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.cuda.measure import calibrate_in_background
-from raykv.copy.engine import StopSign
+from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
-from raykv.copy.spans import SPAN_BYTES, spans
 from raykv.lab.bench import copy_jobs
 from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
@@ -137,19 +137,20 @@ class DeviceSides:
         """Pages anywhere in the KV cache, chunk by chunk in the pool."""
         order = np.random.default_rng(case.page_bytes).permutation(case.num_pages)
         size = np.full(case.num_pages, case.page_bytes, np.int64)
-        in_chunk = max(1, CHUNK_BYTES // case.page_bytes)
-        ends = [*range(in_chunk, case.num_pages, in_chunk), case.num_pages]
-        return CopyRuns(
-            order.astype(np.int64) * case.page_bytes, np.cumsum(size) - size, size, np.array(ends)
-        )
+        kv = order.astype(np.int64) * case.page_bytes
+        return CopyRuns(kv, np.cumsum(size) - size, size, np.array([case.num_pages]))
 
     def ours(self, case: DeviceCase, runs: CopyRuns, table: Table) -> float:
-        """GB/s with a call for each span of chunks, as a NodeActor does."""
+        """GB/s with a call for some chunks each, as a NodeActor does."""
         self.device.use_table(table)
-        chunks = range(len(runs.chunk_ends))
+        at_once = max(1, SPAN_BYTES // case.page_bytes)
 
         def copy() -> None:
-            parts = (span.runs for span in spans(runs, chunks, MAX_SLAB_BYTES, SPAN_BYTES))
+            parts = (
+                CopyRuns(runs.kv[some], runs.pool[some], runs.size[some], runs.slab_ends - first)
+                for first in range(0, case.num_pages, at_once)
+                for some in (slice(first, first + at_once),)
+            )
             with closing(self.backend.copy_each(case.direction, parts, StopSign())) as answers:
                 assert all(answers), "it was not cancelled"
 
@@ -163,10 +164,11 @@ class DeviceSides:
     def by_chunk(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s with a call for each chunk."""
         self.device.use_table(self.table)
+        in_chunk = max(1, CHUNK_BYTES // case.page_bytes)
 
         def copy() -> None:
-            for first, last in pairwise([0, *runs.chunk_ends.tolist()]):
-                self._copy(case, runs, first, last)
+            for first in range(0, case.num_pages, in_chunk):
+                self._copy(case, runs, first, min(case.num_pages, first + in_chunk))
 
         return self._speed(case, copy)
 
@@ -267,6 +269,8 @@ def run(options: Options) -> Result:
         driver = CUDADriver(uuids[0])
     except CUDAError as error:
         raise SettingError(f"--device cuda can't be measured here: {error}") from error
+    # As a NodeActor's copy threads do.
+    sleep_precisely()
     device = Device(driver, on_lost=_give_up)
     thread = calibrate_in_background(device)
     if thread is not None:

@@ -38,10 +38,9 @@ from raykv.base.deadlines import (
 from raykv.base.errors import HiddenStatesError, first_line
 from raykv.base.ids import Direction, Epoch, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.copy.engine import HOST, MAX_QUEUED_JOBS
+from raykv.copy.engine import HOST, HOST_SPAN_BYTES, MAX_QUEUED_JOBS, SPAN_BYTES
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
-from raykv.copy.spans import HOST_SPAN_BYTES, SPAN_BYTES
 from raykv.node.attached import AttachedWorker, QueuedJob
 from raykv.node.keeper import PoolKeeper
 from raykv.node.states.file import (

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
@@ -122,7 +123,7 @@ def runs_of(of: KVLayout, parts: list[Part], rank: int, direction: Direction) ->
         first_block=[part.first for part in parts],
         block_ids=[block for part in parts for block in part.blocks],
     )
-    return Planner(of, rank).plan(job)
+    return Planner(of, rank).plan(job).runs(range(count), MAX_SLAB_BYTES)
 
 
 def fill(memory: Memory, seed: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from raykv.base.errors import SettingError
+from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
@@ -213,7 +214,7 @@ class Rank:
             [0] * len(slots),
             [block for each in blocks for block in each],
         )
-        runs = self.planner.plan(job)
+        runs = self.planner.plan(job).runs(range(len(slots)), MAX_SLAB_BYTES)
         assert self._backend.copy(direction, runs, 0, len(runs.size), NEVER)
         return runs.num_bytes
 

@@ -168,7 +168,7 @@ def test_answers_that_overtake_each_other_land_in_their_own_slots(
 
 GONE: dict[str, tuple[Callable[[Node, ChunkName], ChunkName], Refusal, bool]] = {
     "overwritten": (overwritten, Refusal.STALE, True),
-    "other key": (lambda _, name: replace(name, slot=Slot(name.slot + 1)), Refusal.STALE, True),
+    "other key": (lambda _, name: name._replace(slot=Slot(name.slot + 1)), Refusal.STALE, True),
     "other namespace": (of_other_namespace, Refusal.STALE, True),
     "cleared": (cleared, Refusal.STALE, True),
     "other epoch": (lambda _, name: name, Refusal.BAD_HANDLE, False),
@@ -461,7 +461,7 @@ def test_same_key_of_another_namespace_is_another_chunk(
     orders = here.orders((source, foreign))
     request = msgspec.structs.replace(here.request(orders), namespace="other")
     assert refusals(here.fetcher.fetch(request)) == [NONE]
-    assert here.load(replace(landed(orders[0]), namespace=foreign.namespace)) == content(foreign)
+    assert here.load(landed(orders[0])._replace(namespace=foreign.namespace)) == content(foreign)
     network.open_gates()
     assert refusals(first.result(LONG_S)) == [NONE]
     assert_right(here, [order])

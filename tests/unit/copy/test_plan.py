@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
 from raykv.copy.plan import CopyRuns, PlanError, Planner
@@ -13,6 +16,7 @@ from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
 
 PAGE = 64
+SLAB = 64 * SLOT_ALIGNMENT
 Run = tuple[int, int, int]
 
 
@@ -51,13 +55,18 @@ def job(
     )
 
 
+def runs_of(of: KVLayout, wanted: CopyJob, rank: int = 0, slab_bytes: int = SLAB) -> CopyRuns:
+    """Of all chunks."""
+    return Planner(of, rank).plan(wanted).runs(range(len(wanted.groups)), slab_bytes)
+
+
 def rows(runs: CopyRuns) -> list[Run]:
     """Runs as (offset in the KV cache, offset in the pool, size)."""
     return list(zip(runs.kv.tolist(), runs.pool.tolist(), runs.size.tolist(), strict=True))
 
 
 def plan(of: KVLayout, wanted: CopyJob, rank: int = 0) -> list[Run]:
-    return rows(Planner(of, rank).plan(wanted))
+    return rows(runs_of(of, wanted, rank))
 
 
 def test_plan_copies_one_page_for_one_block_of_one_layer() -> None:
@@ -139,21 +148,77 @@ def test_plan_skips_the_first_blocks_of_a_chunk_when_a_load_begins_inside_of_it(
     assert plan(of, job((0, [7, 8]), first_block=2)) == [(7 * PAGE, 2 * PAGE, 2 * PAGE)]
 
 
-def test_plan_keeps_chunks_apart_also_where_they_are_neighbours() -> None:
-    of = layout((0, 10, SLOT_ALIGNMENT, SLOT_ALIGNMENT))
-    runs = Planner(of, 0).plan(job((4, [0]), (5, [1])))
-    assert rows(runs) == [
-        (0, 4 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
-        (SLOT_ALIGNMENT, 5 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
+WHOLE_PAGES = layout((0, 10, SLOT_ALIGNMENT, SLOT_ALIGNMENT))
+
+
+def test_plan_joins_neighbouring_chunks_of_a_slab_and_parts_them_at_its_end() -> None:
+    neighbours = job((4, [0]), (5, [1]), (6, [2]), (7, [3]))
+    together = runs_of(WHOLE_PAGES, neighbours)
+    assert rows(together) == [(0, 4 * SLOT_ALIGNMENT, 4 * SLOT_ALIGNMENT)]
+    assert together.slab_ends.tolist() == [1]
+    parted = runs_of(WHOLE_PAGES, neighbours, slab_bytes=6 * SLOT_ALIGNMENT)
+    assert rows(parted) == [
+        (0, 4 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT),
+        (2 * SLOT_ALIGNMENT, 6 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT),
     ]
-    assert runs.chunk_ends.tolist() == [1, 2]
+    assert parted.slab_ends.tolist() == [1, 2]
 
 
-def test_plan_says_where_the_runs_of_each_chunk_end() -> None:
+def test_chunk_that_is_left_out_parts_its_neighbours() -> None:
+    plan = Planner(WHOLE_PAGES, 0).plan(job((4, [0]), (5, [1]), (6, [2]), (7, [3])))
+    assert rows(plan.runs([0, 1, 3], SLAB)) == [
+        (0, 4 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT),
+        (3 * SLOT_ALIGNMENT, 7 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
+    ]
+
+
+@given(
+    slots=st.lists(st.integers(0, 30), unique=True, max_size=8),
+    data=st.data(),
+    num_slots=st.sampled_from([2, 3, 8]),
+)
+def test_runs_of_some_chunks_are_their_bytes_in_order_and_none_crosses_a_slab(
+    slots: list[int], data: st.DataObject, num_slots: int
+) -> None:
+    """Chunks of one or two blocks, of two groups; the blocks may be neighbours as the slots are."""
+    page = SLOT_ALIGNMENT // 2
+    of = layout(
+        (0, 80, page, page),
+        (80 * page, 80, page, page),
+        blocks_per_chunk=2,
+        groups={0: [0], 1: [1]},
+    )
+    chunks = []
+    for slot in slots:
+        block = data.draw(st.sampled_from([2 * slot, 2 * slot, 70]))
+        chunks.append((slot, [block, block + 1][: data.draw(st.integers(1, 2))]))
+    groups = [data.draw(st.integers(0, 1)) for _ in slots]
+    kept = [chunk for chunk in range(len(slots)) if data.draw(st.integers(0, 3))]
+    plan = Planner(of, 0).plan(job(*chunks, groups=groups))
+    slab_bytes = num_slots * SLOT_ALIGNMENT
+    runs = plan.runs(kept, slab_bytes)
+    alone = [run for chunk in kept for run in rows(plan.runs([chunk], slab_bytes))]
+    assert bytes_of(rows(runs)) == bytes_of(alone)
+    assert runs.num_bytes == sum(map(plan.bytes_of, kept))
+    found = rows(runs)
+    slabs = [pool // slab_bytes for _, pool, _ in found]
+    assert slabs == [(pool + size - 1) // slab_bytes for _, pool, size in found]
+    edges = [i for i, (one, other) in enumerate(pairwise(slabs), start=1) if one != other]
+    assert runs.slab_ends.tolist() == [*edges, len(found)]
+    for (kv, pool, size), (next_kv, next_pool, _) in pairwise(found):
+        assert next_pool % slab_bytes == 0 or (kv + size, pool + size) != (next_kv, next_pool)
+
+
+def bytes_of(some: list[Run]) -> list[tuple[int, int]]:
+    return [(kv + i, pool + i) for kv, pool, size in some for i in range(0, size, 64)]
+
+
+def test_plan_says_where_the_bytes_of_each_chunk_end() -> None:
     of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=3)
-    runs = Planner(of, 0).plan(job((0, [1, 2, 3]), (1, [9, 0, 5]), (2, [4, 5])))
-    assert runs.chunk_ends.tolist() == [1, 4, 5]
-    assert runs.num_bytes == 8 * PAGE
+    plan = Planner(of, 0).plan(job((0, [1, 2, 3]), (1, [9, 0, 5]), (2, [4, 5])))
+    assert plan.ends == [3 * PAGE, 6 * PAGE, 8 * PAGE]
+    assert [plan.bytes_of(chunk) for chunk in range(3)] == [3 * PAGE, 3 * PAGE, 2 * PAGE]
+    assert plan.runs(range(3), SLAB).num_bytes == 8 * PAGE
 
 
 def test_plan_takes_each_chunks_group() -> None:
@@ -179,11 +244,11 @@ def test_plan_keeps_the_order_of_chunks_that_differ_in_group_and_number_of_block
         (7 * PAGE, 2 * SLOT_ALIGNMENT + PAGE, PAGE),
         (6 * PAGE, 3 * SLOT_ALIGNMENT, PAGE),
     ]
-    assert Planner(of, 0).plan(wanted).chunk_ends.tolist() == [2, 3, 5, 6]
+    assert Planner(of, 0).plan(wanted).ends == [128, 160, 288, 352]
 
 
 def test_plan_of_a_job_without_chunks_is_empty() -> None:
-    runs = Planner(layout((0, 10, PAGE, PAGE)), 0).plan(job())
+    runs = runs_of(layout((0, 10, PAGE, PAGE)), job())
     assert rows(runs) == []
     assert runs.num_bytes == 0
 
@@ -257,13 +322,15 @@ def test_layers_of_a_plan_together_are_the_plan() -> None:
     wanted = job((0, [1, 2, 3]), (4, [7, 5]), (6, [9, 0, 4]))
     planner = Planner(of, 0)
 
+    plan = planner.plan(wanted)
+
     def of_bytes(runs: list[Run]) -> set[tuple[int, int]]:
         return {(kv + i, pool + i) for kv, pool, size in runs for i in range(size)}
 
-    layers = [rows(each) for each in planner.plan_layers(wanted, [0, 1, 2])]
+    layers = [rows(each) for each in plan.layers([0, 1, 2], SLAB)]
     assert len(layers) == 3
     assert of_bytes([run for layer in layers for run in layer]) == of_bytes(
-        rows(planner.plan(wanted))
+        rows(plan.runs(range(3), SLAB))
     )
     for layer, (first, last) in zip(layers, [(0, 640), (640, 960), (2000, 3000)], strict=True):
         assert all(first <= kv < last for kv, _, _ in layer)
@@ -272,7 +339,7 @@ def test_layers_of_a_plan_together_are_the_plan() -> None:
 def test_layers_of_some_chunks_leave_the_others_out() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
     wanted = job((0, [1]), (2, [5]), (4, [7]))
-    layers = [rows(each) for each in Planner(of, 0).plan_layers(wanted, [0, 2])]
+    layers = [rows(each) for each in Planner(of, 0).plan(wanted).layers([0, 2], SLAB)]
     assert layers == [
         [(PAGE, 0, PAGE), (7 * PAGE, 4 * SLOT_ALIGNMENT, PAGE)],
         [(640 + 32, PAGE, 32), (640 + 7 * 32, 4 * SLOT_ALIGNMENT + PAGE, 32)],
@@ -282,15 +349,15 @@ def test_layers_of_some_chunks_leave_the_others_out() -> None:
 def test_layers_of_several_groups_are_refused() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), groups={0: [0], 1: [1]})
     wanted = job((0, [1]), (2, [5]), groups=[0, 1])
-    Planner(of, 0).check(wanted)
+    Planner(of, 0).plan(wanted)
     with pytest.raises(PlanError, match="2 groups"):
-        Planner(of, 0).check(msgspec.structs.replace(wanted, by_layer=True))
+        Planner(of, 0).plan(msgspec.structs.replace(wanted, by_layer=True))
 
 
 def test_bytes_of_a_chunk_are_those_of_its_blocks_in_all_layers() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
     wanted = job((0, [1, 2]), (2, [5]))
-    assert [Planner(of, 0).bytes_of(wanted, chunk) for chunk in (0, 1)] == [
+    assert [Planner(of, 0).plan(wanted).bytes_of(chunk) for chunk in (0, 1)] == [
         2 * (PAGE + 32),
         PAGE + 32,
     ]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import HandleError
+from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction
-from raykv.copy.plan import Planner
+from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
 from raykv.memory.handles import check_layout
 from raykv.protocol.columns import Handles, Keys
@@ -49,8 +50,12 @@ def job(direction: Direction, slot: int, blocks: list[int], first: int = 0) -> C
     return CopyJob(1, int(direction), 1, handles, [0], [len(blocks)], [first], blocks)
 
 
+def runs_of(planner: Planner, of: CopyJob) -> CopyRuns:
+    return planner.plan(of).runs([0], MAX_SLAB_BYTES)
+
+
 def test_rows_are_the_fragments_of_each_block_of_each_layer() -> None:
-    runs = Planner(LAYOUT, 1).plan(job(LOAD, 3, [7, 2]))
+    runs = runs_of(Planner(LAYOUT, 1), job(LOAD, 3, [7, 2]))
     at = 3 * SLOT_ALIGNMENT
     rows = [
         (offset + token * 16, at + place + 16 + token * 32, 16)
@@ -62,11 +67,11 @@ def test_rows_are_the_fragments_of_each_block_of_each_layer() -> None:
     ]
     found = zip(runs.kv.tolist(), runs.pool.tolist(), runs.size.tolist(), strict=True)
     assert list(found) == rows
-    assert runs.chunk_ends.tolist() == [16]
+    assert runs.slab_ends.tolist() == [16]
 
 
 def test_load_may_begin_inside_of_a_chunk() -> None:
-    runs = Planner(LAYOUT, 1).plan(job(LOAD, 0, [4], first=1))
+    runs = runs_of(Planner(LAYOUT, 1), job(LOAD, 0, [4], first=1))
     assert runs.kv[[0, 4]].tolist() == [4 * 64, 1024 + 4 * 80]
     assert runs.pool[[0, 4]].tolist() == [128 + 16, 256 + 128 + 16]
 
@@ -79,7 +84,7 @@ def test_pages_of_one_rank_are_merged_as_ever() -> None:
         groups=[[0]],
         canonical=CanonicalPages([page], [[0]]),
     )
-    runs = Planner(of, 0).plan(job(STORE, 1, [5, 6]))
+    runs = runs_of(Planner(of, 0), job(STORE, 1, [5, 6]))
     assert [column.tolist() for column in (runs.kv, runs.pool, runs.size)] == [
         *([5 * 64], [SLOT_ALIGNMENT], [128])
     ]
@@ -118,7 +123,7 @@ def test_large_shares_are_whole_pages_but_for_their_ends() -> None:
 def test_share_that_begins_inside_of_a_fragment_goes_to_its_own_place() -> None:
     page = PageMap(256, [0], [128], [64], [1], [64], [64], num_writers=2, writer=1)
     of = replace(LAYOUT, groups=[[0]], canonical=CanonicalPages([page], [[0]]))
-    runs = Planner(of, 3).plan(job(STORE, 0, [2]))
+    runs = runs_of(Planner(of, 3), job(STORE, 0, [2]))
     assert [column.tolist() for column in (runs.kv, runs.pool, runs.size)] == [
         *([2 * 64 + 32], [128 + 32], [32])
     ]
@@ -128,8 +133,8 @@ def test_store_has_a_share_and_load_all() -> None:
     both = replace(ROWS, num_writers=2, writer=1)
     of = replace(LAYOUT, canonical=CanonicalPages([both], [[0, 0]]))
     planner = Planner(of, 1)
-    assert planner.plan(job(LOAD, 0, [0, 1])).num_bytes == 2 * 2 * 64
-    stored = planner.plan(job(STORE, 0, [0, 1]))
+    assert runs_of(planner, job(LOAD, 0, [0, 1])).num_bytes == 2 * 2 * 64
+    stored = runs_of(planner, job(STORE, 0, [0, 1]))
     assert stored.num_bytes == 2 * 64
     assert stored.kv.min() >= 1024, "the second layer is the second writer's"
 
@@ -265,7 +270,7 @@ def test_what_is_believed_stays_within_page_and_chunk(
     except HandleError:
         return
     planner = Planner(of, 0)
-    runs = planner.plan(job(direction, 2, [3, 9]))
+    runs = runs_of(planner, job(direction, 2, [3, 9]))
     chunk = planner.chunk_bytes(0, 1)
     begin = 2 * SLOT_ALIGNMENT
     assert runs.size.min() > 0

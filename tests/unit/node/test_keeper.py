@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -403,7 +402,7 @@ def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(tmp_path: P
     discarded = chunk(3, slot=2, namespace="other")
     store(first, kept, overwritten, discarded)
     make_checksums(first)
-    assert begin(first, replace(overwritten, generation=Generation(4))) is NONE
+    assert begin(first, overwritten._replace(generation=Generation(4))) is NONE
     assert begin(first, chunk(5, slot=3)) is NONE
     first.clear({"other": 3})
     again = PoolKeeper(GEOMETRY, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -614,7 +613,7 @@ def test_store_that_ends_after_its_namespace_was_cleared_is_told_as_failed(
     ],
 )
 def test_name_that_can_not_be_granted_is_refused(table: SlotTable, wrong: dict[str, Any]) -> None:
-    name = replace(chunk(5), **wrong)
+    name = chunk(5)._replace(**wrong)
     assert begin(table, name).refusal is Refusal.BAD_HANDLE
     assert not table.restore(name, 1)
     assert table.highest_generation == NO_GENERATION

@@ -52,16 +52,16 @@ def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: BatchRows)
         assert (kv + size, pool + size) != (next_kv, next_pool)
 
 
-@pytest.mark.parametrize("chunk_ends", [[1, 2, 3], [1, 3], [2, 3], [3]])
-def test_rows_know_their_chunk_and_neighbours_of_two_chunks_stay_apart(
-    chunk_ends: list[int],
+@pytest.mark.parametrize("slab_ends", [[1, 2, 3], [1, 3], [2, 3], [3]])
+def test_rows_know_their_slab_and_neighbours_of_two_slabs_stay_apart(
+    slab_ends: list[int],
 ) -> None:
-    """Their slots may lie in two pieces of pinned memory."""
-    columns = ([0, 64, 128], [0, 64, 128], [64, 64, 9], chunk_ends)
+    """They may lie in two pieces of page-locked memory."""
+    columns = ([0, 64, 128], [0, 64, 128], [64, 64, 9], slab_ends)
     runs = CopyRuns(*(np.array(column) for column in columns))
     rows = rows_of(runs, 0, 3)
     assert tuples(rows) == [(0, 0, 64), (64, 64, 64), (128, 128, 9)]
-    sizes = [sum([64, 64, 9][first:last]) for first, last in pairwise([0, *chunk_ends])]
+    sizes = [sum([64, 64, 9][first:last]) for first, last in pairwise([0, *slab_ends])]
     assert merged(rows).size.tolist() == sizes
     assert staged(rows, STORE, 1000, 2000, 3000).blocks.size.tolist() == sizes
     assert tuples(rows_of(runs, 1, 2)) == [(64, 64, 64)]
