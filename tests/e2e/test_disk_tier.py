@@ -165,7 +165,15 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
         num_chunks = NUM_PROMPTS * PROMPT_CHUNKS
         wait_until(lambda: node(cluster).disk.num_chunks >= num_chunks, 20.0, "the disk is read")
         # What only the pool had when it ended is there too.
-        check_comes_from_disk(engine, cluster, references, (0, 5, NUM_PROMPTS - 1))
+        seeds = (0, 5, NUM_PROMPTS - 1)
+
+        def are_known() -> bool:
+            """The NodeActor tells of them some at a time, after it has read which there are."""
+            found = [cluster.lookup(tokens=the_prompt(seed)).cached_tokens for seed in seeds]
+            return found == [PROMPT_CHUNKS * BLOCK] * len(seeds)
+
+        wait_until(are_known, 20.0, "the directory knows what is on the disk")
+        check_comes_from_disk(engine, cluster, references, seeds)
         found = cluster.lookup(tokens=the_prompt(6))
         assert found.disk_tokens == found.cached_tokens == PROMPT_CHUNKS * BLOCK
         assert cluster.export_chunks(shipped.parent / "6", keys=found.keys).chunks == PROMPT_CHUNKS

@@ -146,7 +146,7 @@ def _rate(
 ) -> float:
     """Bytes per second, the best of some repeats; the first one also compiles the kernel.
 
-    Of parts that follow each other, as the spans of a job do.
+    Of parts that follow each other, as those of a job do.
     """
     device.use_table(always(route))
     best = 0.0

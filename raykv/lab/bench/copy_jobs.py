@@ -1,11 +1,10 @@
 """Whole jobs of `copy --device cuda`: what a NodeActor's copy thread takes for one, from the job to
 its last byte, beside one `cudaMemcpyAsync` of as many bytes.
 
-It is the NodeActor's own way: chunks are admitted to the slot table, the job is planned and cut
-into spans, these are submitted, and each chunk is ended. Only Ray, the socket that the job came by
-and the change of threads are left out. A chunk is one block, of which each layer has a page; the
-blocks are anywhere in the KV cache. A job by layer is a load, of which the worker hears layer by
-layer.
+It is the NodeActor's own way: some chunks at a time are admitted to the slot table, their runs are
+planned and submitted, and each of them is ended. Only Ray, the socket that the job came by and the
+change of threads are left out. A chunk is one block, of which each layer has a page; the blocks are
+anywhere in the KV cache. A job by layer is a load, of which the worker hears layer by layer.
 """
 
 from __future__ import annotations
