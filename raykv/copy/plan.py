@@ -281,6 +281,8 @@ class JobPlan:
         for group, _, count in self._kinds:
             num_layers = group.num_layers
             some = wanted[self._counts[wanted] == count]
+            if not len(some):
+                continue
             theirs = self._blocks[starts[some, None] + np.arange(count)]
             rows = _rows(group, self._slots[some], self._first[some], theirs)
             kinds.append(rows.reshape(3, len(some), num_layers, -1))
@@ -320,7 +322,7 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
     if group.per_layer > 1:
         by_layer = rows.reshape(3, num_chunks, -1, group.per_layer, count)
         rows = by_layer.swapaxes(3, 4)
-    return rows.reshape(3, num_chunks, -1)
+    return rows.reshape(3, num_chunks, len(group.size) * count)
 
 
 def _column(numbers: Sequence[int]) -> Column:

@@ -346,6 +346,14 @@ def test_layers_of_some_chunks_leave_the_others_out() -> None:
     ]
 
 
+def test_layers_of_chunks_of_one_length_need_none_of_another_one() -> None:
+    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=2)
+    plan = Planner(of, 0).plan(job((0, [1, 3]), (2, [5])))
+    assert [rows(each) for each in plan.layers([1], SLAB)] == [
+        [(5 * PAGE, 2 * SLOT_ALIGNMENT, PAGE)]
+    ]
+
+
 def test_layers_of_several_groups_are_refused() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), groups={0: [0], 1: [1]})
     wanted = job((0, [1]), (2, [5]), groups=[0, 1])
@@ -355,7 +363,7 @@ def test_layers_of_several_groups_are_refused() -> None:
 
 
 def test_bytes_of_a_chunk_are_those_of_its_blocks_in_all_layers() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
+    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=2)
     wanted = job((0, [1, 2]), (2, [5]))
     assert [Planner(of, 0).plan(wanted).bytes_of(chunk) for chunk in (0, 1)] == [
         2 * (PAGE + 32),
