@@ -20,8 +20,10 @@ from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors, Stamp
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex, StorePart
-from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.listing import ALL_READ, ListingPart, Position, Reason, Where
 
 PAGE = 4096
 HISTORY = 7
@@ -64,12 +66,20 @@ class Reader:
 
 @dataclass
 class Follower:
-    """What a reader of the listing believes: names that are there."""
+    """What a reader of the listing believes of some namespaces: where names are."""
 
-    number: int = 0
-    place: int = 0
-    seen: set[Any] = field(default_factory=set)
-    believed: set[Any] = field(default_factory=set)
+    position: Position = field(default_factory=Position)
+    believed: dict[Any, Where] = field(default_factory=dict)
+    last: ListingPart | None = None
+
+    def take(self, part: ListingPart) -> None:
+        if not part.follows(self.position):
+            return
+        if part.begins:
+            self.believed.clear()
+        for row in part.rows:
+            self.believed[row.namespace, row.key] = row.where
+        self.position = part.end
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -92,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.ended: set[tuple[int, int, int]] = set()
         self.jobs = dict.fromkeys(LIVES, 1)
         self.claimed: dict[tuple[Namespace, Key], dict[Owner, tuple[Standing, float]]] = {}
-        self.follower = Follower()
+        self.followers = [Follower(), Follower()]
 
     def companions(self, namespace: Namespace, keys: Any) -> list[Key]:
         del namespace
@@ -321,39 +331,34 @@ class PoolMachine(RuleBasedStateMachine):
 
     # The listing
 
-    @rule(most=st.integers(1, 5))
-    def follow(self, most: int) -> None:
-        """One answer: changes, and the next page while there is one."""
-        follower, listing = self.follower, self.index.listing
-        answer = listing.since(follower.number, most)
-        if answer is None:
-            # It begins anew, and learns what has gone meanwhile from the pages alone.
-            self.follower = Follower(listing.number, believed=follower.believed)
+    @rule(most=st.integers(1, 6), again=st.booleans(), is_lost=st.booleans(), at=st.integers(0, 1))
+    def follow(self, most: int, again: bool = False, is_lost: bool = False, at: int = 0) -> None:
+        """A part of the listing: the next one, perhaps lost, or the last one once more."""
+        follower = self.followers[at]
+        if follower.last is not None and again:
+            follower.take(follower.last)
             return
-        changes, follower.number = answer
-        for change in changes:
-            name = change.record.namespace, change.record.key
-            follower.seen.add(name)
-            if self.index.find(*name) is None:
-                follower.believed.discard(name)
-            else:
-                follower.believed.add(name)
-        if follower.place >= 0:
-            records, follower.place = self.index.places.records_from(follower.place, most)
-            page = {(r.namespace, r.key) for r in records if r.state is ChunkState.READY}
-            follower.seen |= page
-            follower.believed |= page
-            if follower.place < 0:
-                follower.believed &= follower.seen
+        part = self.index.part_after(follower.position, most, NAMESPACES[: at + 1])
+        follower.last = decode(encode(part), ListingPart)
+        if not is_lost:
+            follower.take(follower.last)
 
-    @rule()
-    def catch_up(self) -> None:
+    @rule(at=st.integers(0, 1))
+    def catch_up(self, at: int) -> None:
+        follower = self.followers[at]
         for _ in range(100):
-            self.follow(5)
-            if self.follower.place < 0 and self.follower.number == self.index.listing.number:
+            self.follow(5, at=at)
+            position = follower.position
+            if (position.place, position.number) == (ALL_READ, self.index.listing.number):
                 break
-        there = {name for name in self.all_names() if self.index.find(*name)}
-        assert self.follower.believed == there
+        there = {name: self.where(*name) for name in self.all_names()}
+        believed = {name: where for name, where in follower.believed.items() if where}
+        wanted = {name: where for name, where in there.items() if name[0] in NAMESPACES[: at + 1]}
+        assert believed == {name: where for name, where in wanted.items() if where}
+
+    def where(self, namespace: Namespace, key: Key) -> Where:
+        coming = Where.COMING if self.index.is_coming(namespace, key) else Where.NOWHERE
+        return coming | (Where.RAM if self.index.find(namespace, key) else Where.NOWHERE)
 
     def all_names(self) -> list[tuple[Namespace, Key]]:
         return [(namespace, key) for namespace in NAMESPACES for key in KEYS]

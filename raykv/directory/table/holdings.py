@@ -13,19 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from enum import IntFlag
 from itertools import count, islice
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace, NodeId
-
-
-class Where(IntFlag):
-    """Where on a node a chunk is."""
-
-    NOWHERE = 0
-    RAM = 1
-    DISK = 2
+from raykv.protocol.listing import Where
 
 
 class HeldAt(NamedTuple):

@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.geometry import PoolGeometry
@@ -35,10 +35,19 @@ from raykv.base.ids import (
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Claims
 from raykv.node.pool.floors import Floors, Stamp
-from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
 from raykv.node.pool.room import Room
+from raykv.protocol.listing import (
+    ALL_READ,
+    ListedRow,
+    ListedRows,
+    ListingPart,
+    Position,
+    Reason,
+    Where,
+)
 
 MAX_OPEN_JOBS = 4096
 """Store jobs of one engine whose ranks have not all ended them; beyond that stores are refused."""
@@ -156,6 +165,38 @@ class PoolIndex:
     def num_open_jobs(self) -> int:
         """Store jobs that not all ranks have ended."""
         return sum(map(len, self._jobs.values()))
+
+    def part_after(
+        self, position: Position, most: int, wanted: Container[Namespace] | None = None
+    ) -> ListingPart:
+        """What a reader who is there reads next: at most so many changes, and chunks of so many
+        slots; of some namespaces only, the same ones for as long as it reads on.
+        """
+        life, newest = self.listing.life, self.listing.number
+        found = self.listing.since(position.number, most) if position.life == life else None
+        begins = found is None
+        changes, number = found or ([], newest)
+        reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
+        start = Position(life, newest) if begins else position
+        place = start.place
+        if place != ALL_READ:
+            records, place = self.places.records_from(place, most)
+            for record in records:
+                if record.state is not ChunkState.VOID:
+                    reasons.setdefault((record.namespace, record.key), Reason.STORED)
+        rows = [
+            self._row(*name, reason)
+            for name, reason in reasons.items()
+            if wanted is None or name[0] in wanted
+        ]
+        return ListingPart(begins, start, Position(life, number, place), ListedRows.of(rows))
+
+    def _row(self, namespace: Namespace, key: Key, reason: Reason) -> ListedRow:
+        record = self.find(namespace, key)
+        where = Where.COMING if self.is_coming(namespace, key) else Where.NOWHERE
+        if record is None:
+            return ListedRow(namespace, key, where, NO_BLOCKS, reason)
+        return ListedRow(namespace, key, where | Where.RAM, record.blocks, reason)
 
     # Loads
 

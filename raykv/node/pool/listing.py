@@ -1,10 +1,6 @@
 """A node's numbered account of what it has: what engines and the directory believe of it.
 
-A reader says up to which number it has read, and gets the names that have changed since, each in
-the state that it has now; while it has not read all, also the next page of all chunks. A row may be
-newer than the number that it comes with: then it comes again. What a reader has seen neither in a
-page nor in a change when the pages are over and it has read up to the number of their end is not
-there.
+See `raykv.protocol.listing` for what readers get of it.
 
 Invariants:
 1. Numbers rise; one of another life says nothing.
@@ -15,27 +11,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.listing import Reason
 
 MOST_CHANGES = 32_768
 """That are kept for readers; who is further behind begins anew."""
-
-
-class Reason(IntEnum):
-    """Why a name has changed."""
-
-    COMING = 0
-    STORED = 1
-    FAILED = 2
-    """What was coming has not come."""
-    EVICTED = 3
-    CLEARED = 4
-    DAMAGED = 5
 
 
 class ListedChange(NamedTuple):

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.directory.table.holdings import HeldAt, Holdings, Where
+from raykv.directory.table.holdings import HeldAt, Holdings
+from raykv.protocol.listing import Where
 
 A, B = Namespace("a"), Namespace("b")
 ONE, TWO = NodeId("one"), NodeId("two")

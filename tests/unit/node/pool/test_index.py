@@ -23,9 +23,10 @@ from raykv.node.pool.index import (
     PoolIndex,
     StorePart,
 )
-from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
+from raykv.protocol.listing import Reason
 
 A = Namespace("a")
 ONE = Blocks(0, 1)

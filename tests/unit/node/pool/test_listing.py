@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from raykv.base.ids import Key, Namespace
 from raykv.node.pool.floors import Stamp
-from raykv.node.pool.listing import Listing, Reason
+from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.listing import Reason
 
 
 def chunk(name: str) -> ChunkRecord:

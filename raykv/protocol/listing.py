@@ -1,0 +1,144 @@
+"""A node's listing on its way: which chunks it has, to engines and to the directory.
+
+A reader says where in the listing it is, and gets what comes after that: names that have changed
+since, each in the state that it has now, and, until it has read all, the next page of all chunks.
+A row is a name's whole state, never a difference, and may be newer than the number that it comes
+with: then it comes again. Who has read all and is at a number knows what the node had then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import msgspec
+
+from raykv.base.ids import MAX_KEY_BYTES, Blocks, Key, Namespace
+from raykv.protocol.columns import MAX_KEYS, MAX_NAME, Keys, Numbers
+
+ALL_READ = -1
+"""The place of who has seen every page."""
+
+
+class Where(IntFlag):
+    """Where on a node a chunk is; of several engines one may be storing it anew."""
+
+    NOWHERE = 0
+    RAM = 1
+    DISK = 2
+    COMING = 4
+
+
+class Reason(IntEnum):
+    """Why a name has changed."""
+
+    COMING = 0
+    STORED = 1
+    FAILED = 2
+    """What was coming has not come."""
+    EVICTED = 3
+    CLEARED = 4
+    DAMAGED = 5
+
+
+class ListedRow(NamedTuple):
+    """The state of a name; `blocks` are those that are there."""
+
+    namespace: Namespace
+    key: Key
+    where: Where
+    blocks: Blocks
+    reason: Reason
+
+
+class ListedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows in columns; `namespace_index` points into `namespaces`.
+
+    Raises:
+        ValueError: columns of different lengths, or a row that no node has. From `receive` that is
+            a MessageError.
+    """
+
+    namespaces: list[str] = []
+    namespace_index: Numbers = Numbers()
+    keys: Keys = Keys()
+    where: bytes = b""
+    first_block: Numbers = Numbers()
+    num_blocks: Numbers = Numbers()
+    reasons: bytes = b""
+
+    def __post_init__(self) -> None:
+        columns = (self.namespace_index, self.where, self.first_block, self.num_blocks)
+        num_rows = len(self.keys)
+        if num_rows > MAX_KEYS or any(len(each) != num_rows for each in (*columns, self.reasons)):
+            raise ValueError(f"columns of different lengths beside {num_rows} keys")
+        if self.keys.lengths and not 0 < min(self.keys.lengths) <= MAX_KEY_BYTES:
+            raise ValueError("a key of no or too many bytes")
+        if any(len(name) > MAX_NAME for name in self.namespaces):
+            raise ValueError("a namespace of too many characters")
+        if not all(0 <= at < len(self.namespaces) for at in self.namespace_index):
+            raise ValueError("a namespace that is not there")
+        if self.where and max(self.where) > Where.RAM | Where.DISK | Where.COMING:
+            raise ValueError(f"a chunk at {max(self.where)}")
+        if self.reasons and max(self.reasons) > max(Reason):
+            raise ValueError(f"reason {max(self.reasons)}")
+        blocks = map(Blocks, self.first_block, self.num_blocks)
+        if not all(not each.length or each.is_sound for each in blocks):
+            raise ValueError("blocks that no chunk has")
+
+    @staticmethod
+    def of(rows: Iterable[ListedRow]) -> ListedRows:
+        """Rows as columns."""
+        rows = list(rows)
+        index = {name: at for at, name in enumerate(dict.fromkeys(row.namespace for row in rows))}
+        return ListedRows(
+            list(index),
+            Numbers.of(index[row.namespace] for row in rows),
+            Keys.of(row.key for row in rows),
+            bytes(row.where for row in rows),
+            Numbers.of(row.blocks.first for row in rows),
+            Numbers.of(row.blocks.length for row in rows),
+            bytes(row.reason for row in rows),
+        )
+
+    def __iter__(self) -> Iterator[ListedRow]:
+        names = [Namespace(name) for name in self.namespaces]
+        columns = zip(
+            self.namespace_index,
+            self.keys,
+            self.where,
+            map(Blocks, self.first_block, self.num_blocks),
+            self.reasons,
+            strict=True,
+        )
+        for at, key, where, blocks, reason in columns:
+            yield ListedRow(names[at], Key(key), Where(where), blocks, Reason(reason))
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """How far somebody has read: in which life of a listing, up to which number of its changes, and
+    up to which place of its pages. Who has read nothing is in no life.
+    """
+
+    life: int = 0
+    number: int = 0
+    place: int = 0
+
+
+class ListingPart(msgspec.Struct, frozen=True, array_like=True):
+    """What takes a reader from one position to another; `begins`: it forgets all that it knew."""
+
+    begins: bool
+    start: Position
+    end: Position
+    rows: ListedRows = ListedRows()
+
+    def follows(self, position: Position) -> bool:
+        """Whether a reader who is there takes it. It may come twice, late or never: the reader then
+        says again where it is.
+        """
+        if not self.begins:
+            return self.start == position
+        start = self.start
+        return (start.life, start.number) >= (position.life, position.number)
