@@ -282,6 +282,16 @@ def known_as(reason: str) -> MissReason:
     return MissReason.EVICTED if reason == MissReason.QUOTA else MissReason.NEVER_STORED
 
 
+class Stamp(NamedTuple):
+    """The number of an operators' document of orders; of a copy, that under which it was stored.
+
+    Numbers rise within a history, which begins anew with the store of Ray's head.
+    """
+
+    history: int
+    number: int
+
+
 class ChunkName(NamedTuple):
     """What a chunk is called and where its bytes should be."""
 

@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import EVERY_NAMESPACE, NO_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
+from raykv.base.ids import (
+    EVERY_NAMESPACE,
+    NO_BLOCKS,
+    Blocks,
+    Key,
+    Namespace,
+    Refusal,
+    Stamp,
+    in_group,
+)
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
-from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing

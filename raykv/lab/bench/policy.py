@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.hits import UNIT, held_prefix, num_distinct, replay, unlimited_hits
 from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
@@ -27,7 +27,6 @@ from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, short
 from raykv.lab.bench.s3fifo import S3FIFO
-from raykv.node.pool.floors import Stamp
 from raykv.node.pool.order import EvictionOrder
 from raykv.node.pool.records import ChunkRecord
 

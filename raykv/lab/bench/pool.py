@@ -13,12 +13,12 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, Namespace, Refusal
+from raykv.base.ids import Key, Namespace, Refusal, Stamp
 from raykv.base.shares import Share
 from raykv.lab.bench.footprint import key_of, own_bytes
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
-from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing

@@ -11,20 +11,12 @@ The floors of one history are `Clearings`: they never fall, and are bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from raykv.base.clearings import Clearings
-from raykv.base.ids import Namespace
+from raykv.base.ids import Namespace, Stamp
 
 MAX_HISTORIES = 8
 """That are remembered; what is of another one is void."""
-
-
-class Stamp(NamedTuple):
-    """See the module's docstring."""
-
-    history: int
-    number: int
 
 
 class Floors:

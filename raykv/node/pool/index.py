@@ -30,11 +30,12 @@ from raykv.base.ids import (
     Key,
     Namespace,
     Refusal,
+    Stamp,
     group_of,
 )
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Claims
-from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing

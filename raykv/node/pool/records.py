@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot
-from raykv.node.pool.floors import Stamp
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot, Stamp
 
 
 class ChunkState(IntEnum):

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, Namespace, NodeId, in_group
+from raykv.base.ids import Key, Namespace, NodeId, Stamp, in_group
 from raykv.directory.intake import Intake, Moved
 from raykv.directory.table.holdings import HeldAt, Holdings
-from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord

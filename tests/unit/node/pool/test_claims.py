@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.node.pool import claims as module
 from raykv.node.pool.claims import MOST_CLAIMS, Claims, Name, Owner, OwnerKind
-from raykv.node.pool.floors import Stamp
 from raykv.node.pool.records import ChunkRecord, Standing
 
 A = Namespace("a")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raykv.base.clearings import MAX_NAMESPACES
-from raykv.base.ids import EVERY_NAMESPACE, Namespace
-from raykv.node.pool.floors import MAX_HISTORIES, Floors, Stamp
+from raykv.base.ids import EVERY_NAMESPACE, Namespace, Stamp
+from raykv.node.pool.floors import MAX_HISTORIES, Floors
 
 A, B = Namespace("a"), Namespace("b")
 

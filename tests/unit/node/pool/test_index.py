@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, in_group
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp, in_group
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
-from raykv.node.pool.floors import Floors, Stamp
+from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import (
     FRESH_S,
     MAX_OPEN_JOBS,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from raykv.base.ids import Key, Namespace
-from raykv.node.pool.floors import Stamp
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.listing import Reason

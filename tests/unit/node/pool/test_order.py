@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raykv.base.ids import Key, Namespace
-from raykv.node.pool.floors import Stamp
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.node.pool.order import EvictionOrder
 from raykv.node.pool.records import ChunkRecord, Standing
 

@@ -1,0 +1,196 @@
+"""The document of orders as the scheduler actor keeps it; pure.
+
+                draft, meet, first                confirm
+   (in force) ──────────────────► being kept ──────────────► in force, at a higher number
+       ▲                              │ the store of Ray's head has not kept it
+       └──────────────────────────────┘ nobody has heard of it
+
+Numbers rise within a history. Where the store has lost what members have seen, a later history
+begins: to go on above the number of one member would give a number that another one has seen with
+another document.
+
+Invariants:
+1. Nobody hears of a number before the store has kept its document.
+2. Two documents of one number that anybody has heard of are the same.
+3. A floor that anybody has heard of is in every later document of its history, or a higher one.
+   What was in force when a later history begins is in force in that, too.
+4. Where the store has none, nothing is in force before members had time to show theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from raykv.base.clearings import Clearings
+from raykv.base.errors import RayKVError
+from raykv.base.ids import Namespace, NodeId, Stamp
+from raykv.protocol.framing import encode
+from raykv.protocol.orders import MAX_DOCUMENT_BYTES, MAX_DONE, OrdersDocument
+
+MEMBERS_S = 5.0
+"""So long members have to show the document that they have seen last."""
+
+DRAWN_BITS = 32
+"""Of a history; above them is how many there were before it."""
+
+NO_STAMP = Stamp(0, 0)
+"""Of who has seen none."""
+
+
+class OrderError(RayKVError):
+    """An order can't be carried out now."""
+
+
+class Orders:
+    """See the module's docstring. Times are of one clock that never goes back.
+
+    Args:
+        kept: what the store of Ray's head has; None: nothing.
+        drawn: a number of 32 bits that no other life has.
+        now: when this life began.
+    """
+
+    def __init__(self, kept: OrdersDocument | None, drawn: int, now: float) -> None:
+        self._drawn = drawn
+        # Until then members may show what the store has lost; and the latest that they have shown.
+        self._waits_until = now if kept else now + MEMBERS_S
+        self._met: OrdersDocument | None = None
+        # What is in force, and since when here: pins are told by the time that they have left.
+        self._document, self._since = kept, now
+        self._shown: dict[NodeId, Stamp] = {}
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The number that is in force; None: nothing is yet."""
+        return self._document and self._document.stamp
+
+    def told(self, now: float) -> OrdersDocument | None:
+        """The document as it is told now; pins whose time is over are not in it."""
+        if self._document is None:
+            return None
+        passed = now - self._since
+        pins = {
+            pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
+            for pin_id, pin in self._document.pins.items()
+            if pin.left_s > passed
+        }
+        return msgspec.structs.replace(self._document, pins=pins)
+
+    def confirm(self, draft: OrdersDocument, now: float) -> None:
+        """The store has kept a draft, the latest one: it is in force."""
+        assert self.stamp is None or draft.stamp > self.stamp, (self.stamp, draft)
+        self._document, self._since = draft, now
+
+    def first(self, now: float) -> OrdersDocument | None:
+        """The draft of this life's first document, once members have had their time: what the
+        latest of theirs says. Nodes keep floors of earlier histories themselves.
+        """
+        if self._document is not None or now < self._waits_until:
+            return None
+        met = self._met or OrdersDocument(Stamp(0, 0))
+        return self._begun(met, met.stamp.history, {})
+
+    def _begun(
+        self, document: OrdersDocument, history: int, floors: dict[str, int]
+    ) -> OrdersDocument:
+        """What a document says, in a history after that one."""
+        number = (history >> DRAWN_BITS) + 1
+        stamp = Stamp(number << DRAWN_BITS | self._drawn, 1)
+        return msgspec.structs.replace(document, stamp=stamp, floors=floors)
+
+    # Operators
+
+    def number_of(self, order_id: str) -> int | None:
+        """The number at which an order came into force: it may be repeated."""
+        return self._document.done.get(order_id) if self._document else None
+
+    def draft(self, order_id: str, now: float, **changes: Any) -> OrdersDocument:
+        """The document that an order makes.
+
+        Args:
+            order_id: of the order.
+            now: the time.
+            changes: fields of the document.
+
+        Raises:
+            OrderError: what is in force is not known yet, or the document would be too large.
+        """
+        mine = self.told(now)
+        if mine is None:
+            raise OrderError(
+                "the scheduler actor has lost its orders, and asks the nodes for them: "
+                "try again in some seconds"
+            )
+        stamp = Stamp(mine.stamp.history, mine.stamp.number + 1)
+        done = {**mine.done, order_id: stamp.number}
+        while len(done) > MAX_DONE:
+            del done[next(iter(done))]
+        made = msgspec.structs.replace(mine, stamp=stamp, done=done, **changes)
+        size = len(encode(made))
+        if size > MAX_DOCUMENT_BYTES:
+            raise OrderError(
+                f"all orders together would take {size:,} bytes, more than {MAX_DOCUMENT_BYTES:,}: "
+                "end some pins, quotas or names of weights first"
+            )
+        return made
+
+    def clear(self, order_id: str, namespace: str, now: float) -> OrdersDocument:
+        """The draft of a clearing; with an empty namespace, of all.
+
+        Raises:
+            OrderError: see `draft`.
+        """
+        made = self.draft(order_id, now)
+        floors = Clearings(made.floors)
+        # What was offered before anybody heard of this number has a lower stamp.
+        floors.take({namespace: made.stamp.number})
+        return msgspec.structs.replace(made, floors=floors.told)
+
+    # Members
+
+    def show(self, node_id: NodeId, stamp: Stamp | None) -> bool:
+        """A member shows the number of the latest document that it has seen; True: it is to be
+        asked for that document.
+        """
+        self._shown[node_id] = stamp or NO_STAMP
+        return stamp is not None and self._is_newer(stamp)
+
+    def _is_newer(self, stamp: Stamp) -> bool:
+        mine = self._document or self._met
+        return mine is None or stamp > mine.stamp
+
+    def meet(self, theirs: OrdersDocument) -> OrdersDocument | None:
+        """A member's document; the draft that it makes, if another one is in force here.
+
+        Of the same history theirs counts: the store has gone back. Of a later one ours does: that
+        member was away when nobody had any. What was cleared since is void in all histories.
+        """
+        if not self._is_newer(theirs.stamp):
+            return None
+        mine = self._document
+        if mine is None:
+            self._met = theirs
+            return None
+        known = Clearings(theirs.floors)
+        risen = {
+            name: 1 for name, floor in mine.floors.items() if floor > known.of(Namespace(name))
+        }
+        if mine.stamp.history == theirs.stamp.history:
+            return self._begun(theirs, theirs.stamp.history, risen)
+        return self._begun(mine, theirs.stamp.history, dict.fromkeys(mine.floors, 1))
+
+    def lose(self, node_id: NodeId) -> None:
+        """A node is gone."""
+        self._shown.pop(node_id, None)
+
+    def behind(self, stamp: Stamp) -> list[NodeId]:
+        """Nodes that have not shown that number or a later one: where there is none, an order of
+        that number is done.
+        """
+        return [
+            node_id
+            for node_id, shown in self._shown.items()
+            if shown.history != stamp.history or shown.number < stamp.number
+        ]
