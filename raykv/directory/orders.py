@@ -64,7 +64,7 @@ class Orders:
     @property
     def stamp(self) -> Stamp | None:
         """The number that is in force; None: nothing is yet."""
-        return self._document and self._document.stamp
+        return self._document.stamp if self._document else None
 
     def told(self, now: float) -> OrdersDocument | None:
         """The document as it is told now; pins whose time is over are not in it."""

@@ -53,10 +53,11 @@ class Floors:
 
     def is_void(self, namespace: Namespace, stamp: Stamp) -> bool:
         """Whether a copy with that stamp may not be served, nor taken in."""
-        if stamp.history not in self._floors:
+        floors = self._floors.get(stamp.history)
+        if floors is None or stamp.number < floors.of(namespace):
             return True
-        if stamp.number < self._floors[stamp.history].of(namespace):
-            return True
+        if stamp.history == self.history:
+            return False
         histories = list(self._floors)
         later = histories[histories.index(stamp.history) + 1 :]
         return any(self._floors[history].of(namespace) for history in later)

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     ALL_BLOCKS,
@@ -57,8 +59,7 @@ FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
 
 
-@dataclass(frozen=True, slots=True)
-class StorePart:
+class StorePart(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of a store job.
 
     Args:
@@ -74,8 +75,7 @@ class StorePart:
     num_ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedChunk:
+class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
     """What a store offers; see `ChunkRecord` for its fields."""
 
     namespace: Namespace
@@ -103,8 +103,7 @@ class _OpenJob:
     ended: int = 0
 
 
-@dataclass(slots=True)
-class _Parts:
+class _Parts(msgspec.Struct, gc=False):
     """Of a record that is being written: a bit for each rank that has stored its part."""
 
     part: StorePart

@@ -61,7 +61,7 @@ class EvictionOrder:
         self._stored = RecordQueue()
         self._found = RecordQueue()
         self._kept = RecordQueue()
-        self._num_pinned = 0
+        self._num_entered = self._num_pinned = 0
         # By hash, the oldest first: the time of last use. Two names of one hash share it: harmless.
         self._remembered: OrderedDict[int, int] = OrderedDict()
         # The sample by last use, the oldest first, with that time: names whose hash begins with
@@ -161,12 +161,11 @@ class EvictionOrder:
     @property
     def num_that_go(self) -> int:
         """Chunks that are not pinned."""
-        return len(self) - self._num_pinned
+        return self._num_entered - self._num_pinned
 
     def __len__(self) -> int:
         """How many have entered and not left."""
-        queues = (*self._first.values(), self._stored, self._found, self._kept)
-        return self._num_pinned + sum(map(len, queues))
+        return self._num_entered
 
     def _use(self, record: ChunkRecord) -> None:
         self.now += 1
@@ -176,6 +175,7 @@ class EvictionOrder:
     def _put(
         self, record: ChunkRecord, front: Mapping[RecordQueue, ChunkRecord] | None = None
     ) -> None:
+        self._num_entered += 1
         if record.standing is Standing.PINNED:
             self._num_pinned += 1
         elif record.standing is Standing.KEPT:
@@ -192,6 +192,7 @@ class EvictionOrder:
                 queue.append(record)
 
     def _take(self, record: ChunkRecord) -> None:
+        self._num_entered -= 1
         if record.queue is None:
             self._num_pinned -= 1
         else:

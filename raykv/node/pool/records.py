@@ -12,9 +12,10 @@ A record is its own ticket: who was admitted to it ends with it, whatever the in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
+
+import msgspec
 
 from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot, Stamp
 
@@ -42,9 +43,9 @@ class Standing(IntEnum):
     """It does not go."""
 
 
-@dataclass(slots=True, eq=False)
-class ChunkRecord:
-    """One stay of a chunk in a pool.
+class ChunkRecord(msgspec.Struct, eq=False, gc=False):
+    """One stay of a chunk in a pool. There are millions: the garbage collector passes them by, and
+    who takes one out of a queue takes its links away.
 
     Args:
         namespace: see `Namespace`.
@@ -74,9 +75,12 @@ class ChunkRecord:
     """When it was found last, in seconds."""
     hits: int = 0
     standing: Standing = Standing.NORMAL
-    queue: RecordQueue | None = field(default=None, repr=False)
-    before: ChunkRecord | None = field(default=None, repr=False)
-    after: ChunkRecord | None = field(default=None, repr=False)
+    queue: RecordQueue | None = None
+    before: ChunkRecord | None = None
+    after: ChunkRecord | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.state.name} {self.key.hex()} of {self.namespace} at {self.slot}"
 
     @property
     def is_busy(self) -> bool:

@@ -232,7 +232,7 @@ class World:
 
     def report(self, node: NodeId) -> None:
         seen = self.members[node]
-        if self.orders.show(node, seen and seen.stamp) and seen is not None:
+        if self.orders.show(node, seen.stamp if seen else None) and seen is not None:
             self.keep(self.orders.meet(seen))
 
 
