@@ -1,0 +1,233 @@
+"""An engine believes its place's listing and the results of its jobs, each for what it is worth."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import pytest
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Stamp, in_group
+from raykv.engine.listed import SILENT_S, Change, ListedPlace
+from raykv.node.pool.floors import Floors
+from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.listing import Listing
+from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.listing import (
+    ALL_READ,
+    ListedRow,
+    ListedRows,
+    ListingPart,
+    Position,
+    Reason,
+    Where,
+)
+
+OURS, OTHERS = Namespace("ours"), Namespace("others'")
+A, B = Key(b"a"), Key(b"b")
+M = TypeVar("M")
+
+
+def row(
+    key: Key,
+    where: Where,
+    reason: Reason = Reason.STORED,
+    namespace: Namespace = OURS,
+    blocks: Blocks = ALL_BLOCKS,
+) -> ListedRow:
+    return ListedRow(namespace, key, where, blocks if where else NO_BLOCKS, reason)
+
+
+def part(start: Position, number: int, *rows: ListedRow, begins: bool = False) -> ListingPart:
+    return ListingPart(begins, start, Position(start.life, number, ALL_READ), ListedRows.of(rows))
+
+
+@pytest.fixture
+def place() -> ListedPlace:
+    """At number 10 of life 1, with chunk A."""
+    made = ListedPlace(OURS, 0.0)
+    came = made.take(part(Position(1, 10), 10, row(A, Where.RAM), begins=True), 1.0)
+    assert came == [Change(A, ALL_BLOCKS, Reason.STORED)]
+    return made
+
+
+def at(number: int, life: int = 1) -> Position:
+    return Position(life, number, ALL_READ)
+
+
+def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces(
+    place: ListedPlace,
+) -> None:
+    some = Blocks(2, 2)
+    found = place.take(
+        part(
+            at(10),
+            12,
+            row(A, Where.NOWHERE, Reason.EVICTED),
+            row(B, Where.DISK, blocks=some),
+            row(Key(b"c"), Where.RAM, namespace=OTHERS),
+        ),
+        2.0,
+    )
+    assert found == [Change(A, None, Reason.EVICTED), Change(B, some, Reason.STORED)]
+    assert place.has(B, some)
+    assert not place.has(B, Blocks(0, 4))
+    assert len(place) == 1
+    assert place.take(part(at(12), 13, row(B, Where.DISK, blocks=some)), 2.0) == []
+
+
+def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlace) -> None:
+    """A was evicted at 12 and a load was refused then; its store at 11 is read afterwards."""
+    refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)])
+    assert refused == [Change(A, None, Reason.EVICTED)]
+    assert place.take(part(at(10), 11, row(A, Where.RAM)), 2.0) == []
+    assert not place.has(A, NO_BLOCKS)
+    # Stored again, at 13.
+    assert place.take(part(at(11), 13, row(A, Where.RAM)), 2.0)
+    assert place.has(A, NO_BLOCKS)
+
+
+def test_refusal_from_before_what_was_read_says_nothing(place: ListedPlace) -> None:
+    assert place.result(1, 10, [row(A, Where.NOWHERE)]) == []
+    assert place.result(2, 99, [row(A, Where.NOWHERE)]) == []
+    assert place.has(A, NO_BLOCKS)
+
+
+def test_results_count_in_the_order_of_their_numbers(place: ListedPlace) -> None:
+    assert place.result(1, 14, [row(B, Where.RAM)])
+    assert place.result(1, 12, [row(B, Where.NOWHERE)]) == []
+    assert place.has(B, NO_BLOCKS)
+    # What is read up to then has it, or says why not.
+    assert place.take(part(at(10), 14, row(B, Where.RAM)), 2.0) == []
+    assert place.take(part(at(14), 15, row(B, Where.NOWHERE, Reason.CLEARED)), 2.0)
+    assert len(place) == 1
+
+
+def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
+    place: ListedPlace,
+) -> None:
+    """B is stored, and has not changed since: no later part names it."""
+    place.result(1, 30, [row(B, Where.RAM)])
+    anew = part(Position(1, 25), 25, row(B, Where.RAM), begins=True)
+    assert place.take(anew, 2.0) == [Change(A, None, Reason.FAILED)]
+    assert place.has(B, NO_BLOCKS)
+    place.take(part(at(25), 40), 2.0)
+    assert place.has(B, NO_BLOCKS)
+
+
+def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
+    place.result(1, 500, [row(B, Where.RAM)])
+    late = part(at(10), 20, row(Key(b"late"), Where.RAM))
+    found = place.take(part(Position(2, 3), 3, row(B, Where.COMING), begins=True), 2.0)
+    assert {change.key for change in found} == {A, B}
+    assert place.take(late, 3.0) == []
+    assert len(place) == 0
+    assert place.is_coming(B)
+    assert place.take(part(at(3, 2), 4, row(B, Where.RAM)), 3.0)
+    assert not place.is_coming(B)
+
+
+def test_place_that_is_silent_says_so_until_it_is_heard_again(place: ListedPlace) -> None:
+    assert not place.is_silent(1.0 + SILENT_S - 0.1)
+    assert place.is_silent(1.0 + SILENT_S)
+    assert place.take(part(at(9), 12), 20.0) == []
+    assert place.is_silent(20.0)
+    place.take(part(at(10), 10), 20.0)
+    assert not place.is_silent(20.0)
+
+
+KEYS = [in_group(Key(bytes([number]) * 8), 0) for number in range(8)]
+PAGE = 4096
+
+
+class World:
+    """A node's pool in its lives, and an engine that hears of it late, twice or never."""
+
+    def __init__(self, seed: int, place: ListedPlace) -> None:
+        self.source = random.Random(seed)
+        self.place = place
+        self.now, self.jobs = 0.0, 0
+        self.index = self.begin(1)
+        self.parts: list[ListingPart] = []
+        self.results: list[tuple[int, int, ListedRow]] = []
+        # By life, key and number, whether a chunk was there from then on.
+        self.truth: dict[tuple[int, Key], list[tuple[int, bool]]] = {}
+
+    def begin(self, life: int) -> PoolIndex:
+        return PoolIndex(PoolGeometry(6 * PAGE, 6 * PAGE), Listing(life, most=8), Floors(1))
+
+    def note(self) -> None:
+        listing = self.index.listing
+        for key in KEYS:
+            past = self.truth.setdefault((listing.life, key), [(0, False)])
+            is_there = self.index.find(OURS, key) is not None
+            if past[-1][1] != is_there:
+                past.append((listing.number, is_there))
+
+    def step(self) -> None:
+        key = self.source.choice(KEYS)
+        match self.source.randrange(10):
+            case 0 | 1 | 2:
+                self.store(key)
+            case 3:
+                self.drop(key)
+            case 4 if not self.source.randrange(6):
+                self.index = self.begin(self.index.listing.life + 1)
+            case 5 | 6:
+                made = self.index.part_after(self.place.position, self.source.randrange(1, 4))
+                self.parts.append(made)
+            case 7 | 8 if self.parts:
+                self.place.take(self.some(self.parts), self.now)
+            case 9 if self.results:
+                life, number, found = self.some(self.results)
+                self.place.result(life, number, [found])
+                self.check(life, number, found)
+
+    def some(self, messages: list[M]) -> M:
+        place = self.source.randrange(len(messages))
+        return messages[place] if self.source.randrange(3) else messages.pop(place)
+
+    def store(self, key: Key) -> None:
+        self.jobs, self.now = self.jobs + 1, self.now + 10.0
+        part = StorePart(1, self.jobs)
+        chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
+        found = self.index.begin_store(part, chunk, self.now, self.now + 30)
+        if isinstance(found, ChunkRecord):
+            self.index.end_store(found, 0, ok=True)
+        self.index.end_job(part)
+        self.answer(key)
+
+    def drop(self, key: Key) -> None:
+        found = self.index.find(OURS, key)
+        if found is not None:
+            self.index.drop(found, Reason.EVICTED)
+        if self.source.randrange(2):
+            self.answer(key)
+
+    def answer(self, key: Key) -> None:
+        """A job about that key has ended."""
+        self.note()
+        listing = self.index.listing
+        where = Where.RAM if self.index.find(OURS, key) else Where.NOWHERE
+        self.results.append((listing.life, listing.number, row(key, where)))
+
+    def check(self, life: int, number: int, found: ListedRow) -> None:
+        """What was refused is there again only if it has come since then."""
+        if life != self.place.position.life or found.where:
+            return
+        past = self.truth[life, found.key]
+        came_later = any(there and since > number for since, there in past)
+        assert came_later or not self.place.has(found.key, NO_BLOCKS)
+
+
+def test_engine_knows_what_is_there_in_the_end_and_no_refused_chunk_comes_back() -> None:
+    for seed in range(300):
+        world = World(seed, ListedPlace(OURS, 0.0))
+        for _ in range(150):
+            world.step()
+            world.note()
+        for _ in range(40):
+            world.place.take(world.index.part_after(world.place.position, 5), world.now)
+        there = [world.index.find(OURS, key) is not None for key in KEYS]
+        assert [world.place.has(key, NO_BLOCKS) for key in KEYS] == there, seed
