@@ -26,7 +26,7 @@ from raykv.cli.base import (
 )
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
-from raykv.protocol.groups import parse_groups
+from raykv.protocol.descriptions import parse_groups
 from raykv.protocol.reader import DISK, ORDERS, TIERS
 
 if TYPE_CHECKING:

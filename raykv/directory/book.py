@@ -37,7 +37,7 @@ from raykv.directory.table.protocol import (
 from raykv.directory.tenants.pool import SharedPool
 from raykv.prompts.prefixes import companions
 from raykv.protocol.columns import Handles, Leases
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 IDLE_S = 60.0
 """Chunks of a slot size that nobody has stored or loaded for so long must make room for others."""

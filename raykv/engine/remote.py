@@ -38,7 +38,7 @@ from raykv.engine.requests import RequestState, token_source
 from raykv.engine.stock import LeaseStock
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.peer import FetchResult
 
 MAX_QUESTIONS = 65_536

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 TAIL_TOKENS = 1024
 """Before and after a prompt's end: longer than most questions, and than most answers."""

@@ -9,8 +9,8 @@ import msgspec
 
 from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of, in_group
 from raykv.client.chunks import ChunkPlace
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import CHUNK_NAME_BYTES
-from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import RAM, Explanation
 
 if TYPE_CHECKING:

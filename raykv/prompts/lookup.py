@@ -20,7 +20,7 @@ from raykv.prompts.block_hashes import (
 )
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.groups import ChunkGroup, parse_groups
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
 from raykv.protocol.status import NamespaceStatus
 

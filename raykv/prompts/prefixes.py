@@ -12,7 +12,7 @@ from math import lcm
 from typing import TypeVar
 
 from raykv.base.ids import Key, group_of, in_group
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from raykv.base.ids import Key
 from raykv.prompts.block_hashes import PromptTraits, block_hashes, chunk_keys
 from raykv.prompts.lookup import PromptScheme
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 BLOCKS_OF_A_STRETCH = 16
 MOST_STRETCHES = 8192

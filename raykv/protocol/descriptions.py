@@ -1,10 +1,11 @@
-"""What is inside of chunks, in tokens."""
+"""What is inside of chunks, in tokens, and what the chunks of a namespace are."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -163,3 +164,43 @@ def is_whole(row: Description) -> bool:
         return False
     num_blocks = len(row.inner) // step + 1
     return len(row.tokens) == num_blocks * row.block_size * _TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    """A KV group: the tokens of its chunks, and how many chunks it looks back (None: to the
+    beginning).
+    """
+
+    group: int
+    tokens: int
+    window: int | None = None
+
+
+def groups_text(groups: Sequence[ChunkGroup]) -> str:
+    """`groups` in a short text: "0:128" is group 0 with chunks of 128 tokens, "1:128/8" one that
+    looks back 8 chunks.
+    """
+    return " ".join(
+        f"{each.group}:{each.tokens}" + ("" if each.window is None else f"/{each.window}")
+        for each in groups
+    )
+
+
+def parse_groups(text: str) -> list[ChunkGroup]:
+    """What `groups_text` has written.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    found = []
+    for part in text.split():
+        group, _, rest = part.partition(":")
+        tokens, _, window = rest.partition("/")
+        made = ChunkGroup(int(group), int(tokens), int(window) if window else None)
+        if made.group < 0 or made.tokens < 1 or (made.window is not None and made.window < 1):
+            raise ValueError(f"a KV group {part!r}")
+        found.append(made)
+    if not found:
+        raise ValueError("no KV group")
+    return found

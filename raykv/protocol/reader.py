@@ -27,8 +27,8 @@ from raykv.protocol.columns import (
     check_rows,
     require,
 )
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import MissRecord
-from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.status import NamespaceStatus
 
 MAX_PAGE = 1024

@@ -33,7 +33,7 @@ from raykv.client.capacity import (
 from raykv.engine.windows import state_ends
 from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
 from raykv.memory.room import PoolNeeds, default_pool_bytes, objection
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.models import shapes_of
 from raykv.vllm.internals.names import check_vllm_version, vllm_version
 from raykv.vllm.internals.offloading import SchedulerTables, offloading_config

@@ -36,7 +36,7 @@ from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
 from raykv.engine.runtime import EngineIdentity, EngineRuntime
-from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of

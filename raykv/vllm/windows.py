@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.vllm.internals.offloading import SchedulerTables, hand_over_every_state
 
 

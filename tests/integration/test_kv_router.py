@@ -25,9 +25,9 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_dig
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptTokens
 from raykv.protocol.columns import Keys
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.node import Inventory, NodeReport
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.planner import PlacedRequest

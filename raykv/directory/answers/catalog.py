@@ -23,9 +23,9 @@ from raykv.directory.members import Engine, Node
 from raykv.directory.pins import Pins
 from raykv.directory.table.protocol import ChunkTable, Name, Stretch, Uses
 from raykv.protocol.columns import Source, SourceKind, numbered
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import AttachEngine
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,

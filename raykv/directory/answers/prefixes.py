@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import PrefixPage, PrefixQuery
 
 MAX_NODES_OF_A_KEY = 32

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from raykv.base.ids import Namespace
 from raykv.directory.members import Engine, Node
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 LEAST_REUSE = 0.03
 """Loads for each store below which it does not pay: a store costs up to 3 % of computing."""

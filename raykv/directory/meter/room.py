@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 from raykv.base.departures import Departures
 from raykv.base.ids import Epoch, MissReason, NodeId
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
-from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.status import MoreRoom
 
 SIZES = tuple(1 << power for power in range(26, 38))

@@ -27,8 +27,8 @@ from raykv.lab.bench.routing_simulation import run_simulation
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.reader import PrefixQuery
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import FoundPrompt

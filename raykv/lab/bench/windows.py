@@ -21,7 +21,7 @@ from raykv.inspect.trace_files import Request, read_trace, synthetic
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.prompts.prefixes import loadable_tokens
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 CHUNK = 512
 

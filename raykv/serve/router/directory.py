@@ -29,8 +29,8 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.prompts.lookup import choose_namespace, scheme_of
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
 from raykv.protocol.columns import MAX_KEYS, require
+from raykv.protocol.descriptions import groups_text
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.groups import groups_text
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, check_prefix_page
 from raykv.protocol.status import NamespaceStatus
 

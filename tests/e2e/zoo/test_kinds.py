@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from raykv.lab.bench.prompts import prompt
-from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.serve.plan import plan
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.processes import freeze

@@ -16,8 +16,8 @@ from raykv.inspect import ChunkKV
 from raykv.lab.bench.prompts import prompt
 from raykv.prompts.block_hashes import PLAIN
 from raykv.prompts.prompt_keys import PromptTokens
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.events import BlockRemoved, BlockStored
-from raykv.protocol.groups import ChunkGroup, parse_groups
 from raykv.protocol.reader import PromptLookup
 from raykv.serve.router.directory import Directory
 from tests.e2e.zoo.conftest import StartZoo

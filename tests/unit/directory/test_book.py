@@ -8,7 +8,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import EngineId, Generation, Key, Namespace, NodeId
 from raykv.directory.book import PoolBook
 from raykv.directory.table.protocol import Changes, TableChunk
-from raykv.protocol.groups import parse_groups
+from raykv.protocol.descriptions import parse_groups
 from tests.fixtures.directory.desk import PAGE
 from tests.fixtures.directory.tables import TABLES, open_table
 

@@ -16,7 +16,7 @@ from raykv.engine.windows import (
     plan_windows,
     state_ends,
 )
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 FULL = ChunkGroup(0, 16)
 WINDOWS = [ChunkGroup(number, 16, 64) for number in range(1, 7)]

@@ -16,7 +16,7 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, RANDOM, HashScheme, PromptT
 from raykv.prompts.lookup import PromptScheme, choose_namespace, look_up, scheme_of
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.groups import ChunkGroup, groups_text, parse_groups
+from raykv.protocol.descriptions import ChunkGroup, groups_text, parse_groups
 from raykv.protocol.reader import PromptLookup
 from raykv.protocol.status import NamespaceStatus
 

@@ -15,7 +15,7 @@ from raykv.prompts.block_hashes import HashScheme, PromptTraits, block_hashes
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.prompts.prompt_keys import BLOCKS_OF_A_STRETCH, PromptHasher, PromptTokens
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 
 SCHEME = PromptScheme(HashScheme("sha256", "seed", 4), (ChunkGroup(0, 4), ChunkGroup(1, 8, 2)))
 STRETCH = 4 * BLOCKS_OF_A_STRETCH

@@ -21,7 +21,7 @@ from vllm.distributed import parallel_state
 from deploy import sizes
 from raykv.base.errors import SettingError
 from raykv.client.capacity import KVShape
-from raykv.protocol.groups import ChunkGroup, groups_text
+from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.serve.plan import plan
 from tests.fixtures.model_configs import LLAMA
 from tests.fixtures.zoo import ZOO, build

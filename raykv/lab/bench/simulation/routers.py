@@ -22,7 +22,7 @@ from raykv.lab.bench.simulation.hardware import TOKENS
 from raykv.lab.bench.simulation.workload import SimRequest
 from raykv.prompts.block_hashes import PLAIN
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
-from raykv.protocol.groups import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import FoundPrompt
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner

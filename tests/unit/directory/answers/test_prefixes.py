@@ -13,8 +13,8 @@ from raykv.base.errors import MessageError
 from raykv.directory.answers.prefixes import prefix_page
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.groups import ChunkGroup, groups_text
 from raykv.protocol.reader import (
     PrefixPage,
     PrefixQuery,

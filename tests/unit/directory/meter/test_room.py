@@ -12,9 +12,9 @@ from raykv.base.ids import Epoch, Key, NodeId
 from raykv.directory.manager import BlockManager, ManagerSettings
 from raykv.directory.meter import room
 from raykv.directory.meter.room import SIZES, RoomMeter
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import CHUNK_NAME_BYTES, AttachEngine, MissRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.status import MoreRoom
 from tests.fixtures.directory.desk import MODEL, PAGE, Desk
 from tests.fixtures.keys import named_key

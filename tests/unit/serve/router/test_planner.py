@@ -18,8 +18,8 @@ from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_dig
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.groups import ChunkGroup
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments

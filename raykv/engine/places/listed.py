@@ -23,7 +23,7 @@ SILENT_S = 5.0
 """A node that has not been heard of for so long has nothing, for all that the engine knows."""
 
 
-class Change(NamedTuple):
+class PlaceChange(NamedTuple):
     """A key has come (with which blocks), or gone; `reason` says why."""
 
     key: Key
@@ -70,7 +70,7 @@ class ListedPlace:
 
     # The listing
 
-    def take(self, part: ListingPart, now: float) -> list[Change]:
+    def take(self, part: ListingPart, now: float) -> list[PlaceChange]:
         """The next part of the listing; any other changes nothing. Returns what has come and gone,
         for whoever follows the view: a key that is listed again as it was is neither.
         """
@@ -90,7 +90,7 @@ class ListedPlace:
             self._early = {key: number for key, number in early if number > part.end.number}
         return changes
 
-    def result(self, life: int, number: int, rows: Iterable[ListedRow]) -> list[Change]:
+    def result(self, life: int, number: int, rows: Iterable[ListedRow]) -> list[PlaceChange]:
         """How chunks of a job, or of a fetch, were at a number of the listing."""
         if life != self.position.life or number <= self.position.number:
             # What has been read is newer; of another life nothing is known yet.
@@ -102,7 +102,7 @@ class ListedPlace:
                 changes += self._be(row)
         return changes
 
-    def _be(self, row: ListedRow) -> list[Change]:
+    def _be(self, row: ListedRow) -> list[PlaceChange]:
         """A key is as that row says."""
         if row.where & Where.COMING:
             self._coming.add(row.key)
@@ -111,17 +111,17 @@ class ListedPlace:
         before = self._ready.get(row.key)
         if row.where & (Where.RAM | Where.DISK):
             self._ready[row.key] = row.blocks
-            return [] if before == row.blocks else [Change(row.key, row.blocks, row.reason)]
+            return [] if before == row.blocks else [PlaceChange(row.key, row.blocks, row.reason)]
         if before is None:
             return []
         del self._ready[row.key]
-        return [Change(row.key, None, row.reason)]
+        return [PlaceChange(row.key, None, row.reason)]
 
-    def _forget(self, why: Reason, number: int) -> list[Change]:
+    def _forget(self, why: Reason, number: int) -> list[PlaceChange]:
         """Nothing is known any more, but what was heard of later than that number."""
         later = {key for key, early in self._early.items() if early > number}
         gone = [key for key in self._ready if key not in later]
         for key in gone:
             del self._ready[key]
         self._coming &= later
-        return [Change(key, None, why) for key in gone]
+        return [PlaceChange(key, None, why) for key in gone]

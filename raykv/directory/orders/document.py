@@ -27,7 +27,7 @@ from raykv.base.clearings import Clearings
 from raykv.base.errors import RayKVError
 from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.protocol.framing import encode
-from raykv.protocol.orders import MAX_DOCUMENT_BYTES, MAX_DONE, OrdersDocument
+from raykv.protocol.operator import MAX_DOCUMENT_BYTES, MAX_TOLD_DONE, OrdersDocument
 
 MEMBERS_S = 5.0
 """So long members have to show the document that they have seen last."""
@@ -125,7 +125,7 @@ class Orders:
             )
         stamp = Stamp(mine.stamp.history, mine.stamp.number + 1)
         done = {**mine.done, order_id: stamp.number}
-        while len(done) > MAX_DONE:
+        while len(done) > MAX_TOLD_DONE:
             del done[next(iter(done))]
         made = msgspec.structs.replace(mine, stamp=stamp, done=done, **changes)
         size = len(encode(made))

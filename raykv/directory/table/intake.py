@@ -14,7 +14,7 @@ from raykv.directory.table.holdings import Holdings
 from raykv.protocol.listing import ListingPart, Position, Reason, Where
 
 
-class Moved(NamedTuple):
+class MovedChunk(NamedTuple):
     """A chunk is elsewhere on its node than before."""
 
     namespace: Namespace
@@ -25,11 +25,11 @@ class Moved(NamedTuple):
 
 
 @dataclass
-class Taken:
+class TakenPart:
     """What a part has changed. `begins`: all that the node had was gone before."""
 
     begins: bool = False
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[MovedChunk] = field(default_factory=list)
 
 
 class Intake:
@@ -43,9 +43,9 @@ class Intake:
         """How far the node's listing has been read, as the answer to each report says."""
         return self._positions.get(node_id, Position())
 
-    def take(self, node_id: NodeId, part: ListingPart) -> Taken:
+    def take(self, node_id: NodeId, part: ListingPart) -> TakenPart:
         """Take in the next part of a node's listing; any other changes nothing."""
-        taken = Taken()
+        taken = TakenPart()
         if not part.follows(self.position(node_id)):
             return taken
         if part.begins:
@@ -57,7 +57,7 @@ class Intake:
             after = row.where & ~Where.COMING
             before = self._holdings.put(node_id, row.namespace, row.key, after)
             if before != after:
-                taken.moved.append(Moved(row.namespace, row.key, before, after, row.reason))
+                taken.moved.append(MovedChunk(row.namespace, row.key, before, after, row.reason))
         return taken
 
     def lose(self, node_id: NodeId) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Stamp, in_group
-from raykv.engine.listed import SILENT_S, Change, ListedPlace
+from raykv.engine.places.listed import SILENT_S, ListedPlace, PlaceChange
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
@@ -48,7 +48,7 @@ def place() -> ListedPlace:
     """At number 10 of life 1, with chunk A."""
     made = ListedPlace(OURS, 0.0)
     came = made.take(part(Position(1, 10), 10, row(A, Where.RAM), begins=True), 1.0)
-    assert came == [Change(A, ALL_BLOCKS, Reason.STORED)]
+    assert came == [PlaceChange(A, ALL_BLOCKS, Reason.STORED)]
     return made
 
 
@@ -70,7 +70,7 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
         ),
         2.0,
     )
-    assert found == [Change(A, None, Reason.EVICTED), Change(B, some, Reason.STORED)]
+    assert found == [PlaceChange(A, None, Reason.EVICTED), PlaceChange(B, some, Reason.STORED)]
     assert place.has(B, some)
     assert not place.has(B, Blocks(0, 4))
     assert len(place) == 1
@@ -80,7 +80,7 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
 def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlace) -> None:
     """A was evicted at 12 and a load was refused then; its store at 11 is read afterwards."""
     refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)])
-    assert refused == [Change(A, None, Reason.EVICTED)]
+    assert refused == [PlaceChange(A, None, Reason.EVICTED)]
     assert place.take(part(at(10), 11, row(A, Where.RAM)), 2.0) == []
     assert not place.has(A, NO_BLOCKS)
     # Stored again, at 13.
@@ -110,7 +110,7 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
     """B is stored, and has not changed since: no later part names it."""
     place.result(1, 30, [row(B, Where.RAM)])
     anew = part(Position(1, 25), 25, row(B, Where.RAM), begins=True)
-    assert place.take(anew, 2.0) == [Change(A, None, Reason.FAILED)]
+    assert place.take(anew, 2.0) == [PlaceChange(A, None, Reason.FAILED)]
     assert place.has(B, NO_BLOCKS)
     place.take(part(at(25), 40), 2.0)
     assert place.has(B, NO_BLOCKS)

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from raykv.base.ids import NodeId, Stamp
-from raykv.directory.orders import MEMBERS_S, OrderError, Orders
+from raykv.directory.orders.document import MEMBERS_S, OrderError, Orders
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.orders import (
-    MAX_DONE,
-    MAX_PINS,
+from raykv.protocol.operator import (
+    MAX_TOLD_DONE,
+    MAX_TOLD_PINS,
     OrderedPin,
     OrderedShare,
     OrdersDocument,
@@ -52,7 +52,7 @@ def test_clearing_makes_void_what_was_stored_before_its_number(orders: Orders) -
 
 
 def test_ids_of_the_latest_orders_are_known_in_the_next_life(orders: Orders) -> None:
-    for number in range(MAX_DONE + 3):
+    for number in range(MAX_TOLD_DONE + 3):
         orders.confirm(orders.draft(str(number), 0.0), 0.0)
     later = Orders(orders.told(0.0), 9, 0.0)
     assert later.number_of("2") is None
@@ -79,7 +79,7 @@ def test_pins_are_told_by_the_time_that_they_have_left(orders: Orders) -> None:
 def test_document_that_would_be_too_large_is_refused_and_nothing_has_changed(
     orders: Orders,
 ) -> None:
-    pins = {f"{number:04}" * 60: PIN for number in range(MAX_PINS)}
+    pins = {f"{number:04}" * 60: PIN for number in range(MAX_TOLD_PINS)}
     with pytest.raises(OrderError, match="more than 65,536"):
         orders.draft("x", 0.0, pins=pins)
     assert orders.stamp == Stamp(7, 10)
@@ -157,8 +157,8 @@ def test_order_is_done_when_all_nodes_have_shown_its_number(orders: Orders) -> N
         {"floors": {"a": 1 << 63}},
         {"shares": {"t": {"name": "t", "most": 1.5}}},
         {"pins": {"p": {"namespace": "n", "digest": b"", "num_keys": 1, "left_s": -1.0}}},
-        {"pins": {str(number): PIN for number in range(MAX_PINS + 1)}},
-        {"done": dict.fromkeys(map(str, range(MAX_DONE + 1)), 1)},
+        {"pins": {str(number): PIN for number in range(MAX_TOLD_PINS + 1)}},
+        {"done": dict.fromkeys(map(str, range(MAX_TOLD_DONE + 1)), 1)},
         {"namings": {"a": "b" * 5000}},
     ],
     ids=lambda wrong: next(iter(wrong)),

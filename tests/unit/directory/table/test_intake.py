@@ -8,8 +8,8 @@ import pytest
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Stamp, in_group
-from raykv.directory.intake import Intake, Moved
 from raykv.directory.table.holdings import HeldAt, Holdings
+from raykv.directory.table.intake import Intake, MovedChunk
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
@@ -98,13 +98,13 @@ def test_changes_are_told_as_what_was_and_what_is(intake: Intake) -> None:
     node.store(KEYS[0])
     first = intake.take(NODES[0], node.index.part_after(Position(), 9))
     assert not first.begins
-    assert first.moved == [Moved(SPACE, KEYS[0], Where.NOWHERE, Where.RAM, Reason.STORED)]
+    assert first.moved == [MovedChunk(SPACE, KEYS[0], Where.NOWHERE, Where.RAM, Reason.STORED)]
     node.drop(KEYS[0])
     node.store(KEYS[1])
     part = node.index.part_after(intake.position(NODES[0]), 9)
     assert intake.take(NODES[0], part).moved == [
-        Moved(SPACE, KEYS[0], Where.RAM, Where.NOWHERE, Reason.DAMAGED),
-        Moved(SPACE, KEYS[1], Where.NOWHERE, Where.RAM, Reason.STORED),
+        MovedChunk(SPACE, KEYS[0], Where.RAM, Where.NOWHERE, Reason.DAMAGED),
+        MovedChunk(SPACE, KEYS[1], Where.NOWHERE, Where.RAM, Reason.STORED),
     ]
     assert not intake.take(NODES[0], part).moved
 
@@ -117,7 +117,7 @@ def test_new_life_is_a_node_that_was_lost_and_an_old_one_says_nothing(intake: In
     new.store(KEYS[1])
     taken = intake.take(NODES[0], new.index.part_after(intake.position(NODES[0]), 9))
     assert taken.begins
-    assert taken.moved == [Moved(SPACE, KEYS[1], Where.NOWHERE, Where.RAM, Reason.STORED)]
+    assert taken.moved == [MovedChunk(SPACE, KEYS[1], Where.NOWHERE, Where.RAM, Reason.STORED)]
     assert not intake.take(NODES[0], late).moved
     assert intake.lose(NODES[0])
     assert not intake.lose(NODES[0])

@@ -1,0 +1,1 @@
+"""What operators want, as the scheduler actor keeps it."""

@@ -1,0 +1,1 @@
+"""What an engine believes of the nodes that its ranks are on."""
