@@ -61,7 +61,7 @@ ON_OTHER_VLLM = $(if $(VLLM)$(filter-out cpu,$(EXTRA)),true,\
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo       set up, then run `raykv demo`   (DEMO_ARGS=...)'
+	@echo 'make demo       set up, then run `raykv demo`, 7 minutes on two cores   (DEMO_ARGS=...)'
 	@echo 'make notebooks  run them, each with a server of its own, and keep them with their outputs'
 	@echo 'make test       set up, then lint and pytest    (PYTEST_ARGS=...)'
 	@echo 'make test-pure  without what needs Ray, engines or measures time, in two processes'
