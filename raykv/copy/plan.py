@@ -58,7 +58,7 @@ class _Group:
 
     `offset` is the fragment's place in block 0 of the KV cache, `base` in the first block of a
     chunk's slot; the next block is `stride` and `pitch` further on. `per_layer` fragments of a
-    layer follow each other, where all have as many; else it is 1.
+    layer follow each other, where all `num_layers` have as many; else both are 1.
     """
 
     offset: Column
@@ -220,7 +220,7 @@ class JobPlan:
         if len(self._kinds) == 1:
             ((group, _, count),) = self._kinds
             size = group.block_bytes * count
-            self.ends = list(range(size, size * len(self._slots) + 1, size))
+            self.ends = [size * number for number in range(1, len(self._slots) + 1)]
         else:
             sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
             each = zip(job.groups, job.num_blocks, strict=True)
@@ -234,11 +234,13 @@ class JobPlan:
         """
         counts, first, blocks = self._counts, self._first, self._blocks
         if counts.sum() != len(blocks):
-            raise PlanError(f"job {self._job_id}: {len(blocks)} blocks for {counts.tolist()}")
-        if ((counts < 1) | (first < 0) | (first > blocks_per_chunk - counts)).any():
+            raise PlanError(f"job {self._job_id}: {len(blocks)} blocks, not {counts.sum()}")
+        wrong = np.flatnonzero((counts < 1) | (first < 0) | (first > blocks_per_chunk - counts))
+        if len(wrong):
+            chunk = wrong[0]
             raise PlanError(
-                f"job {self._job_id}: blocks {first.tolist()} and {counts.tolist()} more of "
-                f"chunks of {blocks_per_chunk}"
+                f"job {self._job_id}: {counts[chunk]} blocks from {first[chunk]} of chunk {chunk}, "
+                f"which has {blocks_per_chunk}"
             )
         most = min((group.num_blocks for group, _, _ in self._kinds), default=0)
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < most:
@@ -265,6 +267,8 @@ class JobPlan:
         rows = np.empty((3, num_rows.sum()), np.int64)
         for group, group_id, count in self._kinds:
             some = np.flatnonzero((groups == group_id) & (counts == count))
+            if not len(some):
+                continue
             theirs = self._blocks[starts[some, None] + np.arange(count)]
             made = _rows(group, slots[some], first[some], theirs)
             rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
@@ -320,7 +324,8 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
         pool += first[:, None, None] * group.pitch[:, None]
     size[:] = group.size[:, None]
     if group.per_layer > 1:
-        by_layer = rows.reshape(3, num_chunks, -1, group.per_layer, count)
+        num_layers = len(group.size) // group.per_layer
+        by_layer = rows.reshape(3, num_chunks, num_layers, group.per_layer, count)
         rows = by_layer.swapaxes(3, 4)
     return rows.reshape(3, num_chunks, len(group.size) * count)
 

@@ -11,7 +11,7 @@ Invariants, whatever goes wrong:
 1. Bytes of a chunk move only between its admission (`PoolKeeper.begin_store`, `begin_load`) and its
    end (`end_store`, `end_load`), and every chunk that was admitted is ended, exactly once.
 2. The cancel word and the worker's death are looked at before every run of a copy, and again
-   before a chunk becomes READY, or those of a span count as loaded.
+   before a chunk becomes READY, or some count as loaded.
 3. A chunk that is refused is left out and spoils no other. A copy that is stopped, or of which a
    call fails, spoils the chunks that are copied with it and those behind them.
 4. No byte of what a slot held before is in a READY chunk: what a store leaves out of it is zero.

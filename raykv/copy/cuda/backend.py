@@ -93,7 +93,7 @@ def backend(
     Args:
         device_uuid: the GPU that has the KV cache, as torch or nvidia-smi write it.
         kv_address: where offset 0 of the KV cache is in this process, on the device.
-        pool_address: where the pool begins. It may be page-locked in pieces that divide no slot.
+        pool_address: where the pool begins. It may be page-locked in pieces that divide no slab.
         compute_event: an event of this process, opened from the worker's, which the worker records
             on its compute stream before it submits a store *or a load*; None: do not wait.
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from raykv.copy.cuda.driver import DeviceName
 
 logger = logging.getLogger("raykv.copy")
 
-VERSION = 2
+VERSION = 3
 """Version of the file. What other code has measured is not valid for this one: count up."""
 
 WORTH_IT = 1.1
@@ -44,7 +44,7 @@ MAX_POINTS = 1000
 MAX_FILE_BYTES = 1 << 20
 
 
-class Route(StrEnum):
+class Route(Enum):
     """A way that a batch of runs takes."""
 
     BATCH = "batch"
@@ -89,7 +89,7 @@ class Table:
         pages, runs = math.log2(page_bytes), math.log2(num_runs)
         if pages > places[-1][0]:
             return Route.BATCH
-        return min((abs(x - pages), abs(y - runs), route) for x, y, route in places)[2]
+        return min(places, key=lambda at: (abs(at[0] - pages), abs(at[1] - runs)))[2]
 
     @cached_property
     def _by_direction(self) -> dict[Direction, list[tuple[float, float, Route]]]:

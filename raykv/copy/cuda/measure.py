@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 
 from raykv.base.ids import Direction
-from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely
 from raykv.copy.cuda.batches import BatchRows
 from raykv.copy.cuda.calibration import (
     Point,
@@ -111,6 +111,7 @@ def calibrate_in_background(
         return None
 
     def run() -> None:
+        sleep_precisely()
         try:
             found = measured(device.driver)
         except CUDAError as error:

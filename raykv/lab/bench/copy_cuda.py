@@ -147,9 +147,10 @@ class DeviceSides:
 
         def copy() -> None:
             parts = (
-                CopyRuns(runs.kv[some], runs.pool[some], runs.size[some], runs.slab_ends - first)
+                CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
                 for first in range(0, case.num_pages, at_once)
                 for some in (slice(first, first + at_once),)
+                for size in (runs.size[some],)
             )
             with closing(self.backend.copy_each(case.direction, parts, StopSign())) as answers:
                 assert all(answers), "it was not cancelled"

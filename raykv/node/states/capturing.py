@@ -37,7 +37,7 @@ from raykv.base.deadlines import (
 )
 from raykv.base.errors import HiddenStatesError, first_line
 from raykv.base.ids import Direction, Epoch, Refusal
-from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely
 from raykv.copy.engine import HOST, HOST_SPAN_BYTES, MAX_QUEUED_JOBS, SPAN_BYTES
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
@@ -236,6 +236,7 @@ class Capturing:
                 self._threads.append(thread)
 
     def _copy_all(self) -> None:
+        sleep_precisely()
         while (queued := self._next()) is not None:
             num_bytes = 0
             try:

@@ -209,13 +209,16 @@ def test_chunks_of_a_job_are_one_batch(driven: Driven) -> None:
     assert [worker.block(number) for number in others] == [before[number] for number in BLOCKS]
 
 
-def test_job_of_several_spans_is_as_many_batches(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("most_bytes", "chunks"), [(3 * PART_BYTES, [3, 1]), (PART_BYTES - 1, [1, 1, 1, 1])]
+)
+def test_job_is_copied_in_parts_of_at_most_so_many_bytes_or_of_one_chunk(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, most_bytes: int, chunks: list[int]
 ) -> None:
-    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", 3 * PART_BYTES)
+    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", most_bytes)
     worker = driven.world.worker(num_ranks=1)
     store = driven.batches(lambda: worker.run(STORE, [0, 1, 2, 3], BLOCKS))
-    assert store == [3 * NUM_LAYERS, NUM_LAYERS]
+    assert store == [count * NUM_LAYERS for count in chunks]
 
 
 @pytest.fixture

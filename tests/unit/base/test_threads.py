@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import subprocess
 import sys
 import threading
@@ -262,8 +263,13 @@ def test_call_that_takes_too_long_is_left() -> None:
     hanging.set()
 
 
+PR_GET_TIMERSLACK = 30
+
+
 def test_sleeps_of_a_thread_that_asks_for_it_end_when_they_should() -> None:
     """Else each lasts 50 µs longer, which is half a copy of a chunk; the best of many, here."""
+    if ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0) <= 0:
+        pytest.skip("this kernel has no timer slack")
 
     def best_s() -> float:
         began = [time.perf_counter()]

@@ -272,6 +272,7 @@ WHOLE = job((0, [1, 2]), (1, [3, 4]))
         {"num_blocks": [4, 0]},
         {"num_blocks": [5, -1]},
         {"num_blocks": [2, 0], "block_ids": [1, 2]},
+        {"num_blocks": [0, 0], "block_ids": []},
         {"num_blocks": [3, 1]},
         {"first_block": [0]},
         {"first_block": [0, 1]},

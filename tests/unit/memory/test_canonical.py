@@ -115,6 +115,18 @@ def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers:
         assert covered == list(range(size))
 
 
+@pytest.mark.parametrize("some", [[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]])
+def test_rows_of_some_chunks_of_several_lengths_are_those_of_each(some: list[int]) -> None:
+    handles = Handles(Keys.of([b"k"] * 3), [5, 9, 2], [1] * 3)
+    wanted = CopyJob(1, int(LOAD), 1, handles, [0] * 3, [2, 1, 2], [0, 1, 0], [7, 2, 3, 5, 1])
+    plan = Planner(LAYOUT, 1).plan(wanted)
+    alone = [plan.runs([chunk], MAX_SLAB_BYTES) for chunk in some]
+    together = plan.runs(some, MAX_SLAB_BYTES)
+    for name in ("kv", "pool", "size"):
+        expected = np.concatenate([getattr(each, name) for each in alone])
+        assert np.array_equal(getattr(together, name), expected), name
+
+
 def test_large_shares_are_whole_pages_but_for_their_ends() -> None:
     pages = [PageMap(4096, [0], [0], [4096], [1], [1], [1], 2, 1) for _ in range(3)]
     assert list(shares(pages)) == [PageSpan(4096, 4096), PageSpan(2048, 4096), PageSpan(0, 4096)]

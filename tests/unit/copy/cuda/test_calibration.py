@@ -126,7 +126,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "gather_rate": 2e9,
     }
     return {
-        "version": 2,
+        "version": 3,
         "model": NAME.model,
         "driver_version": NAME.driver_version,
         "mover": "Triton",

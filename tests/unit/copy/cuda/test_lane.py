@@ -28,7 +28,7 @@ from raykv.copy.cuda.batches import batches, rows_of
 from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
-from raykv.copy.engine import StopSign
+from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
@@ -368,6 +368,10 @@ def test_as_many_batches_are_on_their_way_as_the_limits_say() -> None:
     assert memory.copy(STORE, runs)
     events = in_flight + 1
     assert batch_runs < driver.most <= in_flight * batch_runs + events
+
+
+def test_part_of_a_job_is_gathered_at_once() -> None:
+    assert Limits().staging_bytes >= SPAN_BYTES
 
 
 def test_first_batch_of_a_copy_is_small_and_no_other_one() -> None:
