@@ -119,11 +119,14 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
 class Position(msgspec.Struct, frozen=True, array_like=True):
     """How far somebody has read: in which life of a listing, up to which number of its changes, and
     up to which place of its pages. Who has read nothing is in no life.
+
+    `reader`: who that is; one who wants other namespaces is another one.
     """
 
     life: int = 0
     number: int = 0
     place: int = 0
+    reader: int = 0
 
 
 class ListingPart(msgspec.Struct, frozen=True, array_like=True):
@@ -134,11 +137,16 @@ class ListingPart(msgspec.Struct, frozen=True, array_like=True):
     end: Position
     rows: ListedRows = ListedRows()
 
+    def __post_init__(self) -> None:
+        if not 0 < self.start.life == self.end.life or self.start.reader != self.end.reader:
+            raise ValueError("a part over two lives or readers, or of no life")
+
     def follows(self, position: Position) -> bool:
         """Whether a reader who is there takes it. It may come twice, late or never: the reader then
         says again where it is.
         """
-        if not self.begins:
-            return self.start == position
         start = self.start
-        return (start.life, start.number) >= (position.life, position.number)
+        if not self.begins:
+            return start == position
+        is_newer = (start.life, start.number) >= (position.life, position.number)
+        return is_newer and start.reader == position.reader

@@ -406,7 +406,7 @@ class OrdersDocument(msgspec.Struct, frozen=True):
         shares: by the label of a tenant's requests.
         namings: what the weights of engines are called, by the beginning of a namespace or engine.
         pins: by id.
-        done: ids of the latest orders, with the number at which each was in force first.
+        done: ids of the latest orders, with the number at which each came into force.
     """
 
     stamp: Stamp
@@ -415,4 +415,9 @@ class OrdersDocument(msgspec.Struct, frozen=True):
     shares: Annotated[dict[Name, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
     namings: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
     pins: Annotated[dict[Name, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
-    done: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
+    done: Annotated[dict[Name, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
+
+    def __post_init__(self) -> None:
+        for stamp in (self.stamp, *self.done.values()):
+            if not 0 <= min(stamp) <= max(stamp) <= MAX_NUMBER:
+                raise ValueError(f"number {stamp}")

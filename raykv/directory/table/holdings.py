@@ -146,8 +146,8 @@ class Holdings:
             return True
         if self._to_sweep:
             self._to_sweep = False
-            names = [(name, list(keys)) for name, keys in self._keys.items()]
-            self._sweeping = ((name, key) for name, keys in names for key in keys)
+            names = list(self._keys)
+            self._sweeping = ((name, key) for name in names for key in [*self._keys.get(name, ())])
             return True
         return False
 

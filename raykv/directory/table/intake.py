@@ -33,7 +33,9 @@ class TakenPart:
 
 
 class Intake:
-    """See the module's docstring."""
+    """See the module's docstring. Only of members: what comes of others late is theirs to refuse
+    who know the members.
+    """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
@@ -51,13 +53,13 @@ class Intake:
         if part.begins:
             taken.begins = self.lose(node_id)
             self._holdings.join(node_id)
-        self._positions[node_id] = part.end
         for row in part.rows:
             # What is coming is nowhere yet.
             after = row.where & ~Where.COMING
             before = self._holdings.put(node_id, row.namespace, row.key, after)
             if before != after:
                 taken.moved.append(MovedChunk(row.namespace, row.key, before, after, row.reason))
+        self._positions[node_id] = part.end
         return taken
 
     def lose(self, node_id: NodeId) -> bool:

@@ -13,11 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from raykv.base.ids import Blocks, Key, Namespace
-from raykv.protocol.listing import ListedRow, ListingPart, Position, Reason, Where
+from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 
 SILENT_S = 5.0
 """A node that has not been heard of for so long has nothing, for all that the engine knows."""
@@ -36,17 +36,20 @@ class ListedPlace:
 
     Args:
         namespace: of the engine.
+        reader: another number for each namespace, so that no late answer is for another one.
         now: the time.
     """
 
-    def __init__(self, namespace: Namespace, now: float) -> None:
+    def __init__(self, namespace: Namespace, reader: int, now: float) -> None:
         self.namespace = namespace
-        self.position = Position()
+        self.position = Position(reader=reader)
         # READY chunks with their blocks, in RAM or on disk; and what is being stored.
         self._ready: dict[Key, Blocks] = {}
         self._coming: set[Key] = set()
         # Results that the listing has not been read up to, by key.
         self._early: dict[Key, int] = {}
+        # Of a listing that has begun anew: what is gone unless a page or a change has it.
+        self._unseen: set[Key] = set()
         self._heard_at = now
 
     # Looking
@@ -77,33 +80,59 @@ class ListedPlace:
         if not part.follows(self.position):
             return []
         self._heard_at = now
-        if part.end.life != self.position.life:
-            self._early.clear()
-        changes = self._forget(Reason.FAILED, part.end.number) if part.begins else []
+        changes = self._begin(part.end) if part.begins else []
         for row in part.rows:
             is_older = self._early.get(row.key, 0) > part.end.number
             if row.namespace == self.namespace and not is_older:
                 changes += self._be(row)
         self.position = part.end
+        if part.end.place == ALL_READ:
+            changes += self._drop(self._unseen)
+            self._unseen = set()
         if self._early:
             early = self._early.items()
             self._early = {key: number for key, number in early if number > part.end.number}
         return changes
 
-    def result(self, life: int, number: int, rows: Iterable[ListedRow]) -> list[PlaceChange]:
+    def result(
+        self, life: int, number: int, rows: Iterable[ListedRow], now: float
+    ) -> list[PlaceChange]:
         """How chunks of a job, or of a fetch, were at a number of the listing."""
-        if life != self.position.life or number <= self.position.number:
-            # What has been read is newer; of another life nothing is known yet.
+        if life != self.position.life or self.is_silent(now):
+            # Of another life nothing is known yet.
             return []
         changes = []
         for row in rows:
-            if row.namespace == self.namespace and number >= self._early.get(row.key, 0):
-                self._early[row.key] = number
+            if row.namespace == self.namespace and self._is_news(row, number):
+                if number > self.position.number:
+                    self._early[row.key] = number
                 changes += self._be(row)
         return changes
 
+    def _is_news(self, row: ListedRow, number: int) -> bool:
+        """Whether a result is newer than what has been read of its key."""
+        position = self.position
+        if number > position.number:
+            return number >= self._early.get(row.key, 0)
+        if number == position.number and position.place != ALL_READ:
+            return True
+        # What is believed from before the listing began anew is older still.
+        return row.key in self._unseen and not row.where
+
+    def _begin(self, end: Position) -> list[PlaceChange]:
+        """The listing begins anew: in another life with nothing, else what is there is gone only if
+        all pages are read without it.
+        """
+        if end.life == self.position.life:
+            later = {key for key, number in self._early.items() if number > end.number}
+            self._unseen = (self._ready.keys() | self._coming) - later
+            return []
+        self._early.clear()
+        return self._drop({*self._ready, *self._coming})
+
     def _be(self, row: ListedRow) -> list[PlaceChange]:
         """A key is as that row says."""
+        self._unseen.discard(row.key)
         if row.where & Where.COMING:
             self._coming.add(row.key)
         else:
@@ -117,11 +146,8 @@ class ListedPlace:
         del self._ready[row.key]
         return [PlaceChange(row.key, None, row.reason)]
 
-    def _forget(self, why: Reason, number: int) -> list[PlaceChange]:
-        """Nothing is known any more, but what was heard of later than that number."""
-        later = {key for key, early in self._early.items() if early > number}
-        gone = [key for key in self._ready if key not in later]
-        for key in gone:
-            del self._ready[key]
-        self._coming &= later
-        return [PlaceChange(key, None, why) for key in gone]
+    def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
+        """Keys are not there any more; nobody said why."""
+        self._coming.difference_update(keys)
+        gone = [key for key in keys if self._ready.pop(key, None) is not None]
+        return [PlaceChange(key, None, Reason.FAILED) for key in gone]

@@ -27,6 +27,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     ALL_BLOCKS,
     EVERY_NAMESPACE,
+    MAX_KEY_BYTES,
     NO_BLOCKS,
     Blocks,
     Key,
@@ -42,6 +43,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
 from raykv.node.pool.room import Room
+from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,
@@ -169,15 +171,18 @@ class PoolIndex:
     def part_after(
         self, position: Position, most: int, wanted: Container[Namespace] | None = None
     ) -> ListingPart:
-        """What a reader who is there reads next: at most so many changes, and chunks of so many
-        slots; of some namespaces only, the same ones for as long as it reads on.
+        """What a reader who is there reads next: at most so many names that have changed, and
+        chunks of so many slots; of some namespaces only, the same ones for as long as it reads on.
+
+        Where `end` is not the listing's number there is more at once.
         """
+        most = min(most, MAX_KEYS // 2)
         life, newest = self.listing.life, self.listing.number
         found = self.listing.since(position.number, most) if position.life == life else None
         begins = found is None
         changes, number = found or ([], newest)
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
-        start = Position(life, newest) if begins else position
+        start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
         if place != ALL_READ:
             records, place = self.places.records_from(place, most)
@@ -189,7 +194,8 @@ class PoolIndex:
             for name, reason in reasons.items()
             if wanted is None or name[0] in wanted
         ]
-        return ListingPart(begins, start, Position(life, number, place), ListedRows.of(rows))
+        end = Position(life, number, place, position.reader)
+        return ListingPart(begins, start, end, ListedRows.of(rows))
 
     def _row(self, namespace: Namespace, key: Key, reason: Reason) -> ListedRow:
         record = self.find(namespace, key)
@@ -253,7 +259,8 @@ class PoolIndex:
 
         `HERE`: it is there already, or has just been joined by the last part. `WRITING`: another
         job stores it. `NO_ROOM`: nothing may go for it. `POISONED`: another rank's part has failed.
-        `CLEARED`: its stamp is not above its namespace's floor.
+        `CLEARED`: its stamp is not above its namespace's floor. `BAD_HANDLE`: no chunk has such a
+        key, or such blocks.
         """
         assert 0 <= part.rank < part.num_ranks, part
         job = self._job(part)
@@ -283,6 +290,9 @@ class PoolIndex:
         if job.ended:
             # That rank will not store its part of it.
             return Refusal.POISONED
+        if not 0 < len(chunk.key) <= MAX_KEY_BYTES or not chunk.blocks.is_sound:
+            # Nobody could be told of it.
+            return Refusal.BAD_HANDLE
         if self.floors.is_void(chunk.namespace, chunk.stamp):
             return Refusal.CLEARED
         if not self.places.geometry.slots_per_slab(chunk.slot_bytes):

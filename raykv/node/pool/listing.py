@@ -49,8 +49,8 @@ class Listing:
         self._changes.append(ListedChange(record, reason))
 
     def since(self, number: int, most: int) -> tuple[list[ListedChange], int] | None:
-        """Up to `most` changes after a number, in order, and up to which number they go; None: some
-        are not kept any more, or that number was never given.
+        """The changes of up to `most` names after a number, in order, and up to which number they
+        go; None: some are not kept any more, or that number was never given.
 
         A name that has changed again among them is there once, with the latest reason.
         """
@@ -60,8 +60,10 @@ class Listing:
         # From its end: a reader is mostly near to it.
         newest = list(islice(reversed(self._changes), missing))
         found: dict[tuple[Namespace, Key], ListedChange] = {}
-        for change in newest[: -most - 1 : -1]:
+        for change in reversed(newest):
             name = change.record.namespace, change.record.key
-            found.pop(name, None)
+            if found.pop(name, None) is None and len(found) == most:
+                break
             found[name] = change
-        return list(found.values()), number + min(missing, most)
+            number += 1
+        return list(found.values()), number

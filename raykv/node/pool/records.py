@@ -45,7 +45,7 @@ class Standing(IntEnum):
 
 class ChunkRecord(msgspec.Struct, eq=False, gc=False):
     """One stay of a chunk in a pool. There are millions: the garbage collector passes them by, and
-    who takes one out of a queue takes its links away.
+    who takes one out of a queue takes its links away. A pool is not given up before its process.
 
     Args:
         namespace: see `Namespace`.

@@ -64,7 +64,7 @@ def test_rows_that_no_node_has_are_refused(wrong: dict[str, Any]) -> None:
     columns = msgspec.to_builtins(ListedRows.of(ROWS))
     names = ListedRows.__struct_fields__
     bad = [msgspec.to_builtins(wrong.get(name, columns[at])) for at, name in enumerate(names)]
-    raw = msgspec.msgpack.encode([False, [1, 1, 1], [1, 1, 1], bad])
+    raw = msgspec.msgpack.encode([False, [1, 1, 1, 0], [1, 1, 1, 0], bad])
     with pytest.raises(MessageError):
         receive(raw, ListingPart, "a node", "this test")
 
@@ -75,6 +75,20 @@ def test_more_rows_than_a_message_has_are_refused() -> None:
     assert len(ListedRows.of(many).keys) == MAX_KEYS
     with pytest.raises(ValueError, match="columns"):
         ListedRows.of([*many, row])
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (Position(), Position()),
+        (Position(1, 1), Position(2, 1)),
+        (Position(1, 1, 0, 1), Position(1, 1, 0, 2)),
+    ],
+)
+def test_part_over_two_lives_or_readers_is_refused(start: Position, end: Position) -> None:
+    raw = msgspec.msgpack.encode([False, msgspec.to_builtins(start), msgspec.to_builtins(end)])
+    with pytest.raises(MessageError):
+        receive(raw, ListingPart, "a node", "this test")
 
 
 HERE = Position(5, 100, 40)

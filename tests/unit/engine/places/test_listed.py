@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from raykv.base.geometry import PoolGeometry
@@ -25,7 +26,7 @@ from raykv.protocol.listing import (
 )
 
 OURS, OTHERS = Namespace("ours"), Namespace("others'")
-A, B = Key(b"a"), Key(b"b")
+A, B, C = Key(b"a"), Key(b"b"), Key(b"c")
 M = TypeVar("M")
 
 
@@ -39,21 +40,24 @@ def row(
     return ListedRow(namespace, key, where, blocks if where else NO_BLOCKS, reason)
 
 
-def part(start: Position, number: int, *rows: ListedRow, begins: bool = False) -> ListingPart:
-    return ListingPart(begins, start, Position(start.life, number, ALL_READ), ListedRows.of(rows))
+def part(
+    start: Position, number: int, *rows: ListedRow, begins: bool = False, place: int = ALL_READ
+) -> ListingPart:
+    start = msgspec.structs.replace(start, reader=3)
+    return ListingPart(begins, start, Position(start.life, number, place, 3), ListedRows.of(rows))
 
 
 @pytest.fixture
 def place() -> ListedPlace:
     """At number 10 of life 1, with chunk A."""
-    made = ListedPlace(OURS, 0.0)
+    made = ListedPlace(OURS, 3, 0.0)
     came = made.take(part(Position(1, 10), 10, row(A, Where.RAM), begins=True), 1.0)
     assert came == [PlaceChange(A, ALL_BLOCKS, Reason.STORED)]
     return made
 
 
 def at(number: int, life: int = 1) -> Position:
-    return Position(life, number, ALL_READ)
+    return Position(life, number, ALL_READ, 3)
 
 
 def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces(
@@ -66,7 +70,7 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
             12,
             row(A, Where.NOWHERE, Reason.EVICTED),
             row(B, Where.DISK, blocks=some),
-            row(Key(b"c"), Where.RAM, namespace=OTHERS),
+            row(C, Where.RAM, namespace=OTHERS),
         ),
         2.0,
     )
@@ -79,7 +83,7 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
 
 def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlace) -> None:
     """A was evicted at 12 and a load was refused then; its store at 11 is read afterwards."""
-    refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)])
+    refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)], 1.0)
     assert refused == [PlaceChange(A, None, Reason.EVICTED)]
     assert place.take(part(at(10), 11, row(A, Where.RAM)), 2.0) == []
     assert not place.has(A, NO_BLOCKS)
@@ -89,14 +93,14 @@ def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlac
 
 
 def test_refusal_from_before_what_was_read_says_nothing(place: ListedPlace) -> None:
-    assert place.result(1, 10, [row(A, Where.NOWHERE)]) == []
-    assert place.result(2, 99, [row(A, Where.NOWHERE)]) == []
+    assert place.result(1, 10, [row(A, Where.NOWHERE)], 1.0) == []
+    assert place.result(2, 99, [row(A, Where.NOWHERE)], 1.0) == []
     assert place.has(A, NO_BLOCKS)
 
 
 def test_results_count_in_the_order_of_their_numbers(place: ListedPlace) -> None:
-    assert place.result(1, 14, [row(B, Where.RAM)])
-    assert place.result(1, 12, [row(B, Where.NOWHERE)]) == []
+    assert place.result(1, 14, [row(B, Where.RAM)], 1.0)
+    assert place.result(1, 12, [row(B, Where.NOWHERE)], 1.0) == []
     assert place.has(B, NO_BLOCKS)
     # What is read up to then has it, or says why not.
     assert place.take(part(at(10), 14, row(B, Where.RAM)), 2.0) == []
@@ -104,11 +108,22 @@ def test_results_count_in_the_order_of_their_numbers(place: ListedPlace) -> None
     assert len(place) == 1
 
 
+def test_listing_that_begins_anew_takes_away_what_no_page_and_no_change_has(
+    place: ListedPlace,
+) -> None:
+    place.take(part(at(10), 12, row(B, Where.RAM), row(C, Where.RAM)), 1.0)
+    assert place.take(part(Position(1, 25), 25, row(A, Where.RAM), begins=True, place=7), 2.0) == []
+    assert len(place) == 3
+    assert place.take(part(Position(1, 25, 7), 26, row(C, Where.RAM), place=9), 2.0) == []
+    assert place.take(part(Position(1, 26, 9), 26), 2.0) == [PlaceChange(B, None, Reason.FAILED)]
+    assert len(place) == 2
+
+
 def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
     place: ListedPlace,
 ) -> None:
     """B is stored, and has not changed since: no later part names it."""
-    place.result(1, 30, [row(B, Where.RAM)])
+    place.result(1, 30, [row(B, Where.RAM)], 1.0)
     anew = part(Position(1, 25), 25, row(B, Where.RAM), begins=True)
     assert place.take(anew, 2.0) == [PlaceChange(A, None, Reason.FAILED)]
     assert place.has(B, NO_BLOCKS)
@@ -116,8 +131,28 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
     assert place.has(B, NO_BLOCKS)
 
 
+def test_result_counts_while_the_page_that_has_its_chunk_is_not_read_yet() -> None:
+    place = ListedPlace(OURS, 3, 0.0)
+    place.take(part(Position(1, 60), 60, begins=True, place=4), 1.0)
+    assert place.result(1, 60, [row(A, Where.RAM)], 1.0)
+    assert place.has(A, NO_BLOCKS)
+    assert place.take(part(Position(1, 60, 4), 60, row(A, Where.RAM)), 1.0) == []
+
+
+def test_late_answer_for_another_namespace_is_not_taken() -> None:
+    """The engine has other weights, and begins to read anew."""
+    late = part(Position(1, 100), 100, row(A, Where.RAM, namespace=OTHERS), begins=True)
+    place = ListedPlace(OURS, 4, 0.0)
+    place.take(late, 1.0)
+    assert place.position == Position(reader=4)
+
+
+def test_silent_place_takes_no_results(place: ListedPlace) -> None:
+    assert place.result(1, 30, [row(B, Where.RAM)], 1.0 + SILENT_S) == []
+
+
 def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
-    place.result(1, 500, [row(B, Where.RAM)])
+    place.result(1, 500, [row(B, Where.RAM)], 1.0)
     late = part(at(10), 20, row(Key(b"late"), Where.RAM))
     found = place.take(part(Position(2, 3), 3, row(B, Where.COMING), begins=True), 2.0)
     assert {change.key for change in found} == {A, B}
@@ -181,7 +216,7 @@ class World:
                 self.place.take(self.some(self.parts), self.now)
             case 9 if self.results:
                 life, number, found = self.some(self.results)
-                self.place.result(life, number, [found])
+                self.place.result(life, number, [found], self.now)
                 self.check(life, number, found)
 
     def some(self, messages: list[M]) -> M:
@@ -189,7 +224,7 @@ class World:
         return messages[place] if self.source.randrange(3) else messages.pop(place)
 
     def store(self, key: Key) -> None:
-        self.jobs, self.now = self.jobs + 1, self.now + 10.0
+        self.jobs, self.now = self.jobs + 1, self.now + 1.0
         part = StorePart(1, self.jobs)
         chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
         found = self.index.begin_store(part, chunk, self.now, self.now + 30)
@@ -214,7 +249,7 @@ class World:
 
     def check(self, life: int, number: int, found: ListedRow) -> None:
         """What was refused is there again only if it has come since then."""
-        if life != self.place.position.life or found.where:
+        if life != self.place.position.life or found.where or self.place.is_silent(self.now):
             return
         past = self.truth[life, found.key]
         came_later = any(there and since > number for since, there in past)
@@ -223,7 +258,7 @@ class World:
 
 def test_engine_knows_what_is_there_in_the_end_and_no_refused_chunk_comes_back() -> None:
     for seed in range(300):
-        world = World(seed, ListedPlace(OURS, 0.0))
+        world = World(seed, ListedPlace(OURS, 3, 0.0))
         for _ in range(150):
             world.step()
             world.note()
