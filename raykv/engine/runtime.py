@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +73,11 @@ class EngineRuntime:
         identity: EngineIdentity,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
+        node_of_ranks: Callable[[], str] = str,
     ) -> None:
         """Find the cluster and join it; see `Session` for `hints` and `described`.
+
+        `node_of_ranks` is asked once it is joined: where Ray has placed the ranks; empty: nowhere.
 
         Raises:
             ClusterError: there is no such cluster, or several and none is named.
@@ -88,7 +91,8 @@ class EngineRuntime:
         self._joined = found = self._join()
         self.address = cluster.current_address()
         try:
-            node_id = cluster.resolve_node_id(settings.node_id)
+            ranks_at = node_of_ranks()
+            node_id = cluster.resolve_node_id(settings.node_id or ranks_at)
             self._place = EnginePlace(found.address, node_id, is_ours=is_ours)
             self._geometry = self._choose_geometry()
         except RayKVError:

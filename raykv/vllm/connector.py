@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from vllm.platforms import current_platform
 from raykv.base.errors import RayKVError
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import MissReason
-from raykv.base.settings import Settings, load_settings
+from raykv.base.settings import load_settings
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
@@ -179,11 +178,12 @@ class RayKVConnector(OffloadingConnector):
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
         described = DescriptionOutbox() if describes else None
         self._runtime = EngineRuntime(
-            self._placed(spec.settings, vllm_config.parallel_config),
+            spec.settings,
             manager.view,
             identity,
             manager.hints,
             described,
+            partial(node_of_ranks, vllm_config.parallel_config, current_platform.ray_device_key),
         )
         manager.start(self._runtime.session)
         tell_sources(manager.misses)
@@ -200,12 +200,6 @@ class RayKVConnector(OffloadingConnector):
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
         self._runtime.start()
-
-    @staticmethod
-    def _placed(settings: Settings, parallel_config: Any) -> Settings:
-        """The settings with the node of the ranks, where Ray has placed them and none is named."""
-        node_id = node_of_ranks(parallel_config, current_platform.ray_device_key)
-        return replace(settings, node_id=settings.node_id or node_id)
 
     def _chunk_traits(self) -> dict[str, str]:
         """From which a client works out how much of a prompt can be loaded: what the chunks of

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,9 @@ class Own:
         try:
             yield
         finally:
-            process.resume()
+            # What was cleaned up meanwhile is gone.
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 @pytest.fixture(scope="module")

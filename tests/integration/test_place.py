@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from raykv.base.ids import SLOT_ALIGNMENT, EngineId
@@ -13,11 +16,48 @@ from raykv.engine.view import EngineView
 from raykv.protocol.findings import Severity
 from tests.fixtures.waiting import wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.extended]
+pytestmark = pytest.mark.integration
 
 LONG_S = 90.0
 
+JOINED_FIRST = """
+import sys
+import ray
+from raykv.base.errors import ClusterError
+from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.settings import Settings
+from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.view import EngineView
 
+def node_of_ranks():
+    print("connected:", ray.is_initialized())
+    raise ClusterError("enough")
+
+try:
+    EngineRuntime(
+        Settings(ray_address=sys.argv[1], pool_bytes=64 * SLOT_ALIGNMENT),
+        EngineView(EngineId("e"), [0], 10.0, 8),
+        EngineIdentity("e", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, ""),
+        node_of_ranks=node_of_ranks,
+    )
+except ClusterError as error:
+    print(error)
+"""
+
+
+def test_ranks_are_looked_for_once_the_cluster_is_joined(cluster: Cluster) -> None:
+    """Before, a call to Ray would start a cluster of its own, or join a stranger's."""
+    told = subprocess.run(
+        [sys.executable, "-c", JOINED_FIRST, cluster.address],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=True,
+    )
+    assert told.stdout.splitlines()[-2:] == ["connected: True", "enough"]
+
+
+@pytest.mark.extended
 def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
