@@ -73,7 +73,7 @@ class EngineRuntime:
         identity: EngineIdentity,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
-        node_of_ranks: Callable[[], str] = str,
+        node_of_ranks: Callable[[], str] = lambda: "",
     ) -> None:
         """Find the cluster and join it; see `Session` for `hints` and `described`.
 

@@ -87,11 +87,12 @@ class Orders:
     def confirm(self, draft: OrdersDocument, now: float) -> None:
         """The store has kept a draft, the latest one: it is in force."""
         assert self.stamp is None or draft.stamp > self.stamp, (self.stamp, draft)
+        self._histories.add(draft.stamp.history)
         self._document, self._since = draft, now
 
     def first(self, now: float) -> OrdersDocument | None:
-        """The draft of this life's first document, once members have had their time: what the
-        latest of theirs says. Nodes keep floors of earlier histories themselves.
+        """The draft of this life's first document, where the store has none, once members have had
+        their time: what the latest of theirs says.
         """
         if self._document is not None or now < self._waits_until:
             return None

@@ -150,6 +150,9 @@ def test_history_begins_where_nobody_has_any() -> None:
     assert orders.stamp is None
     orders.confirm(first, 105.0)
     assert orders.stamp == first.stamp
+    # What is ours is no news when a member shows it.
+    assert not orders.show(ONE, first.stamp)
+    assert orders.meet(first, 106.0) is None
 
 
 @pytest.mark.parametrize("history", [4 << 32, 7])
