@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from raykv.base.ids import (
     Epoch,
@@ -35,7 +36,6 @@ from raykv.base.ids import (
 from raykv.engine.cost import FetchCost
 from raykv.engine.outbox import take
 from raykv.engine.requests import RequestState, token_source
-from raykv.engine.stock import LeaseStock
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
 from raykv.protocol.descriptions import ChunkGroup
@@ -103,6 +103,16 @@ class EndedFetch:
     reason: MissReason = MissReason.FETCH_FAILED
 
 
+class Slots(Protocol):
+    """Where a fetch gets its slot; one that has none to give may be dry."""
+
+    def take(self, group: int) -> Handle | None:
+        """A free slot for a chunk of a KV group."""
+
+    def is_dry(self, group: int) -> bool:
+        """Whether there will not be one soon."""
+
+
 _LATE = MissReason.FETCH_FAILED
 
 _REASONS = {
@@ -110,6 +120,8 @@ _REASONS = {
     Refusal.CLEARED: MissReason.CLEARED,
     Refusal.BAD_HANDLE: MissReason.NODE_LOST,
     Refusal.NODE_LOST: MissReason.NODE_LOST,
+    Refusal.NOT_HERE: MissReason.EVICTED,
+    Refusal.NO_ROOM: MissReason.POOL_FULL,
 }
 """Why a chunk did not come, where its source said more than that it failed."""
 
@@ -237,12 +249,16 @@ class RemoteChunks:
                 if each.source == own and each.node_epoch == own_epoch
             ]
             others = tuple(each for each in known if each.source != own)
-            self._settle(key, others, own_id, is_pending=position in pending, is_there=bool(known))
-        while self._doubting:
-            self._doubting.popitem()[1].repeats_left -= 1
+            self.settle(key, others, own_id, is_pending=position in pending, is_there=bool(known))
+        self.end_answer()
         return local
 
-    def _settle(
+    def end_answer(self) -> None:
+        """All keys of an answer are settled."""
+        while self._doubting:
+            self._doubting.popitem()[1].repeats_left -= 1
+
+    def settle(
         self,
         key: Key,
         sources: tuple[Replica, ...],
@@ -251,6 +267,7 @@ class RemoteChunks:
         is_pending: bool,
         is_there: bool,
     ) -> None:
+        """An answer says where a key is besides on the own node, and whether it is anywhere."""
         if is_pending:
             if key in self._askers:
                 self._repeated[key] = None
@@ -291,7 +308,7 @@ class RemoteChunks:
         request: RequestState,
         key: Key,
         now: float,
-        stock: LeaseStock,
+        stock: Slots,
         is_here: Callable[[Key], bool] = lambda _key: False,
     ) -> Lookup:
         """Answer for a key that this node does not have; a fetch begins if another node has it.
@@ -335,7 +352,7 @@ class RemoteChunks:
         request: RequestState,
         key: Key,
         now: float,
-        stock: LeaseStock,
+        stock: Slots,
     ) -> Lookup:
         if request.declined:
             return request.missed(key, request.declined)

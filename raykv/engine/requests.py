@@ -75,7 +75,8 @@ class RequestState:
     `unfetched`: found ones that did not come.
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
     answers without a sign of some key are not believed. `fetches_since`: when a lookup first found
-    a chunk that is fetched, since the request was admitted.
+    a chunk that is fetched, since the request was admitted. `no_room`: by KV group, the first chunk
+    that found no slot: behind it nothing is stored, unless it comes.
     """
 
     options: RequestOptions
@@ -94,6 +95,7 @@ class RequestState:
     is_known: bool = True
     repeats_left: int = 0
     fetches_since: float | None = None
+    no_room: dict[int, Key] = field(default_factory=dict)
 
     def barrier(self, key: Key) -> MissReason | None:
         """Why this request must not have a chunk, even if it is here."""

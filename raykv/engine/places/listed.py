@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from raykv.base.ids import Blocks, Key, Namespace
@@ -54,18 +54,14 @@ class ListedPlace:
 
     # Looking
 
-    def has(self, key: Key, wanted: Blocks) -> bool:
-        """Whether blocks of a chunk can be loaded there."""
-        blocks = self._ready.get(key)
-        return blocks is not None and blocks.has(wanted)
+    @property
+    def ready(self) -> Mapping[Key, Blocks]:
+        """READY chunks with the blocks that are there; it goes on changing."""
+        return self._ready
 
     def is_coming(self, key: Key) -> bool:
         """Whether somebody stores a chunk there."""
         return key in self._coming
-
-    def __len__(self) -> int:
-        """READY chunks."""
-        return len(self._ready)
 
     def is_silent(self, now: float) -> bool:
         """Whether nothing that was heard counts any more."""
@@ -108,6 +104,12 @@ class ListedPlace:
                     self._early[row.key] = number
                 changes += self._be(row)
         return changes
+
+    def distrust(self, key: Key) -> list[PlaceChange]:
+        """Other blocks of a chunk are wanted than are there: it counts as gone, so that it is
+        stored again, until its owner says something new of it.
+        """
+        return self._drop([key])
 
     def _is_news(self, row: ListedRow, number: int) -> bool:
         """Whether a result is newer than what has been read of its key."""

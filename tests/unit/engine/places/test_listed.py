@@ -75,9 +75,9 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
         2.0,
     )
     assert found == [PlaceChange(A, None, Reason.EVICTED), PlaceChange(B, some, Reason.STORED)]
-    assert place.has(B, some)
-    assert not place.has(B, Blocks(0, 4))
-    assert len(place) == 1
+    assert place.ready[B].has(some)
+    assert not place.ready[B].has(Blocks(0, 4))
+    assert len(place.ready) == 1
     assert place.take(part(at(12), 13, row(B, Where.DISK, blocks=some)), 2.0) == []
 
 
@@ -86,26 +86,26 @@ def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlac
     refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)], 1.0)
     assert refused == [PlaceChange(A, None, Reason.EVICTED)]
     assert place.take(part(at(10), 11, row(A, Where.RAM)), 2.0) == []
-    assert not place.has(A, NO_BLOCKS)
+    assert A not in place.ready
     # Stored again, at 13.
     assert place.take(part(at(11), 13, row(A, Where.RAM)), 2.0)
-    assert place.has(A, NO_BLOCKS)
+    assert A in place.ready
 
 
 def test_refusal_from_before_what_was_read_says_nothing(place: ListedPlace) -> None:
     assert place.result(1, 10, [row(A, Where.NOWHERE)], 1.0) == []
     assert place.result(2, 99, [row(A, Where.NOWHERE)], 1.0) == []
-    assert place.has(A, NO_BLOCKS)
+    assert A in place.ready
 
 
 def test_results_count_in_the_order_of_their_numbers(place: ListedPlace) -> None:
     assert place.result(1, 14, [row(B, Where.RAM)], 1.0)
     assert place.result(1, 12, [row(B, Where.NOWHERE)], 1.0) == []
-    assert place.has(B, NO_BLOCKS)
+    assert B in place.ready
     # What is read up to then has it, or says why not.
     assert place.take(part(at(10), 14, row(B, Where.RAM)), 2.0) == []
     assert place.take(part(at(14), 15, row(B, Where.NOWHERE, Reason.CLEARED)), 2.0)
-    assert len(place) == 1
+    assert len(place.ready) == 1
 
 
 def test_listing_that_begins_anew_takes_away_what_no_page_and_no_change_has(
@@ -113,10 +113,10 @@ def test_listing_that_begins_anew_takes_away_what_no_page_and_no_change_has(
 ) -> None:
     place.take(part(at(10), 12, row(B, Where.RAM), row(C, Where.RAM)), 1.0)
     assert place.take(part(Position(1, 25), 25, row(A, Where.RAM), begins=True, place=7), 2.0) == []
-    assert len(place) == 3
+    assert len(place.ready) == 3
     assert place.take(part(Position(1, 25, 7), 26, row(C, Where.RAM), place=9), 2.0) == []
     assert place.take(part(Position(1, 26, 9), 26), 2.0) == [PlaceChange(B, None, Reason.FAILED)]
-    assert len(place) == 2
+    assert len(place.ready) == 2
 
 
 def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
@@ -126,16 +126,16 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
     place.result(1, 30, [row(B, Where.RAM)], 1.0)
     anew = part(Position(1, 25), 25, row(B, Where.RAM), begins=True)
     assert place.take(anew, 2.0) == [PlaceChange(A, None, Reason.FAILED)]
-    assert place.has(B, NO_BLOCKS)
+    assert B in place.ready
     place.take(part(at(25), 40), 2.0)
-    assert place.has(B, NO_BLOCKS)
+    assert B in place.ready
 
 
 def test_result_counts_while_the_page_that_has_its_chunk_is_not_read_yet() -> None:
     place = ListedPlace(OURS, 3, 0.0)
     place.take(part(Position(1, 60), 60, begins=True, place=4), 1.0)
     assert place.result(1, 60, [row(A, Where.RAM)], 1.0)
-    assert place.has(A, NO_BLOCKS)
+    assert A in place.ready
     assert place.take(part(Position(1, 60, 4), 60, row(A, Where.RAM)), 1.0) == []
 
 
@@ -157,7 +157,7 @@ def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
     found = place.take(part(Position(2, 3), 3, row(B, Where.COMING), begins=True), 2.0)
     assert {change.key for change in found} == {A, B}
     assert place.take(late, 3.0) == []
-    assert len(place) == 0
+    assert len(place.ready) == 0
     assert place.is_coming(B)
     assert place.take(part(at(3, 2), 4, row(B, Where.RAM)), 3.0)
     assert not place.is_coming(B)
@@ -253,7 +253,7 @@ class World:
             return
         past = self.truth[life, found.key]
         came_later = any(there and since > number for since, there in past)
-        assert came_later or not self.place.has(found.key, NO_BLOCKS)
+        assert came_later or found.key not in self.place.ready
 
 
 def test_engine_knows_what_is_there_in_the_end_and_no_refused_chunk_comes_back() -> None:
@@ -265,4 +265,4 @@ def test_engine_knows_what_is_there_in_the_end_and_no_refused_chunk_comes_back()
         for _ in range(40):
             world.place.take(world.index.part_after(world.place.position, 5), world.now)
         there = [world.index.find(OURS, key) is not None for key in KEYS]
-        assert [world.place.has(key, NO_BLOCKS) for key in KEYS] == there, seed
+        assert [key in world.place.ready for key in KEYS] == there, seed

@@ -1,0 +1,620 @@
+"""What an engine believes that it can load, and what it stores: the view, over all its places.
+
+              prepare_store            its result, complete_store
+   (absent) ───────────────► PENDING ──────────────────────────► (absent)
+       │                                                             │
+       │         every place's listing, or a result, has it          ▼
+       └──────────────────────────────────────────────────────────► READY
+
+vLLM's scheduler thread drives it; a lookup is a dict access. What is READY is what its places have
+said, and nothing else; it changes between engine steps only, so that a HIT is still there when the
+load is prepared. Where it is wrong, a load fails and vLLM computes.
+
+Threads: `take_found` and `remote.take_questions` alone may run on another thread. They only pop
+from the left of queues.
+
+Invariants:
+1. A key is READY if every place has it, by what it has said last; where one is silent, or its
+   workers and its listing name different lives, none is.
+2. For one request a key that failed is a MISS for good, and once its deadline has passed every key
+   that is not READY is a MISS.
+3. After `reset` nothing is READY or stored until every place has shown orders at least as new as
+   that reset's.
+4. Behind a chunk of a request that found no room, none of its KV group is offered, unless it comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from raykv.base.departures import Departures
+from raykv.base.ids import (
+    NO_GENERATION,
+    Blocks,
+    EngineId,
+    Epoch,
+    Key,
+    Lookup,
+    MissReason,
+    Namespace,
+    NodeId,
+    Refusal,
+    Slot,
+    Stamp,
+    group_of,
+)
+from raykv.engine.accounts import Accounts
+from raykv.engine.cost import FetchCost
+from raykv.engine.outbox import MAX_TOUCHES, take
+from raykv.engine.places.listed import ListedPlace, PlaceChange
+from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
+from raykv.engine.requests import (
+    Miss,
+    RequestOptions,
+    RequestState,
+    RequestTable,
+    StoreSampler,
+    ViewCounters,
+    explain,
+)
+from raykv.protocol.columns import MAX_KEYS, Handle, Keys, Numbers, Replica
+from raykv.protocol.listing import Reason
+from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    FoundKeys,
+)
+from raykv.protocol.peer import FetchResult
+
+_OF_WINDOWS = (MissReason.NEVER_STORED, MissReason.WINDOW_MISSING, MissReason.EVICTED)
+"""Why a window is missing that was not there when its prefix was; other reasons are the prefix's
+too.
+"""
+
+_WENT = {
+    Reason.COMING: MissReason.EVICTED,
+    Reason.STORED: MissReason.EVICTED,
+    Reason.FAILED: MissReason.NODE_LOST,
+    Reason.EVICTED: MissReason.EVICTED,
+    Reason.CLEARED: MissReason.CLEARED,
+    Reason.DAMAGED: MissReason.LOAD_FAILED,
+}
+"""Why a chunk is missing that a place does not have any more."""
+
+_ANY = Handle(Slot(0), NO_GENERATION)
+"""Stands for a place in a pool, which no engine knows."""
+
+_DONE = (Refusal.NONE, Refusal.HERE)
+
+
+class _Anywhere:
+    """Nodes choose the slots of what comes to them."""
+
+    def take(self, group: int) -> Handle | None:
+        del group
+        return _ANY
+
+    def is_dry(self, group: int) -> bool:
+        del group
+        return False
+
+
+@dataclass(slots=True)
+class _Place:
+    """A node of the engine.
+
+    `line`: the life that all workers there are connected to; None: not all are, or it is not known.
+    `orders`: the number that the node has shown.
+    """
+
+    node_id: NodeId
+    listed: ListedPlace
+    line: int | None = None
+    orders: Stamp = NOTHING_ORDERED
+    is_paused: bool = False
+    is_leaving: bool = False
+    store_share: int = 1
+    has_peers: bool = True
+
+    def is_up(self, now: float) -> bool:
+        """Whether its chunks can be loaded."""
+        return self.line == self.listed.position.life and not self.listed.is_silent(now)
+
+
+class PlacesView:
+    """See the module's docstring. Times are of one clock that never goes back.
+
+    Args:
+        hello: who the engine is.
+        node_ids: where its ranks run; at least one.
+        lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
+        now: the time.
+        remote: chunks of other nodes.
+        sampler: chooses the requests that store; None: all do.
+    """
+
+    def __init__(
+        self,
+        hello: EngineHello,
+        node_ids: Sequence[NodeId],
+        lookup_deadline_s: float,
+        now: float,
+        *,
+        remote: RemoteChunks | None = None,
+        sampler: StoreSampler | None = None,
+    ) -> None:
+        self.engine_id, self.life = EngineId(hello.engine_id), hello.life
+        self.namespace = Namespace(hello.namespace)
+        self.sampler = sampler or StoreSampler()
+        self.remote = remote or RemoteChunks(RemoteSettings(), FetchCost())
+        self.counters = ViewCounters()
+        self.requests = RequestTable()
+        self.accounts = Accounts()
+        # The engine has left its namespace, and is in no other one yet.
+        self.has_left = False
+        # It has come to its namespace while it ran, and no request has begun there.
+        self.is_new = False
+        self._lookup_deadline_s = lookup_deadline_s
+        self._departures: Departures[MissReason] = Departures()
+        self._readers = 0
+        self._places = [_Place(each, self._read_anew(now)) for each in node_ids]
+        self._ready = self._common()
+        # What this engine is storing, with the reader of the listing by which that was offered.
+        self._pending: set[Key] = set()
+        # What requests have found, with whose they are.
+        self._found: deque[tuple[str, Key]] = deque(maxlen=MAX_TOUCHES)
+        # Resets so far, and of how many the number of their orders is known; what every place has
+        # to show.
+        self._resets = self._resets_numbered = 0
+        self._reset: Stamp | None = None
+        # Why no chunk may be loaded or stored now; and the requests of which every chunk that is
+        # READY may be loaded, and those chunks: what a caller may look at before `lookup`.
+        self._off: MissReason | None = MissReason.NOT_ATTACHED
+        self.plain_requests = self.requests.plain
+        self.loadable: Mapping[Key, Blocks] = {}
+        self.plain_hits = 0
+
+    def _read_anew(self, now: float) -> ListedPlace:
+        self._readers += 1
+        return ListedPlace(self.namespace, self._readers, now)
+
+    def _common(self) -> Mapping[Key, Blocks]:
+        """What every place has; of one place, that goes on changing by itself."""
+        first, *others = (each.listed.ready for each in self._places)
+        if not others:
+            return first
+        return {k: blocks for k, blocks in first.items() if all(k in each for each in others)}
+
+    # Places
+
+    @property
+    def node_ids(self) -> list[NodeId]:
+        """Where the engine's ranks run."""
+        return [each.node_id for each in self._places]
+
+    def query(self, place: int) -> ChangesQuery:
+        """What to ask a place for next."""
+        return ChangesQuery(self.life, self.namespace, self._places[place].listed.position)
+
+    def take(self, place: int, answer: ChangesAnswer, now: float) -> None:
+        """A place's answer to a `query`. Only between engine steps."""
+        at = self._places[place]
+        if answer.is_known:
+            at.orders, at.is_paused = answer.orders, answer.is_paused
+            at.is_leaving, at.has_peers = answer.is_leaving, answer.has_peers
+            at.store_share = answer.store_share
+        self._changed(at.listed.take(answer.part, now))
+        self.remote.has_peers = any(each.has_peers for each in self._places)
+        self.sampler.share = max(each.store_share for each in self._places)
+        self.look(now)
+
+    def set_line(self, place: int, life: int | None, now: float) -> None:
+        """All workers at a place are connected to that life of its NodeActor; None: not all are."""
+        self._places[place].line = life
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """Once per engine step: whether the places can be used, as of now."""
+        if self._reset is not None and self.orders >= self._reset:
+            self._reset = None
+        self._off = self._why_off(now)
+        self.loadable = {} if self._off else self._ready
+
+    def _why_off(self, now: float) -> MissReason | None:
+        if self.has_left:
+            return MissReason.WEIGHTS_CHANGED
+        if any(each.is_paused for each in self._places):
+            return MissReason.PAUSED
+        if not all(each.listed.position.life for each in self._places):
+            return MissReason.NOT_ATTACHED
+        if not all(each.is_up(now) for each in self._places):
+            return MissReason.NODE_LOST
+        return MissReason.CLEARED if self.is_clearing else None
+
+    def _changed(self, changes: Iterable[PlaceChange]) -> None:
+        """A place has something new, or does not have something any more."""
+        for key, blocks, reason in changes:
+            if blocks is None:
+                self._departures.note([key], _WENT[reason])
+            if len(self._places) > 1:
+                self._settle(key)
+
+    def _settle(self, key: Key) -> None:
+        """Whether every place has a key, of several."""
+        assert isinstance(self._ready, dict)
+        found = [each.listed.ready.get(key) for each in self._places]
+        if all(found):
+            self._ready[key] = found[0]
+        else:
+            self._ready.pop(key, None)
+
+    @property
+    def orders(self) -> Stamp:
+        """The number of the orders that every place has shown: what is offered now is stored under
+        it.
+        """
+        return min(each.orders for each in self._places)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an operator has switched the cache off."""
+        return any(each.is_paused for each in self._places)
+
+    # Requests
+
+    def start_request(self, request_id: str, options: RequestOptions) -> None:
+        """A request is new, and has nothing of an earlier one with its id."""
+        self.is_new = False
+        self.finish_request(request_id)
+        self.requests.start(request_id, self.sampler.limit(options))
+
+    def finish_request(self, request_id: str) -> None:
+        """No more lookups, loads or stores will be asked for this request."""
+        request = self.requests.finish(request_id)
+        if request is not None:
+            self.remote.finish_request(request)
+
+    def ask(self, request_id: str, keys: Sequence[Key]) -> None:
+        """Find out early which nodes have what the places do not; nothing for an unknown request.
+
+        `keys` are all of one KV group that the prompt has.
+        """
+        request = self.requests.find(request_id)
+        if request is None or self._off or not request.options.load:
+            return
+        if keys:
+            request.chunks[group_of(keys[0])] = keys
+        absent = (key for key in keys if key not in self._ready and key not in self._pending)
+        self.remote.ask(request, islice(absent, MAX_ASKED))
+
+    def lookup(self, request_id: str, key: Key, now: float) -> Lookup:
+        """HIT if the chunk can be loaded now, HIT_PENDING while it comes."""
+        request = self.requests.get(request_id)
+        if (barrier := self._off or request.barrier(key)) is not None:
+            return request.missed(key, barrier)
+        if key in self._ready:
+            self.counters.hits += 1
+            return Lookup.HIT
+        if (deadline_s := self._wait_s(key)) is not None:
+            if request.may_wait(now, deadline_s):
+                return Lookup.HIT_PENDING
+            self.counters.lookups_timed_out += 1
+            self.counters.misses += 1
+            return request.missed(key, MissReason.PENDING_TOO_LONG)
+        found = self.remote.lookup(request, key, now, _Anywhere(), self._has)
+        if found is Lookup.MISS:
+            self.counters.misses += 1
+            explain(request, self._departures, is_attached=True)
+        return found
+
+    def _wait_s(self, key: Key) -> float | None:
+        """How long a request may wait for a chunk that is being stored; None: it is not."""
+        if key in self._pending:
+            return self._lookup_deadline_s
+        return self.remote.settings.pending_deadline_s if self._is_coming(key) else None
+
+    def _is_coming(self, key: Key) -> bool:
+        """Whether every place that does not have a chunk is getting it from another engine."""
+        return all(key in each.listed.ready or each.listed.is_coming(key) for each in self._places)
+
+    def reach(self, request_id: str, keys: Iterable[Key]) -> int:
+        """How many chunks of a prefix are known, without a gap: here, on their way, or elsewhere as
+        far as the request was told.
+        """
+        request = self.requests.get(request_id)
+        if self._off or not request.options.load:
+            return 0
+        count = 0
+        for key in keys:
+            if not (self._has(key) or key in request.found or key in request.pending):
+                break
+            count += 1
+        return count
+
+    def missed_window(self, request_id: str, num_tokens: int, behind: Key | None) -> None:
+        """So many tokens of the prefix that a request found are not loaded, since a window or a
+        state is missing; `behind` them is the first chunk that is not known, if there is one.
+        """
+        request = self.requests.get(request_id)
+        if request.miss is None or request.miss.reason not in _OF_WINDOWS:
+            return
+        reason = request.miss.reason
+        if reason is MissReason.NEVER_STORED:
+            reason = MissReason.WINDOW_MISSING
+        if behind is None:
+            request.missed(request.miss.key, reason)
+            return
+        rest = self._departures.get(behind) or MissReason.NEVER_STORED
+        request.miss = Miss(behind, rest, num_tokens, reason)
+
+    def _has(self, key: Key) -> bool:
+        """Whether the places have a chunk, or will have it."""
+        return key in self._ready or self._comes(key)
+
+    def _comes(self, key: Key) -> bool:
+        return key in self._pending or self.remote.is_fetching(key) or self._is_coming(key)
+
+    # What others have
+
+    def question(self, version: int, keys: Sequence[bytes], coming: Sequence[Key]) -> Ask:
+        """The next question to the scheduler actor."""
+        return Ask(
+            version,
+            self.engine_id,
+            self.life,
+            self.namespace,
+            [*self.node_ids],
+            Keys.of(keys),
+            Keys.of(coming),
+        )
+
+    def take_answer(self, question: Ask, answer: AskAnswer) -> None:
+        """The scheduler actor's answer to a question; an invalid one counts as nothing found."""
+        if question.namespace != self.namespace:
+            return
+        asked = [Key(key) for key in question.keys]
+        sources = answer.sources(question.keys)
+        coming = {asked[at] for at in answer.coming if at < len(asked)}
+        for at, reason in zip(answer.gone, answer.reasons, strict=True):
+            if at < len(asked):
+                self._departures.note([asked[at]], _WENT[Reason(reason)])
+        others = [asked[at] for at in answer.other if at < len(asked)]
+        self._departures.note(others, MissReason.OTHER_NAMESPACE)
+        for key in asked:
+            known = tuple(Replica(each, Epoch(0), _ANY) for each in sources.get(key, ()))
+            self.remote.settle(
+                key, known, self.node_ids[0], is_pending=key in coming, is_there=bool(known)
+            )
+        self.remote.end_answer()
+
+    def finish_fetch(
+        self, orders: Sequence[FetchOrder], results: Sequence[NamedResult | None], now: float
+    ) -> None:
+        """A fetch has ended at each place; None: there was no answer. What arrived everywhere is
+        READY, if the places say so.
+
+        What did not is a MISS for the requests that know of it; a later one asks anew.
+        """
+        refusals = [Refusal.NONE] * len(orders)
+        num_bytes, seconds = 0, 0.0
+        for place, result in zip(self._places, results, strict=True):
+            if result is None:
+                refusals = [Refusal.TOO_LATE] * len(orders)
+                continue
+            self._believe(place, result, now)
+            num_bytes += result.num_bytes
+            seconds = max(seconds, result.seconds)
+            for at, refusal in _failed(result, len(orders)):
+                refusals[at] = refusal
+        self.counters.bytes_fetched += num_bytes
+        told = [0 if each in _DONE else int(each) for each in refusals]
+        nowhere = [0] * len(orders)
+        ended = FetchResult(0, told, nowhere, nowhere, num_bytes, seconds)
+        for each in self.remote.finish(orders, ended):
+            if each.place is not None:
+                self.counters.chunks_fetched += 1
+                continue
+            self.counters.fetches_failed += 1
+            self.remote.forget_source(self.requests.values(), each.order.key, each.reason)
+
+    def _believe(self, place: _Place, result: NamedResult, now: float) -> None:
+        self._changed(place.listed.result(result.life, result.number, result.rows, now))
+
+    # Loads
+
+    def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
+        """Chunks that `lookup` called HIT are about to be loaded."""
+        self._note_found(keys, request_id)
+
+    def _note_found(self, keys: Iterable[Key], request_id: str) -> None:
+        tenant = self.requests.get(request_id).options.tenant
+        self._found.extend((tenant, key) for key in keys)
+
+    def take_found(self, most: int = MAX_KEYS // 2) -> FoundKeys:
+        """What requests have found since the last call, to be told to the places."""
+        rows = take(self._found, most)
+        tenants = list(dict.fromkeys(tenant for tenant, _ in rows))
+        at = {tenant: number for number, tenant in enumerate(tenants)}
+        return FoundKeys(
+            Keys.of(key for _, key in rows), tenants, Numbers.of(at[tenant] for tenant, _ in rows)
+        )
+
+    @property
+    def has_found(self) -> bool:
+        """Whether something waits for `take_found`."""
+        return bool(self._found)
+
+    def end_load(
+        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+    ) -> None:
+        """A rank's load job has ended, before vLLM completes it.
+
+        What failed is barred for its request; for all, if the place says that it is gone.
+        """
+        at = self._places[place]
+        self._believe(at, result, now)
+        for number, refusal in _failed(result, len(keys)):
+            self.counters.loads_failed += 1
+            request = self.requests.bar(request_id)
+            if request is not None:
+                request.barred.add(keys[number])
+            if refusal is Refusal.PARTIAL:
+                self._changed(at.listed.distrust(keys[number]))
+
+    def complete_load(self, keys: Collection[Key]) -> None:
+        """vLLM has completed a load job on all ranks."""
+        self.counters.chunks_loaded += len(keys)
+
+    # Stores
+
+    def prepare_store(self, request_id: str, keys: Collection[Key]) -> list[Key]:
+        """Which of the keys are to be stored: those that not every place has or is getting.
+
+        The others count as found: a prompt that is larger than a pool keeps its head.
+        """
+        request = self.requests.get(request_id)
+        is_leaving = any(each.is_leaving for each in self._places)
+        if self._off or is_leaving or not request.options.store:
+            self._departures.note(keys, MissReason.STORES_OFF)
+            return []
+        present = [key for key in keys if self._has(key)]
+        self._note_found(present, request_id)
+        known = set(present)
+        offered = [key for key in keys if key not in known and self._may_have_room(request, key)]
+        self._pending.update(offered)
+        for key in offered:
+            self.remote.announce(key, _ANY)
+        self.counters.chunks_offered += len(offered)
+        return offered
+
+    def _may_have_room(self, request: RequestState, key: Key) -> bool:
+        group = group_of(key)
+        first = request.no_room.get(group)
+        if first is None:
+            return True
+        if not self._has(first):
+            self._departures.note([key], MissReason.POOL_FULL)
+            return False
+        del request.no_room[group]
+        return True
+
+    def end_store(
+        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+    ) -> None:
+        """A rank's store job has ended, before vLLM completes it."""
+        self._believe(self._places[place], result, now)
+        request = self.requests.get(request_id)
+        for number, refusal in _failed(result, len(keys)):
+            key = keys[number]
+            self.counters.stores_failed += 1
+            if refusal is Refusal.NO_ROOM:
+                self.counters.stores_without_lease += 1
+                request.no_room.setdefault(group_of(key), key)
+            full = refusal is Refusal.NO_ROOM
+            self._departures.note([key], MissReason.POOL_FULL if full else MissReason.STORE_FAILED)
+
+    def complete_store(self, keys: Iterable[Key]) -> None:
+        """vLLM has completed a store job on all ranks: what became of it the places have said."""
+        for key in keys:
+            if key in self._pending:
+                self._pending.discard(key)
+                self.counters.chunks_stored += key in self._ready
+
+    def keep_stores(self, flying: Iterable[Key]) -> None:
+        """vLLM completes store jobs of these keys, and no others that it has begun."""
+        self._pending &= set(flying)
+
+    # Whole-cache events
+
+    def reset(self) -> None:
+        """Nothing that is here now may be loaded any more, and the namespace is to be cleared in
+        the whole cluster. vLLM does not complete the jobs that it has begun before.
+        """
+        self._resets += 1
+        self._forget(MissReason.CLEARED)
+        self._off = self._off or MissReason.CLEARED
+        self.loadable = {}
+
+    @property
+    def wanted_clear(self) -> int:
+        """The number of the last reset, if it has not been ordered yet; else 0."""
+        return self._resets if self._resets != self._resets_numbered else 0
+
+    def cleared(self, reset: int, orders: Stamp, now: float) -> None:
+        """The orders that clear the namespace for a reset have that number."""
+        if reset == self.wanted_clear:
+            self._resets_numbered, self._reset = reset, orders
+            self.look(now)
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether not every place has shown the orders of the last reset."""
+        return self._resets != self._resets_numbered or self._reset is not None
+
+    def _forget(self, why: MissReason) -> None:
+        self._departures.note(chain(self._pending, reversed(list(self._ready))), why)
+        self._pending.clear()
+        self._found.clear()
+        self.remote.forget_all()
+        self.remote.forget_found(self.requests.values())
+
+    def leave(self, now: float) -> None:
+        """The engine is about to have other weights: nothing is loaded or stored until `enter`.
+        What it is storing was computed before, and may end.
+        """
+        self.has_left = True
+        self.look(now)
+
+    def enter(self, namespace: Namespace, now: float) -> None:
+        """The engine goes on in a namespace, of whose chunks it learns from its places. In the one
+        that it has left everything is as it was.
+
+        Not while `is_clearing`: the clearing would be another namespace's.
+        """
+        assert not self.is_clearing, self.namespace
+        self.has_left = False
+        if namespace != self.namespace:
+            self.namespace, self.is_new = namespace, True
+            self._forget(MissReason.WEIGHTS_CHANGED)
+            for place in self._places:
+                place.listed = self._read_anew(now)
+            self._ready = self._common()
+            # Somebody may, until it is known.
+            self.remote.has_peers = True
+        self.look(now)
+
+    def move(self, place: int, node_id: NodeId, now: float) -> None:
+        """A place is another node, of which nothing is known."""
+        self._forget(MissReason.NODE_LOST)
+        self._places[place] = _Place(node_id, self._read_anew(now))
+        self._ready = self._common()
+        self.look(now)
+
+    def counter_values(self) -> dict[str, int]:
+        """All counters by name."""
+        own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
+        own["hits"] += self.plain_hits
+        own["requests_not_stored"] = self.sampler.num_left_out
+        own["weights_changed"] = int(self.has_left)
+        return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and idle moments."""
+        assert not self.is_clearing or not self.loadable, self._reset
+        for place in self._places:
+            assert self._ready.keys() <= place.listed.ready.keys(), place.node_id
+        common = set.intersection(*(set(each.listed.ready) for each in self._places))
+        assert common == self._ready.keys(), common ^ self._ready.keys()
+
+
+def _failed(result: NamedResult, num_chunks: int) -> list[tuple[int, Refusal]]:
+    """Chunks that did not come, and why."""
+    rows = zip(result.failed_chunks, result.refusals, strict=True)
+    return [(at, Refusal(refusal)) for at, refusal in rows if 0 <= at < num_chunks]
