@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Stamp
-from raykv.protocol.columns import MAX_GROUPS, MAX_NAME, MAX_ROWS, Keys, Numbers
+from raykv.protocol.columns import MAX_GROUPS, MAX_KEYS, MAX_NAME, MAX_ROWS, Keys, Numbers
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.engine import Hints, MissRecord, Naming
 from raykv.protocol.listing import ListingPart, Position
@@ -103,11 +103,15 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class ChangesQuery(msgspec.Struct, frozen=True):
-    """What has changed at a place, for an EngineCore that has read its listing so far."""
+    """What has changed at a place, for an EngineCore that has read its listing so far.
+
+    It takes so many rows at `most`; with none it only hears that the place is there.
+    """
 
     life: Count
     namespace: Named
     position: Position = Position()
+    most: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)] = MAX_KEYS // 2
 
 
 class ChangesAnswer(msgspec.Struct, frozen=True):
