@@ -137,6 +137,10 @@ def objection(
         if not all(0 <= number < len(pages.maps) for number in numbers):
             return f"{len(pages.maps)} maps, and a group of numbers {numbers[:8]}"
         maps = [pages.maps[number] for number in numbers]
+        writers = {page.num_writers: page.writer for page in maps}
+        if any(writers[page.num_writers] != page.writer for page in maps):
+            # Shares are cut out of all pages of a group: some bytes would be stored by nobody.
+            return "a rank that is two of the writers of a group"
         if sum(sum(page.counts) for page in maps) * blocks_per_chunk > MAX_ROWS:
             return f"a chunk of more than {MAX_ROWS} fragments"
         for page, tensor in zip(maps, tensors, strict=True):

@@ -232,6 +232,14 @@ def test_chunk_of_too_many_fragments_is_refused() -> None:
     assert objection(CanonicalPages([page], [[0]]), [[0]], [1024], MAX_ROWS // 1024) == ""
 
 
+def test_rank_that_is_two_of_the_writers_of_a_group_is_refused() -> None:
+    """Neither would store the middle of what both have."""
+    first, second = (PageMap(2, *([0], [0], [1], [2], [1], [1]), 2, each) for each in (0, 1))
+    pages = CanonicalPages([first, second], [[1, 0]])
+    assert "two of the writers" in objection(pages, [[0, 1]], [64, 64], 1)
+    assert objection(CanonicalPages([first], [[0, 0]]), [[0, 1]], [64, 64], 1) == ""
+
+
 def test_maps_that_take_long_to_look_at_are_refused() -> None:
     page = PageMap(MAX_ROWS, *([0], [0], [1], [MAX_ROWS // 2 + 1], [1], [1]))
     assert "more than" in objection(CanonicalPages([page] * 2, [[0]]), [[0]], [MAX_ROWS], 1)
