@@ -1,0 +1,381 @@
+"""The view over an engine's places: what a lookup says, and what is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from raykv.base.ids import (
+    ALL_BLOCKS,
+    NO_BLOCKS,
+    Blocks,
+    Key,
+    Lookup,
+    MissReason,
+    Namespace,
+    NodeId,
+    Refusal,
+    Stamp,
+    in_group,
+)
+from raykv.engine.cost import FetchCost
+from raykv.engine.places.listed import SILENT_S
+from raykv.engine.places.view import PlacesView
+from raykv.engine.remote import RemoteChunks, RemoteSettings
+from raykv.engine.requests import RequestOptions
+from raykv.protocol.columns import Numbers, Source, SourceKind
+from raykv.protocol.listing import (
+    ALL_READ,
+    ListedRow,
+    ListedRows,
+    ListingPart,
+    Position,
+    Reason,
+    Where,
+)
+from raykv.protocol.named.ask import AskAnswer
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import ChangesAnswer, EngineHello
+
+HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
+OURS = Namespace("ours")
+HERE, BESIDE, FAR = NodeId("here"), NodeId("beside"), NodeId("far")
+A, B, C = (in_group(Key(bytes([number]) * 8), 0) for number in range(3))
+OTHER_GROUP = in_group(A, 1)
+ORDERS = Stamp(1, 5)
+
+
+def row(key: Key, where: Where = Where.RAM, reason: Reason = Reason.STORED) -> ListedRow:
+    return ListedRow(OURS, key, where, ALL_BLOCKS if where else NO_BLOCKS, reason)
+
+
+@dataclass
+class Node:
+    """A place, as it is heard by a view."""
+
+    view: PlacesView
+    number: int
+    at: int = 0
+    life: int = 7
+    orders: Stamp = ORDERS
+    now: float = 0.0
+    has_peers: bool = False
+
+    def says(self, *rows: ListedRow, is_paused: bool = False, is_leaving: bool = False) -> None:
+        before = self.view.query(self.number).position
+        begins = before.life != self.life
+        reader = before.reader
+        start = Position(self.life, self.at, ALL_READ, reader) if begins else before
+        self.at += len(rows)
+        end = Position(self.life, self.at, ALL_READ, reader)
+        part = ListingPart(begins, start, end, ListedRows.of(rows))
+        answer = ChangesAnswer(
+            part,
+            self.orders,
+            is_paused=is_paused,
+            is_leaving=is_leaving,
+            has_peers=self.has_peers,
+        )
+        self.view.take(self.number, answer, self.now)
+
+    def result(self, *rows: ListedRow, failed: dict[int, Refusal] | None = None) -> NamedResult:
+        self.at += len(rows)
+        told = failed or {}
+        return NamedResult(
+            1, self.life, self.at, ListedRows.of(rows), Numbers.of(told), bytes(told.values())
+        )
+
+
+def made(*node_ids: NodeId) -> tuple[PlacesView, list[Node]]:
+    """A view whose places are there and empty, with the request "r"."""
+    remote = RemoteChunks(RemoteSettings(), FetchCost())
+    view = PlacesView(EngineHello(1, "engine", 3, OURS), node_ids, 2.0, 0.0, remote=remote)
+    nodes = [Node(view, number) for number in range(len(node_ids))]
+    for node in nodes:
+        node.says()
+        view.set_line(node.number, node.life, 0.0)
+    view.start_request("r", RequestOptions())
+    return view, nodes
+
+
+@pytest.fixture
+def view() -> PlacesView:
+    return made(HERE)[0]
+
+
+def reason(view: PlacesView, request_id: str = "r") -> MissReason | None:
+    miss = view.requests.take_miss(request_id)
+    return None if miss is None else miss.reason
+
+
+def test_chunk_is_a_hit_once_its_place_says_so_and_a_miss_once_it_is_gone() -> None:
+    view, (node,) = made(HERE)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.NEVER_STORED
+    node.says(row(A))
+    assert view.lookup("r", A, 0.0) is HIT
+    assert A in view.loadable
+    node.says(row(A, Where.NOWHERE, Reason.EVICTED))
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.EVICTED
+    view.check()
+
+
+def test_nothing_is_loadable_before_the_workers_and_the_listing_name_one_life() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    view.set_line(0, node.life + 1, 0.0)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.NODE_LOST
+    assert not view.loadable
+    assert view.prepare_store("r", [B]) == []
+    view.set_line(0, node.life, 0.0)
+    assert view.lookup("r", A, 0.0) is HIT
+
+
+def test_silent_place_has_nothing_until_it_is_heard_of_again() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    view.look(SILENT_S)
+    assert view.lookup("r", A, SILENT_S) is MISS
+    node.now = SILENT_S + 1
+    node.says()
+    assert view.lookup("r", A, node.now) is HIT
+
+
+def test_store_is_pending_until_its_result_and_then_what_the_place_says() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    assert view.prepare_store("r", [A, B, C]) == [B, C]
+    assert view.lookup("r", B, 0.0) is PENDING
+    assert view.prepare_store("r", [B]) == [], "it is on its way"
+    stored = node.result(row(B), failed={1: Refusal.COPY_FAILED})
+    view.end_store(0, "r", [B, C], stored, 0.0)
+    view.complete_store([B, C])
+    assert view.lookup("r", B, 0.0) is HIT
+    assert view.lookup("r", C, 0.0) is MISS
+    assert reason(view) is MissReason.STORE_FAILED
+    assert view.counters.chunks_stored == 1
+    view.check()
+
+
+def test_pending_chunk_is_waited_for_until_the_deadline_of_the_request() -> None:
+    view, _ = made(HERE)
+    view.prepare_store("r", [A])
+    assert view.lookup("r", A, 1.0) is PENDING
+    assert view.lookup("r", A, 2.9) is PENDING
+    assert view.lookup("r", A, 3.0) is MISS
+    assert reason(view) is MissReason.PENDING_TOO_LONG
+
+
+def test_chunk_that_another_engine_of_the_place_stores_is_waited_for_and_not_offered() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A, Where.COMING, Reason.COMING))
+    assert view.lookup("r", A, 0.0) is PENDING
+    assert view.prepare_store("r", [A, B]) == [B]
+    node.says(row(A, Where.NOWHERE, Reason.FAILED))
+    assert view.prepare_store("r", [A, B]) == [A]
+
+
+def test_refused_load_bars_the_chunk_for_its_request_alone_unless_it_is_gone() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A), row(B))
+    view.start_request("s", RequestOptions())
+    late = node.result(row(B, Where.NOWHERE, Reason.EVICTED), failed={0: Refusal.TOO_LATE})
+    view.end_load(0, "r", [A, B], late, 0.0)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.LOAD_FAILED
+    assert "r" not in view.plain_requests
+    assert view.lookup("s", A, 0.0) is HIT
+    assert view.lookup("s", B, 0.0) is MISS
+
+
+def test_narrow_chunk_is_offered_again_and_loadable_once_it_was_replaced() -> None:
+    """Other blocks were wanted than are there: as it is nobody can use it, and nobody mends it."""
+    view, (node,) = made(HERE)
+    narrow = ListedRow(OURS, A, Where.RAM, Blocks(2, 2), Reason.STORED)
+    node.says(narrow)
+    view.end_load(0, "r", [A], node.result(narrow, failed={0: Refusal.PARTIAL}), 0.0)
+    view.start_request("s", RequestOptions())
+    assert view.lookup("s", A, 0.0) is MISS
+    assert view.prepare_store("s", [A]) == [A]
+    view.end_store(0, "s", [A], node.result(row(A)), 0.0)
+    view.complete_store([A])
+    assert view.lookup("s", A, 0.0) is HIT
+
+
+def test_nothing_is_offered_behind_a_chunk_that_found_no_room_unless_it_comes() -> None:
+    view, (node,) = made(HERE)
+    assert view.prepare_store("r", [A]) == [A]
+    view.end_store(0, "r", [A], node.result(failed={0: Refusal.NO_ROOM}), 0.0)
+    view.complete_store([A])
+    assert view.prepare_store("r", [B, OTHER_GROUP]) == [OTHER_GROUP], "others have their own slots"
+    assert view.counters.stores_without_lease == 1
+    view.start_request("s", RequestOptions())
+    assert view.prepare_store("s", [B]) == [B]
+    node.says(row(A))
+    assert view.prepare_store("r", [C]) == [C]
+
+
+def test_what_is_found_or_stored_behind_is_told_with_whose_it_is() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    view.start_request("t", RequestOptions(tenant="team"))
+    view.prepare_load([A], "r")
+    view.prepare_store("t", [A, B])
+    found = view.take_found()
+    assert list(found.keys) == [A, A]
+    assert [found.tenants[at] for at in found.index] == ["", "team"]
+    assert not view.has_found
+
+
+def test_after_a_reset_nothing_is_found_or_stored_until_every_place_has_shown_its_orders() -> None:
+    view, nodes = made(HERE, BESIDE)
+    for node in nodes:
+        node.says(row(A))
+    view.reset()
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.CLEARED
+    assert view.prepare_store("r", [B]) == []
+    cleared = Stamp(1, 6)
+    view.cleared(view.wanted_clear, cleared, 0.0)
+    assert not view.wanted_clear
+    nodes[0].orders = cleared
+    nodes[0].says(row(A, Where.NOWHERE, Reason.CLEARED))
+    assert view.is_clearing
+    nodes[1].orders = cleared
+    nodes[1].says(row(A, Where.NOWHERE, Reason.CLEARED))
+    assert not view.is_clearing
+    assert view.prepare_store("r", [B]) == [B]
+    view.check()
+
+
+def test_late_answer_to_an_earlier_reset_does_not_count_for_a_later_one(view: PlacesView) -> None:
+    view.reset()
+    first = view.wanted_clear
+    view.reset()
+    view.cleared(first, ORDERS, 0.0)
+    assert view.wanted_clear == first + 1
+    assert view.is_clearing
+
+
+def test_store_from_before_a_reset_is_not_waited_for(view: PlacesView) -> None:
+    view.prepare_store("r", [A])
+    view.reset()
+    view.cleared(view.wanted_clear, ORDERS, 0.0)
+    assert not view.is_clearing
+    assert view.lookup("r", A, 0.0) is MISS
+    view.complete_store([A])
+    assert view.counters.chunks_stored == 0
+
+
+def test_every_place_has_to_have_a_chunk() -> None:
+    view, (first, second) = made(HERE, BESIDE)
+    first.says(row(A), row(B))
+    second.says(row(A))
+    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [HIT, MISS]
+    assert view.prepare_store("r", [A, B]) == [B], "a place that has its part says so"
+    second.says(row(A, Where.NOWHERE, Reason.EVICTED), row(B))
+    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [MISS, HIT]
+    view.check()
+
+
+def test_place_that_is_paused_or_leaves_is_not_stored_to() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A), is_leaving=True)
+    assert view.prepare_store("r", [B]) == []
+    assert view.lookup("r", A, 0.0) is HIT
+    node.says(is_paused=True)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.PAUSED
+
+
+def test_other_weights_begin_with_nothing_and_the_old_results_count_for_nothing() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    view.prepare_store("r", [B])
+    late = node.result(row(B))
+    view.leave(0.0)
+    assert view.lookup("r", A, 0.0) is MISS
+    view.enter(Namespace("theirs"), 0.0)
+    assert not view.loadable
+    assert view.is_new
+    view.end_store(0, "r", [B], late, 0.0)
+    view.complete_store([B])
+    assert not view.loadable
+    assert view.query(0).namespace == "theirs"
+    assert view.query(0).position.life == 0
+
+
+def asked(view: PlacesView, **answer: object) -> None:
+    keys = view.remote.take_questions(100, may_repeat=True)
+    question = view.question(1, keys, [])
+    view.take_answer(question, AskAnswer(life=1, **answer))  # type: ignore[arg-type]
+
+
+def test_chunk_of_another_node_is_fetched_and_then_as_the_own_place_says() -> None:
+    view, (node,) = made(HERE)
+    node.has_peers = True
+    node.says()
+    view.ask("r", [A, B])
+    assert view.lookup("r", A, 0.0) is RETRY
+    asked(
+        view,
+        nodes=[FAR],
+        key_index=Numbers.of([0, 1]),
+        node_index=Numbers.of([0, 0]),
+        where=bytes([SourceKind.POOL, SourceKind.DISK]),
+    )
+    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [PENDING, PENDING]
+    orders = view.remote.take_orders()
+    sources = [[each.source for each in order.replicas] for order in orders]
+    assert sources == [[Source(FAR)], [Source(FAR, SourceKind.DISK)]]
+    result = node.result(row(A), failed={1: Refusal.NOT_HERE})
+    view.finish_fetch(orders, [result], 0.0)
+    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [HIT, MISS]
+    assert reason(view) is MissReason.EVICTED
+    view.check()
+
+
+def test_chunk_that_did_not_come_to_every_place_is_a_miss() -> None:
+    view, nodes = made(HERE, BESIDE)
+    for node in nodes:
+        node.has_peers = True
+    node.says()
+    view.ask("r", [A])
+    column = Numbers.of([0])
+    asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
+    view.lookup("r", A, 0.0)
+    came = nodes[0].result(row(A))
+    view.finish_fetch(view.remote.take_orders(), [came, None], 0.0)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert view.counters.fetches_failed == 1
+
+
+def test_answer_says_why_a_chunk_is_nowhere() -> None:
+    view, (node,) = made(HERE)
+    node.has_peers = True
+    node.says()
+    view.ask("r", [A, B, C])
+    column = Numbers.of([0])
+    asked(
+        view, gone=column, reasons=bytes([Reason.CLEARED]), other=Numbers.of([1]), coming=Numbers()
+    )
+    told = []
+    for key in (A, B, C):
+        assert view.lookup("r", key, 0.0) is MISS
+        told.append(reason(view))
+    assert told == [MissReason.CLEARED, MissReason.OTHER_NAMESPACE, MissReason.NEVER_STORED]
+
+
+def test_numbers_that_are_not_there_are_passed_over(view: PlacesView) -> None:
+    """What a peer says may be anything."""
+    far = Numbers.of([99])
+    view.take_answer(
+        view.question(1, [A], []), AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)
+    )
+    failed = NamedResult(1, 7, 1, failed_chunks=far, refusals=bytes([Refusal.NO_ROOM]))
+    view.end_store(0, "r", [A], failed, 0.0)
+    view.end_load(0, "r", [A], failed, 0.0)
+    assert view.lookup("r", A, 0.0) is MISS
