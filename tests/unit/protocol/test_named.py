@@ -1,0 +1,180 @@
+"""Messages about names: what is received is sound, whatever was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.base.errors import MessageError, VersionError
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace, Stamp
+from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, Source, SourceKind
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.listing import (
+    ListedRow,
+    ListedRows,
+    ListingPart,
+    Position,
+    Reason,
+    Where,
+)
+from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.copies import (
+    FetchOrderNamed,
+    NamedJob,
+    NamedResult,
+    ReadNamed,
+    ReadNamedReply,
+)
+from raykv.protocol.named.place import (
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    EngineWelcome,
+    FoundKeys,
+    Tell,
+)
+from raykv.protocol.named.report import Marks, Report, ReportAnswer
+
+V = PROTOCOL_VERSION
+ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
+KEYS = Keys.of([b"one", b"two"])
+NAMED = NamedKeys(["a", "b"], TWO, KEYS)
+PART = ListingPart(
+    False,
+    Position(1, 2, 0),
+    Position(1, 3, 0),
+    ListedRows.of([ListedRow(Namespace("a"), Key(b"one"), Where.RAM, ALL_BLOCKS, Reason.STORED)]),
+)
+
+SOUND: list[msgspec.Struct] = [
+    EngineHello(V, "engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
+    EngineWelcome(3, "no room"),
+    Tell(7, 1, "a", FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
+    ChangesQuery(7, "a", Position(1, 2, 0), 5),
+    ChangesAnswer(PART, Stamp(1, 2), store_share=16),
+    Ask(V, "engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
+    AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
+    Report(V, "here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
+    ReportAnswer(3, Position(1, 2, 0), Stamp(1, 2), marks=Marks(1, 2, NAMED, NAMED)),
+    NamedJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
+    NamedResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
+    FetchOrderNamed(
+        V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])
+    ),
+    ReadNamed(V, "a", KEYS, TWO),
+    ReadNamedReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
+    NAMED,
+]
+
+
+@pytest.mark.parametrize("message", SOUND, ids=lambda each: type(each).__name__)
+def test_message_is_the_same_on_the_other_side(message: msgspec.Struct) -> None:
+    assert receive(encode(message), type(message), "a peer", "this test") == message
+
+
+def of(kind: type[msgspec.Struct]) -> msgspec.Struct:
+    return next(each for each in SOUND if type(each) is kind)
+
+
+WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
+    (EngineHello, {"namespace": ""}),
+    (EngineHello, {"life": -1}),
+    (EngineHello, {"num_ranks": 0}),
+    (EngineHello, {"slot_bytes": {0: -1}}),
+    (EngineHello, {"engine_id": "e" * 5000}),
+    (Tell, {"seq": 1 << 63}),
+    (Tell, {"counters": {"hits": -1}}),
+    (ChangesQuery, {"most": MAX_KEYS + 1}),
+    (ChangesQuery, {"most": -1}),
+    (ChangesAnswer, {"store_share": 0}),
+    (Ask, {"places": []}),
+    (Ask, {"keys": Keys.of([b"x"] * (MAX_KEYS + 1))}),
+    (Ask, {"coming": Keys.of([b"x" * 200])}),
+    (AskAnswer, {"where": b"\2"}),
+    (AskAnswer, {"where": b"\0\0"}),
+    (AskAnswer, {"node_index": Numbers.of([1])}),
+    (AskAnswer, {"node_index": Numbers.of([-1])}),
+    (AskAnswer, {"reasons": b"\x09"}),
+    (AskAnswer, {"reasons": b""}),
+    (Report, {"life": 2}),
+    (Report, {"life": 0}),
+    (Report, {"node_id": ""}),
+    (Report, {"orders": Stamp(-1, 0)}),
+    (ReportAnswer, {"pause_ms": 0}),
+    (ReportAnswer, {"pause_ms": 5000}),
+    (ReportAnswer, {"left": ["a"] * 300}),
+    (NamedJob, {"direction": 2}),
+    (NamedJob, {"num_blocks": Numbers.of([1, -1])}),
+    (NamedJob, {"first_block": Numbers.of([1, 1 << 62])}),
+    (NamedJob, {"first_block": ONE}),
+    (NamedJob, {"namespace": ""}),
+    (NamedJob, {"orders": Stamp(0, -5)}),
+    (NamedResult, {"refusals": b""}),
+    (FetchOrderNamed, {"key_index": Numbers.of([0, 2])}),
+    (FetchOrderNamed, {"source_index": Numbers.of([0, 1])}),
+    (FetchOrderNamed, {"source_index": ONE}),
+    (FetchOrderNamed, {"deadline_s": -1.0}),
+    (FetchOrderNamed, {"slot_bytes": ONE}),
+    (ReadNamed, {"keys": Keys.of([b"one", b""])}),
+    (NamedKeys, {"index": ONE}),
+    (NamedKeys, {"index": Numbers.of([0, 2])}),
+    (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), WRONG, ids=str)
+def test_what_no_honest_peer_sends_is_refused(
+    kind: type[msgspec.Struct], fields: dict[str, Any]
+) -> None:
+    sound = of(kind)
+    told = {name: getattr(sound, name) for name in kind.__struct_fields__} | fields
+    is_array = kind.__struct_config__.array_like
+    raw = msgspec.msgpack.encode([*told.values()] if is_array else told)
+    with pytest.raises(MessageError):
+        receive(raw, kind, "a peer", "this test")
+
+
+@pytest.mark.parametrize("kind", [EngineHello, Ask, Report, FetchOrderNamed, ReadNamed])
+def test_message_of_another_version_is_refused_with_both(kind: type[msgspec.Struct]) -> None:
+    message = msgspec.structs.replace(of(kind), version=V + 1)
+    with pytest.raises(VersionError, match=str(V + 1)):
+        receive(encode(message), kind, "a peer", "this test")
+
+
+anything = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-1, 1 << 64), st.floats(), st.binary(max_size=40)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=8), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(data=st.data(), message=st.sampled_from(SOUND))
+def test_one_field_of_anything_is_refused_or_can_be_read(
+    data: Any, message: msgspec.Struct
+) -> None:
+    """Nothing but a MessageError comes of what was sent, and what passes can be read."""
+    kind = type(message)
+    told = msgspec.to_builtins(message, builtin_types=(bytes,))
+    columns = told if isinstance(told, list) else list(told)
+    at = data.draw(st.sampled_from(range(len(columns))))
+    told[at if isinstance(told, list) else columns[at]] = data.draw(anything)
+    try:
+        found = receive(msgspec.msgpack.encode(told), kind, "a peer", "this test")
+    except (MessageError, VersionError):
+        return
+    readers: dict[type, Callable[[Any], object]] = {
+        NamedKeys: list,
+        AskAnswer: lambda answer: list(answer.key_index),
+        NamedResult: lambda result: list(result.rows),
+    }
+    readers.get(kind, encode)(found)
