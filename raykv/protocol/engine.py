@@ -128,7 +128,8 @@ def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
     }
 
 
-def _check_record(record: MissRecord) -> None:
+def check_record(record: MissRecord) -> None:
+    """Refuse what is invalid with a MessageError."""
     check_names("a request's id", (record.request_id,))
     require(len(record.ignored) <= MAX_IGNORED, f"{len(record.ignored)} ignored keys")
     check_names("what a request asked for", [*record.ignored, *record.ignored.values()])
@@ -338,7 +339,7 @@ def checked_sync(request: SyncRequest) -> SyncRequest:
     return msgspec.structs.replace(
         request,
         sessions=_valid(request.sessions, check_news),
-        finished=_valid(request.finished, _check_record),
+        finished=_valid(request.finished, check_record),
         described=next(iter(_valid([request.described], check_descriptions)), Descriptions()),
     )
 

@@ -35,7 +35,8 @@ from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
 from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import Capture, JobResult, KVLayout
+from raykv.protocol.named.captures import Capture
+from raykv.protocol.worker import JobResult, KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.kv_form import layer_specs
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker

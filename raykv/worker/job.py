@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from raykv.base.ids import Direction
 from raykv.protocol.columns import Handles
-from raykv.protocol.worker import Capture, CopyJob
+from raykv.protocol.named.captures import Capture
+from raykv.protocol.worker import CopyJob
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from raykv.base.ids import (
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import FRESH_S, OPEN_S, OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.protocol.framing import decode, encode
@@ -110,6 +110,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.verdicts: dict[tuple[int, int, Namespace, Key], ChunkRecord | Refusal] = {}
         self.ended: set[tuple[int, int, int]] = set()
         self.jobs = dict.fromkeys(LIVES, 1)
+        # When a job was first seen open as time passed, by its life.
+        self.open_since: dict[int, float] = {}
         self.claimed: dict[tuple[Namespace, Key], dict[Owner, tuple[Standing, float]]] = {}
         self.followers = [Follower(), Follower()]
 
@@ -219,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.index.end_job(StorePart(life, job_id, rank, LIVES[life]))
         self.ended.add((life, job_id, rank))
         if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
-            self.jobs[life] += 1
+            self._next_job(life)
 
     @rule(life=lives, rank=st.integers(0, 1))
     def end_line(self, life: int, rank: int) -> None:
@@ -229,13 +231,29 @@ class PoolMachine(RuleBasedStateMachine):
         self.index.begin_line(life, rank)
         self.ended.add((life, job_id, rank))
         if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
-            self.jobs[life] += 1
+            self._next_job(life)
 
     @rule()
     def expire(self) -> None:
         self.now += 31
         self.index.expire(self.now)
         assert not any(self.index.is_coming(*name) for name in self.all_names())
+        for life, num_ranks in LIVES.items():
+            if not self.is_open(life):
+                self.open_since.pop(life, None)
+            elif self.now - self.open_since.setdefault(life, self.now) >= OPEN_S:
+                # Some rank has never heard of it.
+                self.ended |= {(life, self.jobs[life], rank) for rank in range(num_ranks)}
+                self._next_job(life)
+
+    def is_open(self, life: int) -> bool:
+        """Whether some rank has offered or ended the present job of an engine."""
+        job = life, self.jobs[life]
+        return any(each[:2] == job for each in [*self.verdicts, *self.ended])
+
+    def _next_job(self, life: int) -> None:
+        self.jobs[life] += 1
+        self.open_since.pop(life, None)
 
     # Loads
 

@@ -12,12 +12,17 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.protocol.listing import Where
+
+Name = tuple[Namespace, Key]
+
+IN_RAM = frozenset({Where.RAM, Where.RAM | Where.DISK})
+"""Looked at for each row: `where & Where.RAM` takes several times as long."""
 
 
 class HeldAt(NamedTuple):
@@ -154,6 +159,11 @@ class Holdings:
     def sizes(self) -> dict[Namespace, int]:
         """Keys by namespace, those that are still to be swept included."""
         return {namespace: len(keys) for namespace, keys in self._keys.items()}
+
+    @property
+    def namespaces(self) -> KeysView[Namespace]:
+        """Those that have keys."""
+        return self._keys.keys()
 
     @property
     def num_sets(self) -> int:

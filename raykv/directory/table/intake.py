@@ -13,6 +13,9 @@ from raykv.base.ids import Key, Namespace, NodeId
 from raykv.directory.table.holdings import Holdings
 from raykv.protocol.listing import ListingPart, Position, Reason, Where
 
+READY_AT = {each: each & ~Where.COMING for each in map(Where, range(8))}
+"""What is coming is nowhere yet."""
+
 
 class MovedChunk(NamedTuple):
     """A chunk is elsewhere on its node than before."""
@@ -54,8 +57,7 @@ class Intake:
             taken.begins = self.lose(node_id)
             self._holdings.join(node_id)
         for row in part.rows:
-            # What is coming is nowhere yet.
-            after = row.where & ~Where.COMING
+            after = READY_AT[row.where]
             before = self._holdings.put(node_id, row.namespace, row.key, after)
             if before != after:
                 taken.moved.append(MovedChunk(row.namespace, row.key, before, after, row.reason))

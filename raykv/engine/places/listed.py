@@ -24,7 +24,7 @@ SILENT_S = 5.0
 
 
 class PlaceChange(NamedTuple):
-    """A key has come (with which blocks), or gone; `reason` says why."""
+    """A key has come to RAM (with which blocks), or gone from it; `reason` says why."""
 
     key: Key
     blocks: Blocks | None
@@ -43,8 +43,10 @@ class ListedPlace:
     def __init__(self, namespace: Namespace, reader: int, now: float) -> None:
         self.namespace = namespace
         self.position = Position(reader=reader)
-        # READY chunks with their blocks, in RAM or on disk; and what is being stored.
+        # READY chunks with their blocks; those that are on the node's disk alone; and what is being
+        # stored.
         self._ready: dict[Key, Blocks] = {}
+        self._on_disk: dict[Key, Blocks] = {}
         self._coming: set[Key] = set()
         # Results that the listing has not been read up to, by key.
         self._early: dict[Key, int] = {}
@@ -59,6 +61,11 @@ class ListedPlace:
         """READY chunks with the blocks that are there; it goes on changing."""
         return self._ready
 
+    @property
+    def on_disk(self) -> Mapping[Key, Blocks]:
+        """Chunks that the node would have to fetch from its own disk; it goes on changing."""
+        return self._on_disk
+
     def is_coming(self, key: Key) -> bool:
         """Whether somebody stores a chunk there."""
         return key in self._coming
@@ -69,13 +76,17 @@ class ListedPlace:
 
     # The listing
 
+    def hear(self, now: float) -> None:
+        """The place was heard of then; parts of its listing may still wait to be taken."""
+        self._heard_at = max(self._heard_at, now)
+
     def take(self, part: ListingPart, now: float) -> list[PlaceChange]:
         """The next part of the listing; any other changes nothing. Returns what has come and gone,
         for whoever follows the view: a key that is listed again as it was is neither.
         """
         if not part.follows(self.position):
             return []
-        self._heard_at = now
+        self.hear(now)
         changes = self._begin(part.end) if part.begins else []
         for row in part.rows:
             is_older = self._early.get(row.key, 0) > part.end.number
@@ -105,11 +116,11 @@ class ListedPlace:
                 changes += self._be(row)
         return changes
 
-    def distrust(self, key: Key) -> list[PlaceChange]:
-        """Other blocks of a chunk are wanted than are there: it counts as gone, so that it is
-        stored again, until its owner says something new of it.
+    def distrust(self, key: Key, blocks: Blocks) -> list[PlaceChange]:
+        """Other blocks of a chunk are wanted than these, which were there: it counts as gone, so
+        that it is stored again, until its owner says something new of it; nothing if it has.
         """
-        return self._drop([key])
+        return self._drop([key]) if self._ready.get(key) == blocks else []
 
     def _is_news(self, row: ListedRow, number: int) -> bool:
         """Whether a result is newer than what has been read of its key."""
@@ -127,10 +138,10 @@ class ListedPlace:
         """
         if end.life == self.position.life:
             later = {key for key, number in self._early.items() if number > end.number}
-            self._unseen = (self._ready.keys() | self._coming) - later
+            self._unseen = {*self._ready, *self._on_disk, *self._coming} - later
             return []
         self._early.clear()
-        return self._drop({*self._ready, *self._coming})
+        return self._drop({*self._ready, *self._on_disk, *self._coming})
 
     def _be(self, row: ListedRow) -> list[PlaceChange]:
         """A key is as that row says."""
@@ -139,8 +150,12 @@ class ListedPlace:
             self._coming.add(row.key)
         else:
             self._coming.discard(row.key)
+        if row.where & (Where.RAM | Where.DISK) == Where.DISK:
+            self._on_disk[row.key] = row.blocks
+        else:
+            self._on_disk.pop(row.key, None)
         before = self._ready.get(row.key)
-        if row.where & (Where.RAM | Where.DISK):
+        if row.where & Where.RAM:
             self._ready[row.key] = row.blocks
             return [] if before == row.blocks else [PlaceChange(row.key, row.blocks, row.reason)]
         if before is None:
@@ -151,5 +166,7 @@ class ListedPlace:
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
         """Keys are not there any more; nobody said why."""
         self._coming.difference_update(keys)
+        for key in keys:
+            self._on_disk.pop(key, None)
         gone = [key for key in keys if self._ready.pop(key, None) is not None]
         return [PlaceChange(key, None, Reason.FAILED) for key in gone]

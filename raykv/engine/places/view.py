@@ -32,6 +32,7 @@ from itertools import chain, islice
 
 from raykv.base.departures import Departures
 from raykv.base.ids import (
+    NO_BLOCKS,
     NO_GENERATION,
     Blocks,
     EngineId,
@@ -460,13 +461,15 @@ class PlacesView:
         """
         at = self._places[place]
         self._believe(at, result, now)
+        there = {row.key: row.blocks for row in result.rows if row.namespace == self.namespace}
         for number, refusal in _failed(result, len(keys)):
             self.counters.loads_failed += 1
             request = self.requests.bar(request_id)
             if request is not None:
                 request.barred.add(keys[number])
             if refusal is Refusal.PARTIAL:
-                self._changed(at.listed.distrust(keys[number]))
+                blocks = there.get(keys[number], NO_BLOCKS)
+                self._changed(at.listed.distrust(keys[number], blocks))
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """vLLM has completed a load job on all ranks."""

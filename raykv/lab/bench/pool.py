@@ -43,9 +43,11 @@ def made(count: int) -> PoolIndex:
 def store(index: PoolIndex, job: int, first: int, owner: int, now: float) -> int:
     """Store the chunks of a job; returns how many found no room."""
     part, stamp, refused = StorePart(1, job), Stamp(1, 1), 0
-    for number in range(first, first + JOB_CHUNKS):
-        chunk = OfferedChunk(SPACE, Key(key_of(number)), SLOT_BYTES, stamp, owner=owner)
-        record = index.begin_store(part, chunk, now, now + 30)
+    chunks = [
+        OfferedChunk(SPACE, Key(key_of(number)), SLOT_BYTES, stamp, owner=owner)
+        for number in range(first, first + JOB_CHUNKS)
+    ]
+    for record in index.begin_stores(part, chunks, now, now + 30):
         if isinstance(record, Refusal):
             refused += 1
         else:

@@ -2,8 +2,12 @@
 
 A claim is one owner's, on a name, whether the chunk is there or not, and ends alone. The highest
 one counts. A chunk is released only if its one owner has released it: what another has used as well
-stays, also if that one has ended. Pins beyond their share of the pool wait, and are as if they were
-not there until there is room.
+stays, also if that one has ended, and what was stored once more. Pins beyond their share of the
+pool wait, and are as if they were not there until there is room.
+
+Chunks of a namespace that all engines have left are released as well, unless somebody wants more
+than that they stay. And a chunk that no claim says anything of may be spare: that is not known
+here, and stays so until a claim says otherwise.
 
 Nothing of it outlives the NodeActor; operators' pins are orders, and are claimed again.
 
@@ -15,11 +19,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, KeysView
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from raykv.base.ids import Key, Namespace
@@ -66,12 +71,13 @@ class Claim(NamedTuple):
 @dataclass(slots=True)
 class _Claimed:
     """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several owners have
-    wanted something of it.
+    wanted something of it. `has_gone`: the chunk was there since somebody wanted it, and is not.
     """
 
     claims: dict[Owner, Claim] = field(default_factory=dict)
     record: ChunkRecord | None = None
     is_shared: bool = False
+    has_gone: bool = False
 
 
 class Claims:
@@ -93,17 +99,18 @@ class Claims:
     ) -> None:
         self._find = find
         self._stand = stand
-        self._most_bytes = int(pool_bytes * share)
+        self.most_bytes = int(pool_bytes * share)
         self._claimed: dict[Name, _Claimed] = {}
         # From heads of prompts to tails, as they were claimed.
         self._names: dict[Owner, dict[Name, None]] = {}
         self._num = dict.fromkeys(OwnerKind, 0)
+        self._left: Collection[Namespace] = frozenset()
         # When claims end, the soonest first; of those that were changed since there are old ones.
         self._ends: list[tuple[float, Owner, Name]] = []
         # What is pinned, and whether requests alone want it; bytes of all, and of that. And what
         # waits, the oldest first.
         self._pinned: dict[Name, bool] = {}
-        self.pinned_bytes = self._requests_bytes = 0
+        self.pinned_bytes = self.requests_bytes = 0
         self._waiting: dict[Name, None] = {}
         # Whether something was unpinned since it was tried to pin what waits.
         self._has_room = False
@@ -134,13 +141,15 @@ class Claims:
                 claimed = self._claimed[name] = _Claimed(record=self._find(*name))
             claimed.claims[owner] = Claim(standing, until)
             claimed.is_shared = claimed.is_shared or len(claimed.claims) > 1
-            heappush(self._ends, (until, owner, name))
-            self._settle(name, claimed)
+            if until < inf:
+                heappush(self._ends, (until, owner, name))
+            self._settle(claimed)
         if len(self._ends) > 2 * sum(self._num.values()) + FEW_ENDS:
             self._ends = [
                 (claim.until, each, name)
                 for name, claimed in self._claimed.items()
                 for each, claim in claimed.claims.items()
+                if claim.until < inf
             ]
             heapify(self._ends)
         if not own:
@@ -154,9 +163,25 @@ class Claims:
             self._drop(owner, name)
         self._fill()
 
-    def names_of(self, owner: Owner) -> frozenset[Name]:
-        """Of what an owner wants something."""
-        return frozenset(self._names.get(owner, ()))
+    def names_of(self, owner: Owner) -> KeysView[Name]:
+        """Of what an owner wants something, from heads of prompts to tails; not valid after a
+        change.
+        """
+        return self._names.get(owner, {}).keys()
+
+    def claims_on(self, name: Name) -> dict[Owner, Claim]:
+        """What all owners want of a chunk; a copy."""
+        claimed = self._claimed.get(name)
+        return {} if claimed is None else dict(claimed.claims)
+
+    def claim_of(self, owner: Owner, name: Name) -> Claim | None:
+        """What an owner wants of a chunk."""
+        claimed = self._claimed.get(name)
+        return None if claimed is None else claimed.claims.get(owner)
+
+    def num_free(self, kind: OwnerKind) -> int:
+        """So many more claims are there for owners of a kind."""
+        return MOST_CLAIMS[kind] - self._num[kind]
 
     def expire(self, now: float) -> None:
         """End the claims whose time is over."""
@@ -176,7 +201,7 @@ class Claims:
         del own[name]
         if not own:
             del self._names[owner]
-        self._settle(name, claimed)
+        self._settle(claimed)
         if not claimed.claims:
             del self._claimed[name]
 
@@ -186,36 +211,54 @@ class Claims:
         """A chunk has become READY, and is in its order."""
         name = record.namespace, record.key
         claimed = self._claimed.get(name)
-        if claimed is not None:
-            if claimed.record is not None:
-                # This one takes its place.
-                self._unpin(name, claimed.record)
-            claimed.record = record
-            self._settle(name, claimed)
-            self._fill()
+        if claimed is None:
+            if record.namespace in self._left:
+                self._stand(record, Standing.RELEASED)
+            return
+        if claimed.record is not None:
+            # This one takes its place.
+            self._unpin(name, claimed.record)
+        if claimed.has_gone or claimed.record is not None:
+            # Who has released it had its last stores before.
+            self._keep(claimed)
+        claimed.record = record
+        self._settle(claimed)
+        self._fill()
 
     def found(self, record: ChunkRecord) -> None:
         """A chunk that was released was used again: who has released it, misses it."""
         name = record.namespace, record.key
         claimed = self._claimed.get(name)
         if claimed is not None:
-            for owner, claim in claimed.claims.items():
-                if claim.standing is Standing.RELEASED:
-                    claimed.claims[owner] = Claim(Standing.NORMAL, claim.until)
+            self._keep(claimed)
+
+    def _keep(self, claimed: _Claimed) -> None:
+        for owner, claim in claimed.claims.items():
+            if claim.standing is Standing.RELEASED:
+                claimed.claims[owner] = Claim(Standing.NORMAL, claim.until)
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is not READY any more; what is wanted of its name stays."""
         name = record.namespace, record.key
         claimed = self._claimed.get(name)
         if claimed is not None and claimed.record is record:
-            claimed.record = None
+            claimed.record, claimed.has_gone = None, True
             self._unpin(name, record)
             self._fill()
 
-    def _settle(self, name: Name, claimed: _Claimed) -> None:
+    def leave(self, namespaces: Collection[Namespace]) -> None:
+        """All engines have left these, and no others; `resettle` is for chunks that are there."""
+        self._left = namespaces
+
+    def resettle(self, record: ChunkRecord) -> None:
+        """A READY chunk stands as is wanted of it now."""
+        self._settle(self._claimed.get((record.namespace, record.key)) or _Claimed(record=record))
+
+    def _settle(self, claimed: _Claimed) -> None:
         record = claimed.record
         if record is None:
             return
+        name = record.namespace, record.key
         self._unpin(name, record)
         standings = {each.standing for each in claimed.claims.values()}
         if Standing.PINNED in standings and not self._pin(name, record, claimed):
@@ -224,7 +267,10 @@ class Claims:
         wanted = max(standings, default=Standing.NORMAL)
         if wanted is Standing.RELEASED and claimed.is_shared:
             wanted = Standing.NORMAL
-        self._stand(record, wanted)
+        if wanted is Standing.NORMAL and record.namespace in self._left:
+            wanted = Standing.RELEASED
+        if wanted is not Standing.NORMAL or record.standing is not Standing.SPARE:
+            self._stand(record, wanted)
 
     def _pin(self, name: Name, record: ChunkRecord, claimed: _Claimed) -> bool:
         """Count it as pinned; False: it has no room in the share."""
@@ -233,14 +279,14 @@ class Claims:
             for owner, claim in claimed.claims.items()
             if claim.standing is Standing.PINNED
         )
-        size, most = record.slot_bytes, self._most_bytes
+        size, most = record.slot_bytes, self.most_bytes
         if self.pinned_bytes + size > most:
             return False
-        if by_requests and self._requests_bytes + size > most // 2:
+        if by_requests and self.requests_bytes + size > most // 2:
             return False
         self._pinned[name] = by_requests
         self.pinned_bytes += size
-        self._requests_bytes += size * by_requests
+        self.requests_bytes += size * by_requests
         return True
 
     def _unpin(self, name: Name, record: ChunkRecord) -> None:
@@ -249,14 +295,19 @@ class Claims:
         if by_requests is not None:
             self._has_room = True
             self.pinned_bytes -= record.slot_bytes
-            self._requests_bytes -= record.slot_bytes * by_requests
+            self.requests_bytes -= record.slot_bytes * by_requests
 
     def _fill(self) -> None:
         """Pin what waits, as far as there may be room now; the oldest `MOST_FILLED` are tried."""
         if self._has_room:
             self._has_room = False
             for name in list(islice(self._waiting, MOST_FILLED)):
-                self._settle(name, self._claimed[name])
+                self._settle(self._claimed[name])
+
+    @property
+    def num_pinned(self) -> int:
+        """Chunks that are pinned."""
+        return len(self._pinned)
 
     @property
     def num_waiting(self) -> int:
@@ -270,8 +321,8 @@ class Claims:
         assert len(pinned) == len(self._pinned)
         assert all(each.standing is Standing.PINNED for each in pinned), pinned
         assert self.pinned_bytes == sum(each.slot_bytes for each in pinned)
-        assert self.pinned_bytes <= self._most_bytes
-        assert self._requests_bytes <= self._most_bytes // 2
+        assert self.pinned_bytes <= self.most_bytes
+        assert self.requests_bytes <= self.most_bytes // 2
         assert not self._waiting.keys() & self._pinned.keys()
         by_owner = {(owner, name) for owner, names in self._names.items() for name in names}
         by_name = {(o, name) for name, each in self._claimed.items() for o in each.claims}

@@ -31,21 +31,31 @@ class Floors:
         self, history: int = 0, known: Mapping[int, Mapping[str, int]] | None = None
     ) -> None:
         self._floors: dict[int, Clearings] = {}
+        self.history = history
         for each, floors in (known or {}).items():
             self.begin(each)
             self.take(floors)
         self.begin(history)
 
-    @property
-    def history(self) -> int:
-        """The present one, the latest."""
-        return next(reversed(self._floors))
-
     def begin(self, history: int) -> None:
         """From now on orders are of that history; its floors, if it is known, stay."""
+        self.history = history
         self._floors[history] = self._floors.pop(history, Clearings())
+        self._forget_first()
+
+    def learn(self, known: Mapping[int, Mapping[str, int]]) -> set[Namespace]:
+        """Take in what a disk or a pool file has kept, by history, the latest last; returns the
+        namespaces of which a floor rose. Histories that it does not know are later ones.
+        """
+        order = dict.fromkeys([*known, *self._floors])
+        self._floors = {each: self._floors.get(each, Clearings()) for each in order}
+        risen = [self._floors[each].take(floors) for each, floors in known.items()]
+        self._forget_first()
+        return set().union(*risen)
+
+    def _forget_first(self) -> None:
         while len(self._floors) > MAX_HISTORIES:
-            del self._floors[next(iter(self._floors))]
+            del self._floors[next(each for each in self._floors if each != self.history)]
 
     def take(self, floors: Mapping[str, int]) -> set[Namespace]:
         """Take in floors of the present history; returns the namespaces of which one rose."""
@@ -53,10 +63,11 @@ class Floors:
 
     def is_void(self, namespace: Namespace, stamp: Stamp) -> bool:
         """Whether a copy with that stamp may not be served, nor taken in."""
-        floors = self._floors.get(stamp.history)
-        if floors is None or stamp.number < floors.of(namespace):
+        history, number = stamp
+        floors = self._floors.get(history)
+        if floors is None or number < floors.of(namespace):
             return True
-        if stamp.history == self.history:
+        if history == self.history:
             return False
         histories = list(self._floors)
         later = histories[histories.index(stamp.history) + 1 :]
@@ -64,6 +75,8 @@ class Floors:
 
     def is_older(self, stamp: Stamp, other: Stamp) -> bool:
         """Whether a clear could make the one void and not the other."""
+        if stamp == other:
+            return False
         histories = [-1, *self._floors]
         one, two = (
             (histories.index(each.history) if each.history in self._floors else 0, each.number)

@@ -3,7 +3,7 @@
 Whoever is admitted gets the chunk's record, and ends with that record: what the index has under the
 same name by then does not matter. A store is one engine's job; its ranks' parts make one record.
 What the first rank was told about a chunk of a job is what all of them are told, until all have
-ended the job.
+ended the job, or nobody has stored for it for long.
 
 Invariants:
 1. A name has at most one READY record and one WRITING record.
@@ -18,7 +18,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +30,7 @@ from raykv.base.ids import (
     EVERY_NAMESPACE,
     MAX_KEY_BYTES,
     NO_BLOCKS,
+    SLOT_ALIGNMENT,
     Blocks,
     Key,
     Namespace,
@@ -37,12 +39,13 @@ from raykv.base.ids import (
     group_of,
 )
 from raykv.base.shares import Share
-from raykv.node.pool.claims import Claims
+from raykv.node.pool.claims import PIN_SHARE, Claims, Name
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
-from raykv.node.pool.room import Room
+from raykv.node.pool.room import Companions, Room
+from raykv.node.pool.shelf import Shelf
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
@@ -56,6 +59,16 @@ from raykv.protocol.listing import (
 
 MAX_OPEN_JOBS = 4096
 """Store jobs of one engine whose ranks have not all ended them; beyond that stores are refused."""
+
+MOST_CLOSED = 1024
+"""Jobs of one engine that are remembered once all ranks have ended them, lest they begin anew."""
+
+OPEN_S = 60.0
+"""After so long a job that no rank stores for is closed: some rank has not heard of it. More than
+parts have to come."""
+
+_WHERE = tuple(map(Where, range(8)))
+"""By their numbers: to put them together takes ten times as long. 1 is RAM."""
 
 FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
@@ -93,16 +106,19 @@ class _OpenJob:
     """What ranks are told about a job's chunks; `ended` has a bit for each rank that has ended it.
 
     `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
-    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there. Of
-    each queue, `latest` is the chunk that has entered it last.
+    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there; that
+    and what is stored are the job's `own`. Of each queue, `latest` is the chunk that has entered it
+    last. `seen_at`: by an `expire`, the first time.
     """
 
     num_ranks: int
-    verdicts: dict[tuple[Namespace, Key], ChunkRecord | Refusal] = field(default_factory=dict)
+    verdicts: dict[Name, ChunkRecord | Refusal] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
-    here: dict[ChunkRecord, None] = field(default_factory=dict)
+    here: list[ChunkRecord] = field(default_factory=list)
+    own: set[ChunkRecord] = field(default_factory=set)
     latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
     ended: int = 0
+    seen_at: float | None = None
 
 
 class _Parts(msgspec.Struct, gc=False):
@@ -121,6 +137,7 @@ class PoolIndex:
         listing: where changes are numbered.
         floors: what is void.
         companions: what is worth nothing once chunks of a namespace are gone.
+        pin_share: of the pool, that pins may take.
     """
 
     def __init__(
@@ -128,31 +145,39 @@ class PoolIndex:
         geometry: PoolGeometry,
         listing: Listing,
         floors: Floors,
-        companions: Callable[[Namespace, Sequence[Key]], Iterable[Key]] = lambda *_: (),
+        companions: Companions | None = None,
+        pin_share: float = PIN_SHARE,
     ) -> None:
         self.listing = listing
         self.places = Places(geometry)
-        self.room = Room(self.places)
+        self.room = Room(self.places, self.find, companions)
         self.claims = Claims(
             geometry.pool_bytes,
             self.find,
-            lambda record, standing: self.room.order_of(record).stand(record, standing),
+            self.stand,
+            pin_share,
         )
         self.floors = floors
-        self._companions = companions
+        self.shelf = Shelf(listing, floors, self.room, self.places)
         self._ready: dict[Namespace, dict[Key, ChunkRecord]] = {}
-        self._writing: dict[tuple[Namespace, Key], ChunkRecord] = {}
+        self._writing: dict[Name, ChunkRecord] = {}
         self._parts: dict[ChunkRecord, _Parts] = {}
-        # By the engine's life and the job's id.
+        # By the engine's life and the job's id; and the latest of those that are closed.
         self._jobs: dict[int, dict[int, _OpenJob]] = {}
+        self._closed: dict[int, dict[int, None]] = {}
         # By life, a bit for each rank that is gone while others are there.
         self._gone: dict[int, int] = {}
+
+    def stand(self, record: ChunkRecord, standing: Standing) -> None:
+        """A READY chunk goes sooner or later from now on, until claims say otherwise."""
+        self.room.order_of(record).stand(record, standing)
 
     # Looking
 
     def find(self, namespace: Namespace, key: Key) -> ChunkRecord | None:
         """The READY record of a name."""
-        return self._ready.get(namespace, {}).get(key)
+        chunks = self._ready.get(namespace)
+        return None if chunks is None else chunks.get(key)
 
     def is_coming(self, namespace: Namespace, key: Key) -> bool:
         """Whether a chunk of that name is being written."""
@@ -162,6 +187,17 @@ class PoolIndex:
     def num_ready(self) -> int:
         """READY chunks of all namespaces."""
         return sum(map(len, self._ready.values()))
+
+    def sizes(self) -> dict[Namespace, int]:
+        """READY chunks by namespace."""
+        return {namespace: len(chunks) for namespace, chunks in self._ready.items()}
+
+    def contents(self) -> tuple[dict[Namespace, int], dict[Namespace, int]]:
+        """By namespace, bytes of READY chunks, and of those that are being written."""
+        writing: Counter[Namespace] = Counter()
+        for record in self._writing.values():
+            writing[record.namespace] += record.slot_bytes
+        return dict(Counter(self.room.by_space) - writing), dict(writing)
 
     @property
     def num_open_jobs(self) -> int:
@@ -178,17 +214,18 @@ class PoolIndex:
         """
         most = min(most, MAX_KEYS // 2)
         life, newest = self.listing.life, self.listing.number
-        found = self.listing.since(position.number, most) if position.life == life else None
+        found = None
+        if position.life == life and position.place >= ALL_READ:
+            found = self.listing.since(position.number, most)
         begins = found is None
         changes, number = found or ([], newest)
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
         if place != ALL_READ:
-            records, place = self.places.records_from(place, most)
-            for record in records:
-                if record.state is not ChunkState.VOID:
-                    reasons.setdefault((record.namespace, record.key), Reason.STORED)
+            names, place = self._page(place, most)
+            for name in names:
+                reasons.setdefault(name, Reason.STORED)
         rows = [
             self._row(*name, reason)
             for name, reason in reasons.items()
@@ -197,12 +234,37 @@ class PoolIndex:
         end = Position(life, number, place, position.reader)
         return ListingPart(begins, start, end, ListedRows.of(rows))
 
+    def _page(self, place: int, most: int) -> tuple[list[Name], int]:
+        """Names from a place on, of what is in RAM and behind it of what is on the disk."""
+        behind = self.places.geometry.num_slabs << 32
+        if place >= behind:
+            kept, place = self.shelf.page(place - behind, most)
+            names = [(each.namespace, each.key) for each in kept]
+            return names, place if place == ALL_READ else behind + place
+        records, place = self.places.records_from(place, most)
+        if place == ALL_READ and len(self.shelf):
+            place = behind
+        found = (each for each in records if each.state is not ChunkState.VOID)
+        return [(each.namespace, each.key) for each in found], place
+
+    def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
+        """How chunks are now."""
+        found = []
+        for key in dict.fromkeys(keys):
+            is_there = self.find(namespace, key) is not None
+            lacks = Reason.COMING if self.is_coming(namespace, key) else Reason.FAILED
+            found.append(self._row(namespace, key, Reason.STORED if is_there else lacks))
+        return ListedRows.of(found)
+
     def _row(self, namespace: Namespace, key: Key, reason: Reason) -> ListedRow:
-        record = self.find(namespace, key)
-        where = Where.COMING if self.is_coming(namespace, key) else Where.NOWHERE
+        record, kept = self.find(namespace, key), self.shelf.find(namespace, key)
+        where = Where.COMING.value if self.is_coming(namespace, key) else 0
+        if kept is not None:
+            where |= Where.DISK.value
         if record is None:
-            return ListedRow(namespace, key, where, NO_BLOCKS, reason)
-        return ListedRow(namespace, key, where | Where.RAM, record.blocks, reason)
+            blocks = kept.blocks if kept is not None else NO_BLOCKS
+            return ListedRow(namespace, key, _WHERE[where], blocks, reason)
+        return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
 
     # Loads
 
@@ -226,6 +288,12 @@ class PoolIndex:
             return Refusal.PARTIAL
         record.readers += 1
         return record
+
+    def hold(self, record: ChunkRecord) -> bool:
+        """Register a reader of that very record; False if it is not READY any more."""
+        is_ready = record.state is ChunkState.READY
+        record.readers += is_ready
+        return is_ready
 
     def end_load(self, record: ChunkRecord) -> None:
         """A reader is done with its record."""
@@ -255,47 +323,67 @@ class PoolIndex:
     def begin_store(
         self, part: StorePart, chunk: OfferedChunk, now: float, expires_at: float
     ) -> ChunkRecord | Refusal:
-        """Let a rank write its part of a chunk, or say why not.
+        """Like `begin_stores`, of one chunk."""
+        return self.begin_stores(part, [chunk], now, expires_at)[0]
+
+    def begin_stores(
+        self, part: StorePart, chunks: Sequence[OfferedChunk], now: float, expires_at: float
+    ) -> list[ChunkRecord | Refusal]:
+        """Let a rank write its parts of a job's chunks, or say of each why not.
 
         `HERE`: it is there already, or has just been joined by the last part. `WRITING`: another
-        job stores it. `NO_ROOM`: nothing may go for it. `POISONED`: another rank's part has failed.
-        `CLEARED`: its stamp is not above its namespace's floor. `BAD_HANDLE`: no chunk has such a
-        key, or such blocks.
+        job stores it. `NO_ROOM`: nothing may go for it. `POISONED`: another rank's part has failed,
+        or the job has ended. `CLEARED`: its stamp is not above its namespace's floor. `BAD_HANDLE`:
+        no chunk has such a key, such blocks or such a size.
         """
         assert 0 <= part.rank < part.num_ranks, part
         job = self._job(part)
-        if job is None:
-            return Refusal.QUEUE_FULL
+        if isinstance(job, Refusal):
+            return [job] * len(chunks)
         if job.ended >> part.rank & 1:
-            return Refusal.POISONED
-        name = (chunk.namespace, chunk.key)
-        verdict = job.verdicts.get(name)
-        if verdict is None:
-            verdict = job.verdicts[name] = self._judge(job, part, chunk, now, expires_at)
-        if isinstance(verdict, Refusal):
-            return verdict
-        return self._join(verdict, part)
+            return [Refusal.POISONED] * len(chunks)
+        names = [(chunk.namespace, chunk.key) for chunk in chunks]
+        new: dict[Name, OfferedChunk] = {}
+        for name, chunk in zip(names, chunks, strict=True):
+            if name in job.verdicts:
+                continue
+            # A rank that has ended the job will not store its part of it.
+            refusal = Refusal.POISONED if job.ended else self.objection(chunk)
+            if refusal is None:
+                new[name] = chunk
+                continue
+            job.verdicts[name] = refusal
+            if refusal is Refusal.HERE:
+                here = self._ready[chunk.namespace][chunk.key]
+                job.here.append(here)
+                job.own.add(here)
+        if new:
+            self._open(job, part, new, now, expires_at)
+        return [self._join(job.verdicts[name], part) for name in names]
 
-    def _job(self, part: StorePart) -> _OpenJob | None:
-        """The open job of a part, perhaps a new one; None: there are too many."""
-        jobs = self._jobs.setdefault(part.life, {})
+    def _job(self, part: StorePart) -> _OpenJob | Refusal:
+        """The open job of a part, perhaps a new one."""
+        jobs = self._jobs.get(part.life, {})
         job = jobs.get(part.job_id)
-        if job is None and len(jobs) < MAX_OPEN_JOBS:
-            job = jobs[part.job_id] = _OpenJob(part.num_ranks, ended=self._gone.get(part.life, 0))
+        if job is not None:
+            return job
+        if part.job_id in self._closed.get(part.life, ()):
+            return Refusal.POISONED
+        if len(jobs) >= MAX_OPEN_JOBS:
+            return Refusal.QUEUE_FULL
+        job = _OpenJob(part.num_ranks, ended=self._gone.get(part.life, 0))
+        self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 
-    def _judge(
-        self, job: _OpenJob, part: StorePart, chunk: OfferedChunk, now: float, expires_at: float
-    ) -> ChunkRecord | Refusal:
-        if job.ended:
-            # That rank will not store its part of it.
-            return Refusal.POISONED
-        if not 0 < len(chunk.key) <= MAX_KEY_BYTES or not chunk.blocks.is_sound:
+    def objection(self, chunk: OfferedChunk) -> Refusal | None:
+        """Why a chunk that is offered needs no slot, or gets none, as things are."""
+        size, is_key = chunk.slot_bytes, 0 < len(chunk.key) <= MAX_KEY_BYTES
+        if not is_key or not chunk.blocks.is_sound or size <= 0 or size % SLOT_ALIGNMENT:
             # Nobody could be told of it.
             return Refusal.BAD_HANDLE
         if self.floors.is_void(chunk.namespace, chunk.stamp):
             return Refusal.CLEARED
-        if not self.places.geometry.slots_per_slab(chunk.slot_bytes):
+        if size > self.places.geometry.slab_bytes or not self.places.takes(size):
             return Refusal.NO_ROOM
         here = self.find(chunk.namespace, chunk.key)
         if (
@@ -303,23 +391,40 @@ class PoolIndex:
             and here.blocks.has(chunk.blocks)
             and not self.floors.is_older(here.stamp, chunk.stamp)
         ):
-            job.here[here] = None
             return Refusal.HERE
-        if self.is_coming(chunk.namespace, chunk.key):
-            return Refusal.WRITING
-        self.room.want(chunk.slot_bytes, now)
-        group = group_of(chunk.key)
-        record = None if group in job.full else self._new_record(job, chunk, now)
-        if record is None:
-            job.full.add(group)
-            return Refusal.NO_ROOM
-        self._writing[chunk.namespace, chunk.key] = record
-        self._parts[record] = _Parts(part, expires_at)
-        self.room.begun(record)
-        self.listing.changed(record, Reason.COMING)
-        return record
+        return Refusal.WRITING if (chunk.namespace, chunk.key) in self._writing else None
 
-    def _new_record(self, job: _OpenJob, chunk: OfferedChunk, now: float) -> ChunkRecord | None:
+    def _open(
+        self,
+        job: _OpenJob,
+        part: StorePart,
+        new: Mapping[Name, OfferedChunk],
+        now: float,
+        expires_at: float,
+    ) -> None:
+        """Give slots to new chunks of a job, as far as there is room."""
+        left = Counter([chunk.slot_bytes for chunk in new.values()])
+        for size in left:
+            self.room.want(size, now)
+        for name, chunk in new.items():
+            record = None
+            if not job.full or group_of(chunk.key) not in job.full:
+                record = self._new_record(job, chunk, left[chunk.slot_bytes], now)
+            left[chunk.slot_bytes] -= 1
+            if record is None:
+                job.full.add(group_of(chunk.key))
+                job.verdicts[name] = Refusal.NO_ROOM
+                continue
+            job.verdicts[name] = self._writing[name] = record
+            job.own.add(record)
+            self._parts[record] = _Parts(part, expires_at)
+            self.room.came(record)
+            self.listing.changed(record, Reason.COMING)
+
+    def _new_record(
+        self, job: _OpenJob, chunk: OfferedChunk, count: int, now: float
+    ) -> ChunkRecord | None:
+        """A record with a slot; with more to come, room is made for so many like it."""
         record = ChunkRecord(
             chunk.namespace,
             chunk.key,
@@ -327,13 +432,17 @@ class PoolIndex:
             chunk.stamp,
             chunk.owner,
             blocks=chunk.blocks,
+            came_at=now,
         )
         while not self.places.place(record):
-            if not self._make_room(job, record, now):
+            if not self._make_room(job, record, count, now):
                 return None
         return record
 
-    def _join(self, record: ChunkRecord, part: StorePart) -> ChunkRecord | Refusal:
+    def _join(self, record: ChunkRecord | Refusal, part: StorePart) -> ChunkRecord | Refusal:
+        """What a rank is told of a chunk, by the verdict about it."""
+        if isinstance(record, Refusal):
+            return record
         if record.state is ChunkState.READY:
             return Refusal.HERE
         if record.state is ChunkState.VOID:
@@ -371,42 +480,70 @@ class PoolIndex:
             self._void(record)
             return
         part = self._parts.pop(record).part
-        del self._writing[record.namespace, record.key]
-        self.room.ended(record)
-        replaced = self.find(record.namespace, record.key)
+        namespace, key = record.namespace, record.key
+        del self._writing[namespace, key]
+        chunks = self._ready.get(namespace)
+        if chunks is None:
+            chunks = self._ready[namespace] = {}
+        replaced = chunks.get(key)
         if replaced is not None:
             record.found_at, record.hits = replaced.found_at, replaced.hits
             self.room.order_of(replaced).leave(replaced, remember=False)
+            self.room.went(replaced)
             replaced.state = ChunkState.VOID
             self._free_if_idle(replaced)
         record.state = ChunkState.READY
-        self._ready.setdefault(record.namespace, {})[record.key] = record
+        chunks[key] = record
         self.listing.changed(record, Reason.STORED)
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest
-        self.room.order_of(record).enter([record], latest)
+        self.room.order_of(record).enter((record,), latest)
         if record.queue is not None:
             latest[record.queue] = record
         self.claims.came(record)
+
+    def adopt(self, records: Sequence[ChunkRecord]) -> None:
+        """Chunks that nobody has found so far are READY, those first that go first; each has one
+        reader, who is done. Those whose name has a chunk by now, or that are void, go.
+        """
+        for record in records:
+            record.readers -= 1
+            chunks = self._ready.setdefault(record.namespace, {})
+            if record.key in chunks or self._is_void(record):
+                if not chunks:
+                    del self._ready[record.namespace]
+                self._free_if_idle(record)
+                continue
+            record.state = ChunkState.READY
+            chunks[record.key] = record
+            self.room.came(record)
+            self.listing.changed(record, Reason.STORED)
+            self.room.order_of(record).enter((record,))
+            self.claims.came(record)
 
     def end_job(self, part: StorePart) -> None:
         """A rank has ended a store job, which it may not have begun: what it has not stored of it
         is void, and stays so for the ranks that are still to come.
         """
         job = self._job(part)
-        if job is None:
+        if isinstance(job, Refusal):
             return
-        for verdict in job.verdicts.values():
-            parts = self._parts.get(verdict) if isinstance(verdict, ChunkRecord) else None
-            if parts is not None and not parts.stored >> part.rank & 1:
-                assert isinstance(verdict, ChunkRecord)
-                self._void(verdict)
+        for record in self._unfinished(job):
+            if not self._parts[record].stored >> part.rank & 1:
+                self._void(record)
         job.ended |= 1 << part.rank
-        if job.ended.bit_count() == job.num_ranks:
-            self._touch(list(job.here))
-            del self._jobs[part.life][part.job_id]
-            if not self._jobs[part.life]:
-                del self._jobs[part.life]
+        if job.ended.bit_count() >= job.num_ranks:
+            self._close(part.life, part.job_id)
+
+    def _close(self, life: int, job_id: int) -> None:
+        """No rank has anything left to do for a job."""
+        jobs, closed = self._jobs[life], self._closed.setdefault(life, {})
+        self._touch(jobs.pop(job_id).here)
+        if not jobs:
+            del self._jobs[life]
+        closed[job_id] = None
+        if len(closed) > MOST_CLOSED:
+            del closed[next(iter(closed))]
 
     def begin_line(self, life: int, rank: int) -> None:
         """A rank of an engine is here, again or for the first time."""
@@ -424,11 +561,34 @@ class PoolIndex:
         if gone.bit_count() < num_ranks:
             self._gone[life] = gone
 
+    def end_life(self, life: int) -> None:
+        """An engine is gone with all its ranks; nothing is remembered of its jobs."""
+        for job_id, job in list(self._jobs.get(life, {}).items()):
+            for record in self._unfinished(job):
+                self._void(record)
+            self._close(life, job_id)
+        self._gone.pop(life, None)
+        self._closed.pop(life, None)
+
+    def _unfinished(self, job: _OpenJob) -> list[ChunkRecord]:
+        """Chunks of a job that wait for parts."""
+        records = [each for each in job.verdicts.values() if isinstance(each, ChunkRecord)]
+        return [each for each in records if each in self._parts]
+
     def expire(self, now: float) -> int:
-        """Void what waits for parts that have not come in time; returns how many."""
+        """Void what waits for parts that have not come in time; returns how many. Close jobs that
+        some rank has not heard of.
+        """
         late = [record for record, parts in self._parts.items() if now >= parts.expires_at]
         for record in late:
             self._void(record)
+        self.room.forget_sizes()
+        for life, jobs in list(self._jobs.items()):
+            for job_id, job in list(jobs.items()):
+                if job.seen_at is None:
+                    job.seen_at = now
+                elif now - job.seen_at >= OPEN_S and not self._unfinished(job):
+                    self._close(life, job_id)
         return len(late)
 
     # What goes
@@ -456,66 +616,56 @@ class PoolIndex:
         if record.state is ChunkState.READY:
             self._drop(record, reason)
 
-    def _make_room(self, job: _OpenJob, record: ChunkRecord, now: float) -> bool:
-        """Evict what lets `record` have a slot; False if nothing may go."""
+    def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
+        """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
+        own = job.own
 
         def may_go(each: ChunkRecord) -> bool:
-            if each.is_busy or now - each.found_at < FRESH_S:
-                return False
             # A prompt that has no room gives up its tail, not its head.
-            return job.verdicts.get((each.namespace, each.key)) is not each and (
-                each not in job.here
-            )
+            return not each.readers and now - each.found_at >= FRESH_S and each not in own
 
-        victims = self.room.victims(record, now, may_go)
+        victims = self.room.victims(record, count, now, may_go)
         for each in victims or ():
             self._drop(each, Reason.EVICTED)
-        by_namespace: dict[Namespace, list[Key]] = {}
-        for each in victims or ():
-            by_namespace.setdefault(each.namespace, []).append(each.key)
-        for namespace, keys in by_namespace.items():
-            for key in self._companions(namespace, keys):
-                other = self.find(namespace, key)
-                if other is not None and may_go(other) and self.room.may_evict(other):
-                    self._drop(other, Reason.EVICTED)
         return victims is not None
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
-        self._take_out(record, was_evicted=reason is Reason.EVICTED)
-        self.listing.changed(record, reason)
-        self._free_if_idle(record)
-
-    def _take_out(self, record: ChunkRecord, *, was_evicted: bool = False) -> None:
         """A READY record is not found any more."""
-        self.room.order_of(record).leave(record, remember=was_evicted)
+        self.room.order_of(record).leave(record, remember=reason is Reason.EVICTED)
+        self.room.went(record)
         self.claims.went(record)
         chunks = self._ready[record.namespace]
         del chunks[record.key]
         if not chunks:
             del self._ready[record.namespace]
         record.state = ChunkState.VOID
+        if reason is Reason.EVICTED:
+            self.shelf.evicted(record)
+        self.listing.changed(record, reason)
+        self._free_if_idle(record)
 
     def _void(self, record: ChunkRecord) -> None:
         """A record that is being written will never be READY."""
         del self._parts[record], self._writing[record.namespace, record.key]
-        self.room.ended(record)
+        self.room.went(record)
         record.state = ChunkState.VOID
         self.listing.changed(record, Reason.FAILED)
         self._free_if_idle(record)
 
     def _free_if_idle(self, record: ChunkRecord) -> None:
-        if record.state is ChunkState.VOID and not record.is_busy:
+        if record.state is ChunkState.VOID and not record.readers and not record.writers:
             self.places.give_back(record)
 
     # Tenants
 
     def share(self, shares: Mapping[int, Share]) -> None:
         """Tenants have these shares of the pool from now on, by number."""
-        self.room.share(shares, [r for some in self._ready.values() for r in some.values()])
+        self.room.share(shares, (r for some in self._ready.values() for r in some.values()))
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
         self.places.check()
+        self.shelf.check()
         self.claims.check()
         placed = set(self.places)
         for namespace, chunks in self._ready.items():
@@ -534,6 +684,11 @@ class PoolIndex:
         for record in placed:
             assert record.state is not ChunkState.VOID or record.is_busy, record
         assert self.room.num_entered == self.num_ready
+        used: Counter[int] = Counter()
+        for record in placed:
+            if record.state is not ChunkState.VOID:
+                used[record.owner] += record.slot_bytes
+        assert self.room.used == used
         for jobs in self._jobs.values():
             assert jobs
             for job in jobs.values():

@@ -12,20 +12,30 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from raykv.base.ids import Key, Namespace
-from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.listing import Reason
 
 MOST_CHANGES = 32_768
 """That are kept for readers; who is further behind begins anew."""
 
+MOST_UNREAD = 1024
+"""So far a reader may fall behind while nothing changes that it reads."""
+
+
+class ListedStay(Protocol):
+    """A stay of a chunk in RAM, or on the disk; `number` is of its last change."""
+
+    namespace: Namespace
+    key: Key
+    number: int
+
 
 class ListedChange(NamedTuple):
     """A record's name has changed."""
 
-    record: ChunkRecord
+    record: ListedStay
     reason: Reason
 
 
@@ -40,13 +50,13 @@ class Listing:
     def __init__(self, life: int, most: int = MOST_CHANGES) -> None:
         self.life = life
         self.number = 0
-        self._changes: deque[ListedChange] = deque(maxlen=most)
+        self._changes: deque[tuple[ListedStay, Reason]] = deque(maxlen=most)
 
-    def changed(self, record: ChunkRecord, reason: Reason) -> None:
+    def changed(self, record: ListedStay, reason: Reason) -> None:
         """The state of a record's name is another one now."""
         self.number += 1
         record.number = self.number
-        self._changes.append(ListedChange(record, reason))
+        self._changes.append((record, reason))
 
     def since(self, number: int, most: int) -> tuple[list[ListedChange], int] | None:
         """The changes of up to `most` names after a number, in order, and up to which number they
@@ -60,10 +70,20 @@ class Listing:
         # From its end: a reader is mostly near to it.
         newest = list(islice(reversed(self._changes), missing))
         found: dict[tuple[Namespace, Key], ListedChange] = {}
-        for change in reversed(newest):
-            name = change.record.namespace, change.record.key
+        for record, reason in reversed(newest):
+            name = record.namespace, record.key
             if found.pop(name, None) is None and len(found) == most:
                 break
-            found[name] = change
+            found[name] = ListedChange(record, reason)
             number += 1
         return list(found.values()), number
+
+    def has_news(self, number: int, namespace: Namespace) -> bool:
+        """Whether a reader of a namespace who is at a number is to read on: names of it have
+        changed since, or much else has.
+        """
+        missing = self.number - number
+        if not 0 <= missing <= min(MOST_UNREAD, len(self._changes)):
+            return True
+        newest = islice(reversed(self._changes), missing)
+        return any(record.namespace == namespace for record, _ in newest)

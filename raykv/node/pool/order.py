@@ -57,10 +57,11 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self._first = {Standing.RELEASED: RecordQueue(), Standing.SPARE: RecordQueue()}
-        self._stored = RecordQueue()
-        self._found = RecordQueue()
+        self._released, self._spare = RecordQueue(), RecordQueue()
+        self._stored, self._found = RecordQueue(), RecordQueue()
         self._kept = RecordQueue()
+        # Of what is spare no more: each goes late until it is unmarked.
+        self._unmarking: list[RecordQueue] = []
         self._num_entered = self._num_pinned = 0
         # By hash, the oldest first: the time of last use. Two names of one hash share it: harmless.
         self._remembered: OrderedDict[int, int] = OrderedDict()
@@ -77,31 +78,37 @@ class EvictionOrder:
         """Chunks of a prompt have become READY; they were in no order. They go before those in
         `front` of them in the prompt, of which each queue may have one.
         """
-        age, began = self._age_by_use(), self.now
+        began, remembered = self.now, self._remembered
         for record in reversed(records):
-            past = self._remembered.pop(hash((record.namespace, record.key)), None)
+            past = remembered.pop(hash((record.namespace, record.key)), None)
             if past is not None:
                 record.hits += 1
-                used, was_found = divmod(past, 2)
-                if began - used < age:
-                    self._learn(-1)
-                elif was_found and self._handicap < MOST_HOPED:
-                    self._learn(HOPE)
+                self._came_back(*divmod(past, 2), began)
             self._use(record)
             self._put(record, front)
-        if self._remembered:
-            self._room = len(self)
-        while len(self._remembered) > min(MOST_REMEMBERED, REMEMBERED * max(len(self), 1)):
-            self._remembered.popitem(last=False)
+        if remembered:
+            self._room = self._num_entered
+            most = min(MOST_REMEMBERED, REMEMBERED * (self._num_entered or 1))
+            while len(remembered) > most:
+                remembered.popitem(last=False)
+
+    def _came_back(self, used: int, was_found: int, now: int) -> None:
+        """A chunk that was given up is stored again."""
+        if now - used < self._age_by_use():
+            self._learn(-1)
+        elif was_found and self._handicap < MOST_HOPED:
+            self._learn(HOPE)
 
     def touch(self, records: Sequence[ChunkRecord]) -> None:
-        """Chunks of a prompt that have entered were found."""
+        """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
+        all the same.
+        """
         age, began = self._age_by_use(), self.now
         for record in reversed(records):
             if record.queue is self._found and began - record.used > age:
                 self._learn(1)
             record.hits += 1
-            if record.standing in self._first:
+            if record.standing is Standing.RELEASED:
                 record.standing = Standing.NORMAL
             self._take(record)
             self._use(record)
@@ -111,7 +118,7 @@ class EvictionOrder:
         """A chunk that has entered goes sooner or later from now on; that is no use of it, but it
         is the last of those that stand like it.
         """
-        if standing is not record.standing:
+        if standing is not record.standing or self._is_marked_void(record):
             self._take(record)
             self._use(record)
             record.standing = standing
@@ -127,6 +134,29 @@ class EvictionOrder:
             if len(self._remembered) > MOST_REMEMBERED:
                 self._remembered.popitem(last=False)
 
+    def forget_spares(self) -> None:
+        """What was said of spare chunks is void: from now on they go after those that are not,
+        until `unmark` has come to them.
+        """
+        if self._spare.first is not None:
+            self._unmarking.append(self._spare)
+            self._spare = RecordQueue()
+
+    def unmark(self, most: int) -> int:
+        """Up to so many chunks that are spare no more stand like others; returns how many."""
+        num_done = 0
+        while self._unmarking and num_done < most:
+            record = self._unmarking[0].first
+            if record is None:
+                del self._unmarking[0]
+            else:
+                self.stand(record, Standing.NORMAL)
+                num_done += 1
+        return num_done
+
+    def _is_marked_void(self, record: ChunkRecord) -> bool:
+        return record.standing is Standing.SPARE and record.queue is not self._spare
+
     def first(self, count: int, may_go: Callable[[ChunkRecord], bool]) -> list[ChunkRecord]:
         """Up to `count` chunks that go first, of those that may."""
         found: list[ChunkRecord] = []
@@ -139,10 +169,10 @@ class EvictionOrder:
 
     def __iter__(self) -> Iterator[ChunkRecord]:
         """All but those that are pinned, in order. Not valid after a change."""
-        for queue in self._first.values():
-            yield from queue
+        yield from self._released
+        yield from self._spare
         stored, found = self._stored.first, self._found.first
-        handicap = int(self._handicap * len(self))
+        handicap = int(self._handicap * self._num_entered)
         while stored is not None or found is not None:
             if found is None or (stored is not None and stored.used - handicap < found.used):
                 assert stored is not None
@@ -151,6 +181,8 @@ class EvictionOrder:
             else:
                 yield found
                 found = found.after
+        for queue in self._unmarking:
+            yield from queue
         yield from self._kept
 
     @property
@@ -170,19 +202,16 @@ class EvictionOrder:
     def _use(self, record: ChunkRecord) -> None:
         self.now += 1
         record.used = self.now
-        self._play(record)
+        name = crc32(record.key)
+        if not name >> (32 - self._shift):
+            self._play(name)
 
     def _put(
         self, record: ChunkRecord, front: Mapping[RecordQueue, ChunkRecord] | None = None
     ) -> None:
         self._num_entered += 1
-        if record.standing is Standing.PINNED:
-            self._num_pinned += 1
-        elif record.standing is Standing.KEPT:
-            self._kept.append(record)
-        elif record.standing in self._first:
-            self._first[record.standing].append(record)
-        else:
+        standing = record.standing
+        if standing is Standing.NORMAL:
             queue = self._found if record.hits else self._stored
             before = front.get(queue) if front else None
             if before is not None and before.queue is queue:
@@ -190,12 +219,20 @@ class EvictionOrder:
                 queue.insert(record, before)
             else:
                 queue.append(record)
+        elif standing is Standing.PINNED:
+            self._num_pinned += 1
+        elif standing is Standing.KEPT:
+            self._kept.append(record)
+        else:
+            (self._spare if standing is Standing.SPARE else self._released).append(record)
 
     def _take(self, record: ChunkRecord) -> None:
         self._num_entered -= 1
         if record.queue is None:
             self._num_pinned -= 1
         else:
+            if self._unmarking and self._is_marked_void(record):
+                record.standing = Standing.NORMAL
             record.queue.remove(record)
 
     def _learn(self, direction: float) -> None:
@@ -205,15 +242,13 @@ class EvictionOrder:
         handicap = self._handicap * factor
         self._handicap = min(max(handicap, LEAST_HANDICAP), MOST_HANDICAP)
 
-    def _play(self, record: ChunkRecord) -> None:
-        """A name is used, in the sample too."""
-        name = crc32(record.key)
-        if name >> (32 - self._shift):
-            return
-        self._sample[name] = self.now
-        self._sample.move_to_end(name)
-        while len(self._sample) > max(self._room >> self._shift, 1):
-            self._sample.popitem(last=False)
+    def _play(self, name: int) -> None:
+        """A name of the sample is used in it, too."""
+        sample, most = self._sample, self._room >> self._shift or 1
+        sample[name] = self.now
+        sample.move_to_end(name)
+        while len(sample) > most:
+            sample.popitem(last=False)
         while self._room >> self._shift > MOST_SAMPLED:
             self._shift += 1
             for each in [each for each in self._sample if each >> (32 - self._shift)]:

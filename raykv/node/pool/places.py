@@ -11,11 +11,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Slot
 from raykv.node.pool.records import ChunkRecord
+
+MOST_SIZES = 256
+"""Slot sizes in one pool at a time."""
 
 
 class _CutSlab:
@@ -51,11 +54,11 @@ class Places:
         """Give a record a free slot of its size, in a slab of that class or in one that was free;
         False if there is none. The size fits into a slab.
         """
-        slabs = self._open.setdefault(record.slot_bytes, {})
+        slabs = self._open.get(record.slot_bytes)
         if not slabs:
             if not self._free_slabs:
                 return False
-            self._cut(self._free_slabs.pop(), record.slot_bytes)
+            slabs = self._cut(self._free_slabs.pop(), record.slot_bytes)
         index, slab = next(iter(slabs.items()))
         position = slab.free.pop()
         record.slot = slab.slots[position]
@@ -64,10 +67,37 @@ class Places:
             del slabs[index]
         return True
 
+    def restore(self, records: Iterable[ChunkRecord]) -> list[ChunkRecord]:
+        """Give records the slots that they say, in a pool that was not used yet; returns those that
+        can't be there, or not beside an earlier one.
+        """
+        refused, restored = [], set[int]()
+        for record in records:
+            index = self.geometry.slab_of(record.slot)
+            if not self.geometry.is_place(record.slot, record.slot_bytes):
+                refused.append(record)
+                continue
+            if index not in self._slabs:
+                self._free_slabs.remove(index)
+                self._cut(index, record.slot_bytes)
+                restored.add(index)
+            slab = self._slabs[index]
+            position = record.slot * SLOT_ALIGNMENT % self.geometry.slab_bytes // slab.slot_bytes
+            if slab.slot_bytes != record.slot_bytes or slab.records[position] is not None:
+                refused.append(record)
+                continue
+            slab.records[position] = record
+        for index in restored:
+            slab = self._slabs[index]
+            slab.free = [at for at in slab.free if slab.records[at] is None]
+            if not slab.free:
+                del self._open[slab.slot_bytes][index]
+        return refused
+
     def give_back(self, record: ChunkRecord) -> None:
         """The slot of a record is free."""
-        index = self.geometry.slab_of(record.slot)
-        slab, position = self._slabs[index], self._position(record.slot, record.slot_bytes)
+        index, inside = divmod(record.slot * SLOT_ALIGNMENT, self.geometry.slab_bytes)
+        slab, position = self._slabs[index], inside // record.slot_bytes
         assert slab.records[position] is record, (position, record)
         slab.records[position] = None
         slab.free.append(position)
@@ -80,26 +110,31 @@ class Places:
         assert self._slabs[index].is_unused, index
         self._uncut(index)
 
-    def _cut(self, index: int, slot_bytes: int) -> None:
+    def _cut(self, index: int, slot_bytes: int) -> dict[int, _CutSlab]:
+        """Have a free slab hold slots of a size; returns the open ones of its class."""
         slab = _CutSlab(self.geometry.slots_of(index, slot_bytes), slot_bytes)
         self._slabs[index] = slab
         self._classes.setdefault(slot_bytes, {})[index] = slab
-        self._open.setdefault(slot_bytes, {})[index] = slab
+        slabs = self._open.setdefault(slot_bytes, {})
+        slabs[index] = slab
+        return slabs
 
     def _uncut(self, index: int) -> None:
-        slab = self._slabs.pop(index)
-        del self._classes[slab.slot_bytes][index], self._open[slab.slot_bytes][index]
+        size = self._slabs.pop(index).slot_bytes
+        del self._classes[size][index], self._open[size][index]
+        if not self._classes[size]:
+            del self._classes[size], self._open[size]
         self._free_slabs.append(index)
 
-    def _position(self, slot: Slot, slot_bytes: int) -> int:
-        inside = slot * SLOT_ALIGNMENT % self.geometry.slab_bytes
-        return inside // slot_bytes
+    def takes(self, slot_bytes: int) -> bool:
+        """Whether there may be slots of a size."""
+        return slot_bytes in self._classes or len(self._classes) < MOST_SIZES
 
     # Looking
 
     def classes(self) -> dict[int, int]:
         """How many slabs each slot size has."""
-        return {size: len(slabs) for size, slabs in self._classes.items() if slabs}
+        return {size: len(slabs) for size, slabs in self._classes.items()}
 
     def slabs_of(self, slot_bytes: int) -> list[int]:
         """The slabs of that class."""
@@ -116,19 +151,16 @@ class Places:
         A walk meets each record that stays in its slot once, whatever comes and goes meanwhile.
         """
         index, position = divmod(place, 1 << 32)
-        while index < self.geometry.num_slabs:
+        found: list[ChunkRecord] = []
+        while index < self.geometry.num_slabs and most > 0:
             slab = self._slabs.get(index)
-            if slab is not None and position < len(slab.records):
-                following = position + most
-                found = [each for each in slab.records[position:following] if each is not None]
-                if following < len(slab.records):
-                    return found, (index << 32) + following
-                return found, self._or_end(index + 1)
-            index, position = index + 1, 0
-        return [], -1
-
-    def _or_end(self, index: int) -> int:
-        return index << 32 if index < self.geometry.num_slabs else -1
+            records = [] if slab is None else slab.records[position : position + most]
+            found += [each for each in records if each is not None]
+            most -= len(records)
+            position += len(records)
+            if slab is None or position >= len(slab.records):
+                index, position = index + 1, 0
+        return found, (index << 32) + position if index < self.geometry.num_slabs else -1
 
     def __iter__(self) -> Iterator[ChunkRecord]:
         """All records that have a slot."""
@@ -137,6 +169,8 @@ class Places:
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
+        assert self._classes.keys() == self._open.keys()
+        assert len(self._classes) <= MOST_SIZES
         cut = {index for slabs in self._classes.values() for index in slabs}
         assert cut == self._slabs.keys(), (cut, self._slabs)
         assert sorted([*cut, *self._free_slabs]) == list(range(self.geometry.num_slabs))

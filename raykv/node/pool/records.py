@@ -71,10 +71,18 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
     """A bit for each rank that copies now."""
     used: int = 0
     """The order's time of the last use."""
+    came_at: float = -inf
+    """When its store began, in seconds, if that was in this life of the NodeActor."""
     found_at: float = -inf
     """When it was found last, in seconds."""
     hits: int = 0
     standing: Standing = Standing.NORMAL
+    checksum: int | None = None
+    """Of the slot's bytes, once it was made."""
+    is_proven: bool = True
+    """False: the checksum came with a pool file, and was not compared with the bytes since."""
+    is_written: bool = False
+    """The disk has had it, or does not want it: it is not written twice in one stay."""
     queue: RecordQueue | None = None
     before: ChunkRecord | None = None
     after: ChunkRecord | None = None

@@ -9,8 +9,10 @@ something else is left, or will be soon.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
+from raykv.base.ids import Key, Namespace
 from raykv.base.shares import NO_SHARE, Share, shareholder, to_give_up
 from raykv.node.pool.order import EvictionOrder
 from raykv.node.pool.places import Places
@@ -23,37 +25,58 @@ IDLE_S = 60.0
 """A slot size that nobody has stored or found for so long makes room for others."""
 
 PIECES = 1024
-"""Room is made for so many parts of what is there, at most `MOST_AT_ONCE` chunks at a time."""
+"""Room is made for so many parts of what is there, at most `MOST_AT_ONCE` chunks at a time, where
+no more are wanted."""
 
 MOST_AT_ONCE = 64
+
+MOST_OVER = 4096
+"""Chunks above greatest shares that go at once."""
 
 LOOK_S = 1.0
 """Between two looks for a slab that changes its slot size, after none was found."""
 
 MayGo = Callable[[ChunkRecord], bool]
 
+Companions = Callable[[Namespace, Sequence[Key]], Iterable[Key]]
+"""What is worth nothing once chunks of a namespace are gone."""
+
 
 class Room:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, places: Places) -> None:
+    Args:
+        places: of the pool.
+        find: the READY record of a name.
+        companions: see there.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        find: Callable[[Namespace, Key], ChunkRecord | None],
+        companions: Companions | None = None,
+    ) -> None:
         self._places = places
+        self._find = find
+        self._companions = companions
         self._orders: dict[tuple[int, int], EvictionOrder] = {}
         self._shares: dict[int, Share] = {}
         self._wanted_at: dict[int, float] = {}
-        # By tenant, what is being written.
-        self._writing_bytes: Counter[int] = Counter()
+        # By tenant, what is READY or being written; by namespace; and of all together.
+        self._used: Counter[int] = Counter()
+        self._by_space: Counter[Namespace] = Counter()
+        self._all_used = 0
         # By slot size, when to look again for a slab, after none was found.
         self._look_at: dict[int, float] = {}
 
     def order_of(self, record: ChunkRecord) -> EvictionOrder:
         """The order in which a chunk is, or will be once it is READY."""
-        return self._order(record.slot_bytes, self._holder(record.owner))
-
-    def _order(self, slot_bytes: int, holder: int) -> EvictionOrder:
-        order = self._orders.get((slot_bytes, holder))
+        owner = record.owner
+        at = record.slot_bytes, owner if owner in self._shares else NOBODY
+        order = self._orders.get(at)
         if order is None:
-            order = self._orders[slot_bytes, holder] = EvictionOrder()
+            order = self._orders[at] = EvictionOrder()
         return order
 
     def _holder(self, owner: int) -> int:
@@ -68,32 +91,82 @@ class Room:
         """Chunks in all orders."""
         return sum(map(len, self._orders.values()))
 
-    def begun(self, record: ChunkRecord) -> None:
+    def came(self, record: ChunkRecord) -> None:
         """A chunk is being written."""
-        self._writing_bytes[record.owner] += record.slot_bytes
+        self._used[record.owner] += record.slot_bytes
+        self._by_space[record.namespace] += record.slot_bytes
+        self._all_used += record.slot_bytes
 
-    def ended(self, record: ChunkRecord) -> None:
-        """It is not being written any more."""
-        self._writing_bytes[record.owner] -= record.slot_bytes
-        if not self._writing_bytes[record.owner]:
-            del self._writing_bytes[record.owner]
+    def went(self, record: ChunkRecord) -> None:
+        """A chunk is neither being written nor READY any more."""
+        self._used[record.owner] -= record.slot_bytes
+        self._by_space[record.namespace] -= record.slot_bytes
+        self._all_used -= record.slot_bytes
 
-    def victims(self, wanted: ChunkRecord, now: float, may_go: MayGo) -> list[ChunkRecord] | None:
-        """What goes for a chunk that wants a slot, in this step; None: there is no room for it.
+    @property
+    def by_space(self) -> dict[Namespace, int]:
+        """Bytes of each namespace that has any, of what is being written too."""
+        self._by_space = +self._by_space
+        return dict(self._by_space)
+
+    def next_to_go(self, count: int) -> list[ChunkRecord]:
+        """About so many chunks that go next: of each order its part."""
+        total = max(self.num_entered, 1)
+        return [
+            record
+            for order in self._orders.values()
+            for record in islice(order, -(-count * len(order) // total))
+        ]
+
+    @property
+    def all_used(self) -> int:
+        """Bytes of all together, of what is being written too."""
+        return self._all_used
+
+    @property
+    def used(self) -> dict[int, int]:
+        """Bytes of each tenant that has any, of what is being written too."""
+        self._used = +self._used
+        return dict(self._used)
+
+    def victims(
+        self, wanted: ChunkRecord, count: int, now: float, may_go: MayGo
+    ) -> list[ChunkRecord] | None:
+        """What goes for so many chunks like one that wants a slot, in this step; None: there is no
+        room for it.
 
         When all of it is gone there may be a slot, or there is more to go.
         """
         found = self._slab_for(wanted.slot_bytes, now, may_go)
-        return found if found is not None else self._first(wanted, may_go) or None
+        if found is None:
+            found = self._first(wanted, count, may_go) or None
+        if found and self._companions is not None:
+            found += self._with(self._companions, found, may_go)
+        return found
 
-    def _first(self, wanted: ChunkRecord, may_go: MayGo) -> list[ChunkRecord]:
+    def _with(
+        self, companions: Companions, gone: Sequence[ChunkRecord], may_go: MayGo
+    ) -> list[ChunkRecord]:
+        """The companions of chunks that go, as far as they may go as well."""
+        by_namespace: dict[Namespace, list[Key]] = {}
+        for each in gone:
+            by_namespace.setdefault(each.namespace, []).append(each.key)
+        found = dict.fromkeys(
+            self._find(namespace, key)
+            for namespace, keys in by_namespace.items()
+            for key in companions(namespace, keys)
+        )
+        others = [each for each in found if each is not None and each not in set(gone)]
+        return [each for each in others if may_go(each) and self.may_evict(each)]
+
+    def _first(self, wanted: ChunkRecord, count: int, may_go: MayGo) -> list[ChunkRecord]:
         for may_go_below in (False, True):
             holders = {NOBODY, *self._shares}
-            while parts := self._parts(wanted, holders, may_go_below=may_go_below):
+            while parts := self._parts(wanted, count, holders, may_go_below=may_go_below):
                 found = [
                     record
-                    for holder, count in parts.items()
-                    for record in self._order(wanted.slot_bytes, holder).first(count, may_go)
+                    for holder, num in parts.items()
+                    for record in self._orders[wanted.slot_bytes, holder].first(num, may_go)
                 ]
                 if found:
                     return found
@@ -104,30 +177,31 @@ class Room:
         return []
 
     def _parts(
-        self, wanted: ChunkRecord, holders: Iterable[int], *, may_go_below: bool
+        self, wanted: ChunkRecord, count: int, holders: Iterable[int], *, may_go_below: bool
     ) -> dict[int, int]:
-        """How many chunks each gives up, in one piece; the one that is wanted counts already."""
-        used = self._used()
-        used[self._holder(wanted.owner)] += wanted.slot_bytes
+        """How many chunks each gives up, in one piece; those that are wanted count already."""
         total, size = self._places.geometry.pool_bytes, wanted.slot_bytes
-        left = {holder: self._order(size, holder).num_that_go for holder in holders}
+        orders = {holder: self._orders.get((size, holder)) for holder in holders}
+        left = {holder: order.num_that_go for holder, order in orders.items() if order}
+        piece = max(count, min(MOST_AT_ONCE, 1 + sum(left.values()) // PIECES))
+        own = self._holder(wanted.owner)
         holdings = [
             shareholder(
-                holder, used[holder], self._shares.get(holder, NO_SHARE), total, left[holder]
+                holder,
+                self._used_by(holder) + (size * count if holder == own else 0),
+                self._shares.get(holder, NO_SHARE),
+                total,
+                num,
             )
-            for holder in sorted(holders)
+            for holder, num in sorted(left.items())
         ]
-        piece = min(MOST_AT_ONCE, 1 + sum(left.values()) // PIECES)
         return to_give_up(holdings, size, piece, may_go_below=may_go_below)
 
-    def _used(self) -> Counter[int]:
-        """Bytes of each holder, of what is being written too."""
-        used: Counter[int] = Counter()
-        for (size, holder), order in self._orders.items():
-            used[holder] += size * len(order)
-        for owner, num_bytes in self._writing_bytes.items():
-            used[self._holder(owner)] += num_bytes
-        return used
+    def _used_by(self, holder: int) -> int:
+        """Bytes of a holder, of what is being written too."""
+        if holder != NOBODY:
+            return self._used[holder]
+        return self._all_used - sum(self._used[each] for each in self._shares if each != NOBODY)
 
     # Slabs
 
@@ -156,8 +230,9 @@ class Room:
         """The slab of a class that was used longest ago, of those of which all may go and nobody
         goes below its guarantee.
         """
-        used, total = self._used(), self._places.geometry.pool_bytes
+        total = self._places.geometry.pool_bytes
         least = {owner: int(each.guaranteed * total) for owner, each in self._shares.items()}
+        used = {holder: self._used_by(holder) for holder in least}
         found: int | None = None
         oldest = 0
         for slab in self._places.slabs_of(donor):
@@ -167,8 +242,9 @@ class Room:
                 continue
             taken = Counter(self._holder(record.owner) for record in records)
             goes_below = any(
-                used[holder] - count * donor < least.get(holder, 0)
+                used[holder] - count * donor < least[holder]
                 for holder, count in taken.items()
+                if holder in least
             )
             may_all = all(self._may_hand_over(each) and may_go(each) for each in records)
             if may_all and not goes_below:
@@ -182,6 +258,13 @@ class Room:
         """Whether a chunk is READY and not pinned."""
         return record.queue is not None and record.standing is not Standing.PINNED
 
+    def forget_sizes(self) -> None:
+        """Forget slot sizes that have no slab any more."""
+        sizes = self._places.classes()
+        self._orders = {at: order for at, order in self._orders.items() if at[0] in sizes}
+        self._wanted_at = {size: at for size, at in self._wanted_at.items() if size in sizes}
+        self._look_at = {size: at for size, at in self._look_at.items() if size in sizes}
+
     # Tenants
 
     def share(self, shares: Mapping[int, Share], ready: Iterable[ChunkRecord]) -> None:
@@ -191,7 +274,7 @@ class Room:
         """
         if shares == self._shares:
             return
-        changed = self._shares.keys() ^ shares.keys()
+        changed = (self._shares.keys() ^ shares.keys()) - {NOBODY}
         moving = [record for record in ready if record.owner in changed]
         rank: dict[ChunkRecord, int] = {}
         for order in {id(each): each for each in map(self.order_of, moving)}.values():
@@ -208,15 +291,43 @@ class Room:
             if holder == NOBODY or holder in shares
         }
 
-    def over(self, may_go: MayGo) -> list[ChunkRecord]:
-        """Chunks that tenants have above their greatest shares, of the slot size of which each has
-        the most.
+    def own(self, records: Sequence[ChunkRecord], owner: int) -> None:
+        """READY chunks of a prompt, from its head on, are a tenant's from now on; those that change
+        their order count as used now.
+        """
+        moving: dict[int, list[ChunkRecord]] = {}
+        for record in records:
+            before = self.order_of(record)
+            self.went(record)
+            record.owner = owner
+            self.came(record)
+            if self.order_of(record) is not before:
+                before.leave(record, remember=False)
+                moving.setdefault(record.slot_bytes, []).append(record)
+        for some in moving.values():
+            self.order_of(some[0]).enter(some)
+
+    def over(self, may_go: MayGo, most: int = MOST_OVER) -> list[ChunkRecord]:
+        """Up to so many chunks that tenants have above their greatest shares, of the slot size of
+        which each has the most.
         """
         found: list[ChunkRecord] = []
         for holder, share in self._shares.items():
-            over = self._used()[holder] - int(share.most * self._places.geometry.pool_bytes)
-            if over > 0:
-                held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
+            over = self._used_by(holder) - int(share.most * self._places.geometry.pool_bytes)
+            held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
+            if over > 0 and held:
                 size = max(held, key=lambda size: size * len(held[size]))
-                found += held[size].first(-(-over // size), may_go)
+                found += held[size].first(min(-(-over // size), most - len(found)), may_go)
         return found
+
+    # Spare copies
+
+    def forget_spares(self) -> None:
+        """No chunk is spare any more; `unmark` comes to all of them."""
+        for order in self._orders.values():
+            order.forget_spares()
+
+    def unmark(self, most: int) -> None:
+        """Up to so many chunks that are spare no more stand like others."""
+        for order in self._orders.values():
+            most -= order.unmark(most)

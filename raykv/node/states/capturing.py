@@ -52,8 +52,8 @@ from raykv.node.states.file import (
     write_states,
 )
 from raykv.node.states.index import CaptureIndex, CaptureState
+from raykv.protocol.named.captures import STATE_WIDTHS, Capture, capture_objection
 from raykv.protocol.node import CaptureStats
-from raykv.protocol.worker import STATE_WIDTHS, Capture, capture_objection
 
 logger = logging.getLogger("raykv.node")
 

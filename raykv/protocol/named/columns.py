@@ -19,13 +19,13 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
-def check_column(keys: Keys, *columns: object) -> None:
-    """Refuse keys that nobody has, or columns of other lengths.
+def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
+    """Refuse keys that nobody has, too many of them, or columns of other lengths.
 
     Raises:
         ValueError: from `receive` that is a MessageError.
     """
-    if len(keys) > MAX_KEYS or any(len(each) != len(keys) for each in columns):  # type: ignore[arg-type]
+    if len(keys) > most or any(len(each) != len(keys) for each in columns):  # type: ignore[arg-type]
         raise ValueError(f"columns of different lengths beside {len(keys)} keys")
     if keys.lengths and not 0 < min(keys.lengths) <= max(keys.lengths) <= MAX_KEY_BYTES:
         raise ValueError("a key of no or too many bytes")

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from raykv.base.ids import Stamp
+from raykv.base.ids import Direction, Stamp
 from raykv.protocol.columns import MAX_NUMBER, MAX_ROWS, Keys, Numbers, Source
 from raykv.protocol.listing import ListedRows
+from raykv.protocol.named.captures import Capture
 from raykv.protocol.named.columns import Count, Named, Seconds, Text, check_column
 from raykv.protocol.named.place import NOTHING_ORDERED
 
@@ -18,7 +19,11 @@ class NamedJob(msgspec.Struct, frozen=True, array_like=True):
 
     `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
     block number `first_block[c]`. A store has the number of the orders that the engine knew when
-    it offered the chunks, and whose they are.
+    it offered the chunks, and whose they are. `by_layer`: all chunks layer by layer, and the worker
+    learns of each layer that is there.
+
+    With `capture` it is a store of one chunk in name only, whose key tells the KV group: its blocks
+    go to the NodeActor's own memory.
     """
 
     job_id: Count
@@ -31,14 +36,18 @@ class NamedJob(msgspec.Struct, frozen=True, array_like=True):
     orders: Stamp = NOTHING_ORDERED
     tenant: Text = ""
     by_layer: bool = False
+    capture: Capture | None = None
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.num_blocks, self.first_block)
+        check_column(self.keys, self.num_blocks, self.first_block, most=MAX_ROWS)
         counts = [*self.num_blocks, *self.first_block]
         if min(counts, default=0) < 0 or max(counts, default=0) > MAX_NUMBER >> 1:
             raise ValueError("blocks that no chunk has")
         if not 0 <= min(self.orders) <= max(self.orders) <= MAX_NUMBER:
             raise ValueError(f"orders of number {self.orders}")
+        is_one = len(self.keys) == 1 and self.direction == Direction.STORE
+        if self.capture is not None and not is_one:
+            raise ValueError("a capture that is not one store")
 
 
 class NamedResult(msgspec.Struct, frozen=True, array_like=True):

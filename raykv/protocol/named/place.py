@@ -19,7 +19,7 @@ NOTHING_ORDERED = Stamp(0, 0)
 """The number that is shown by who has seen no document of orders."""
 
 
-class EngineHello(msgspec.Struct, frozen=True):
+class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
     """An EngineCore introduces itself at one of its places.
 
     Args:
@@ -45,7 +45,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     traits: Annotated[dict[Text, Text], msgspec.Meta(max_length=256)] = {}
 
 
-class EngineWelcome(msgspec.Struct, frozen=True):
+class EngineWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answer to `EngineHello`, by the life of a place's listing. With `error` set it is refused."""
 
     life: int
@@ -68,7 +68,7 @@ class FoundKeys(msgspec.Struct, frozen=True, array_like=True):
         check_index(self.index, self.tenants)
 
 
-class Tell(msgspec.Struct, frozen=True):
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
     """What an EngineCore says to a place: it repeats harmlessly, and nothing depends on it.
 
     Args:
@@ -102,7 +102,7 @@ class Tell(msgspec.Struct, frozen=True):
     heard: Text = ""
 
 
-class ChangesQuery(msgspec.Struct, frozen=True):
+class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
     """What has changed at a place, for an EngineCore that has read its listing so far.
 
     It takes so many rows at `most`; with none it only hears that the place is there.
@@ -114,7 +114,7 @@ class ChangesQuery(msgspec.Struct, frozen=True):
     most: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)] = MAX_KEYS // 2
 
 
-class ChangesAnswer(msgspec.Struct, frozen=True):
+class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
     """Answer to `ChangesQuery`: the next part of the listing, and what holds at this place now.
 
     Args:
@@ -136,3 +136,10 @@ class ChangesAnswer(msgspec.Struct, frozen=True):
     store_share: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAME)] = 1
     has_peers: bool = True
     naming: Naming | None = None
+
+
+EngineMessage = EngineHello | Tell | ChangesQuery
+"""From an EngineCore, over the socket of its host."""
+
+PlaceMessage = EngineWelcome | ChangesAnswer
+"""From its NodeActor, the same way."""

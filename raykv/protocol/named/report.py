@@ -101,13 +101,15 @@ class Marks(msgspec.Struct, frozen=True, array_like=True):
 
     A mark is worth something only for a chunk that has not changed since number `known` of the
     node's listing, and only as long as the directory's life is the same. Marks come again until
-    the node has heard of `number`. `kept`: chunks that are not spare any more.
+    the node has heard of `number`. `kept`: chunks that are not spare any more. `forget`: all that
+    was marked before is not spare any more.
     """
 
     number: Count = 0
     known: Count = 0
     spare: NamedKeys = NamedKeys()
     kept: NamedKeys = NamedKeys()
+    forget: bool = False
 
 
 class ReportAnswer(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ def _question(prompt: PromptKeys) -> _Question:
     return _Question(prompt, groups_text(list(prompt.keys)), keys)
 
 
-class Directory:
+class AskedDirectory:
     """The scheduler actor, asked about one model's replicas.
 
     Args:

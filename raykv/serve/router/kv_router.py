@@ -24,7 +24,7 @@ from ray.util.metrics import Counter
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.http.starts import STARTS
-from raykv.serve.router.directory import Directory
+from raykv.serve.router.directory import AskedDirectory
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.power_of_two import two_choices
 from raykv.serve.router.rank import Candidate
@@ -60,7 +60,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         """See `RequestRouter.initialize_state`; the arguments are those of `kv_router_kwargs`."""
         settings = parse_route_settings(kwargs)
         plan = plan_of(parse(ModelArguments, model), ray_address=None)
-        self._directory = Directory(plan.model, settings.namespace)
+        self._directory = AskedDirectory(plan.model, settings.namespace)
         self._renderer = PromptRenderer(lambda: _vllm_renderer([plan.model, *plan.flags]))
         self._renderer.start()
         self._planner = RoutePlanner(self._renderer, self._directory, settings)

@@ -22,8 +22,9 @@ from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
 from raykv.protocol.columns import Handles, Keys
+from raykv.protocol.named.captures import Capture
 from raykv.protocol.node import CaptureStats
-from raykv.protocol.worker import Capture, JobResult
+from raykv.protocol.worker import JobResult
 from raykv.worker.job import JobRequest
 from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, failures
 from tests.fixtures.node.states_reader import DisappointedReader

@@ -20,7 +20,7 @@ from raykv import inspect
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.protocol.engine import MissRecord
-from raykv.serve.router.directory import Directory
+from raykv.serve.router.directory import AskedDirectory
 from raykv.serve.router.vllm_renderer import VLLMRenderer
 from tests.fixtures.dashboard import metrics_of_all_panels
 from tests.fixtures.metric_lint import complaints
@@ -313,7 +313,7 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
 
     async def found() -> list[tuple[int, int]]:
         """Of each prompt: tokens of full chunks, and those that are in the cache."""
-        directory = Directory(str(server.model))
+        directory = AskedDirectory(str(server.model))
         directory.learn([node.node_id for node in cluster.status().nodes])
         async with asyncio.timeout(START_DEADLINE_S):
             while directory.hasher is None:

@@ -19,7 +19,7 @@ from raykv.prompts.prompt_keys import PromptTokens
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.events import BlockRemoved, BlockStored
 from raykv.protocol.reader import PromptLookup
-from raykv.serve.router.directory import Directory
+from raykv.serve.router.directory import AskedDirectory
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until
 from tests.fixtures.zoo import kinds
@@ -127,7 +127,7 @@ def test_router_is_told_what_the_engine_would_load(engine: ZooEngine) -> None:
     (node,) = engine.cluster.status().nodes
 
     async def routed(tokens: list[int]) -> int:
-        directory = Directory(str(engine.folder))
+        directory = AskedDirectory(str(engine.folder))
         directory.learn([node.node_id])
         while directory.hasher is None:
             await asyncio.sleep(0.02)

@@ -22,7 +22,7 @@ from raykv.base.ids import (
 )
 from raykv.directory.leases import Generations
 from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.meter.reuse import LEAST_REUSE, MIN_SAMPLE, SOME
+from raykv.node.pool.engines import LEAST_REUSE, MIN_SAMPLE, SOME
 from raykv.protocol.columns import MAX_KEYS, Handles, Keys, Leases
 from raykv.protocol.engine import (
     AttachEngine,

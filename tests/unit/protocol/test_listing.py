@@ -9,7 +9,7 @@ import pytest
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers
+from raykv.protocol.columns import MAX_ROWS, Keys, Numbers
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.listing import (
     ALL_READ,
@@ -71,8 +71,8 @@ def test_rows_that_no_node_has_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_more_rows_than_a_message_has_are_refused() -> None:
     row = ROWS[0]
-    many = [row._replace(key=Key(number.to_bytes(4, "big"))) for number in range(MAX_KEYS)]
-    assert len(ListedRows.of(many).keys) == MAX_KEYS
+    many = [row._replace(key=Key(number.to_bytes(4, "big"))) for number in range(MAX_ROWS)]
+    assert len(ListedRows.of(many).keys) == MAX_ROWS
     with pytest.raises(ValueError, match="columns"):
         ListedRows.of([*many, row])
 

@@ -69,7 +69,7 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
             at(10),
             12,
             row(A, Where.NOWHERE, Reason.EVICTED),
-            row(B, Where.DISK, blocks=some),
+            row(B, Where.RAM, blocks=some),
             row(C, Where.RAM, namespace=OTHERS),
         ),
         2.0,
@@ -78,7 +78,32 @@ def test_what_is_listed_is_there_with_its_blocks_and_nothing_of_other_namespaces
     assert place.ready[B].has(some)
     assert not place.ready[B].has(Blocks(0, 4))
     assert len(place.ready) == 1
-    assert place.take(part(at(12), 13, row(B, Where.DISK, blocks=some)), 2.0) == []
+    assert place.take(part(at(12), 13, row(B, Where.RAM, blocks=some)), 2.0) == []
+
+
+def test_chunk_that_is_on_the_disk_alone_is_not_ready(place: ListedPlace) -> None:
+    evicted = row(A, Where.DISK, Reason.EVICTED)
+    written = row(A, Where.RAM | Where.DISK)
+    assert place.take(part(at(10), 11, written), 2.0) == []
+    assert (len(place.ready), len(place.on_disk)) == (1, 0)
+    assert place.take(part(at(11), 12, evicted), 2.0) == [PlaceChange(A, None, Reason.EVICTED)]
+    assert (len(place.ready), place.on_disk) == (0, {A: ALL_BLOCKS})
+    assert place.take(part(at(12), 13, written), 2.0) == [PlaceChange(A, ALL_BLOCKS, Reason.STORED)]
+    assert (len(place.ready), len(place.on_disk)) == (1, 0)
+
+
+def test_what_is_on_the_disk_goes_without_any_change_of_what_is_ready(place: ListedPlace) -> None:
+    place.take(part(at(10), 12, row(B, Where.DISK), row(C, Where.DISK)), 2.0)
+    assert place.result(1, 13, [row(B, Where.NOWHERE, Reason.DAMAGED)], 2.0) == []
+    assert place.on_disk == {C: ALL_BLOCKS}
+    anew = part(Position(1, 25), 25, row(A, Where.RAM), begins=True)
+    assert place.take(anew, 2.0) == []
+    assert (place.on_disk, len(place.ready)) == ({}, 1)
+    place.take(part(at(25), 26, row(B, Where.DISK)), 2.0)
+    assert place.take(part(Position(2, 3), 3, begins=True), 3.0) == [
+        PlaceChange(A, None, Reason.FAILED)
+    ]
+    assert place.on_disk == {}
 
 
 def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlace) -> None:

@@ -205,6 +205,18 @@ def test_narrow_chunk_is_offered_again_and_loadable_once_it_was_replaced() -> No
     assert view.lookup("s", A, 0.0) is HIT
 
 
+def test_chunk_that_was_replaced_stays_when_another_rank_says_late_that_it_was_narrow() -> None:
+    view, (node,) = made(HERE)
+    narrow = ListedRow(OURS, A, Where.RAM, Blocks(2, 2), Reason.STORED)
+    node.says(narrow)
+    refused = [node.result(narrow, failed={0: Refusal.PARTIAL}) for _ in range(2)]
+    view.end_load(0, "r", [A], refused[0], 0.0)
+    node.says(row(A))
+    view.end_load(0, "r", [A], refused[1], 0.0)
+    view.start_request("s", RequestOptions())
+    assert view.lookup("s", A, 0.0) is HIT
+
+
 def test_nothing_is_offered_behind_a_chunk_that_found_no_room_unless_it_comes() -> None:
     view, (node,) = made(HERE)
     assert view.prepare_store("r", [A]) == [A]

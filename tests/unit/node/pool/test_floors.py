@@ -90,3 +90,29 @@ def test_one_of_two_copies_is_the_older_one_whatever_their_histories() -> None:
         assert [floors.is_older(stamp, other) for other in stamps] == [
             at < number for number in range(len(stamps))
         ]
+
+
+def test_what_a_disk_has_kept_is_of_histories_before_the_present_one() -> None:
+    floors = Floors(0)
+    floors.begin(7)
+    floors.take({B: 3})
+    assert floors.learn({0: {}, 5: {A: 40}, 6: {}}) == {A}
+    assert list(floors.told) == [0, 5, 6, 7]
+    assert floors.history == 7
+    # What was stored before anybody knew of orders is older than all of them.
+    assert floors.is_void(A, Stamp(0, 0))
+    assert floors.is_void(A, Stamp(5, 39))
+    assert not floors.is_void(A, Stamp(5, 40))
+    assert not floors.is_void(A, Stamp(6, 0))
+    assert floors.is_void(B, Stamp(6, 900))
+    assert floors.learn({0: {}, 5: {A: 40}, 6: {}}) == set()
+
+
+def test_learning_does_not_lower_a_floor_nor_forget_the_present_history() -> None:
+    floors = Floors(1)
+    floors.take({A: 8})
+    assert floors.learn({1: {A: 5}}) == set()
+    assert floors.told == {1: {A: 8}}
+    floors.learn({history: {} for history in range(1, 30)})
+    assert len(floors.told) == MAX_HISTORIES
+    assert floors.take({A: 9}) == {A}

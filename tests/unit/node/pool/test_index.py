@@ -24,6 +24,7 @@ from raykv.node.pool.index import (
     StorePart,
 )
 from raykv.node.pool.listing import Listing
+from raykv.node.pool.places import MOST_SIZES
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
 from raykv.protocol.listing import Reason
@@ -251,6 +252,29 @@ def test_chunk_that_is_replaced_was_found_as_lately_as_before(pool: Pool) -> Non
     assert pool.store(key(0), stamp=2) == [Refusal.NONE]
     pool.store(*map(key, range(10, 14)))
     assert 0 in pool.held()
+
+
+def test_as_much_goes_as_a_job_has_chunks() -> None:
+    pool = Pool(num_slabs=1024)
+    for first in range(0, 4096, 1024):
+        pool.store(*map(key, range(first, first + 1024)))
+    part = StorePart(1, 999)
+    chunks = [OfferedChunk(A, key(number), PAGE, Stamp(1, 1)) for number in range(5000, 5500)]
+    found = pool.index.begin_stores(part, chunks, pool.now, pool.now + 30)
+    assert all(isinstance(each, ChunkRecord) for each in found)
+    assert pool.index.num_ready == 4096 - 500
+    pool.index.check()
+
+
+def test_slot_sizes_of_a_pool_are_bounded() -> None:
+    pool = Pool()
+    index = PoolIndex(PoolGeometry(300 * 512 * PAGE, 512 * PAGE), Listing(1), Floors(1))
+    for pages in range(1, 400):
+        chunk = OfferedChunk(A, key(pages), pages * PAGE, Stamp(1, 1))
+        index.begin_store(StorePart(1, pages), chunk, pool.now, pool.now + 30)
+        index.expire(pool.now)
+    assert len(index.places.classes()) == MOST_SIZES
+    index.check()
 
 
 def test_chunk_that_fits_no_slab_costs_nothing(pool: Pool) -> None:

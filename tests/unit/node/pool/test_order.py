@@ -72,6 +72,24 @@ def test_released_ones_go_first_then_spares_and_kept_ones_last() -> None:
     assert named(order) == "dcfbea"
 
 
+def test_what_is_spare_no_more_goes_late_until_its_turn_comes_to_be_unmarked() -> None:
+    order, records = entered("abcdef")
+    for name in "bd":
+        order.stand(records[name], Standing.SPARE)
+    order.stand(records["e"], Standing.KEPT)
+    order.touch([records["b"]])
+    assert named(order) == "dbacfe"
+    order.forget_spares()
+    assert named(order) == "acfdbe"
+    order.touch([records["b"]])
+    assert records["b"].standing is Standing.NORMAL
+    assert order.unmark(9) == 1
+    assert order.unmark(9) == 0
+    assert {record.standing for record in order} == {Standing.NORMAL, Standing.KEPT}
+    order.stand(records["f"], Standing.SPARE)
+    assert named(order).startswith("f")
+
+
 def test_only_what_may_go_is_named() -> None:
     order, records = entered("abcd")
     assert named(order.first(2, lambda each: each is not records["a"])) == "bc"

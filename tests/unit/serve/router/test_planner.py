@@ -26,7 +26,7 @@ from raykv.serve.arguments import ModelArguments
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
-from raykv.serve.router.directory import Directory, FoundPrompt
+from raykv.serve.router.directory import AskedDirectory, FoundPrompt
 from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
@@ -369,12 +369,12 @@ class PlayedActor:
 
 async def learned(
     actor: PlayedActor, monkeypatch: pytest.MonkeyPatch, *, hangs: bool = False
-) -> Directory:
+) -> AskedDirectory:
     """It knows its namespace. Answers of who does not hang have all the time they need."""
     monkeypatch.setattr(directories, "_look_up", lambda: actor)
     if not hangs:
         monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
-    made = Directory("/models/m")
+    made = AskedDirectory("/models/m")
     made.learn(["n1"])
     assert made._learning is not None
     await made._learning
@@ -466,7 +466,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def until_answered(made: Directory) -> None:
+async def until_answered(made: AskedDirectory) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while await made.find([keys(1, 64)]) is None:
             await asyncio.sleep(0.01)

@@ -1,8 +1,9 @@
-"""When storing does not pay any more, and when it does again."""
+"""Which engines are at a node, and when storing does not pay for them any more."""
 
 from __future__ import annotations
 
-from raykv.directory.meter.reuse import (
+from raykv.engine.requests import RequestOptions, StoreSampler
+from raykv.node.pool.engines import (
     LEAST_REUSE,
     MIN_SAMPLE,
     PROBE_LOADS,
@@ -10,7 +11,6 @@ from raykv.directory.meter.reuse import (
     SOME,
     ReuseGauge,
 )
-from raykv.engine.requests import RequestOptions, StoreSampler
 
 
 def test_all_is_stored_before_the_sample_is_large_enough() -> None:

@@ -1,0 +1,178 @@
+"""What engines and routers ask of the directory: who has keys, and what is known of the others.
+
+An answer is no promise: a node may have given a chunk up since it reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from heapq import nsmallest
+from itertools import islice
+
+from raykv.base.departures import Departures
+from raykv.base.ids import EngineId, Key, Namespace, NodeId
+from raykv.directory.known.coming import Coming
+from raykv.directory.known.members import EngineLife, Members
+from raykv.directory.table.holdings import IN_RAM, HeldAt, Holdings
+from raykv.directory.table.intake import MovedChunk
+from raykv.protocol.columns import Numbers, SourceKind
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.named.ask import MOST_SOURCES, Ask, AskAnswer
+
+MOST_DEPARTED = 262_144
+"""Chunks of which it is remembered why the last copy went: some 35 MB."""
+
+MOST_SPACES = 16
+"""With more namespaces others are not looked through for a key."""
+
+MOST_MISSING = 64
+"""Keys of a question that are looked for in other namespaces."""
+
+NAME_BYTES = 8
+
+
+class Asks:
+    """See the module's docstring."""
+
+    def __init__(self, members: Members, holdings: Holdings, coming: Coming) -> None:
+        self._members = members
+        self._holdings = holdings
+        self._coming = coming
+        self._departed: Departures[Reason] = Departures(MOST_DEPARTED)
+
+    def went(self, moved: Iterable[MovedChunk]) -> None:
+        """The last copies of chunks are gone."""
+        by_reason: dict[Reason, list[bytes]] = {}
+        for each in moved:
+            short = _short(each.namespace, each.key)
+            by_reason.setdefault(each.reason, []).append(short)
+        for reason, names in by_reason.items():
+            self._departed.note(names, reason)
+
+    def answer(self, ask: Ask, life: int, now: float) -> AskAnswer:
+        """Answer an engine, and remember what it announces."""
+        namespace = Namespace(ask.namespace)
+        engine = EngineLife(EngineId(ask.engine_id), ask.life)
+        places = frozenset(map(NodeId, ask.places))
+        self._announce(engine, places, namespace, [Key(key) for key in ask.coming], now)
+        keys = [Key(key) for key in ask.keys]
+        found = self._holdings.ask(namespace, keys)
+        rows = list(self._rows(found, places))
+        nodes = {node_id: at for at, node_id in enumerate(dict.fromkeys(row[1] for row in rows))}
+        missing = [at for at, held in enumerate(found) if not held]
+        reasons = {at: self._departed.get(_short(namespace, keys[at])) for at in missing}
+        gone = {at: reason for at, reason in reasons.items() if reason is not None}
+        return AskAnswer(
+            life,
+            list(nodes),
+            Numbers.of(at for at, _, _ in rows),
+            Numbers.of(nodes[node_id] for _, node_id, _ in rows),
+            bytes(kind for _, _, kind in rows),
+            Numbers.of(self._coming_of(namespace, keys, engine, now)),
+            Numbers.of(gone),
+            bytes(gone.values()),
+            Numbers.of(self._elsewhere(namespace, keys, missing)),
+        )
+
+    def _announce(
+        self,
+        engine: EngineLife,
+        places: frozenset[NodeId],
+        namespace: Namespace,
+        keys: Sequence[Key],
+        now: float,
+    ) -> None:
+        """An engine stores chunks; what one of its places has by now is not coming any more."""
+        names = [
+            (namespace, key)
+            for key, held in zip(keys, self._holdings.ask(namespace, keys), strict=True)
+            if not any(each.node_id in places and each.where in IN_RAM for each in held)
+        ]
+        self._coming.announce(engine, places, names, now)
+
+    def _coming_of(
+        self, namespace: Namespace, keys: Sequence[Key], engine: EngineLife, now: float
+    ) -> Iterator[int]:
+        for at, key in enumerate(keys):
+            if self._coming.is_coming((namespace, key), engine, now):
+                yield at
+
+    # Sources
+
+    def _rows(
+        self, found: Sequence[tuple[HeldAt, ...]], places: Container[NodeId]
+    ) -> Iterator[tuple[int, NodeId, SourceKind]]:
+        """Sources of each key, the best one first. Keys in the same places have the same object."""
+        ranked: dict[int, list[tuple[NodeId, SourceKind]]] = {}
+        for at, held in enumerate(found):
+            sources = ranked.get(id(held))
+            if sources is None:
+                sources = ranked[id(held)] = self._ranked(held, places)
+            for node_id, kind in sources:
+                yield at, node_id, kind
+
+    def _ranked(
+        self, held: Iterable[HeldAt], places: Container[NodeId]
+    ) -> list[tuple[NodeId, SourceKind]]:
+        others = (each for each in held if each.node_id not in places)
+        best = nsmallest(MOST_SOURCES, others, key=self._rank)
+        return [(each.node_id, _kind(each)) for each in best]
+
+    def _rank(self, held: HeldAt) -> tuple[SourceKind, bool, int, NodeId]:
+        """The lowest one is the best source."""
+        report = self._members[held.node_id].report
+        busy = report.stats.queued_jobs + report.stats.reading
+        return _kind(held), report.is_leaving, busy, held.node_id
+
+    # What is nowhere
+
+    def _elsewhere(
+        self, namespace: Namespace, keys: Sequence[Key], missing: Iterable[int]
+    ) -> list[int]:
+        """Which of the first missing keys another namespace has."""
+        others = self._holdings.namespaces - {namespace}
+        numbers = list(islice(missing, MOST_MISSING))
+        if not numbers or len(others) >= MOST_SPACES:
+            return []
+        wanted = [keys[at] for at in numbers]
+        found = [self._holdings.ask(each, wanted) for each in others]
+        return [
+            at for at, held in zip(numbers, zip(*found, strict=True), strict=False) if any(held)
+        ]
+
+
+def _kind(held: HeldAt) -> SourceKind:
+    return SourceKind.POOL if held.where in IN_RAM else SourceKind.DISK
+
+
+def _short(namespace: Namespace, key: Key) -> bytes:
+    """A name in few bytes; two of one short name are unlikely, and harm no one."""
+    return hash((namespace, key)).to_bytes(NAME_BYTES, "little", signed=True)
+
+
+def leading(
+    found: Sequence[tuple[HeldAt, ...]],
+) -> dict[NodeId, tuple[int, int]]:
+    """How many keys from the first one on each node has in RAM, and in RAM or on disk; of where
+    each key is. Nodes that lack the first key are left out.
+    """
+    in_ram = _depths(found, IN_RAM)
+    anywhere = _depths(found, IN_RAM | {Where.DISK})
+    return {node_id: (in_ram.get(node_id, 0), depth) for node_id, depth in anywhere.items()}
+
+
+def _depths(found: Sequence[tuple[HeldAt, ...]], wanted: Container[Where]) -> dict[NodeId, int]:
+    depths: dict[NodeId, int] = {}
+    left: set[NodeId] | None = None
+    before: tuple[HeldAt, ...] | None = None
+    for at, held in enumerate(found):
+        if held is before:
+            continue
+        before = held
+        here = {each.node_id for each in held if each.where in wanted}
+        for node_id in (left or set()) - here:
+            depths[node_id] = at
+        left = here if left is None else left & here
+        if not left:
+            break
+    return depths | dict.fromkeys(left or (), len(found))

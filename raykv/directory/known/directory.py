@@ -1,0 +1,275 @@
+"""The directory of the scheduler actor: what nodes report, and what engines and nodes get to know.
+
+```
+   NodeActor ── report ──► members ─► listing ─► holdings ─► events, marks, departures
+             ◄─ answer ──  how far its listing is read, marks, words, orders' number, pause
+   EngineCore ─── ask ───► holdings, what is coming, what is gone
+```
+
+It composes its parts, each of which has its own rules, and routes. Whatever a node or an engine
+sends may be late, repeated, lost or nonsense: it changes what is known of its sender, and no more.
+
+Invariants:
+1. What is said to be on a node is what that node's own listing said, as far as it was read.
+2. A node that is no member has nothing, and is told nothing.
+3. All events, folded, are the holdings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.known.asks import Asks, leading
+from raykv.directory.known.coming import Coming
+from raykv.directory.known.events import MOST_EVENTS, EventRing, KnownEvent
+from raykv.directory.known.marks import SpareMarks
+from raykv.directory.known.members import EngineLife, HeardReport, Members
+from raykv.directory.known.numbering import Numbering
+from raykv.directory.known.orders import OrdersWatch
+from raykv.directory.known.sessions import SessionNodes
+from raykv.directory.known.spaces import NamespaceUse
+from raykv.directory.orders.document import Orders
+from raykv.directory.table.holdings import IN_RAM, HeldAt, Holdings, Name
+from raykv.directory.table.intake import Intake, MovedChunk
+from raykv.protocol.listing import ListedRows, ListingPart
+from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer
+
+CORE_SHARE = 0.25
+"""Of one core, that reports may take."""
+
+FULL_ROWS = 1000
+"""A part with so many rows is followed by another one."""
+
+MOST_CHUNKS = 1 << 24
+"""Of one node, that the directory keeps."""
+
+SWEEP = 8192
+"""Chunks of lost nodes that are looked at in one go: some milliseconds."""
+
+
+class Directory:
+    """See the module's docstring. Times are of one clock that never goes back.
+
+    Args:
+        life: of the scheduler actor.
+        orders: what operators want; whoever changes it does so beside the directory.
+        node_expiry_s: a node that is silent for so long is lost.
+        most_events: that are kept.
+    """
+
+    def __init__(
+        self,
+        life: int,
+        orders: Orders,
+        *,
+        node_expiry_s: float = 10.0,
+        most_events: int = MOST_EVENTS,
+    ) -> None:
+        self.life = life
+        self.cost_s = 0.0002
+        """What a report was measured to cost."""
+        self.members = Members(node_expiry_s)
+        self.events = EventRing(most_events)
+        self._node_expiry_s = node_expiry_s
+        self._orders = orders
+        self._watch = OrdersWatch(orders)
+        self._holdings = Holdings()
+        self._intake = Intake(self._holdings)
+        self._coming = Coming()
+        self._asks = Asks(self.members, self._holdings, self._coming)
+        self._numbering = Numbering(life)
+        self._marks = SpareMarks(self._holdings, self.members.is_staying, self._numbering)
+        self.sessions = SessionNodes(self._numbering)
+        self._use = NamespaceUse()
+        # When it was called first: before all nodes had time to report nobody is alone.
+        self._began_at: float | None = None
+
+    # Reports
+
+    def report(self, report: Report, now: float) -> ReportAnswer:
+        """Take in a node's report. One that is over is answered as if nobody knew the node."""
+        self._look(now)
+        if self.members.is_over(report):
+            return ReportAnswer(self.life, orders=self._watch.stamp, pause_ms=PAUSE_MS[1])
+        node_id = NodeId(report.node_id)
+        if self.members.is_new(report):
+            if node_id in self.members:
+                self._lose(node_id, now)
+            self._join(report, now)
+        heard = self.members.hear(report, now)
+        wants_orders = heard.is_news and self._take_news(report, heard, now)
+        if report.part is not None:
+            self._take_part(node_id, report.part, now)
+        return self._answer(node_id, report.part, now, wants_orders=wants_orders)
+
+    def _join(self, report: Report, now: float) -> None:
+        node_id = NodeId(report.node_id)
+        self.members.join(report, now)
+        self._marks.join(node_id)
+        self.sessions.join(node_id)
+        self.events.joined(node_id, report.life, 0, now)
+
+    def _lose(self, node_id: NodeId, now: float) -> None:
+        read = self._intake.position(node_id)
+        member = self.members.lose(node_id)
+        self._intake.lose(node_id)
+        self.events.lost(node_id, member.number.life, read.number, now)
+        self._marks.lose(node_id)
+        self.sessions.lose(node_id)
+        self._use.lose(node_id, now)
+        self._orders.lose(node_id)
+        self._end_engines(member.engines)
+
+    def _end_engines(self, engines: Iterable[EngineLife]) -> None:
+        for engine in engines:
+            self._coming.end(engine)
+
+    def _take_news(self, report: Report, heard: HeardReport, now: float) -> bool:
+        """The latest report of a member; returns whether it has orders that are to be sent here."""
+        node_id = NodeId(report.node_id)
+        if heard.has_turned:
+            self._marks.turn(node_id)
+        self._end_engines(heard.gone)
+        spaces = {Namespace(name) for name, count in report.spaces.items() if count}
+        self._use.take(node_id, self.members[node_id].namespaces, spaces, now)
+        self.sessions.take(node_id, report.sessions)
+        self.sessions.hear(node_id, report.words_heard)
+        self._marks.hear(node_id, report.heard)
+        self._numbering.see(report.heard)
+        self._numbering.see(report.words_heard)
+        return self._orders.show(node_id, report.orders)
+
+    # Listings
+
+    def _take_part(self, node_id: NodeId, part: ListingPart, now: float) -> None:
+        member = self.members[node_id]
+        read, life = self._intake.position(node_id), member.number.life
+        room = MOST_CHUNKS - (0 if part.begins else member.num_chunks)
+        taken = self._intake.take(node_id, _within(part, room))
+        if taken.begins:
+            self.events.lost(node_id, life, read.number, now)
+            self.events.joined(node_id, life, part.start.number, now)
+            self._marks.lose(node_id)
+            self._marks.join(node_id)
+            member.num_chunks = 0
+        if taken.moved:
+            member.num_chunks += sum(bool(m.after) - bool(m.before) for m in taken.moved)
+            self.events.moved(node_id, life, part.end.number, taken.moved, now)
+            self._moved(node_id, taken.moved)
+
+    def _moved(self, node_id: NodeId, moved: Sequence[MovedChunk]) -> None:
+        """Chunks are elsewhere on a node than before."""
+        there = self._there(moved)
+        self._marks.moved(node_id, moved, there)
+        self._asks.went(each for each in moved if not there[each.namespace, each.key])
+        for each in moved:
+            if each.after in IN_RAM:
+                self._coming.came(node_id, (each.namespace, each.key))
+
+    def _there(self, moved: Sequence[MovedChunk]) -> dict[Name, tuple[HeldAt, ...]]:
+        """On which nodes each of these chunks is now."""
+        by_namespace: dict[Namespace, list[Key]] = {}
+        for each in moved:
+            by_namespace.setdefault(each.namespace, []).append(each.key)
+        return {
+            (namespace, key): held
+            for namespace, keys in by_namespace.items()
+            for key, held in zip(keys, self._holdings.ask(namespace, keys), strict=True)
+        }
+
+    # Answers
+
+    def _answer(
+        self, node_id: NodeId, part: ListingPart | None, now: float, *, wants_orders: bool
+    ) -> ReportAnswer:
+        read = self._intake.position(node_id)
+        words, words_number = self.sessions.words(node_id)
+        return ReportAnswer(
+            self.life,
+            position=read,
+            orders=self._watch.stamp,
+            wants_orders=wants_orders,
+            marks=self._marks.marks(node_id, read.number),
+            pause_ms=self._pause_ms(part),
+            alone=self._use.alone(node_id) if self._knows_others(now) else [],
+            left=self._use.left(node_id, now),
+            words=words,
+            words_number=words_number,
+            namings=self._watch.namings(self.members[node_id].engines.values()),
+        )
+
+    def _pause_ms(self, part: ListingPart | None) -> int:
+        if part is not None and len(part.rows.keys) >= FULL_ROWS:
+            return PAUSE_MS[0]
+        wanted_ms = 1000 * len(self.members) * self.cost_s / CORE_SHARE
+        return int(min(max(wanted_ms, PAUSE_MS[0]), PAUSE_MS[1]))
+
+    def _knows_others(self, now: float) -> bool:
+        """Whether all nodes that are there had time to report."""
+        return self._began_at is not None and now - self._began_at >= self._node_expiry_s
+
+    # Questions
+
+    def ask(self, ask: Ask, now: float) -> AskAnswer:
+        """Who else has keys; what the engine has begun to store is remembered for others."""
+        self._look(now)
+        self._coming.expire(now)
+        return self._asks.answer(ask, self.life, now)
+
+    def holders(self, namespace: Namespace, key: Key) -> tuple[HeldAt, ...]:
+        """Which nodes have a chunk."""
+        return self._holdings.ask(namespace, [key])[0]
+
+    def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[tuple[HeldAt, ...]]:
+        """For each key, the nodes that have it; keys in the same places have the same object."""
+        return self._holdings.ask(namespace, keys)
+
+    def prefixes(self, namespace: Namespace, keys: Sequence[Key]) -> dict[NodeId, tuple[int, int]]:
+        """How many keys from the first one on each node has in RAM, and in RAM or on disk."""
+        return leading(self._holdings.ask(namespace, keys))
+
+    def sizes(self) -> dict[Namespace, int]:
+        """Chunks by namespace, those of nodes that were just lost included."""
+        return self._holdings.sizes()
+
+    def events_after(self, seq: int, most: int) -> tuple[list[KnownEvent], bool]:
+        """Up to `most` events after a number; True: they do not follow on it."""
+        return self.events.after(seq, most)
+
+    # Time
+
+    def expire(self, now: float) -> list[NodeId]:
+        """Forget what its time has ended, piece by piece; returns the nodes that are lost."""
+        self._look(now)
+        silent = self.members.silent(now)
+        for node_id in silent:
+            self._lose(node_id, now)
+        self._coming.expire(now)
+        self._holdings.sweep(SWEEP)
+        return silent
+
+    def _look(self, now: float) -> None:
+        """What has changed beside the directory."""
+        if self._began_at is None:
+            self._began_at = now
+        for namespace, floor in self._watch.look(now).items():
+            self.events.cleared(namespace, floor.history, floor.number, now)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        self._holdings.check()
+        for part in (self.members, self.events, self._coming, self._marks, self.sessions):
+            part.check()
+        self._use.check()
+
+
+def _within(part: ListingPart, room: int) -> ListingPart:
+    """A part without what a node has beyond so many chunks."""
+    if len(part.rows.keys) <= room:
+        return part
+    rows = ListedRows.of(row for row in part.rows if not row.where)
+    return msgspec.structs.replace(part, rows=rows)

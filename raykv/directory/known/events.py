@@ -1,0 +1,163 @@
+"""The event log: what happened to the directory, numbered without gaps, as far back as it is kept.
+
+Readers ask for what follows a number, and nothing is kept for them here. The log has a bound: a
+reader that falls behind learns it. A chunk comes to a node when it is in RAM or on disk there and
+was in neither; what goes from RAM to disk is no event.
+
+Invariants:
+1. The log has the numbers `first_seq` .. `last_seq`, each once, in the order in which the directory
+   changed.
+2. The first event of a life is EPOCH_BEGAN, with the number 1.
+3. All events of a life, folded, are the directory. CACHE_CLEARED changes nothing of it: what a
+   clear makes void goes by each node's own BLOCK_REMOVED.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raykv.base.ids import EventKind, Key, Namespace, NodeId
+from raykv.directory.table.intake import MovedChunk
+
+MOST_EVENTS = 131_072
+"""Kept by default: some 20 MB, several times that if each comes alone."""
+
+NOBODY = NodeId("")
+NO_NAME = (Namespace(""), Key(b""))
+
+
+class KnownEvent(NamedTuple):
+    """Something happened to the directory, `at` a time of the caller's clock (0.0: not known).
+
+    What a kind does not have keeps its empty value. Of a node's event, `life` and `number` are
+    those of its listing; of CACHE_CLEARED the history and number of the floor.
+    """
+
+    seq: int
+    kind: EventKind
+    node_id: NodeId
+    namespace: Namespace
+    key: Key
+    life: int
+    number: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _EventRun:
+    """Events of one report, as columns."""
+
+    kinds: bytes
+    namespaces: Sequence[Namespace]
+    keys: Sequence[Key]
+    node_id: NodeId = NOBODY
+    life: int = 0
+    number: int = 0
+    at: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def rows(self, first: int, rows: range) -> Iterator[KnownEvent]:
+        """Some of the events; the run's first one has the number `first`."""
+        for row in rows:
+            yield KnownEvent(
+                first + row,
+                EventKind(self.kinds[row]),
+                self.node_id,
+                self.namespaces[row],
+                self.keys[row],
+                self.life,
+                self.number,
+                self.at,
+            )
+
+
+class EventRing:
+    """See the module's docstring."""
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self._most = most
+        # The oldest run may begin before the oldest event that is kept.
+        self._runs: deque[_EventRun] = deque()
+        self._num_in_runs = 0
+        self.last_seq = 0
+        # Of all events ever, by `EventKind`.
+        self.counts: Counter[int] = Counter()
+        self._append_one(EventKind.EPOCH_BEGAN, NOBODY, 0, 0, 0.0)
+
+    @property
+    def first_seq(self) -> int:
+        """Number of the oldest event that is kept."""
+        return self.last_seq - min(self._num_in_runs, self._most) + 1
+
+    def joined(self, node_id: NodeId, life: int, number: int, now: float) -> None:
+        """A node is a member, and has nothing yet."""
+        self._append_one(EventKind.NODE_JOINED, node_id, life, number, now)
+
+    def lost(self, node_id: NodeId, life: int, number: int, now: float) -> None:
+        """A node is gone, and with it all that it had."""
+        self._append_one(EventKind.NODE_LOST, node_id, life, number, now)
+
+    def cleared(self, namespace: Namespace, history: int, floor: int, now: float) -> None:
+        """What was stored in a namespace under an earlier number is void."""
+        kinds = bytes([EventKind.CACHE_CLEARED])
+        names = ([namespace], [Key(b"")])
+        self._append(_EventRun(kinds, *names, life=history, number=floor, at=now))
+
+    def moved(
+        self, node_id: NodeId, life: int, number: int, moved: Iterable[MovedChunk], now: float
+    ) -> None:
+        """Chunks have come to a node, or gone."""
+        rows = [each for each in moved if bool(each.before) != bool(each.after)]
+        if rows:
+            stored, removed = EventKind.BLOCK_STORED, EventKind.BLOCK_REMOVED
+            kinds = bytes(stored if each.after else removed for each in rows)
+            names = ([each.namespace for each in rows], [each.key for each in rows])
+            self._append(_EventRun(kinds, *names, node_id, life, number, now))
+
+    def after(self, seq: int, most: int) -> tuple[list[KnownEvent], bool]:
+        """Up to `most` events after a number; none if nothing has happened since.
+
+        True: these do not follow on that number, which is too old, or was never given.
+        """
+        start = seq + 1
+        if not self.first_seq <= start <= self.last_seq + 1:
+            start = self.first_seq
+        is_gap = start > 1 and start != seq + 1
+        found: list[list[KnownEvent]] = []
+        first = self.last_seq + 1
+        # Most readers are near the end.
+        for run in reversed(self._runs):
+            first -= len(run)
+            rows = range(max(start - first, 0), min(start + most - first, len(run)))
+            if rows:
+                found.append(list(run.rows(first, rows)))
+            if first <= start:
+                break
+        return [event for events in reversed(found) for event in events], is_gap
+
+    def _append_one(
+        self, kind: EventKind, node_id: NodeId, life: int, number: int, now: float
+    ) -> None:
+        namespace, key = NO_NAME
+        self._append(_EventRun(bytes([kind]), [namespace], [key], node_id, life, number, now))
+
+    def _append(self, run: _EventRun) -> None:
+        self.last_seq += len(run)
+        self.counts.update(run.kinds)
+        self._num_in_runs += len(run)
+        self._runs.append(run)
+        while self._num_in_runs - len(self._runs[0]) >= self._most:
+            self._num_in_runs -= len(self._runs.popleft())
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        assert self._num_in_runs == sum(map(len, self._runs))
+        events, is_gap = self.after(self.first_seq - 1, self._num_in_runs)
+        assert not is_gap
+        assert [each.seq for each in events] == list(range(self.first_seq, self.last_seq + 1))
+        assert len(events) <= self._most, len(events)

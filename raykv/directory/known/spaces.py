@@ -1,0 +1,105 @@
+"""Who uses which namespace: whether others have it, and whether all engines have left it; pure.
+
+              a node introduces an engine          no node does          `LEFT_S` later
+  (unknown) ─────────────────────────────► in use ─────────────► resting ─────────────► left
+                                              ▲                     │                     │
+                                              └─────── a node introduces an engine ───────┘
+
+Invariants:
+1. A namespace with engines is neither resting nor left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from raykv.base.ids import Namespace, NodeId
+from raykv.protocol.named.report import MOST_NAMESPACES
+
+LEFT_S = 10.0
+"""An engine that comes back within that time has not left."""
+
+MOST_LEFT = 4096
+"""Namespaces without engines that are remembered."""
+
+MOST_OF_A_NODE = 4096
+"""Namespaces of one node's chunks that count."""
+
+Spaces = AbstractSet[Namespace]
+NONE: frozenset[Namespace] = frozenset()
+
+
+class NamespaceUse:
+    """See the module's docstring. Times are of one clock that never goes back."""
+
+    def __init__(self) -> None:
+        # Of each node: namespaces that it has engines of, and those that it has chunks of.
+        self._engined: dict[NodeId, Spaces] = {}
+        self._held: dict[NodeId, Spaces] = {}
+        # Nodes with engines, and nodes with engines or chunks.
+        self._engined_at: dict[Namespace, set[NodeId]] = {}
+        self._used_at: dict[Namespace, set[NodeId]] = {}
+        # Since when there is no engine, the longest time first.
+        self._left: dict[Namespace, float] = {}
+
+    def take(self, node_id: NodeId, engined: Spaces, held: Spaces, now: float) -> None:
+        """A node has engines and chunks of these namespaces now."""
+        if len(held) > MOST_OF_A_NODE:
+            held = frozenset(sorted(held)[:MOST_OF_A_NODE])
+        before, held_before = self._engined.pop(node_id, NONE), self._held.pop(node_id, NONE)
+        _move(self._engined_at, node_id, before, engined)
+        _move(self._used_at, node_id, before | held_before, engined | held)
+        if engined:
+            self._engined[node_id] = engined
+        if held:
+            self._held[node_id] = held
+        for namespace in engined:
+            self._left.pop(namespace, None)
+        for namespace in sorted(before - self._engined_at.keys()):
+            self._left[namespace] = now
+        while len(self._left) > MOST_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def lose(self, node_id: NodeId, now: float) -> None:
+        """A node is gone."""
+        self.take(node_id, NONE, NONE, now)
+
+    def alone(self, node_id: NodeId) -> list[str]:
+        """Namespaces of a node's engines of which no other node has engines or chunks."""
+        engined = self._engined.get(node_id, NONE)
+        alone = [str(each) for each in sorted(engined) if len(self._used_at[each]) == 1]
+        return alone[:MOST_NAMESPACES]
+
+    def left(self, node_id: NodeId, now: float) -> list[str]:
+        """Namespaces of a node's chunks that all engines have left."""
+        held = self._left.keys() & self._held.get(node_id, NONE)
+        left = [each for each in sorted(held) if now - self._left[each] >= LEFT_S]
+        return [str(each) for each in left[:MOST_NAMESPACES]]
+
+    def check(self) -> None:
+        """Assert the invariant and bounds; for tests."""
+        assert not self._left.keys() & self._engined_at.keys()
+        assert len(self._left) <= MOST_LEFT, len(self._left)
+        for at, of in ((self._engined_at, self._engined), (self._used_at, self._both())):
+            pairs = {(each, node_id) for each, nodes in at.items() for node_id in nodes}
+            assert pairs == {(each, node_id) for node_id, spaces in of.items() for each in spaces}
+            assert all(at.values())
+
+    def _both(self) -> dict[NodeId, Spaces]:
+        return {
+            node_id: self._engined.get(node_id, NONE) | self._held.get(node_id, NONE)
+            for node_id in self._engined.keys() | self._held
+        }
+
+
+def _move(
+    nodes_at: dict[Namespace, set[NodeId]], node_id: NodeId, before: Spaces, after: Spaces
+) -> None:
+    """A node is in other namespaces than before."""
+    for namespace in before - after:
+        nodes = nodes_at[namespace]
+        nodes.discard(node_id)
+        if not nodes:
+            del nodes_at[namespace]
+    for namespace in after - before:
+        nodes_at.setdefault(namespace, set()).add(node_id)

@@ -1,0 +1,338 @@
+"""Who copies which chunks of a node now: workers, with their jobs, and other nodes.
+
+            announce                begin_chunks            end_chunks           end_job
+  (none) ─────────────► announced ────────────────► copied ────────────► ended ─────────► (none)
+                          loads are admitted
+
+Whoever copies holds the chunk's record, its ticket, and ends with it.
+
+Invariants:
+1. The readers of all loads of a message are registered before a store of it takes a slot.
+2. Each chunk that was begun is ended once, and each job.
+3. What lands from other nodes takes a quarter of the pool at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raykv.base.ids import (
+    NO_BLOCKS,
+    Blocks,
+    Direction,
+    Key,
+    Namespace,
+    Refusal,
+    group_of,
+)
+from raykv.node.pool.engines import LocalEngines
+from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.columns import MAX_GROUPS, Numbers
+from raykv.protocol.listing import ListedRows, Reason
+from raykv.protocol.named.copies import NamedJob, NamedResult
+
+STORE_EXPIRY_S = 30.0
+"""So long after a chunk's first part the others have to come."""
+
+LANDING_PART = 4
+"""One of so many parts of the pool is for what lands from other nodes."""
+
+LANDINGS = 0
+"""The life that lands what comes from other nodes; no engine has it."""
+
+
+@dataclass(slots=True, eq=False)
+class AdmittedJob:
+    """A rank's job, with a ticket or a refusal for each chunk, None for those not begun.
+
+    `part`: of the store that is to be ended; None for loads, and where nothing was stored.
+    `under_way`: numbers of chunks that were begun and have not ended.
+    """
+
+    job: NamedJob
+    life: int
+    rank: int
+    keys: list[Key]
+    blocks: list[Blocks]
+    chunks: list[ChunkRecord | Refusal | None]
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    part: StorePart | None = None
+    under_way: set[int] = field(default_factory=set)
+
+    @property
+    def namespace(self) -> Namespace:
+        """Of all its chunks."""
+        return Namespace(self.job.namespace)
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it copies out of the pool."""
+        return self.job.direction == Direction.LOAD
+
+    def put(self, at: int, found: ChunkRecord | Refusal) -> None:
+        """A chunk was begun, or refused."""
+        self.chunks[at] = found
+        if isinstance(found, ChunkRecord):
+            self.under_way.add(at)
+
+
+class Jobs:
+    """Jobs of workers; see the module's docstring.
+
+    Args:
+        index: of the pool.
+        engines: those that are here.
+        number_of: of the tenant that has a label.
+    """
+
+    def __init__(
+        self, index: PoolIndex, engines: LocalEngines, number_of: Callable[[str], int]
+    ) -> None:
+        self._index = index
+        self._engines = engines
+        self._number_of = number_of
+        # By life and rank, how many ranks each of its lines speaks of; and stores that have not
+        # ended, by life.
+        self._lines: dict[int, dict[int, list[int]]] = {}
+        self._stores: dict[int, set[StorePart]] = {}
+
+    # Who is there
+
+    def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
+        """A worker is connected, perhaps before its last connection has ended."""
+        if 0 <= rank < num_ranks <= MAX_GROUPS and life != LANDINGS:
+            self._lines.setdefault(life, {}).setdefault(rank, []).append(num_ranks)
+            self._index.begin_line(life, rank)
+
+    def end_line(self, life: int, rank: int) -> None:
+        """It is not any more: what it has not stored is void, and stays so for other ranks."""
+        lines = self._lines.get(life, {})
+        if rank not in lines:
+            return
+        num_ranks = lines[rank].pop()
+        if not lines[rank]:
+            del lines[rank]
+            self._index.end_line(life, rank, num_ranks)
+        self.forget(life)
+
+    def forget(self, life: int) -> None:
+        """Forget an engine that is gone, once all its workers are as well."""
+        if not self._lines.get(life):
+            self._lines.pop(life, None)
+            if self._engines.get(life) is None and life != LANDINGS:
+                self._stores.pop(life, None)
+                self._index.end_life(life)
+
+    # Jobs
+
+    def announce(
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+    ) -> list[AdmittedJob]:
+        """A message of jobs: all its loads are admitted, and no chunk of its stores yet."""
+        engine = self._engines.get(life)
+        is_known = engine is not None and num_ranks == engine.hello.num_ranks
+        is_known = is_known and 0 <= rank < num_ranks
+        admitted = []
+        for job in jobs:
+            keys = [Key(key) for key in job.keys]
+            blocks = list(map(Blocks, job.first_block, job.num_blocks))
+            made = AdmittedJob(job, life, rank, keys, blocks, [None] * len(keys))
+            sizes = engine.sizes.get(made.namespace) if engine is not None else None
+            if job.capture is not None:
+                # It touches no chunk.
+                made.chunks = [Refusal.NONE] * len(keys)
+            elif not is_known or sizes is None:
+                made.chunks = [Refusal.BAD_HANDLE] * len(keys)
+            elif made.is_load:
+                made.sizes = sizes
+            else:
+                made.sizes = sizes
+                self._begin_store(made, num_ranks)
+            admitted.append(made)
+        self._begin_loads([made for made in admitted if made.is_load and made.sizes], now)
+        return admitted
+
+    def _begin_store(self, made: AdmittedJob, num_ranks: int) -> None:
+        part = StorePart(made.life, made.job.job_id, made.rank, num_ranks)
+        stores = self._stores.setdefault(made.life, set())
+        if part in stores:
+            # The same job again: it is copied once.
+            made.chunks = [Refusal.WRITING] * len(made.keys)
+        else:
+            stores.add(part)
+            made.part = part
+
+    def _begin_loads(self, loads: Sequence[AdmittedJob], now: float) -> None:
+        chunks = [
+            (made.namespace, key, blocks)
+            for made in loads
+            for key, blocks in zip(made.keys, made.blocks, strict=True)
+        ]
+        found = iter(self._index.begin_loads(chunks, now))
+        for made in loads:
+            for at, key in enumerate(made.keys):
+                record = next(found)
+                if isinstance(record, ChunkRecord):
+                    record = _of_size(self._index, record, made.sizes.get(group_of(key), 0))
+                made.put(at, record)
+
+    def begin_chunks(self, made: AdmittedJob, numbers: Iterable[int], now: float) -> None:
+        """Begin the next chunks of a store, from heads of prompts to tails, as far as it can be."""
+        if made.part not in self._stores.get(made.life, ()):
+            return
+        assert made.part is not None, made
+        owner = self._number_of(made.job.tenant)
+        new = [at for at in numbers if made.chunks[at] is None]
+        offered = [
+            OfferedChunk(
+                made.namespace,
+                made.keys[at],
+                made.sizes.get(group_of(made.keys[at]), 0),
+                made.job.orders,
+                made.blocks[at],
+                owner,
+            )
+            for at in new
+        ]
+        found = self._index.begin_stores(made.part, offered, now, now + STORE_EXPIRY_S)
+        for at, each in zip(new, found, strict=True):
+            made.put(at, each)
+
+    def end_chunks(self, made: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
+        """A rank has stopped copying these, those of them that it was copying."""
+        num_stored = num_loaded = 0
+        for at in numbers:
+            record = made.chunks[at]
+            if at not in made.under_way or not isinstance(record, ChunkRecord):
+                continue
+            made.under_way.remove(at)
+            if made.is_load:
+                self._index.end_load(record)
+                num_loaded += ok and made.rank == 0
+                continue
+            state = self._index.end_store(record, made.rank, ok=ok, blocks=made.blocks[at])
+            num_stored += state is ChunkState.READY
+            if state is ChunkState.VOID:
+                is_void = self._index.floors.is_void(record.namespace, record.stamp)
+                made.chunks[at] = Refusal.CLEARED if is_void else Refusal.POISONED
+        space = self._engines.spaces.get(made.namespace)
+        if space is not None and (num_stored or num_loaded):
+            space.count(num_stored, num_loaded)
+
+    def end_job(
+        self, made: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
+    ) -> NamedResult:
+        """A rank has ended a job, once all of its chunks have; `failures` are by their numbers.
+
+        The result says how each chunk of a store is now, and of a load those that failed.
+        """
+        assert not made.under_way, made
+        failed: dict[int, Refusal] = {}
+        for at, found in enumerate(made.chunks):
+            refusal = failures.get(at, Refusal.NONE)
+            if found is None:
+                refusal = refusal or Refusal.CANCELLED
+            elif isinstance(found, Refusal):
+                refusal = refusal or self._still(made, at, found)
+            elif made.is_load and refusal is Refusal.CORRUPT:
+                self._index.drop(found, Reason.DAMAGED)
+            if refusal not in (Refusal.NONE, Refusal.HERE):
+                failed[at] = refusal
+        part, made.part = made.part, None
+        stores = self._stores.get(made.life, set())
+        if part in stores:
+            stores.remove(part)
+            self._index.end_job(part)
+        rows = ListedRows()
+        if made.job.capture is None:
+            shown = failed if made.is_load else range(len(made.keys))
+            rows = self._index.rows(made.namespace, [made.keys[at] for at in shown])
+        return NamedResult(
+            made.job.job_id,
+            self._index.listing.life,
+            self._index.listing.number,
+            rows,
+            Numbers.of(failed),
+            bytes(failed.values()),
+            num_bytes,
+            seconds,
+        )
+
+    def _still(self, made: AdmittedJob, at: int, refusal: Refusal) -> Refusal:
+        """Why a chunk was refused, as things are now: the blocks may have come that it lacked."""
+        if refusal is Refusal.PARTIAL:
+            here = self._index.find(made.namespace, made.keys[at])
+            if here is None or here.blocks.has(made.blocks[at]):
+                return Refusal.WRITING
+        return refusal
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        for life in self._stores:
+            assert self._lines.get(life) or self._engines.get(life) is not None, life
+        assert all(self._lines.values()), self._lines
+
+
+def _of_size(index: PoolIndex, record: ChunkRecord, slot_bytes: int) -> ChunkRecord | Refusal:
+    """A record that was admitted to be read, if its slot has the size that the reader knows."""
+    if record.slot_bytes == slot_bytes:
+        return record
+    index.end_load(record)
+    return Refusal.BAD_HANDLE
+
+
+class Landings:
+    """What comes from other nodes, and what they read; see the module's docstring.
+
+    Each landing is a job of its own: what one was told says nothing of the next.
+    """
+
+    def __init__(self, index: PoolIndex) -> None:
+        self._index = index
+        self._most_bytes = index.places.geometry.pool_bytes // LANDING_PART
+        self._landing: dict[ChunkRecord, StorePart] = {}
+        self._num_bytes = self._num_begun = 0
+
+    def land(self, chunk: OfferedChunk, now: float) -> ChunkRecord | Refusal:
+        """A chunk has come, or is about to: a slot to write it to, or why it gets none.
+
+        It was wanted here: for some seconds it does not go.
+        """
+        if self._num_bytes + chunk.slot_bytes > self._most_bytes:
+            return self._index.objection(chunk) or Refusal.NO_ROOM
+        self._num_begun += 1
+        part = StorePart(LANDINGS, self._num_begun)
+        record = self._index.begin_store(part, chunk, now, now + STORE_EXPIRY_S)
+        if isinstance(record, Refusal):
+            self._index.end_job(part)
+            return record
+        record.found_at = now
+        self._landing[record] = part
+        self._num_bytes += record.slot_bytes
+        return record
+
+    def landed(self, record: ChunkRecord, *, ok: bool) -> None:
+        """Nobody writes a chunk any more that was to land."""
+        assert record in self._landing, record
+        part = self._landing.pop(record)
+        self._num_bytes -= record.slot_bytes
+        self._index.end_store(record, 0, ok=ok, blocks=record.blocks)
+        self._index.end_job(part)
+
+    def begin_read(
+        self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
+    ) -> list[ChunkRecord | Refusal]:
+        """Register a reader of each whole slot, all at once: that is a use of them."""
+        found = self._index.begin_loads([(namespace, key, NO_BLOCKS) for key in keys], now)
+        return [
+            _of_size(self._index, each, size) if isinstance(each, ChunkRecord) else each
+            for each, size in zip(found, slot_bytes, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        assert self._num_bytes == sum(record.slot_bytes for record in self._landing)
+        assert self._num_bytes <= self._most_bytes, self._num_bytes
+        assert all(record.writers == 1 for record in self._landing), self._landing

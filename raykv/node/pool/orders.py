@@ -1,0 +1,193 @@
+"""What operators have ordered, as this node has heard it, and the numbers of tenants.
+
+The document of orders is taken whole: only one of a later number than the last counts. Of a pin it
+has a digest; the keys are an entry of their own, and are asked for once.
+
+Invariants:
+1. Numbers of documents rise.
+2. No chunk is READY that a floor of any document that was taken has made void.
+3. Each pin of the document whose time is not over has claims, or its keys are wanted.
+4. A tenant that has a share, or chunks, keeps its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, KeysView
+from dataclasses import dataclass
+from itertools import count, islice
+
+import msgspec
+
+from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
+from raykv.base.shares import Share
+from raykv.base.tenants import is_label
+from raykv.node.pool.claims import Name, Owner, OwnerKind
+from raykv.node.pool.index import PoolIndex
+from raykv.node.pool.records import Standing
+from raykv.node.pool.room import NOBODY
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrdersDocument
+
+MOST_TENANTS = 4096
+"""That are told apart; all others are nobody in particular."""
+
+SOON_S = 1.0
+"""The end of a pin is moved only by more than that."""
+
+
+class TenantNumbers:
+    """Tenants by number, each as long as it has chunks or a share."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._next = count(NOBODY + 1)
+
+    def of(self, label: str) -> int:
+        """The number of a tenant, perhaps a new one."""
+        number = self._numbers.get(label)
+        if number is None:
+            if not is_label(label) or len(self._numbers) >= MOST_TENANTS:
+                return NOBODY
+            number = self._numbers[label] = next(self._next)
+        return number
+
+    def forget(self, used: Collection[int]) -> None:
+        """Forget all but these."""
+        self._numbers = {label: each for label, each in self._numbers.items() if each in used}
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """The label of each number."""
+        return {number: label for label, number in self._numbers.items()}
+
+
+@dataclass(slots=True)
+class LocalPin:
+    """A pin; `is_known`: its keys have come, and are claimed."""
+
+    order: OrderedPin
+    until: float
+    is_known: bool = False
+
+    @property
+    def standing(self) -> Standing:
+        """How its chunks stand."""
+        return Standing.PINNED if self.order.priority is None else Standing.KEPT
+
+
+class LocalOrders:
+    """See the module's docstring.
+
+    Args:
+        index: of the pool.
+        tenants: by their numbers.
+    """
+
+    def __init__(self, index: PoolIndex, tenants: TenantNumbers) -> None:
+        self._index = index
+        self._tenants = tenants
+        self._document: OrdersDocument | None = None
+        self._taken_at = 0.0
+        self._pins: dict[str, LocalPin] = {}
+        self._shared: set[int] = set()
+
+    @property
+    def stamp(self) -> Stamp:
+        """The number of the latest document."""
+        return NOTHING_ORDERED if self._document is None else self._document.stamp
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be stored or loaded."""
+        return self._document is not None and self._document.is_paused
+
+    def told(self, now: float) -> OrdersDocument | None:
+        """The latest document, for who does not know it; pins have less time left than they had."""
+        if self._document is None:
+            return None
+        passed = now - self._taken_at
+        pins = {
+            pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
+            for pin_id, pin in self._document.pins.items()
+            if pin.left_s > passed
+        }
+        return msgspec.structs.replace(self._document, pins=pins)
+
+    def take(self, document: OrdersDocument, now: float) -> None:
+        """A document, which counts if its number is later than that of the last one."""
+        if document.stamp <= self.stamp:
+            return
+        self._document, self._taken_at = document, now
+        self._clear(document)
+        self._share(document)
+        self._pin(document, now)
+
+    def _clear(self, document: OrdersDocument) -> None:
+        floors, risen = self._index.floors, set()
+        if document.stamp.history != floors.history:
+            floors.begin(document.stamp.history)
+            # The oldest history may be forgotten now.
+            risen.add(EVERY_NAMESPACE)
+        risen |= floors.take(document.floors)
+        if risen:
+            self._index.drop_void(risen)
+
+    def _share(self, document: OrdersDocument) -> None:
+        shares = {}
+        for label, each in document.shares.items():
+            number = self._tenants.of(label)
+            if number != NOBODY or not label:
+                shares[number] = Share(each.guaranteed, each.most)
+        self._shared = set(shares)
+        self._index.share(shares)
+
+    # Pins
+
+    def _pin(self, document: OrdersDocument, now: float) -> None:
+        for pin_id in self._pins.keys() - document.pins.keys():
+            del self._pins[pin_id]
+            self._index.claims.end(_owner(pin_id))
+        for pin_id, order in document.pins.items():
+            pin, known = LocalPin(order, now + order.left_s), self._pins.get(pin_id)
+            if known is not None and known.order.digest == order.digest:
+                is_same = known.standing is pin.standing
+                if is_same and abs(pin.until - known.until) <= SOON_S:
+                    continue
+                pin.is_known = known.is_known
+            self._pins[pin_id] = pin
+            if pin.is_known:
+                self._claim(pin_id, pin, list(self._index.claims.names_of(_owner(pin_id))))
+
+    def _claim(self, pin_id: str, pin: LocalPin, names: Iterable[tuple[Namespace, Key]]) -> None:
+        self._index.claims.claim(_owner(pin_id), names, pin.standing, pin.until)
+
+    def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
+        """The keys of pins that have that digest."""
+        names = [(namespace, key) for key in islice(dict.fromkeys(keys), MAX_ORDERED)]
+        for pin_id, pin in self._pins.items():
+            if pin.order.digest == digest and not pin.is_known:
+                pin.is_known = True
+                before = self._index.claims.names_of(_owner(pin_id)) - names
+                self._index.claims.end(_owner(pin_id), before)
+                self._claim(pin_id, pin, names)
+
+    def pinned(self, pin_id: str) -> KeysView[Name] | None:
+        """The names of a pin's chunks; None: they are not known here, or there is no such pin."""
+        pin = self._pins.get(pin_id)
+        is_known = pin is not None and pin.is_known
+        return self._index.claims.names_of(_owner(pin_id)) if is_known else None
+
+    def wanted(self) -> list[bytes]:
+        """Digests of pins whose keys are not known."""
+        return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.is_known))
+
+    def expire(self, now: float) -> None:
+        """Forget pins whose time is over, whose claims end alone, and tenants that are gone."""
+        over = [pin_id for pin_id, pin in self._pins.items() if pin.until <= now]
+        for pin_id in over:
+            del self._pins[pin_id]
+        self._tenants.forget(self._shared | self._index.room.used.keys())
+
+
+def _owner(pin_id: str) -> Owner:
+    return Owner(OwnerKind.OPERATOR, pin_id)

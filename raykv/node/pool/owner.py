@@ -1,0 +1,454 @@
+"""A node's pool, behind one door: all that it decides, for the NodeActor that owns its bytes.
+
+   engines: hello, tell, changes        workers: admit, end_chunk, end_job
+                 │                                   │
+                 ▼                                   ▼
+   ┌───────────────────────────── NodePool ──────────────────────────────┐
+   │ index, order, room, claims, floors, listing: which chunks are here  │
+   └─────────────────────────────────────────────────────────────────────┘
+                 ▲                                   ▲
+                 │                                   │
+   directory: report, answered, orders     other nodes: land, begin_read
+
+One lock of the NodeActor guards it: threads take turns at each call. Times are of one clock that
+never goes back. What peers send is sound by its declaration, and may be nonsense otherwise: that
+changes nothing but what is theirs.
+
+Until a first document of orders was taken, nothing may be put here that an earlier life of the
+NodeActor has left: what of it is void is not known.
+
+Invariants:
+1. Those of each part, which `check` asserts.
+2. An engine that has not introduced itself stores and loads nothing.
+3. A namespace that an engine of this node is in is not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+import msgspec
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
+from raykv.base.version import __version__
+from raykv.node.accounts.requests import RequestLog
+from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
+from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
+from raykv.node.pool.floors import Floors
+from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
+from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
+from raykv.node.pool.listing import Listing
+from raykv.node.pool.orders import LocalOrders, TenantNumbers
+from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.node.pool.reporting import Reporting, valid
+from raykv.node.pool.room import NOBODY
+from raykv.node.pool.sessions import LocalSessions
+from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Hints, check_record
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import (
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    EngineWelcome,
+    FoundKeys,
+    Tell,
+)
+from raykv.protocol.named.report import Report, ReportAnswer, SessionsWord
+from raykv.protocol.node import NodeStats
+from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrdersDocument
+from raykv.protocol.sessions import check_news
+
+FAVOUR_S = 600.0
+"""How long a request's priority counts."""
+
+SOON_S = 1.0
+"""A request's wish for a chunk is renewed only for more than that."""
+
+
+class NodePool:
+    """See the module's docstring.
+
+    Args:
+        node_id: Ray's.
+        life: of the NodeActor and its listing; a later one is higher.
+        geometry: of the pool.
+        pin_share: of the pool, that pins may take.
+        hostname: of its host, for people.
+        pid: of the NodeActor, for people.
+    """
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        life: int,
+        geometry: PoolGeometry,
+        *,
+        pin_share: float = PIN_SHARE,
+        hostname: str = "",
+        pid: int = 0,
+    ) -> None:
+        self._node_id = node_id
+        self._geometry = geometry
+        self._hostname, self._pid = hostname, pid
+        self.index = PoolIndex(geometry, Listing(life), Floors(), pin_share=pin_share)
+        self._tenants = TenantNumbers()
+        self._engines = LocalEngines(geometry)
+        self.sessions = LocalSessions(self.index.claims)
+        self._jobs = Jobs(self.index, self._engines, self._tenants.of)
+        self._landings = Landings(self.index)
+        self._orders = LocalOrders(self.index, self._tenants)
+        self._reporting = Reporting(self.index, self.sessions)
+        self.stats = NodeStats()
+        """What the NodeActor counts and measures; it sets this before each report."""
+        self.is_leaving = False
+        """Whether the node drains; the NodeActor sets it."""
+        self.records = RequestLog()
+        """Requests of its engines that have ended."""
+
+    # Engines
+
+    def hello(self, hello: EngineHello, now: float) -> EngineWelcome:
+        """An EngineCore introduces itself, perhaps again, or is refused with a sentence."""
+        error = self._engines.hello(hello, now)
+        self._leave()
+        return EngineWelcome(self.index.listing.life, error)
+
+    def tell(self, tell: Tell, now: float) -> None:
+        """What an engine says; nothing if it has said that already, or is not here."""
+        engine = self._engines.hear(tell.life, now)
+        if engine is None or tell.seq <= engine.seq:
+            return
+        engine.seq = tell.seq
+        engine.take(tell)
+        namespace = Namespace(tell.namespace)
+        self._find(namespace, tell.found, now)
+        self._hint(tell.life, namespace, tell.hints, now)
+        # After what was found: what is released and then found is not released any more.
+        news = valid(tell.sessions, check_news)
+        self.sessions.take(namespace, news, now)
+        for each in news:
+            word = msgspec.structs.replace(each, keys=Keys())
+            self._reporting.say(SessionsWord(namespace, word))
+        self.records.take(engine.hello, valid(tell.finished, check_record), now)
+
+    def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
+        records: dict[ChunkRecord, str] = {}
+        for key, at in zip(found.keys, found.index, strict=True):
+            record = self.index.find(namespace, Key(key))
+            if record is not None:
+                records.setdefault(record, found.tenants[at])
+        owned: dict[str, list[ChunkRecord]] = {}
+        for record, label in records.items():
+            if record.owner == NOBODY and label:
+                owned.setdefault(label, []).append(record)
+        for label, some in owned.items():
+            self.index.room.own(some, self._tenants.of(label))
+        self.index.touch(list(records), now)
+
+    def _hint(self, life: int, namespace: Namespace, hints: Hints, now: float) -> None:
+        for pin_s, names in _alike(namespace, hints.pinned, hints.pin_s):
+            if 0 < pin_s <= MAX_PIN_S:
+                owner = Owner(OwnerKind.REQUEST, f"{life}")
+                self._wish(owner, names, Standing.PINNED, now + pin_s)
+        for priority, names in _alike(namespace, hints.favoured, hints.priorities):
+            if 0 < priority <= MAX_PRIORITY:
+                owner = Owner(OwnerKind.REQUEST, f"{life} priority")
+                self._wish(owner, names, Standing.KEPT, now + FAVOUR_S)
+
+    def _wish(self, owner: Owner, names: list[Name], standing: Standing, until: float) -> None:
+        """Requests of an engine want this; what they have wanted before lasts as long as it did."""
+        claims = self.index.claims
+        known = ((name, claims.claim_of(owner, name)) for name in names)
+        new = [name for name, claim in known if claim is None or until - claim.until > SOON_S]
+        if new:
+            claims.claim(owner, new, standing, until)
+
+    def changes(self, query: ChangesQuery, now: float) -> ChangesAnswer:
+        """What is new at this place for an engine; see `ChangesQuery`."""
+        namespace = Namespace(query.namespace)
+        engine = self._engines.hear(query.life, now)
+        if engine is None or engine.namespace != namespace:
+            return ChangesAnswer(self._no_part(query.position), self.orders, is_known=False)
+        part = self._no_part(query.position)
+        if query.most:
+            part = self.index.part_after(query.position, query.most, {namespace})
+        facts = engine.answered = self._facts(engine)
+        return ChangesAnswer(
+            part,
+            facts.orders,
+            is_paused=facts.is_paused,
+            is_leaving=facts.is_leaving,
+            store_share=facts.store_share,
+            has_peers=facts.has_peers,
+            naming=facts.naming,
+        )
+
+    def _no_part(self, position: Position) -> ListingPart:
+        """What takes a reader nowhere; one of another life has read nothing of this one."""
+        life = self.index.listing.life
+        if position.life == life:
+            return ListingPart(False, position, position)
+        start = Position(life, reader=position.reader)
+        return ListingPart(True, start, start)
+
+    def _facts(self, engine: LocalEngine) -> Facts:
+        return Facts(
+            self.orders,
+            self._orders.is_paused,
+            self.is_leaving,
+            self._engines.spaces[engine.namespace].gauge.store_share,
+            self._reporting.has_peers(engine.namespace),
+            self._reporting.naming(engine.hello.engine_id, engine.heard),
+        )
+
+    def has_changes(self, query: ChangesQuery) -> bool:
+        """Whether an answer would say anything that the last one to that engine has not said."""
+        namespace, position = Namespace(query.namespace), query.position
+        engine = self._engines.get(query.life)
+        if engine is None or engine.namespace != namespace:
+            return True
+        if self._facts(engine) != engine.answered:
+            return True
+        if not query.most:
+            return False
+        listing = self.index.listing
+        if position.life != listing.life or position.place != ALL_READ:
+            return True
+        return listing.has_news(position.number, namespace)
+
+    def bye(self, life: int) -> None:
+        """An EngineCore is gone."""
+        self._engines.bye(life)
+        self._jobs.forget(life)
+        self._leave()
+
+    # Workers
+
+    def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
+        """A worker of an engine is connected."""
+        self._jobs.begin_line(life, rank, num_ranks)
+
+    def end_line(self, life: int, rank: int, now: float) -> None:
+        """It is not any more; its copies may go on, and are ended as they stop."""
+        del now
+        self._jobs.end_line(life, rank)
+
+    def announce(
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+    ) -> list[AdmittedJob]:
+        """Admit all loads of a message, in one go; its stores follow with `begin_chunks`."""
+        return self._jobs.announce(life, rank, num_ranks, jobs, now)
+
+    def begin_chunks(self, job: AdmittedJob, numbers: Iterable[int], now: float) -> None:
+        """Admit some chunks of a store, by their numbers, from heads of prompts to tails."""
+        self._jobs.begin_chunks(job, numbers, now)
+
+    def admit(
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+    ) -> list[AdmittedJob]:
+        """Admit a message of jobs: all its loads first, then all its stores.
+
+        Jobs of an engine that has not introduced itself, or with that many ranks, or in that
+        namespace, are refused as `BAD_HANDLE`.
+        """
+        admitted = self.announce(life, rank, num_ranks, jobs, now)
+        for each in admitted:
+            self.begin_chunks(each, range(len(each.keys)), now)
+        return admitted
+
+    def end_chunk(self, job: AdmittedJob, at: int, *, ok: bool) -> None:
+        """Nobody copies a chunk of a job any more; nothing if it was refused, or has ended."""
+        self.end_chunks(job, (at,), ok=ok)
+
+    def end_chunks(self, job: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
+        """The same of several chunks."""
+        self._jobs.end_chunks(job, numbers, ok=ok)
+
+    def end_job(
+        self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
+    ) -> NamedResult:
+        """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
+        return self._jobs.end_job(job, failures, num_bytes, seconds)
+
+    # Other nodes
+
+    def land(
+        self,
+        namespace: Namespace,
+        key: Key,
+        slot_bytes: int,
+        stamp: Stamp,
+        blocks: Blocks,
+        tenant: str,
+        now: float,
+    ) -> ChunkRecord | Refusal:
+        """A slot for a chunk of another node, with its stamp there; `landed` ends it.
+
+        `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
+        its way as may be, or nothing may go.
+        """
+        owner = self._tenants.of(tenant)
+        chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
+        return self._landings.land(chunk, now)
+
+    def landed(self, record: ChunkRecord, *, ok: bool) -> None:
+        """Nobody writes a chunk any more that was to land."""
+        self._landings.landed(record, ok=ok)
+
+    def begin_read(
+        self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
+    ) -> list[ChunkRecord | Refusal]:
+        """Let others read chunks, whole slots of these sizes; `end_read` ends each."""
+        found = self._landings.begin_read(namespace, keys, slot_bytes, now)
+        space = self._engines.spaces.get(namespace)
+        if space is not None:
+            space.count(0, sum(isinstance(each, ChunkRecord) for each in found))
+        return found
+
+    def end_read(self, record: ChunkRecord) -> None:
+        """A reader is done."""
+        self.index.end_load(record)
+
+    def state_of(self, namespace: Namespace, keys: Iterable[Key]) -> tuple[int, int, ListedRows]:
+        """How chunks are now, at which number of the listing of which life."""
+        listing = self.index.listing
+        return listing.life, listing.number, self.index.rows(namespace, keys)
+
+    def label_of(self, owner: int) -> str:
+        """The label of a tenant, by its number; empty: nobody's in particular."""
+        return self._tenants.labels.get(owner, "")
+
+    # The directory
+
+    def report(self, now: float) -> Report:
+        """The next report; the last one was answered, or given up."""
+        del now
+        labels = self._tenants.labels
+        used = self.index.room.used.items()
+        return self._reporting.begin(
+            Report(
+                PROTOCOL_VERSION,
+                self._node_id,
+                self.index.listing.life,
+                seq=0,
+                orders=self.orders,
+                pool_bytes=self._geometry.pool_bytes,
+                slab_bytes=self._geometry.slab_bytes,
+                stats=self.stats,
+                engines=self._engines.reported(),
+                spaces={str(name): num for name, num in self.index.sizes().items()},
+                tenant_bytes={labels[number]: num for number, num in used if number in labels},
+                pinned_bytes=self.index.claims.pinned_bytes,
+                is_leaving=self.is_leaving,
+                pid=self._pid,
+                hostname=self._hostname,
+                raykv_version=__version__,
+            )
+        )
+
+    def answered(self, answer: ReportAnswer, now: float, seq: int | None = None) -> None:
+        """The report that is out was answered. An answer to another one changes nothing: it has
+        another `seq`, or none is out.
+        """
+        if not self._reporting.is_of(seq):
+            return
+        self._reporting.take(answer, now)
+        self._leave()
+        self._reporting.go_on()
+
+    def give_up(self) -> None:
+        """The report that is out will not be answered."""
+        self._reporting.give_up()
+
+    def _leave(self) -> None:
+        """Release chunks of namespaces that are left, and those no more that are in use again."""
+        self._reporting.use(self._engines.spaces.keys())
+
+    # Orders
+
+    @property
+    def orders(self) -> Stamp:
+        """The number of the latest orders that are known here."""
+        return self._orders.stamp
+
+    @property
+    def wants_document(self) -> bool:
+        """Whether the directory has later orders; `take_orders` is for them."""
+        return self._reporting.newest > self.orders
+
+    def take_orders(self, document: OrdersDocument, now: float) -> None:
+        """A document of orders; nothing if its number is not later than that of the last one."""
+        self._orders.take(document, now)
+
+    def told_orders(self, now: float) -> OrdersDocument | None:
+        """The latest document, for a directory that wants it."""
+        return self._orders.told(now)
+
+    def wanted_pins(self) -> list[bytes]:
+        """Digests of ordered pins whose keys are not known here; `pin_keys` is for them."""
+        return self._orders.wanted()
+
+    def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
+        """The keys of an ordered pin."""
+        self._orders.pin_keys(digest, namespace, keys)
+
+    # For people
+
+    @property
+    def engines(self) -> Iterator[EngineHello]:
+        """What the engines that are here have said last of themselves."""
+        return (each.hello for each in self._engines)
+
+    @property
+    def tenant_labels(self) -> dict[int, str]:
+        """The label of each tenant, by its number."""
+        return self._tenants.labels
+
+    def pinned(self, pin_id: str) -> KeysView[Name] | None:
+        """The names of an ordered pin's chunks; None: they are not known here."""
+        return self._orders.pinned(pin_id)
+
+    # Time
+
+    def expire(self, now: float) -> None:
+        """End what is late or over; about once a second, and with a piece of what takes long."""
+        self.sessions.expire(now)
+        self.index.claims.expire(now)
+        self.index.expire(now)
+        self._orders.expire(now)
+        for life in self._engines.silent(now):
+            self.bye(life)
+        self._reporting.expire(now)
+        self._trim(now)
+        self._reporting.go_on()
+
+    def _trim(self, now: float) -> None:
+        """Drop what tenants have above their greatest shares."""
+        index = self.index
+        for record in index.room.over(lambda r: not r.readers and now - r.found_at >= FRESH_S):
+            index.drop(record, Reason.EVICTED)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        self.index.check()
+        self._engines.check()
+        self.sessions.check()
+        self._jobs.check()
+        self._landings.check()
+        self._reporting.check()
+        assert len(self._tenants.labels) <= MOST_CLAIMS[OwnerKind.SESSION]
+
+
+def _alike(
+    namespace: Namespace, keys: Iterable[bytes], wishes: Sequence[float]
+) -> Iterable[tuple[float, list[Name]]]:
+    """Names with the same wish that follow each other; columns of other lengths are cut."""
+    rows = zip(wishes[: MOST_CLAIMS[OwnerKind.REQUEST]], keys, strict=False)
+    for wish, some in groupby(rows, key=itemgetter(0)):
+        yield wish, [(namespace, Key(key)) for _, key in some]

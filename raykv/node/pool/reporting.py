@@ -1,0 +1,233 @@
+"""What a node and the directory tell each other, one report at a time.
+
+            begin                  answered, give_up
+  (idle) ───────────► report out ───────────────────► (idle)
+
+Whatever is said may be lost or come twice. The directory answers how far it has read the listing;
+marks and words come until a report shows that they were heard; what sessions have said goes along
+until a report is answered.
+
+Invariants:
+1. An answer counts for the report that is out, and once.
+2. A mark is believed of a chunk that has not changed since the directory read of it.
+3. Nothing of an earlier life of the directory is believed, nor any mark of one that is silent.
+4. What waits to be said is bounded; the oldest is lost first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from math import inf
+from typing import TypeVar
+
+import msgspec
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import Namespace, Stamp
+from raykv.node.pool.index import PoolIndex
+from raykv.node.pool.records import ChunkState, Standing
+from raykv.node.pool.sessions import LocalSessions
+from raykv.protocol.engine import Naming
+from raykv.protocol.listing import ALL_READ, ListingPart, Position
+from raykv.protocol.named.report import Marks, Report, ReportAnswer, SessionsWord
+from raykv.protocol.sessions import check_news
+
+R = TypeVar("R")
+"""Of rows that a check is for."""
+
+MOST_ROWS = 1024
+"""Names that have changed, and slots of a page, in one report."""
+
+MOST_WORDS = 1024
+"""Of sessions, that wait to be said."""
+
+ALONE_S = 30.0
+"""So long the last answer says who else has a namespace."""
+
+MARKED_S = 60.0
+"""So long marks are believed of a directory that does not answer."""
+
+PIECE = 4096
+"""Slots that are looked at in one go, and chunks that are unmarked."""
+
+_NOTHING_MORE = (Standing.NORMAL, Standing.SPARE)
+"""How a chunk stands of which nobody wants more."""
+
+
+class Reporting:
+    """See the module's docstring.
+
+    Args:
+        index: of the pool.
+        sessions: which hear what was said at other nodes.
+    """
+
+    def __init__(self, index: PoolIndex, sessions: LocalSessions) -> None:
+        self._index = index
+        self._sessions = sessions
+        self._seq = 0
+        self._out: Report | None = None
+        self._said: deque[SessionsWord] = deque(maxlen=MOST_WORDS)
+        # Of the directory: its life, how far it has read, and what was heard of it.
+        self._life: int | None = None
+        self._position: Position | None = None
+        self._heard = self._words_heard = 0
+        self._answered_at = -inf
+        self._alone: frozenset[str] = frozenset()
+        self._namings: dict[str, tuple[str, str]] = {}
+        self.newest = Stamp(0, 0)
+        """The number of the orders that the directory has."""
+        # Namespaces that had engines, and have none any more: as the directory knows, and but for
+        # those that are in use here. Of some that have changed, chunks do not stand so yet from a
+        # place on.
+        self._told_left: frozenset[Namespace] = frozenset()
+        self._left: Set[Namespace] = frozenset()
+        self._settling: set[Namespace] = set()
+        self._settled_to = 0
+
+    # Reports
+
+    def say(self, word: SessionsWord) -> None:
+        """An engine says something of a session."""
+        self._said.append(word)
+
+    def begin(self, facts: Report) -> Report:
+        """The next report, of these facts."""
+        assert self._out is None, self._out
+        self._seq += 1
+        self._out = msgspec.structs.replace(
+            facts,
+            seq=self._seq,
+            part=self._part(),
+            heard=self._heard,
+            words_heard=self._words_heard,
+            sessions=list(self._said),
+        )
+        self._said.clear()
+        return self._out
+
+    def _part(self) -> ListingPart | None:
+        """What the directory has not read; None: it has all, or has not said how far it is."""
+        position, listing = self._position, self._index.listing
+        if position is None:
+            return None
+        has_all = position.life == listing.life and position.place == ALL_READ
+        if has_all and position.number == listing.number:
+            return None
+        return self._index.part_after(position, MOST_ROWS)
+
+    def give_up(self) -> None:
+        """No answer to the report that is out will count."""
+        if self._out is not None:
+            # Older than what was said since.
+            waiting = [*self._out.sessions, *self._said]
+            self._said.clear()
+            self._said.extend(waiting)
+        self._out = None
+
+    def is_of(self, seq: int | None) -> bool:
+        """Whether an answer is of the report that is out; None: nobody knows of which it is."""
+        return self._out is not None and seq in (None, self._out.seq)
+
+    # Answers
+
+    def take(self, answer: ReportAnswer, now: float) -> None:
+        """The answer to the report that is out."""
+        assert self._out is not None
+        self._out = None
+        if answer.life != self._life:
+            self._begin_life(answer.life)
+        self._answered_at = now
+        self._position = answer.position
+        self._mark(answer.marks)
+        first = answer.words_number - len(answer.words) + 1
+        for number, word in enumerate(answer.words, first):
+            if number > self._words_heard and valid([word.news], check_news):
+                self._sessions.hear(word, now)
+        self._words_heard = max(self._words_heard, answer.words_number)
+        self._alone, self._namings = frozenset(answer.alone), answer.namings
+        self._told_left = frozenset(map(Namespace, answer.left))
+        self.newest = answer.orders
+
+    def _begin_life(self, life: int) -> None:
+        if self._life is not None:
+            self._index.room.forget_spares()
+        self._life, self._heard, self._words_heard = life, 0, 0
+
+    def _mark(self, marks: Marks) -> None:
+        if marks.number <= self._heard:
+            return
+        self._heard = marks.number
+        if marks.forget:
+            self._index.room.forget_spares()
+        for name in marks.spare:
+            record = self._index.find(*name)
+            # Of what somebody wants more, that counts.
+            is_same = record is not None and record.number <= marks.known
+            if record is not None and is_same and record.standing in _NOTHING_MORE:
+                self._index.stand(record, Standing.SPARE)
+        for name in marks.kept:
+            record = self._index.find(*name)
+            if record is not None and record.standing is Standing.SPARE:
+                self._index.stand(record, Standing.NORMAL)
+
+    def expire(self, now: float) -> None:
+        """Believe no longer what a directory has said that does not answer."""
+        silent_s = now - self._answered_at
+        if silent_s >= ALONE_S:
+            self._alone = frozenset()
+        if MARKED_S <= silent_s < inf:
+            self._index.room.forget_spares()
+
+    # Namespaces that are left
+
+    def use(self, used: Set[Namespace]) -> None:
+        """These namespaces are in use here: all others that are left are released, and no more."""
+        left = self._told_left - used
+        changed = left ^ self._left
+        if changed:
+            self._left = left
+            self._index.claims.leave(left)
+            self._settling |= changed
+            self._settled_to = 0
+
+    def go_on(self) -> None:
+        """The next piece of chunks that are released or unmarked, if there are any."""
+        self._index.room.unmark(PIECE)
+        if not self._settling:
+            return
+        records, self._settled_to = self._index.places.records_from(self._settled_to, PIECE)
+        for record in records:
+            if record.state is ChunkState.READY and record.namespace in self._settling:
+                self._index.claims.resettle(record)
+        if self._settled_to == ALL_READ:
+            self._settling.clear()
+
+    # What the directory says of others
+
+    def has_peers(self, namespace: Namespace) -> bool:
+        """Whether other nodes have engines or chunks of a namespace, or it is not known."""
+        return namespace not in self._alone
+
+    def naming(self, engine_id: str, heard: str) -> Naming | None:
+        """What the weights of an engine are called, unless it has heard that."""
+        order_id, version = self._namings.get(engine_id, ("", ""))
+        return Naming(order_id, version) if order_id and order_id != heard else None
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        assert len(self._said) <= MOST_WORDS
+        assert self._out is None or self._out.seq == self._seq
+
+
+def valid(rows: Iterable[R], check: Callable[[R], None]) -> list[R]:
+    """The rows that a check does not refuse: a bad one costs no other."""
+    found = []
+    for row in rows:
+        try:
+            check(row)
+        except MessageError:
+            continue
+        found.append(row)
+    return found

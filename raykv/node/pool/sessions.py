@@ -1,0 +1,172 @@
+"""Sessions of requests, as far as this node has heard of them, and what they claim of its chunks.
+
+            CAME, USED            PAUSED                its time is over
+   (none) ────────────► active ────────────► paused ─────────────────────► given up
+     ▲                   │  ▲ ▲      CAME      │                              │
+     │                   │  │ └────────────────┴──────────────────────────────┤
+     │              OVER │  └────── CAME ──────┐                              │
+     │                   └───────────────────► over ◄─────────────────────────┘ OVER
+     └── any: it is the one that was used longest ago, and there is no room
+
+A client names the session of a request. What a session that is active has used is its own, so that
+what several have used is known. Chunks of one that pauses are kept; those of one that is over, or
+given up, are released. A chunk that somebody else stores anew is not released any more.
+
+All of it may be lost or wrong: that costs an eviction at the wrong time, and no more.
+
+Invariants:
+1. There are at most `MOST_SESSIONS` sessions, of `MOST_KEYS` chunks each.
+2. All claims of a session are as its stage says, but for chunks that were found since it ended.
+3. Exactly the sessions that pause have a time at which that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+
+from raykv.base.ids import Key, Namespace
+from raykv.node.pool.claims import Claims, Name, Owner, OwnerKind
+from raykv.node.pool.records import Standing
+from raykv.protocol.named.report import SessionsWord
+from raykv.protocol.sessions import SessionNews, SessionStage, SessionWord
+
+MOST_SESSIONS = 4096
+MOST_KEYS = 16_384
+"""Chunks of one session."""
+
+STANDINGS = {
+    SessionStage.ACTIVE: Standing.NORMAL,
+    SessionStage.PAUSED: Standing.KEPT,
+    SessionStage.GIVEN_UP: Standing.RELEASED,
+    SessionStage.OVER: Standing.RELEASED,
+}
+"""How chunks of a session stand."""
+
+
+@dataclass(slots=True)
+class LocalSession:
+    """`until`: of its pause, else infinite. `used_at`: by a request of this node, of which so many
+    have come.
+    """
+
+    owner: Owner
+    stage: SessionStage = SessionStage.ACTIVE
+    until: float = inf
+    used_at: float = 0.0
+    num_requests: int = 0
+
+
+class LocalSessions:
+    """See the module's docstring.
+
+    Args:
+        claims: of the pool.
+    """
+
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+        # The one that was used longest ago comes first.
+        self._sessions: dict[tuple[Namespace, str], LocalSession] = {}
+        self._pausing: dict[tuple[Namespace, str], LocalSession] = {}
+
+    def take(self, namespace: Namespace, news: Iterable[SessionNews], now: float) -> None:
+        """What requests of an engine say of their sessions, in order."""
+        for each in news:
+            session = self._use((namespace, each.session))
+            session.used_at = now
+            session.num_requests += each.word is SessionWord.CAME
+            self._add(session, [(namespace, Key(key)) for key in each.keys])
+            self._hear(namespace, each, now)
+
+    def hear(self, word: SessionsWord, now: float) -> None:
+        """What was said of a session at another node; nothing if it is not known here."""
+        if (Namespace(word.namespace), word.news.session) in self._sessions:
+            self._hear(Namespace(word.namespace), word.news, now)
+
+    def _hear(self, namespace: Namespace, news: SessionNews, now: float) -> None:
+        name = namespace, news.session
+        match news.word:
+            case SessionWord.CAME:
+                self._become(name, SessionStage.ACTIVE, inf)
+            case SessionWord.PAUSED:
+                self._become(name, SessionStage.PAUSED, now + news.pause_s)
+            case SessionWord.OVER:
+                self._become(name, SessionStage.OVER, inf)
+            case SessionWord.USED:
+                pass
+
+    def _use(self, name: tuple[Namespace, str]) -> LocalSession:
+        """The session, which is the most recently used one now."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            session = LocalSession(Owner(OwnerKind.SESSION, "\n".join(name)))
+        self._sessions[name] = session
+        if len(self._sessions) > MOST_SESSIONS:
+            self._forget_oldest()
+        return session
+
+    def _forget_oldest(self) -> None:
+        name = next(iter(self._sessions))
+        self._claims.end(self._sessions.pop(name).owner)
+        self._pausing.pop(name, None)
+
+    def _add(self, session: LocalSession, names: Iterable[Name]) -> None:
+        """It has used chunks; of very many, the first ones are remembered."""
+        own = self._claims.names_of(session.owner)
+        new = [name for name in dict.fromkeys(names) if name not in own]
+        new = list(islice(new, max(0, MOST_KEYS - len(own))))
+        while self._claims.num_free(OwnerKind.SESSION) < len(new) and len(self._sessions) > 1:
+            self._forget_oldest()
+        if new:
+            self._claims.claim(session.owner, new, STANDINGS[session.stage], session.until)
+
+    def _become(self, name: tuple[Namespace, str], stage: SessionStage, until: float) -> None:
+        """A session is in another stage. What is released once is not released again."""
+        session = self._sessions[name]
+        is_same = STANDINGS[stage] is STANDINGS[session.stage] and until == session.until
+        session.stage, session.until = stage, until
+        if stage is SessionStage.PAUSED:
+            self._pausing[name] = session
+        else:
+            self._pausing.pop(name, None)
+        if not is_same:
+            names = list(self._claims.names_of(session.owner))
+            self._claims.claim(session.owner, names, STANDINGS[stage], until)
+
+    def expire(self, now: float) -> None:
+        """Give up the sessions that were to go on by now; before claims of that time end."""
+        for name in [name for name, each in self._pausing.items() if each.until <= now]:
+            self._become(name, SessionStage.GIVEN_UP, inf)
+
+    def stage_of(self, namespace: Namespace, session: str) -> SessionStage | None:
+        """Where a session is; None: it is not known."""
+        known = self._sessions.get((namespace, session))
+        return None if known is None else known.stage
+
+    def latest(self) -> Iterator[tuple[Namespace, str, LocalSession]]:
+        """All sessions, the most recently used one first. Not valid after a change."""
+        for (namespace, name), session in reversed(self._sessions.items()):
+            yield namespace, name, session
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        assert len(self) <= MOST_SESSIONS, len(self)
+        for name, session in self._sessions.items():
+            own = self._claims.names_of(session.owner)
+            assert len(own) <= MOST_KEYS, session
+            is_pausing = session.stage is SessionStage.PAUSED
+            assert is_pausing == (session.until < inf) == (name in self._pausing), session
+            for chunk in own:
+                claim = self._claims.claim_of(session.owner, chunk)
+                assert claim is not None, chunk
+                assert claim.until == session.until, (claim, session)
+                if claim.standing is not STANDINGS[session.stage]:
+                    assert STANDINGS[session.stage] is Standing.RELEASED, (claim, session)
+                    assert claim.standing is Standing.NORMAL, (claim, session)
+        assert self._pausing.keys() <= self._sessions.keys()

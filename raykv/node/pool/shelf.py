@@ -1,0 +1,228 @@
+"""Which chunks are on the node's disk, as its listing says it, and which are written there next.
+
+                next_to_write, unwritten             end_write
+    (READY) ────────────────────────────► being written ────────► on the disk ────► (none)
+                                             │ cleared, damaged          file goes, cleared,
+                                             │ or replaced               damaged
+                                             └────────► (none)
+
+The disk is a second place in the row of a name. What is in which file is not known here: the disk
+tier says what has come to the disk, and what has gone.
+
+Chunks are written before they go: of the chunks that go next as many as two steps of an engine
+store, once there is no free room for so many. What has not been written in time is lost.
+
+Invariants:
+1. What the shelf has is in the listing as on the disk, and every change of that is numbered.
+2. A record that is being written was READY when that began, and has a reader until its bytes are
+   copied. Its copy counts if it is READY at the end, or was evicted for room.
+3. Each chunk on the disk has a place that no other one has, for whoever reads the listing in pages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from raykv.base.ids import Blocks, Key, Namespace, Stamp
+from raykv.node.pool.floors import Floors
+from raykv.node.pool.listing import Listing
+from raykv.node.pool.places import Places
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.room import Room
+from raykv.protocol.listing import ALL_READ, Reason
+
+RESERVE = 2048
+"""Chunks that go next and are on the disk already: two steps of 8,192 tokens, in chunks of 16, of
+two KV groups.
+"""
+
+RESERVED_PART = 8
+"""One of so many chunks is in that reserve at most."""
+
+NOT_WORTH_IT = (Standing.RELEASED, Standing.SPARE)
+"""Nobody will miss it, or another node has it."""
+
+
+class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
+    """A chunk on the disk.
+
+    Args:
+        namespace: see `Namespace`.
+        key: see `Key`.
+        blocks: those that were stored.
+        stamp: the orders under which its bytes were stored.
+        slot_bytes: of the slot that it was in.
+        place: see `Shelf.page`.
+        number: of the listing, when it last changed.
+    """
+
+    namespace: Namespace
+    key: Key
+    blocks: Blocks
+    stamp: Stamp
+    slot_bytes: int
+    place: int
+    number: int = 0
+
+
+class Shelf:
+    """See the module's docstring. The lock of the pool's owner guards it.
+
+    Args:
+        listing: where changes are numbered.
+        floors: what is void.
+        room: which chunks go next.
+        places: of all chunks in RAM.
+    """
+
+    def __init__(self, listing: Listing, floors: Floors, room: Room, places: Places) -> None:
+        self._listing = listing
+        self._floors = floors
+        self._room = room
+        self._places = places
+        self._chunks: dict[Namespace, dict[Key, ShelvedChunk]] = {}
+        # By place; places that nothing has are used again.
+        self._by_place: list[ShelvedChunk | None] = []
+        self._free: list[int] = []
+        # Records that are being written, and whether each was evicted meanwhile.
+        self._writing: dict[ChunkRecord, bool] = {}
+        # The listing's number when nothing was left to be written.
+        self._done_at = -1
+
+    # Looking
+
+    def find(self, namespace: Namespace, key: Key) -> ShelvedChunk | None:
+        """A chunk on the disk."""
+        return self._chunks.get(namespace, {}).get(key)
+
+    def __len__(self) -> int:
+        return len(self._by_place) - len(self._free)
+
+    def page(self, place: int, most: int) -> tuple[list[ShelvedChunk], int]:
+        """Chunks from a place on, of at most so many places, and the place to go on at; at the end
+        that is `ALL_READ`. A walk meets each chunk that stays once.
+        """
+        end = place + most
+        found = [each for each in self._by_place[place:end] if each is not None]
+        return found, end if end < len(self._by_place) else ALL_READ
+
+    # What the disk says
+
+    def put(
+        self, namespace: Namespace, key: Key, blocks: Blocks, stamp: Stamp, slot_bytes: int
+    ) -> None:
+        """A chunk is on the disk, with these blocks; the same again changes nothing."""
+        chunk = self.find(namespace, key)
+        if chunk is None:
+            place = self._free.pop() if self._free else len(self._by_place)
+            chunk = ShelvedChunk(namespace, key, blocks, stamp, slot_bytes, place)
+            self._by_place[place : place + 1] = [chunk]
+            self._chunks.setdefault(namespace, {})[key] = chunk
+        elif (chunk.blocks, chunk.stamp, chunk.slot_bytes) == (blocks, stamp, slot_bytes):
+            return
+        chunk.blocks, chunk.stamp, chunk.slot_bytes = blocks, stamp, slot_bytes
+        self._listing.changed(chunk, Reason.STORED)
+
+    def remove(self, namespace: Namespace, key: Key, reason: Reason) -> None:
+        """A chunk is not on the disk any more; nothing if it was not."""
+        chunks = self._chunks.get(namespace, {})
+        chunk = chunks.pop(key, None)
+        if chunk is None:
+            return
+        if not chunks:
+            del self._chunks[namespace]
+        self._by_place[chunk.place] = None
+        self._free.append(chunk.place)
+        self._listing.changed(chunk, reason)
+
+    # What the disk writes
+
+    def next_to_write(self, most: int) -> list[ChunkRecord]:
+        """Up to so many chunks of those that go next that are not on the disk, each with a reader;
+        `end_write` is for each.
+        """
+        if self._done_at == self._listing.number:
+            return []
+        found = []
+        for record in self._going():
+            is_wanted = record.standing not in NOT_WORTH_IT and not record.is_written
+            if is_wanted and record not in self._writing and self._is_unwritten(record):
+                found.append(record)
+                if len(found) == most:
+                    break
+        else:
+            self._done_at = self._listing.number
+        return self._begin(found)
+
+    def _going(self) -> list[ChunkRecord]:
+        """The reserve, but for that part of it for which there is free room."""
+        num_entered, used = self._room.num_entered, self._room.all_used
+        count = min(RESERVE, num_entered // RESERVED_PART)
+        if not count:
+            return []
+        reserved = used * count // num_entered
+        free = max(0, self._places.geometry.pool_bytes - used)
+        return self._room.next_to_go(count * max(0, reserved - free) // reserved)
+
+    def unwritten(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
+        """READY chunks that are not on the disk, of at most so many slots from a place on, and the
+        place to go on at, as in `Places.records_from`.
+        """
+        records, following = self._places.records_from(place, most)
+        return [each for each in records if self._is_unwritten(each)], following
+
+    def write_all(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
+        """`unwritten` but for what is being written, each with a reader; `end_write` ends each."""
+        records, following = self.unwritten(place, most)
+        return self._begin([each for each in records if each not in self._writing]), following
+
+    def _begin(self, records: list[ChunkRecord]) -> list[ChunkRecord]:
+        for record in records:
+            record.readers += 1
+            self._writing[record] = False
+        return records
+
+    def _is_unwritten(self, record: ChunkRecord) -> bool:
+        if record.state is not ChunkState.READY:
+            return False
+        kept = self.find(record.namespace, record.key)
+        return (
+            kept is None
+            or not kept.blocks.has(record.blocks)
+            or self._floors.is_older(kept.stamp, record.stamp)
+        )
+
+    def evicted(self, record: ChunkRecord) -> None:
+        """A READY chunk has gone for others."""
+        if record in self._writing:
+            self._writing[record] = True
+
+    def end_write(self, record: ChunkRecord, *, is_written: bool) -> bool:
+        """A write has ended, long after its reader; returns whether the copy on the disk counts.
+
+        What was not written is tried again.
+        """
+        was_evicted = self._writing.pop(record)
+        if not is_written:
+            self._done_at = -1
+            return False
+        record.is_written = True
+        is_good = was_evicted or record.state is ChunkState.READY
+        return is_good and not self._floors.is_void(record.namespace, record.stamp)
+
+    def refuse(self, record: ChunkRecord) -> None:
+        """A chunk that was to be written has no place on the disk: it is not tried again."""
+        del self._writing[record]
+        record.is_written = True
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        placed = {each.place: each for each in self._by_place if each is not None}
+        known = [each for chunks in self._chunks.values() for each in chunks.values()]
+        assert len(known) == len(placed) == len(self)
+        for namespace, chunks in self._chunks.items():
+            assert chunks, namespace
+            for key, chunk in chunks.items():
+                assert (chunk.namespace, chunk.key) == (namespace, key), chunk
+                assert placed[chunk.place] is chunk, chunk
+        assert not {each.place for each in known}.intersection(self._free)

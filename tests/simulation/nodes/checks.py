@@ -1,0 +1,358 @@
+"""What holds when the faults have stopped and everybody has talked for a while."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from raykv.base.ids import Key, Namespace, NodeId, Stamp, group_of
+from raykv.node.pool.records import ChunkState, Standing
+from raykv.protocol.listing import Where
+from tests.simulation.nodes.cluster import Cluster
+from tests.simulation.nodes.engine import PlayedEngine
+from tests.simulation.nodes.models import Prompt
+from tests.simulation.nodes.reader import FoldingReader
+from tests.simulation.wire import Manners
+
+ROUND_S = 0.5
+LONGEST_TALK_S = 60.0
+
+MOST_ROUNDS = 30
+"""Of a request that nothing befalls."""
+
+LEAST_MET = 1.0
+
+NEW_DOCUMENT = 1000
+"""No document of the world has this number, nor one after it."""
+
+
+def check_calm(cluster: Cluster) -> None:
+    """In a world without faults, what was stored long ago was found."""
+    for engine in cluster.engines:
+        met, expected = engine.num_met, engine.num_expected
+        assert met >= LEAST_MET * expected, f"{engine} has found {met} of {expected} chunks"
+
+
+def settle(cluster: Cluster, reader: FoldingReader) -> None:
+    """Stop the faults, let everybody talk, and compare what they know."""
+    rng = random.Random(0)
+    end_faults(cluster)
+    talk_until_quiet(cluster, rng, 12.0)
+    check_copies_end(cluster)
+    let_time_pass(cluster)
+    talk_until_quiet(cluster, rng)
+    check_orders(cluster)
+    check_nodes(cluster)
+    check_directory(cluster)
+    check_reader(cluster, reader)
+    check_views(cluster)
+    check_spares(cluster)
+    check_prompts_are_found(cluster, rng)
+    talk_until_quiet(cluster, rng)
+    check_directory(cluster)
+    check_reader(cluster, reader)
+    check_stores_go_on(cluster, rng)
+
+
+# Talking
+
+
+def end_faults(cluster: Cluster) -> None:
+    """Nothing is cut, frozen or down any more, nor leaves, and nobody waits for what was lost."""
+    cluster.wire.manners = Manners()
+    cluster.sockets.manners = Manners(disorder=1.0)
+    cluster.wire.cut.clear()
+    for node in cluster.nodes.values():
+        node.pool.is_leaving = False
+        if node.is_frozen:
+            node.thaw()
+    while cluster.ghosts:
+        cluster.ghosts.pop().thaw()
+    if cluster.head.is_down:
+        cluster.head.begin()
+    deliver_all(cluster)
+    cluster.wire.lose_all_patience()
+
+
+def deliver_all(cluster: Cluster) -> None:
+    """Whatever is on the wires arrives, and what is said in answer."""
+    while not (cluster.wire.is_idle and cluster.sockets.is_idle):
+        cluster.wire.step()
+        cluster.sockets.step()
+
+
+def talk_until_quiet(cluster: Cluster, rng: random.Random, at_least_s: float = 0.0) -> None:
+    """Rounds without faults, until nobody has news."""
+    until = cluster.now + at_least_s
+    give_up_at = cluster.now + at_least_s + LONGEST_TALK_S
+    quiet_rounds = 0
+    while cluster.now < until or quiet_rounds < 3:
+        assert cluster.now < give_up_at, f"there is no end of news: {_who_is_busy(cluster)}"
+        before = picture(cluster)
+        talk(cluster, rng)
+        is_quiet = picture(cluster) == before and not _who_is_busy(cluster)
+        quiet_rounds = quiet_rounds + 1 if is_quiet else 0
+    cluster.check()
+
+
+def talk(cluster: Cluster, rng: random.Random, *, with_head: bool = True) -> None:
+    """One round: all work is done, and everybody exchanges some messages."""
+    cluster.now += ROUND_S
+    cluster.tick += 1
+    for engine in cluster.engines:
+        if engine.view.has_left and not engine.view.is_clearing:
+            engine.enter()
+    connect(cluster)
+    for _ in range(3):
+        for engine in cluster.engines:
+            engine.step(rng, is_calm=True)
+            engine.talk.talk()
+        exchange(cluster)
+        if with_head:
+            head_works(cluster)
+        deliver_all(cluster)
+    for node in cluster.nodes.values():
+        node.pool.expire(node.clock)
+        node.look_for_pins()
+        if with_head:
+            node.report()
+    if with_head:
+        cluster.head.directory.expire(cluster.head.clock)
+    deliver_all(cluster)
+    cluster.wire.lose_all_patience()
+
+
+def head_works(cluster: Cluster) -> None:
+    while cluster.head.work() is not None:
+        pass
+
+
+def connect(cluster: Cluster) -> None:
+    """Broken lines are noticed at both ends, and ranks connect anew."""
+    for engine, line in cluster.broken_lines():
+        engine.line_broke(line)
+        line.lose_all()
+    for line in cluster.closed_lines():
+        line.node.end_line(line, is_first=True)
+    for engine in cluster.engines:
+        for place, rank in engine.ranks():
+            if not engine.lines[place, rank].is_open:
+                engine.connect(place, rank)
+
+
+def exchange(cluster: Cluster) -> None:
+    """All that is under way arrives, and all copies are made."""
+    deliver_all(cluster)
+    for node in cluster.nodes.values():
+        while node.copies:
+            node.copy(node.copies[0], 100)
+        deliver_all(cluster)
+        for read in list(node.fetches.reads):
+            node.fetches.send(read, 100)
+        deliver_all(cluster)
+        for fetch, landing in list(node.fetches.writing()):
+            node.fetches.write(fetch, landing, 100, ok=True)
+        node.answer_changes(is_late=True)
+    deliver_all(cluster)
+
+
+def picture(cluster: Cluster) -> object:
+    """What changes while there is news."""
+    views = [(dict(engine.view.loadable), engine.is_busy) for engine in cluster.engines]
+    nodes = [
+        (node.pool.index.listing.number, node.read_up_to, node.pool.orders, node.is_busy)
+        for node in cluster.nodes.values()
+    ]
+    return views, nodes, cluster.head.orders.stamp, _who_is_busy(cluster)
+
+
+def _who_is_busy(cluster: Cluster) -> list[str]:
+    engines = [str(engine) for engine in cluster.engines if engine.is_busy]
+    return engines + [str(node) for node in cluster.nodes.values() if node.is_busy]
+
+
+# What nodes have
+
+
+Places = dict[tuple[Namespace, Key], dict[NodeId, Where]]
+
+
+def truth(cluster: Cluster) -> Places:
+    """What is where."""
+    found: Places = defaultdict(dict)
+    for node_id in cluster.nodes:
+        for record in cluster.ready(node_id):
+            found[record.namespace, record.key][node_id] = Where.RAM
+    return found
+
+
+def check_orders(cluster: Cluster) -> None:
+    """All nodes have the orders that are in force, and nothing that was cleared is anywhere."""
+    stamp = cluster.head.orders.stamp
+    for node in cluster.nodes.values():
+        assert stamp is not None
+        assert node.pool.orders == stamp, f"{node} has {node.pool.orders}, in force is {stamp}"
+        for record in cluster.ready(node.node_id):
+            _check_not_cleared(cluster, node.node_id, record.namespace, record.key, stamp)
+
+
+def _check_not_cleared(
+    cluster: Cluster, node_id: NodeId, namespace: Namespace, key: Key, stamp: Stamp
+) -> None:
+    node = cluster.nodes[node_id]
+    record = node.pool.index.find(namespace, key)
+    assert record is not None
+    rank = 0
+    content = node.memory.read(record, rank, record.blocks.first)
+    assert content is not None, f"{record} of {node} has rubbish"
+    if content.is_damaged:
+        return
+    assert not cluster.was_cleared(content, stamp), (
+        f"{content} of {node} was cleared, as {stamp} says"
+    )
+
+
+def check_copies_end(cluster: Cluster) -> None:
+    """Nobody reads, and only engines that are there may still write."""
+    lives = {engine.life for engine in cluster.engines}
+    for node in cluster.nodes.values():
+        for record in node.pool.index.places:
+            if record.state is not ChunkState.READY:
+                life = node.pool.index._parts[record].part.life
+                assert life in lives, f"{record} of {node} is a dead engine's"
+            assert not record.is_busy, f"{record} of {node} has {record.readers} readers"
+
+
+def let_time_pass(cluster: Cluster) -> None:
+    """Nodes end what waits for ranks that will never come."""
+    for node_id, node in cluster.nodes.items():
+        node.pool.expire(node.clock)
+        cluster.jump(node_id, 61.0)
+        node.pool.expire(node.clock)
+
+
+def check_nodes(cluster: Cluster) -> None:
+    """Nobody copies, so nothing is being written or read."""
+    for node in cluster.nodes.values():
+        for record in node.pool.index.places:
+            assert record.state is ChunkState.READY, f"{record} of {node}"
+            assert not record.is_busy, f"{record} of {node} has {record.readers} readers"
+        assert not node.pool.index.num_open_jobs, node
+
+
+def check_directory(cluster: Cluster) -> None:
+    """It knows all that there is, and nothing else."""
+    directory, there = cluster.head.directory, truth(cluster)
+    for (namespace, key), nodes in there.items():
+        held = {each.node_id: each.where for each in directory.holders(namespace, key)}
+        assert held == nodes, f"{key!r} of {namespace} is at {nodes}, known at {held}"
+    sizes = {namespace: count for namespace, count in directory.sizes().items() if count}
+    expected: dict[Namespace, int] = defaultdict(int)
+    for namespace, _ in there:
+        expected[namespace] += 1
+    assert sizes == expected
+
+
+def check_reader(cluster: Cluster, reader: FoldingReader) -> None:
+    """Who reads all events knows the directory."""
+    directory = cluster.head.directory
+    for _ in range(100_000):
+        if reader.poll(directory):
+            break
+    if not reader.is_whole:
+        return
+    lives = {node.node_id: node.life for node in cluster.nodes.values()}
+    assert reader.nodes == lives, f"the reader knows {reader.nodes}, there are {lives}"
+    expected = {(node_id, *name) for name, nodes in truth(cluster).items() for node_id in nodes}
+    wrong = expected ^ reader.chunks
+    assert not wrong, f"the reader is wrong about {sorted(wrong)}"
+
+
+def check_views(cluster: Cluster) -> None:
+    """What is READY for an engine is what all its places have."""
+    for engine in cluster.engines:
+        believed = engine.view.loadable
+        common = {
+            record.key: record.blocks
+            for record in cluster.ready(engine.seats.node_ids[0])
+            if record.namespace == engine.namespace
+        }
+        for node_id in engine.seats.node_ids[1:]:
+            keys = {
+                record.key
+                for record in cluster.ready(node_id)
+                if record.namespace == engine.namespace
+            }
+            common = {key: blocks for key, blocks in common.items() if key in keys}
+        document = cluster.nodes[engine.seats.node_ids[0]].document
+        if document is not None and document.is_paused:
+            assert not believed, engine
+            continue
+        wrong = {key for key in believed if key not in common}
+        assert not wrong, f"{engine} believes in {sorted(wrong)}"
+        overlooked = common.keys() - believed.keys() - engine.distrusted.keys()
+        assert not overlooked, f"{engine} overlooks {sorted(overlooked)}"
+
+
+def check_spares(cluster: Cluster) -> None:
+    """Of the nodes that have a chunk in RAM one keeps it."""
+    for (namespace, key), nodes in truth(cluster).items():
+        records = [cluster.nodes[node_id].pool.index.find(namespace, key) for node_id in nodes]
+        standings = [record.standing for record in records if record is not None]
+        assert any(each is not Standing.SPARE for each in standings), f"{key!r} is spare everywhere"
+
+
+# What engines find
+
+
+def check_prompts_are_found(cluster: Cluster, rng: random.Random) -> None:
+    """What one engine stores is found by all of its namespace, and what was barred is stored
+    anew.
+    """
+    cluster.head.change("resume at last", lambda _: None, is_paused=False)
+    talk_until_quiet(cluster, rng, 4.0)
+    spaces = {engine.namespace: engine for engine in cluster.engines}
+    for number, (namespace, engine) in enumerate(spaces.items()):
+        prompt = Prompt.of(NEW_DOCUMENT + 2 * number, 1)
+        play(cluster, rng, engine, prompt)
+        for other in cluster.engines:
+            if other.namespace == namespace:
+                found = play(cluster, rng, other, prompt)
+                assert found, f"{other} does not find what {engine} has stored"
+    for engine in cluster.engines:
+        for key, asked in list(engine.distrusted.items()):
+            if key not in engine.view.loadable:
+                # A prompt that ends with it needs it.
+                at = engine.model.keys(group_of(key), asked).index(key)
+                play(cluster, rng, engine, Prompt.of(asked.document, at + 1))
+                record = cluster.nodes[engine.seats.node_ids[0]].find(engine.namespace, key)
+                is_found = record is None or key in engine.view.loadable
+                assert is_found, f"{engine} overlooks {record} for ever"
+
+
+def play(cluster: Cluster, rng: random.Random, engine: PlayedEngine, prompt: Prompt) -> int:
+    """A request from its begin to its end; returns how many chunks it has found."""
+    # What was found lately does not go for a store.
+    cluster.now += 4.0
+    request = engine.begin(prompt, "")
+    for _ in range(MOST_ROUNDS):
+        talk(cluster, rng)
+        if not engine.is_busy:
+            break
+    assert request.is_over, f"{request} of {engine} waits for ever"
+    talk(cluster, rng)
+    return request.found or 0
+
+
+def check_stores_go_on(cluster: Cluster, rng: random.Random) -> None:
+    """With the scheduler actor away, a pool that is full takes what is new."""
+    cluster.wire.cut.add("head")
+    cluster.head.die()
+    number = NEW_DOCUMENT + 1000
+    places = {engine.seats.node_ids: engine for engine in cluster.engines}
+    for engine in places.values():
+        for _ in range(2):
+            number += 2
+            play(cluster, rng, engine, Prompt.of(number, 2))
+        found = play(cluster, rng, engine, Prompt.of(number, 2))
+        assert found == 2, f"{engine} finds {found} of 2 chunks that it has stored"

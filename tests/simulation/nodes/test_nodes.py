@@ -1,0 +1,54 @@
+"""Seeds that the simulated nodes must survive, and bugs that the simulation must find."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.fixtures.effort import seeds
+from tests.house import ROOT
+from tests.simulation.nodes.bugs import BUGS
+from tests.simulation.nodes.world import SeedError, run
+
+NUM_SEEDS = 64
+NUM_STEPS = 2000
+
+LATE_FINDERS: dict[str, int] = {}
+"""The first seeds that find them are tried first, then all."""
+
+PLAYED = "from tests.simulation.nodes.world import run; print(*run(7, 600).actions, sep=chr(10))"
+
+
+@pytest.mark.parametrize("seed", seeds(24, range(400)))
+def test_nodes_come_to_the_truth_after_faults(seed: int) -> None:
+    run(seed, NUM_STEPS)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_of_nodes_is_found(bug: str) -> None:
+    for seed in [LATE_FINDERS.get(bug, 0), *range(NUM_SEEDS)]:
+        try:
+            run(seed, NUM_STEPS, bug)
+        except SeedError:
+            return
+    pytest.fail(f"{NUM_SEEDS} seeds survive {bug}")
+
+
+def test_seed_plays_the_same_whatever_hashes_are() -> None:
+    played = [
+        subprocess.run(
+            [sys.executable, "-c", PLAYED],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+
+    assert played[0] == played[1]
+    assert played[0].splitlines() == list(run(7, 600).actions)

@@ -1,0 +1,307 @@
+"""A node's pool behind its door: engines, workers, other nodes and the directory, in any order.
+
+Messages repeat, come late or make no sense; workers end what they have begun when they like. A
+reader of the changes knows in the end what the pool has, and nothing is left of who is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Refusal, Stamp, in_group
+from raykv.node.pool.jobs import LANDING_PART, AdmittedJob
+from raykv.node.pool.owner import NodePool
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.engine import Hints
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import ChangesAnswer, ChangesQuery, EngineHello, FoundKeys, Tell
+from raykv.protocol.named.report import Marks, Report, ReportAnswer, SessionsWord
+from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
+from raykv.protocol.sessions import SessionNews, SessionWord
+
+PAGE = 4096
+NUM_SLABS = 4
+NAMESPACES = [Namespace("a"), Namespace("b")]
+KEYS = [in_group(Key(bytes([number]) * 8), group) for number in range(6) for group in (0, 1)]
+LIVES = {1: 1, 2: 2}
+"""Engines, and how many ranks each has, as long as it says nothing else."""
+
+WIDE, NARROW = Blocks(0, 4), Blocks(2, 2)
+TENANTS = ["", "t", "u", "odd\n"]
+
+names = st.sampled_from(NAMESPACES)
+keys = st.lists(st.sampled_from(KEYS), max_size=6)
+lives = st.sampled_from(list(LIVES))
+strangers = st.sampled_from([0, 1, 2, 3])
+ranks = st.sampled_from([0, 0, 1, 1, 2])
+stamps = st.builds(Stamp, st.sampled_from([0, 5, 6]), st.integers(0, 6))
+
+
+@dataclass
+class ChangesReader:
+    """What an engine believes of a namespace, whatever of its answers is lost."""
+
+    position: Position = field(default_factory=Position)
+    believed: dict[Key, Where] = field(default_factory=dict)
+
+    def take(self, part: ListingPart) -> None:
+        if not part.follows(self.position):
+            return
+        if part.begins:
+            self.believed.clear()
+        self.believed.update({row.key: row.where for row in part.rows})
+        self.position = part.end
+
+
+class OwnerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.node = NodePool(NodeId("n"), 7, PoolGeometry(NUM_SLABS * 4 * PAGE, 4 * PAGE))
+        self.jobs: list[AdmittedJob] = []
+        self.landing: list[ChunkRecord] = []
+        self.reading: list[ChunkRecord] = []
+        self.reports: list[Report] = []
+        self.is_out = False
+        self.reader = ChangesReader()
+        self.lines: list[tuple[int, int]] = []
+        for life, num_ranks in LIVES.items():
+            self.hello(life, NAMESPACES[0], num_ranks)
+
+    # Engines
+
+    @rule(life=lives, namespace=names, num_ranks=st.sampled_from([1, 2]))
+    def hello(self, life: int, namespace: Namespace, num_ranks: int) -> None:
+        sizes = {0: PAGE, 1: 2 * PAGE}
+        fields = {"num_ranks": num_ranks, "slot_bytes": sizes}
+        hello = EngineHello(PROTOCOL_VERSION, f"e{life}", life, namespace, **fields)  # type: ignore[arg-type]
+        assert not self.node.hello(hello, self.now).error
+
+    @rule(life=lives)
+    def bye(self, life: int) -> None:
+        self.node.bye(life)
+
+    @rule(life=lives, namespace=names, some=keys, seq=st.integers(0, 40), data=st.data())
+    def tell(
+        self, life: int, namespace: Namespace, some: list[Key], seq: int, data: st.DataObject
+    ) -> None:
+        column = Keys.of(some)
+        index = Numbers.of(data.draw(st.sampled_from(range(len(TENANTS)))) for _ in some)
+        seconds = [data.draw(st.sampled_from([-1.0, 5.0, 90.0])) for _ in some]
+        word = data.draw(st.sampled_from(list(SessionWord)))
+        name = data.draw(st.sampled_from(["s", "t", ""]))
+        news = SessionNews(name, word, column, 9.0 if word is SessionWord.PAUSED else 0.0)
+        tell = Tell(
+            life,
+            seq,
+            namespace,
+            FoundKeys(column, TENANTS, index),
+            Hints(column, seconds, column[:2], [3, 99]),
+            [news],
+        )
+        self.node.tell(decode(encode(tell), Tell), self.now)
+
+    @rule(life=lives, place=st.integers(-3, 9), number=st.integers(-2, 99), at=st.integers(6, 8))
+    def ask_oddly(self, life: int, place: int, number: int, at: int) -> None:
+        query = ChangesQuery(life, NAMESPACES[0], Position(at, number, place))
+        self.node.has_changes(query)
+        assert self.node.changes(query, self.now).part.end.life == 7
+
+    @rule(most=st.integers(0, 5), is_lost=st.booleans())
+    def read(self, most: int, is_lost: bool) -> None:
+        query = ChangesQuery(1, NAMESPACES[0], self.reader.position, most)
+        self.node.has_changes(query)
+        answer = decode(encode(self.node.changes(query, self.now)), ChangesAnswer)
+        if not is_lost:
+            self.reader.take(answer.part)
+
+    # Workers
+
+    @rule(life=strangers, rank=ranks, num_ranks=st.sampled_from([1, 2]))
+    def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
+        self.node.begin_line(life, rank, num_ranks)
+        self.lines.append((life, rank))
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data())
+    def end_line(self, data: st.DataObject) -> None:
+        line = data.draw(st.sampled_from(self.lines))
+        self.lines.remove(line)
+        self.node.end_line(*line, self.now)
+
+    @rule(
+        life=lives,
+        rank=ranks,
+        is_odd=st.booleans(),
+        some=st.lists(
+            st.tuples(st.sampled_from(list(Direction)), names, keys, st.integers(0, 9), stamps),
+            max_size=3,
+        ),
+        narrow=st.booleans(),
+    )
+    def admit(self, life: int, rank: int, is_odd: bool, some: list[Any], narrow: bool) -> None:
+        blocks, num_ranks = NARROW if narrow else WIDE, LIVES[life]
+        if not is_odd:
+            rank %= num_ranks
+        jobs = [
+            NamedJob(
+                job_id,
+                direction,
+                namespace,
+                Keys.of(each),
+                Numbers.of([blocks.length] * len(each)),
+                Numbers.of([blocks.first] * len(each)),
+                orders=stamp,
+                tenant=TENANTS[job_id % len(TENANTS)],
+            )
+            for direction, namespace, each, job_id, stamp in some
+        ]
+        admitted = self.node.admit(life, rank, num_ranks, jobs, self.now)
+        assert [made.job for made in admitted] == jobs
+        for made in admitted:
+            assert None not in made.chunks or made.part is None
+        self.jobs += admitted
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_chunk(self, data: st.DataObject, ok: bool) -> None:
+        made = data.draw(st.sampled_from(self.jobs))
+        if made.keys:
+            at = data.draw(st.integers(0, len(made.keys) - 1))
+            self.node.end_chunk(made, at, ok=ok)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), refusal=st.sampled_from(list(Refusal)), ok=st.booleans())
+    def end_job(self, data: st.DataObject, refusal: Refusal, ok: bool) -> None:
+        made = data.draw(st.sampled_from(self.jobs))
+        self.jobs.remove(made)
+        self.node.end_chunks(made, range(len(made.keys)), ok=ok)
+        result = self.node.end_job(made, {0: refusal, 99: refusal}, 1, 0.5)
+        result = decode(encode(result), NamedResult)
+        for row in result.rows:
+            there = self.node.index.find(row.namespace, row.key)
+            assert bool(row.where & Where.RAM) == (there is not None)
+
+    # Other nodes
+
+    @rule(namespace=names, some=keys, stamp=stamps, size=st.sampled_from([PAGE, PAGE, 0, 5 * PAGE]))
+    def land(self, namespace: Namespace, some: list[Key], stamp: Stamp, size: int) -> None:
+        for each in some:
+            found = self.node.land(namespace, each, size, stamp, WIDE, "t", self.now)
+            if isinstance(found, ChunkRecord):
+                self.landing.append(found)
+        num_bytes = sum(record.slot_bytes for record in self.landing)
+        assert num_bytes <= NUM_SLABS * 4 * PAGE // LANDING_PART
+
+    @precondition(lambda self: self.landing)
+    @rule(ok=st.booleans())
+    def landed(self, ok: bool) -> None:
+        self.node.landed(self.landing.pop(0), ok=ok)
+
+    @rule(namespace=names, some=keys)
+    def begin_read(self, namespace: Namespace, some: list[Key]) -> None:
+        sizes = [PAGE * (1 + each[-1]) for each in some]
+        found = self.node.begin_read(namespace, some, sizes, self.now)
+        self.reading += [each for each in found if isinstance(each, ChunkRecord)]
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def end_read(self) -> None:
+        self.node.end_read(self.reading.pop(0))
+
+    # The directory
+
+    @precondition(lambda self: not self.is_out)
+    @rule()
+    def report(self) -> None:
+        self.reports.append(decode(encode(self.node.report(self.now)), Report))
+        self.is_out = True
+
+    @rule()
+    def give_up(self) -> None:
+        self.node.give_up()
+        self.is_out = False
+
+    @precondition(lambda self: self.reports)
+    @rule(data=st.data(), life=st.integers(1, 2), some=keys, forget=st.booleans())
+    def answered(self, data: st.DataObject, life: int, some: list[Key], forget: bool) -> None:
+        report = data.draw(st.sampled_from(self.reports[-3:]))
+        numbers = st.integers(0, 12)
+        spare = NamedKeys.of((NAMESPACES[0], each) for each in some)
+        known = data.draw(st.sampled_from([0, self.node.index.listing.number, 1 << 60]))
+        answer = ReportAnswer(
+            life,
+            report.part.end if report.part else Position(),
+            Stamp(5, data.draw(numbers)),
+            marks=Marks(data.draw(numbers), known, spare, NamedKeys(), forget),
+            left=data.draw(st.lists(names, max_size=2)),
+            words=[SessionsWord("a", SessionNews("s", SessionWord.OVER))],
+            words_number=data.draw(numbers),
+        )
+        self.node.answered(decode(encode(answer), ReportAnswer), self.now, report.seq)
+        self.is_out = self.is_out and report is not self.reports[-1]
+
+    @rule(stamp=stamps, floor=st.integers(0, 6), data=st.data())
+    def order(self, stamp: Stamp, floor: int, data: st.DataObject) -> None:
+        namespace = data.draw(st.sampled_from(["", *NAMESPACES]))
+        parts = st.sampled_from([0.0, 0.3, 0.9])
+        share = OrderedShare("", data.draw(parts), data.draw(parts))
+        pin = OrderedPin(NAMESPACES[0], b"d", 1, data.draw(st.sampled_from([0.0, 40.0])))
+        document = OrdersDocument(stamp, {namespace: floor}, shares={"t": share}, pins={"p": pin})
+        before = self.node.orders
+        self.node.take_orders(document, self.now)
+        assert self.node.orders == max(before, stamp)
+
+    @rule(some=keys)
+    def pin_keys(self, some: list[Key]) -> None:
+        for digest in self.node.wanted_pins():
+            self.node.pin_keys(digest, NAMESPACES[0], some)
+        assert not self.node.wanted_pins()
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 12.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.node.expire(self.now)
+
+    @invariant()
+    def pool_is_sound(self) -> None:
+        self.node.check()
+
+    def teardown(self) -> None:
+        """Once all have ended and are gone, there is nothing but READY chunks."""
+        for made in self.jobs:
+            self.node.end_chunks(made, range(len(made.keys)), ok=True)
+            self.node.end_job(made, {}, 0, 0.0)
+        for record in self.landing:
+            self.node.landed(record, ok=True)
+        for record in self.reading:
+            self.node.end_read(record)
+        for line in self.lines:
+            self.node.end_line(*line, self.now)
+        for life in LIVES:
+            self.node.bye(life)
+        self.node.check()
+        index = self.node.index
+        assert index.num_open_jobs == 0
+        assert all(record.state is ChunkState.READY for record in index.places)
+        self.hello(1, NAMESPACES[0], 1)
+        for _ in range(100):
+            self.read(5, is_lost=False)
+            if self.reader.position == Position(7, index.listing.number, ALL_READ):
+                break
+        believed = {key for key, where in self.reader.believed.items() if where}
+        assert believed == {key for key in KEYS if index.find(NAMESPACES[0], key)}
+
+
+OwnerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+test_pool_is_right_whatever_its_peers_say = OwnerMachine.TestCase

@@ -1,0 +1,87 @@
+"""The log of events: numbers, its bound, and who reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.base.ids import EventKind, NodeId
+from raykv.directory.known.events import EventRing
+from raykv.directory.table.intake import MovedChunk
+from raykv.protocol.listing import Reason, Where
+from tests.fixtures.directory.reporting import SPACE, key_of
+
+NODE = NodeId("a")
+
+
+def came(*numbers: int) -> list[MovedChunk]:
+    return [
+        MovedChunk(SPACE, key_of(each), Where.NOWHERE, Where.RAM, Reason.STORED) for each in numbers
+    ]
+
+
+@pytest.fixture
+def ring() -> EventRing:
+    return EventRing(most=10)
+
+
+def seqs(ring: EventRing, after: int, most: int = 100) -> list[int]:
+    return [each.seq for each in ring.after(after, most)[0]]
+
+
+def test_life_begins_with_its_beginning(ring: EventRing) -> None:
+    (event,), is_gap = ring.after(0, 9)
+    assert (event.seq, event.kind, is_gap) == (1, EventKind.EPOCH_BEGAN, False)
+    assert ring.after(1, 9) == ([], False)
+
+
+def test_pages_follow_each_other(ring: EventRing) -> None:
+    ring.moved(NODE, 1, 3, came(*range(4)), 1.0)
+    ring.moved(NODE, 1, 5, came(8, 9), 2.0)
+    assert seqs(ring, 0, 3) == [1, 2, 3]
+    assert seqs(ring, 3, 3) == [4, 5, 6]
+    assert seqs(ring, 6, 3) == [7]
+    events, _ = ring.after(4, 2)
+    assert [(each.key, each.number, each.at) for each in events] == [
+        (key_of(3), 3, 1.0),
+        (key_of(8), 5, 2.0),
+    ]
+    ring.check()
+
+
+def test_reader_that_falls_behind_or_is_ahead_learns_it(ring: EventRing) -> None:
+    for number in range(5):
+        ring.moved(NODE, 1, number, came(1, 2, 3, 4), 1.0)
+        ring.check()
+    assert ring.last_seq == 21
+    assert ring.first_seq == 12
+    assert ring.after(0, 2)[1]
+    assert seqs(ring, 0, 2) == [12, 13]
+    assert ring.after(10, 2)[1]
+    assert not ring.after(11, 2)[1]
+    assert ring.after(21, 2) == ([], False)
+    assert ring.after(22, 2)[1]
+    assert seqs(ring, 22, 2) == [12, 13]
+
+
+def test_number_of_an_earlier_life_is_answered_from_the_beginning(ring: EventRing) -> None:
+    events, is_gap = ring.after(500, 9)
+    # It begins with what says all.
+    assert [each.kind for each in events] == [EventKind.EPOCH_BEGAN]
+    assert not is_gap
+
+
+def test_one_report_may_be_more_than_the_log_keeps(ring: EventRing) -> None:
+    ring.moved(NODE, 1, 1, came(*range(25)), 1.0)
+    ring.check()
+    events, is_gap = ring.after(0, 100)
+    assert is_gap
+    assert [each.key for each in events] == [key_of(number) for number in range(15, 25)]
+
+
+def test_what_stays_on_its_node_is_no_event(ring: EventRing) -> None:
+    moves = [
+        MovedChunk(SPACE, key_of(1), Where.RAM, Where.DISK, Reason.EVICTED),
+        MovedChunk(SPACE, key_of(1), Where.DISK, Where.RAM | Where.DISK, Reason.STORED),
+    ]
+    ring.moved(NODE, 1, 1, moves, 1.0)
+    assert ring.last_seq == 1

@@ -1,0 +1,373 @@
+"""Which copies are spare: of the nodes that have a chunk, who is told what, and in which order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import raykv.directory.known.marks
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.known.marks import MOST_SENT, SpareMarks
+from raykv.directory.known.numbering import Numbering
+from raykv.directory.table.holdings import Holdings, Name
+from raykv.directory.table.intake import MovedChunk
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.named.report import Marks
+
+SPACE = Namespace("n")
+KNOWN = 7
+
+
+def name(number: int) -> Name:
+    return SPACE, Key(number.to_bytes(8, "little"))
+
+
+class Nodes:
+    """Nodes that believe what they are told; what they have is known at once."""
+
+    def __init__(self, *names: str) -> None:
+        self.holdings = Holdings()
+        self.numbering = Numbering(100)
+        self.leaving: set[NodeId] = set()
+        self.marks = SpareMarks(self.holdings, self.is_staying, self.numbering)
+        self.spare: dict[NodeId, set[Name]] = {}
+        self.heard: dict[NodeId, int] = {}
+        self.ram: dict[NodeId, set[Name]] = {}
+        # Of those that are lost: they still have it.
+        self.unheard: dict[NodeId, set[Name]] = {}
+        for each in names:
+            self.join(NodeId(each))
+            self.hear_all()
+
+    def is_staying(self, node_id: NodeId) -> bool:
+        return node_id not in self.leaving
+
+    def join(self, node_id: NodeId) -> None:
+        self.holdings.join(node_id)
+        self.marks.join(node_id)
+        self.ram[node_id] = set()
+        self.heard.setdefault(node_id, 0)
+        believed = set(self.spare.setdefault(node_id, set()))
+        self.put(node_id, *sorted(self.unheard.pop(node_id, ())))
+        self.spare[node_id] = believed
+
+    def lose(self, node_id: NodeId) -> None:
+        """It is not heard of; what it believes stays."""
+        self.holdings.lose(node_id)
+        self.marks.lose(node_id)
+        self.unheard[node_id] = self.ram.pop(node_id)
+
+    def turn(self, node_id: NodeId, *, leaves: bool) -> None:
+        (self.leaving.add if leaves else self.leaving.discard)(node_id)
+        self.marks.turn(node_id)
+
+    def put(self, node_id: NodeId, *names: Name, where: Where = Where.RAM) -> None:
+        moved = []
+        for each in names:
+            before = self.holdings.put(node_id, *each, where)
+            if before != where:
+                moved.append(MovedChunk(*each, before, where, Reason.STORED))
+            if not where & Where.RAM:
+                self.ram[node_id].discard(each)
+                self.spare[node_id].discard(each)
+            elif each not in self.ram[node_id]:
+                self.ram[node_id].add(each)
+                self.spare[node_id].discard(each)
+        there = {each[:2]: self.holdings.ask(each.namespace, [each.key])[0] for each in moved}
+        self.marks.moved(node_id, moved, there)
+
+    def drop(self, node_id: NodeId, *names: Name) -> None:
+        self.put(node_id, *names, where=Where.NOWHERE)
+
+    def hear(self, node_id: NodeId, *, is_lost: bool = False) -> Marks:
+        """An answer, and the next report, which shows what was heard."""
+        marks = self.marks.marks(node_id, KNOWN)
+        if not is_lost and marks.number > self.heard[node_id]:
+            self.heard[node_id] = marks.number
+            if marks.forget:
+                self.spare[node_id].clear()
+            self.spare[node_id] |= set(marks.spare) & self.ram[node_id]
+            self.spare[node_id] -= set(marks.kept)
+        self.marks.hear(node_id, self.heard[node_id])
+        return marks
+
+    def hear_all(self) -> None:
+        for node_id in self.ram:
+            while self.hear(node_id).number:
+                pass
+        self.marks.check()
+
+    def holders(self, each: Name) -> list[NodeId]:
+        return [node_id for node_id, names in self.ram.items() if each in names]
+
+    def keepers(self, each: Name) -> list[NodeId]:
+        """Those that stay and do not take their copy for spare."""
+        return [
+            node_id
+            for node_id in self.holders(each)
+            if each not in self.spare[node_id] and node_id not in self.leaving
+        ]
+
+    def one_keeper(self, each: Name) -> NodeId:
+        (keeper,) = self.keepers(each)
+        return keeper
+
+
+ONE, TWO, THREE = map(NodeId, ("one", "two", "three"))
+ALL = (ONE, TWO, THREE)
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes(*ALL)
+
+
+def test_of_several_copies_all_but_one_are_spare(nodes: Nodes) -> None:
+    for number in range(60):
+        for node_id in ALL:
+            nodes.put(node_id, name(number))
+    nodes.hear_all()
+    keepers = [nodes.one_keeper(name(number)) for number in range(60)]
+    # Nobody has to keep all of them.
+    assert all(keepers.count(node_id) > 6 for node_id in ALL)
+
+
+def test_keeper_is_told_nothing_and_marks_are_of_what_was_read(nodes: Nodes) -> None:
+    nodes.put(ONE, name(1))
+    assert not nodes.hear(ONE).number
+    nodes.put(TWO, name(1))
+    told = {node_id: nodes.hear(node_id) for node_id in (ONE, TWO)}
+    (spare,) = [node_id for node_id, marks in told.items() if marks.number]
+    assert list(told[spare].spare) == [name(1)]
+    assert not told[spare].kept
+    assert told[spare].known == KNOWN
+    assert nodes.one_keeper(name(1)) != spare
+
+
+def test_better_keeper_that_comes_makes_the_former_one_spare(nodes: Nodes) -> None:
+    for number in range(20):
+        nodes.put(ONE, name(number))
+        nodes.put(TWO, name(number))
+    nodes.hear_all()
+    before = [nodes.one_keeper(name(number)) for number in range(20)]
+    for number in range(20):
+        nodes.put(THREE, name(number))
+    nodes.hear_all()
+    after = [nodes.one_keeper(name(number)) for number in range(20)]
+    # It changes only to the one that came.
+    assert {b for a, b in zip(before, after, strict=True) if a != b} == {THREE}
+
+
+def test_last_copy_is_kept_when_the_keeper_gives_up_its_own(nodes: Nodes) -> None:
+    for node_id in ALL:
+        nodes.put(node_id, name(1))
+    nodes.hear_all()
+    for num_left in (2, 1):
+        nodes.drop(nodes.one_keeper(name(1)), name(1))
+        nodes.hear_all()
+        assert len(nodes.holders(name(1))) == num_left
+        nodes.one_keeper(name(1))
+
+
+def test_copy_on_a_disk_keeps_nothing(nodes: Nodes) -> None:
+    nodes.put(ONE, name(1))
+    nodes.put(TWO, name(1))
+    nodes.hear_all()
+    keeper = nodes.one_keeper(name(1))
+    nodes.put(keeper, name(1), where=Where.DISK)
+    nodes.hear_all()
+    assert nodes.one_keeper(name(1)) != keeper
+
+
+def test_marks_come_again_until_they_are_heard(nodes: Nodes) -> None:
+    for node_id in ALL[:2]:
+        nodes.put(node_id, name(1))
+    first = [nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]]
+    assert [nodes.hear(node_id) for node_id in ALL[:2]] == first
+    assert not any(nodes.hear(node_id).number for node_id in ALL[:2])
+    nodes.one_keeper(name(1))
+
+
+def test_mark_that_does_not_hold_any_more_is_not_sent(nodes: Nodes) -> None:
+    for node_id in ALL[:2]:
+        nodes.put(node_id, name(1))
+        nodes.put(node_id, name(2))
+    lost = {node_id: nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]}
+    for node_id, marks in lost.items():
+        other = TWO if node_id == ONE else ONE
+        for each in marks.spare:
+            nodes.drop(other, each)
+    for node_id in ALL[:2]:
+        assert not set(nodes.hear(node_id).spare)
+
+
+def test_number_of_another_life_of_the_directory_is_nothing_heard(nodes: Nodes) -> None:
+    for node_id in ALL[:2]:
+        nodes.put(node_id, name(1))
+    told = {node_id: nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]}
+    for node_id, marks in told.items():
+        nodes.marks.hear(node_id, 1 << 40)
+        assert nodes.marks.marks(node_id, KNOWN) == marks
+
+
+def test_who_was_spared_by_a_lost_node_forgets(nodes: Nodes) -> None:
+    for number in range(20):
+        nodes.put(ONE, name(number))
+        nodes.put(TWO, name(number))
+    nodes.hear_all()
+    assert nodes.spare[TWO]
+    nodes.lose(ONE)
+    marks = nodes.hear(TWO)
+    assert marks.forget
+    assert not nodes.spare[TWO]
+    # What comes later is marked anew.
+    nodes.join(ONE)
+    for number in range(20):
+        nodes.put(ONE, name(number))
+    nodes.hear_all()
+    assert {nodes.one_keeper(name(number)) for number in range(20)} == {ONE, TWO}
+
+
+def test_who_was_not_spared_by_a_lost_node_forgets_nothing(nodes: Nodes) -> None:
+    for number in range(20):
+        nodes.put(ONE, name(number))
+        nodes.put(TWO, name(number))
+    nodes.hear_all()
+    believed = set(nodes.spare[TWO])
+    nodes.lose(THREE)
+    assert not nodes.hear(TWO).number
+    assert nodes.spare[TWO] == believed
+
+
+def test_node_that_leaves_keeps_nothing_for_others(nodes: Nodes) -> None:
+    for number in range(20):
+        nodes.put(ONE, name(number))
+        nodes.put(TWO, name(number))
+    nodes.hear_all()
+    nodes.turn(ONE, leaves=True)
+    nodes.hear_all()
+    assert all(nodes.one_keeper(name(number)) == TWO for number in range(20))
+    # Its copies are spare as soon as others come.
+    nodes.put(ONE, name(30))
+    nodes.put(TWO, name(30))
+    nodes.hear_all()
+    assert name(30) in nodes.spare[ONE]
+
+
+@pytest.mark.parametrize("each", [name(number) for number in range(12)])
+def test_node_that_stays_after_all_is_a_keeper_of_what_it_has(nodes: Nodes, each: Name) -> None:
+    nodes.turn(ONE, leaves=True)
+    for node_id in ALL:
+        nodes.put(node_id, each)
+    nodes.hear_all()
+    (other,) = nodes.keepers(each)
+    nodes.turn(ONE, leaves=False)
+    nodes.hear_all()
+    assert not nodes.spare[ONE]
+    # Who kept it may give it up, and the one that stays may go with all that it has.
+    nodes.drop(other, each)
+    nodes.lose(ONE)
+    nodes.hear_all()
+    nodes.one_keeper(each)
+
+
+def test_node_that_joins_again_forgets_what_it_was_told(nodes: Nodes) -> None:
+    for node_id in ALL[:2]:
+        nodes.put(node_id, *map(name, range(20)))
+    nodes.hear_all()
+    assert nodes.spare[ONE]
+    nodes.lose(ONE)
+    # It is the only one now, and nobody knows that it has them.
+    nodes.drop(TWO, *map(name, range(20)))
+    nodes.join(ONE)
+    assert nodes.hear(ONE).forget
+    assert not nodes.spare[ONE]
+    assert not nodes.hear(ONE).number
+
+
+def test_answer_has_so_many_names_and_kept_ones_first(nodes: Nodes) -> None:
+    nodes.put(ONE, *map(name, range(4000)))
+    nodes.put(TWO, *map(name, range(4000)))
+    first = nodes.hear(TWO)
+    assert len(first.spare) == MOST_SENT
+    dropped = set(first.spare)
+    nodes.drop(ONE, *dropped)
+    second = nodes.hear(TWO)
+    assert set(second.kept) == dropped
+    assert not second.spare
+    nodes.hear_all()
+    assert all(nodes.keepers(name(number)) for number in range(4000))
+
+
+def test_beyond_the_bound_spare_ones_are_lost_first(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.directory.known.marks, "MOST_WAITING", 8)
+    nodes.put(ONE, *map(name, range(40)))
+    nodes.put(TWO, *map(name, range(40)))
+    nodes.hear_all()
+    assert len(nodes.spare[ONE] | nodes.spare[TWO]) == 16
+    spare = list(nodes.spare[TWO])
+    # Each is kept, and others come that are spare.
+    nodes.drop(ONE, *spare)
+    nodes.put(ONE, *map(name, range(100, 140)))
+    nodes.put(TWO, *map(name, range(100, 140)))
+    nodes.hear_all()
+    assert not nodes.spare[TWO] & set(spare)
+
+
+def test_node_forgets_all_if_too_many_are_kept(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node_id in ALL[:2]:
+        nodes.put(node_id, *map(name, range(40)))
+    nodes.hear_all()
+    spare = list(nodes.spare[TWO])
+    monkeypatch.setattr(raykv.directory.known.marks, "MOST_WAITING", 4)
+    assert len(spare) > 4
+    nodes.drop(ONE, *spare)
+    assert nodes.hear(TWO).forget
+    nodes.hear_all()
+    assert not nodes.spare[TWO]
+
+
+def test_no_two_copies_are_spare_whatever_happens_to_nodes() -> None:
+    for seed in range(150):
+        source = random.Random(seed)
+        nodes = Nodes(*ALL, "four")
+        everybody = list(nodes.ram)
+        for _ in range(120):
+            step(nodes, source.choice(everybody), name(source.randrange(6)), source)
+            nodes.marks.check()
+        nodes.hear_all()
+        for number in range(6):
+            is_spare = any(name(number) in nodes.spare[n] for n in nodes.holders(name(number)))
+            assert nodes.keepers(name(number)) or not is_spare, (seed, number)
+
+
+def step(nodes: Nodes, node_id: NodeId, each: Name, source: random.Random) -> None:
+    if node_id not in nodes.ram:
+        nodes.leaving.discard(node_id)
+        nodes.join(node_id)
+    match source.randrange(16):
+        case 0:
+            nodes.lose(node_id)
+        case 1:
+            leaves = source.randrange(3) == 0
+            if nodes.is_staying(node_id) == leaves:
+                nodes.turn(node_id, leaves=leaves)
+        case 2 | 3 | 4 | 5 | 6 | 7:
+            nodes.put(node_id, each)
+        case 8:
+            nodes.drop(node_id, each)
+        case 9 if len(nodes.keepers(each)) == 1:
+            nodes.drop(nodes.one_keeper(each), each)
+        case 10:
+            nodes.put(node_id, each, where=source.choice([Where.DISK, Where(3)]))
+        case 11:
+            nodes.hear(node_id, is_lost=True)
+        case 12 | 13:
+            nodes.hear(node_id)
+        case _:
+            nodes.hear_all()

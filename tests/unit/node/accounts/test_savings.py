@@ -1,0 +1,239 @@
+"""What more room would have saved, beside pools that really have it."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from raykv.node.accounts import savings
+from raykv.node.accounts.savings import MOST_CHANGES, SIZES, Savings
+from raykv.protocol.descriptions import ChunkGroup
+from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
+from tests.fixtures.node.owned_pool import PAGE, OwnedPool
+from tests.fixtures.node.owned_pool import key as pool_key
+
+TOKENS = 16
+GROUPS = [ChunkGroup(0, TOKENS)]
+SLOT = SIZES[0]
+"""Bytes: a size of more room is one more slot, or two, four, …"""
+
+
+def key(number: int) -> bytes:
+    return b"%08d" % number + bytes(28)
+
+
+def record(
+    chunks: Sequence[int], found: int = 0, missed: int | None = None, why: str = "evicted"
+) -> MissRecord:
+    """Of a prompt of those chunks; `found` of them were there."""
+    computed = (len(chunks) - found) * TOKENS if missed is None else missed
+    names = b"".join(key(number)[:CHUNK_NAME_BYTES] for number in chunks)
+    prompt = found * TOKENS + computed
+    return MissRecord("r", prompt, 0, found * TOKENS, {why: computed}, chunks=names)
+
+
+@pytest.fixture
+def meter() -> Savings:
+    """Its node has given up the chunks 0, 1, 2 and 3, in this order."""
+    made = Savings()
+    for number in range(4):
+        made.evicted(key(number), SLOT)
+    return made
+
+
+def saved(meter: Savings, now: float = 60.0) -> dict[int, int]:
+    """Chunks by slots of more room."""
+    found = meter.told(SLOT, now)
+    slots = [size // SLOT for size in found.more_bytes]
+    return dict(zip(slots, (tokens // TOKENS for tokens in found.saved_tokens), strict=True))
+
+
+def test_chunk_would_be_there_with_as_much_room_as_was_evicted_since(meter: Savings) -> None:
+    meter.take(record([3]), GROUPS, 0, 0.0)
+    assert saved(meter)[1] == 1
+    meter.take(record([1]), GROUPS, 0, 0.0)
+    assert [saved(meter)[slots] for slots in (1, 2, 4, 8)] == [1, 1, 2, 2]
+
+
+def test_prompt_counts_up_to_its_first_chunk_that_would_be_missing(meter: Savings) -> None:
+    meter.take(record([3, 0, 2]), GROUPS, 0, 0.0)
+    assert [saved(meter)[slots] for slots in (1, 2, 4)] == [1, 1, 3]
+    meter.take(record([9, 3]), GROUPS, 0, 0.0)
+    assert saved(meter)[4] == 3
+
+
+def test_what_was_found_is_not_saved(meter: Savings) -> None:
+    meter.take(record([3, 2], found=1), GROUPS, 0, 0.0)
+    assert [saved(meter)[slots] for slots in (1, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"), [("evicted", 1), ("never_stored", 1), ("opted_out", 0), ("cleared", 0)]
+)
+def test_tokens_count_that_were_computed_for_lack_of_a_chunk(
+    meter: Savings, why: str, expected: int
+) -> None:
+    meter.take(record([3], why=why), GROUPS, 0, 0.0)
+    assert saved(meter)[1] == expected
+
+
+def test_last_chunk_counts_as_far_as_it_was_computed(meter: Savings) -> None:
+    meter.take(record([3, 2], missed=TOKENS + 5), GROUPS, 0, 0.0)
+    assert meter.told(SLOT, 60.0).saved_tokens[0] == TOKENS
+
+
+def test_window_of_the_same_name_is_another_chunk(meter: Savings) -> None:
+    meter.evicted(b"%08d" % 7 + bytes(27) + b"\1", SLOT)
+    meter.take(record([7]), GROUPS, 0, 0.0)
+    assert not any(saved(meter).values())
+
+
+@pytest.mark.parametrize("groups", [[], [ChunkGroup(0, TOKENS, window=2)]])
+def test_model_without_whole_prefixes_counts_tokens_only(
+    meter: Savings, groups: list[ChunkGroup]
+) -> None:
+    meter.take(record([3]), groups, 0, 0.0)
+    found = meter.told(SLOT, 60.0)
+    assert (found.prompt_tokens, found.computed_tokens) == (TOKENS, TOKENS)
+    assert not any(found.saved_tokens)
+
+
+def test_names_that_are_cut_off_end_what_is_counted(meter: Savings) -> None:
+    whole = record([3, 2])
+    cut = msgspec.structs.replace(whole, chunks=whole.chunks[:CHUNK_NAME_BYTES])
+    meter.take(cut, GROUPS, 0, 0.0)
+    assert [saved(meter)[slots] for slots in (1, 2)] == [1, 1]
+
+
+def test_hour_is_what_counts(meter: Savings) -> None:
+    meter.take(record([3]), GROUPS, 0, 0.0)
+    meter.take(record([3]), GROUPS, 0, 1800.0)
+    found = meter.told(10 * SLOT, 1800.0)
+    assert (found.window_s, found.saved_tokens[0]) == (1800.0, 2 * TOKENS)
+    assert found.per_hour(found.saved_tokens[0]) == 4 * TOKENS
+    assert (found.nodes, found.pool_bytes, found.reach_bytes) == (1, 10 * SLOT, None)
+    assert saved(meter, 3700.0)[1] == 1
+    assert meter.told(SLOT, 9000.0).window_s == 0.0
+
+
+def test_nothing_is_known_of_a_node_that_has_just_begun() -> None:
+    found = Savings().told(0, 5.0)
+    assert (found.window_s, found.computed_tokens, found.per_hour(3)) == (0.0, 0, 0)
+    assert found.saved_tokens == [0] * len(SIZES)
+
+
+def test_memory_is_bounded_and_says_how_far_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(savings, "MOST_BEHIND", 8)
+    meter = Savings()
+    for number in range(40):
+        meter.evicted(key(number), SLOT)
+    assert meter.told(SLOT, 0.0).reach_bytes == 4 * SLOT
+    meter.take(record([39]), GROUPS, 0, 0.0)
+    meter.take(record([30]), GROUPS, 0, 0.0)
+    assert max(saved(meter).values()) == 1
+
+
+class Pool:
+    """Keeps what was used last."""
+
+    def __init__(self, num_slots: int, gave_up: Callable[[int], None] = lambda _: None) -> None:
+        self._num_slots = num_slots
+        self._gave_up = gave_up
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, chunk: int) -> bool:
+        """Whether it was there; it is from now on."""
+        is_there = chunk in self._held
+        self._held[chunk] = None
+        self._held.move_to_end(chunk)
+        if len(self._held) > self._num_slots:
+            self._gave_up(self._held.popitem(last=False)[0])
+        return is_there
+
+
+def compare(uses: Sequence[int], num_slots: int, more: int) -> tuple[int, int]:
+    """What the meter says that more slots would have saved, and what they do."""
+    meter = Savings()
+    own = Pool(num_slots, lambda chunk: meter.evicted(key(chunk), SLOT))
+    larger = Pool(num_slots + more)
+    truth = 0
+    for chunk in uses:
+        if own.use(chunk):
+            larger.use(chunk)
+            continue
+        truth += larger.use(chunk)
+        # The record comes when the request has ended, after its own store.
+        meter.take(record([chunk], why="never_stored"), GROUPS, SLOT, 0.0)
+    return saved(meter)[more], truth
+
+
+@pytest.mark.parametrize("more", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_more_slots_save_what_the_meter_says_or_a_little_more(seed: int, more: int) -> None:
+    rng = random.Random(seed)
+    uses = [int(rng.paretovariate(1.0)) % 60 for _ in range(3000)]
+    said, truth = compare(uses, 10, more)
+    assert 0.4 * truth <= said <= truth
+
+
+@pytest.mark.parametrize("more", [2, 4, 8])
+def test_documents_that_come_in_turn_need_room_for_all(more: int) -> None:
+    uses = [number % 12 for number in range(600)]
+    said, truth = compare(uses, 8, more)
+    assert (said > 0) == (truth > 0) == (more >= 4)
+
+
+# In a pool
+
+
+def of_chunk(number: int) -> MissRecord:
+    name = pool_key(number)[:CHUNK_NAME_BYTES]
+    return MissRecord("r", TOKENS, 0, 0, {"evicted": TOKENS}, chunks=name)
+
+
+def test_what_a_pool_evicts_and_its_requests_miss_is_followed() -> None:
+    pool, meter = OwnedPool(num_slabs=1), Savings()
+    pool.hello(traits={"chunks": "0:16"})
+    pool.store(1, 2, 3, 4)
+    pool.now += 10.0
+    pool.store(5)
+    gone = set(range(1, 6)) - set(pool.held())
+    assert len(gone) == 1
+    pool.tell(finished=[of_chunk(gone.pop()), of_chunk(99)])
+    for _ in range(3):
+        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+    found = meter.told(PAGE, pool.now)
+    assert (found.prompt_tokens, found.computed_tokens) == (2 * TOKENS, 2 * TOKENS)
+    assert found.saved_tokens == [TOKENS] * len(SIZES)
+
+
+def test_engine_that_says_nonsense_of_its_chunks_counts_tokens_only() -> None:
+    pool, meter = OwnedPool(), Savings()
+    pool.hello(traits={"chunks": "a:b"})
+    pool.tell(finished=[of_chunk(1)])
+    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+    assert meter.told(PAGE, pool.now).prompt_tokens == TOKENS
+
+
+def test_meter_that_is_far_behind_the_listing_goes_on_where_that_is() -> None:
+    pool, meter = OwnedPool(num_slabs=1), Savings()
+    pool.hello(traits={"chunks": "0:16"})
+    for turn in range(3):
+        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+        for number in range(MOST_CHANGES // 2):
+            pool.store(1000 * turn + number)
+            pool.now += 4.0
+    for _ in range(8):
+        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+    last = pool.held()
+    pool.store(90_000)
+    pool.now += 4.0
+    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+    (evicted,) = set(last) - set(pool.held()) or {2 * 1000 + MOST_CHANGES // 2 - 4}
+    pool.tell(finished=[of_chunk(evicted)])
+    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
+    assert meter.told(PAGE, pool.now).saved_tokens[0] == TOKENS

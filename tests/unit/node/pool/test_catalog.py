@@ -1,0 +1,229 @@
+"""The chunks of a node, row by row, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import pytest
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import NO_BLOCKS, Blocks, Key, Stamp
+from raykv.node.pool.catalog import (
+    ChunkRow,
+    Cursor,
+    DroppedChunks,
+    HeldChunks,
+    PoolCatalog,
+    Wanted,
+    first_ones,
+)
+from raykv.node.pool.records import Standing
+from raykv.node.pool.shelf import Shelf
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.sessions import SessionWord
+from tests.fixtures.node.owned_pool import PAGE, A, B, OwnedPool, begun, key, numbers, pin
+
+RAM, DISK = Where.RAM, Where.DISK
+
+
+class Shown:
+    """A pool whose chunks are listed, with a disk."""
+
+    def __init__(self, num_slabs: int = 4) -> None:
+        self.pool = OwnedPool(num_slabs)
+        self.pool.hello()
+        index = self.pool.node.index
+        self.shelf = Shelf(index.listing, index.floors, index.room, index.places)
+        self.catalog = PoolCatalog(index, self.shelf, self.pool.now)
+
+    def shelve(self, *chunks: int) -> None:
+        for chunk in chunks:
+            self.shelf.put(A, key(chunk), Blocks(0, 2), Stamp(0, 0), PAGE)
+
+    def pages(self, wanted: Wanted = Wanted(), most: int = 3) -> Iterator[list[ChunkRow]]:  # noqa: B008
+        """A walk with as small stretches as it takes."""
+        cursor: Cursor | None = Cursor()
+        while cursor is not None:
+            rows, cursor = self.catalog.stretch(wanted, cursor, most)
+            yield rows
+            cursor = None if cursor is None else Cursor.of(str(cursor))
+
+    def listed(self, **wanted: object) -> list[tuple[int, Where]]:
+        rows = [row for page in self.pages(Wanted(**wanted)) for row in page]  # type: ignore[arg-type]
+        return list(
+            zip(numbers([row.key for row in rows]), [row.where for row in rows], strict=True)
+        )
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return Shown()
+
+
+def test_chunk_in_the_pool_and_on_the_disk_is_one_row(shown: Shown) -> None:
+    shown.pool.store(1, 2, 3)
+    shown.shelve(3, 4)
+    assert sorted(shown.listed()) == [(1, RAM), (2, RAM), (3, RAM | DISK), (4, DISK)]
+    assert sorted(shown.listed(where=RAM)) == [(1, RAM), (2, RAM), (3, RAM)]
+    assert sorted(shown.listed(where=DISK)) == [(3, DISK), (4, DISK)]
+
+
+def test_chunk_that_is_being_stored_is_not_listed(shown: Shown) -> None:
+    shown.pool.admit(shown.pool.storing(7))
+    shown.pool.store(8)
+    assert shown.listed() == [(8, RAM)]
+
+
+def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
+    shown: Shown,
+) -> None:
+    shown.pool.store(*range(12))
+    shown.shelve(*range(20, 26))
+    found: list[ChunkRow] = []
+    for turn, page in enumerate(shown.pages(most=2)):
+        found += page
+        record = shown.pool.node.index.find(A, key(turn))
+        if record is not None and turn < 4:
+            shown.pool.node.index.drop(record, Reason.EVICTED)
+            shown.pool.store(30 + turn)
+        shown.shelf.remove(A, key(20 + turn), Reason.EVICTED)
+    listed = numbers([row.key for row in found])
+    assert [listed.count(number) for number in range(4, 12)] == [1] * 8
+    assert len(set(listed)) == len(listed)
+
+
+def test_listing_looks_at_a_bounded_number_of_places_at_a_time(shown: Shown) -> None:
+    shown.pool.store(*range(12))
+    assert max(len(page) for page in shown.pages(most=5)) <= 5
+
+
+def test_only_what_is_asked_for_is_listed(shown: Shown) -> None:
+    shown.pool.store(1, 2)
+    shown.pool.end(shown.pool.admit(shown.pool.job_of(0, [key(1, 1)]))[0])  # type: ignore[arg-type]
+    shown.shelve(3)
+    assert len(shown.listed(group=1)) == 1
+    assert sorted(shown.listed(group=0)) == [(1, RAM), (2, RAM), (3, DISK)]
+    assert sorted(shown.listed(key=key(1)[:4])) == [(1, RAM), (1, RAM)]
+    assert shown.listed(namespace=B) == []
+    assert sorted(shown.listed(namespace=A, group=0)) == [(1, RAM), (2, RAM), (3, DISK)]
+
+
+def test_whole_key_of_a_namespace_is_found_without_a_walk(shown: Shown) -> None:
+    shown.pool.store(*range(10))
+    shown.shelve(9, 11)
+    for number, where in ((9, RAM | DISK), (11, DISK)):
+        (row,), cursor = shown.catalog.stretch(Wanted(A, key(number)), Cursor(), most=1)
+        assert (row.key, row.where, cursor) == (key(number), where, None)
+    assert shown.catalog.stretch(Wanted(A, key(11), where=RAM), Cursor())[0] == []
+
+
+def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
+    shown.pool.tell()
+    shown.pool.now = 107.0
+    shown.pool.store(1, blocks=Blocks(1, 1), tenant="lisa")
+    shown.pool.now = 120.0
+    shown.pool.found(1)
+    row = shown.catalog.row(A, key(1))
+    assert row is not None
+    assert (row.came_at, row.found_at, row.hits) == (107.0, 120.0, 1)
+    assert (row.num_bytes, row.blocks) == (PAGE, Blocks(1, 1))
+    assert shown.pool.node.tenant_labels[row.owner] == "lisa"
+    assert row.standing is Standing.NORMAL
+    assert shown.catalog.row(A, key(2)) is None
+
+
+def test_chunk_that_nobody_has_found_is_idle_since_it_came(shown: Shown) -> None:
+    shown.pool.now = 130.0
+    shown.pool.store(1)
+    row = shown.catalog.row(A, key(1))
+    assert row is not None
+    assert (row.came_at, row.found_at) == (130.0, 130.0)
+
+
+def test_chunk_of_an_earlier_life_came_when_this_one_began(shown: Shown) -> None:
+    shown.pool.store(1)
+    shown.pool.record(1).came_at = -inf
+    row = shown.catalog.row(A, key(1))
+    assert row is not None
+    assert (row.came_at, row.found_at) == (100.0, 100.0)
+
+
+def test_when_a_chunk_came_to_the_disk_is_not_known(shown: Shown) -> None:
+    shown.shelve(1)
+    row = shown.catalog.row(A, key(1))
+    assert row is not None
+    assert (row.came_at, row.found_at, row.num_bytes) == (None, None, PAGE)
+
+
+@pytest.mark.parametrize(
+    "text", ["ram", "ram -1", "rom 7", "disk 7 8", "ram " + "1" * 30, "7", "ram \u0663", "\n"]
+)
+def test_cursor_that_nobody_has_given_out_is_refused(text: str) -> None:
+    with pytest.raises(MessageError, match="cursor"):
+        Cursor.of(text)
+
+
+def test_cursor_beyond_all_places_ends_the_listing(shown: Shown) -> None:
+    shown.pool.store(1)
+    far = (1 << 80) - 1
+    rows, cursor = shown.catalog.stretch(Wanted(), Cursor(place=far))
+    assert (rows, cursor) == ([], Cursor(is_disk=True))
+    assert shown.catalog.stretch(Wanted(), Cursor(True, far)) == ([], None)
+
+
+def test_first_ones_are_those_with_most_of_it() -> None:
+    rows = [
+        ChunkRow(A, Key(b"1"), RAM, 1, NO_BLOCKS, came_at=1.0, found_at=9.0, hits=2),
+        ChunkRow(A, Key(b"2"), RAM, 5, NO_BLOCKS, came_at=2.0, found_at=3.0, hits=0),
+        ChunkRow(A, Key(b"3"), RAM, 3, NO_BLOCKS, came_at=4.0, found_at=4.0, hits=7),
+        ChunkRow(A, Key(b"4"), DISK, 0, NO_BLOCKS),
+    ]
+    first = {
+        order: [row.key.decode() for row in first_ones(rows, order, 2)]
+        for order in ("age", "idle", "hits", "size")
+    }
+    assert first == {
+        "age": ["1", "2"],
+        "idle": ["2", "3"],
+        "hits": ["3", "1"],
+        "size": ["2", "3"],
+    }
+
+
+def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
+    shown = Shown(num_slabs=1)
+    shown.pool.store(1, 2, 3)
+    shown.pool.order(1, pins={"p": pin(b"d")})
+    assert shown.pool.node.pinned("p") is None
+    shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
+    names = shown.pool.node.pinned("p")
+    assert names is not None
+    # A quarter of four slots.
+    assert shown.catalog.kept(names) == HeldChunks(1, PAGE, 1)
+    assert shown.pool.node.pinned("q") is None
+
+
+def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None:
+    shown.pool.store(1, 2, 3)
+    shown.shelve(2)
+    shown.pool.order(1, pins={"p": pin(b"d")})
+    shown.pool.node.pin_keys(b"d", A, [key(1)])
+    reader = begun(shown.pool.node.begin_read(A, [key(2)], [PAGE], shown.pool.now)[0])
+    gone = shown.catalog.drop(A, map(key, (1, 2, 2, 3, 4)))
+    assert gone == DroppedChunks(dropped=2, kept=1, absent=1)
+    assert sorted(shown.listed()) == [(1, RAM), (2, DISK)]
+    shown.pool.node.end_read(reader)
+    shown.pool.node.check()
+
+
+def test_session_of_a_chunk_is_known(shown: Shown) -> None:
+    shown.pool.store(1, 2)
+    shown.pool.say(SessionWord.CAME, "s", 1, 2)
+    shown.pool.now += 2.0
+    shown.pool.say(SessionWord.USED, "t", 2)
+    latest = list(shown.pool.node.sessions.latest())
+    assert [(space, name) for space, name, _ in latest] == [(A, "t"), (A, "s")]
+    assert [(each.num_requests, each.used_at) for _, _, each in latest] == [(0, 102.0), (1, 100.0)]
+    claims = shown.pool.node.index.claims.claims_on((A, key(2)))
+    assert {owner.name for owner in claims} == {"a\ns", "a\nt"}

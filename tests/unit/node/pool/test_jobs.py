@@ -1,0 +1,407 @@
+"""Who copies which chunks: jobs of workers, landings, and what other nodes read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from raykv.base.ids import Blocks, Refusal, Stamp
+from raykv.node.pool.index import FRESH_S, OPEN_S
+from raykv.node.pool.jobs import STORE_EXPIRY_S
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.columns import Numbers
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.named.captures import Capture
+from raykv.protocol.named.copies import NamedJob
+from tests.fixtures.node.owned_pool import (
+    HISTORY,
+    LIFE,
+    PAGE,
+    SLAB,
+    WHOLE,
+    A,
+    B,
+    OwnedPool,
+    begun,
+    key,
+    stamp,
+    where,
+)
+
+
+@pytest.fixture
+def pool() -> OwnedPool:
+    made = OwnedPool()
+    made.hello()
+    return made
+
+
+def test_engine_that_has_not_introduced_itself_stores_and_loads_nothing() -> None:
+    pool = OwnedPool()
+    store, load = pool.admit(pool.storing(1), pool.loading(1))
+    assert store.chunks == load.chunks == [Refusal.BAD_HANDLE]
+    assert pool.end(store).refusals == bytes([Refusal.BAD_HANDLE])
+    assert pool.node.index.num_open_jobs == 0
+
+
+@pytest.mark.parametrize(("rank", "of"), [(0, 2), (-1, 1), (1, 1), (0, 0), (7, 1)])
+def test_rank_that_the_engine_does_not_have_stores_nothing(
+    pool: OwnedPool, rank: int, of: int
+) -> None:
+    (job,) = pool.admit(pool.storing(1), rank=rank, of=of)
+    assert job.chunks == [Refusal.BAD_HANDLE]
+
+
+def test_group_or_namespace_that_the_engine_does_not_have_is_refused(pool: OwnedPool) -> None:
+    pool.store(1)
+    odd = msgspec.structs.replace(
+        pool.storing(),
+        keys=pool.storing(2).keys,
+        num_blocks=Numbers.of([2]),
+        first_block=Numbers.of([0]),
+        namespace=B,
+    )
+    assert pool.admit(odd)[0].chunks == [Refusal.BAD_HANDLE]
+    assert pool.admit(pool.job_of(0, [key(3, group=5)]))[0].chunks == [Refusal.BAD_HANDLE]  # type: ignore[arg-type]
+    assert pool.held() == [1]
+
+
+def test_slots_have_the_size_of_the_chunks_group(pool: OwnedPool) -> None:
+    (job,) = pool.admit(pool.job_of(0, [key(1), key(1, group=1)], orders=Stamp(0, 4)))  # type: ignore[arg-type]
+    assert [each.slot_bytes for each in job.chunks] == [PAGE, 2 * PAGE]
+    assert {each.stamp for each in job.chunks} == {Stamp(0, 4)}
+    assert {each.blocks for each in job.chunks} == {WHOLE}
+    pool.end(job)
+
+
+def test_store_says_how_its_chunks_are_now(pool: OwnedPool) -> None:
+    (job,) = pool.admit(pool.storing(1, 2))
+    result = pool.end(job, c1=Refusal.COPY_FAILED)
+    assert where(result.rows) == {key(1): Where.RAM, key(2): Where.NOWHERE}
+    assert (result.life, result.number) == (LIFE, pool.node.index.listing.number)
+    assert (list(result.failed_chunks), result.refusals) == ([1], bytes([Refusal.COPY_FAILED]))
+
+
+def test_what_is_here_counts_as_stored(pool: OwnedPool) -> None:
+    pool.store(1)
+    (job,) = pool.admit(pool.storing(1, 2))
+    assert job.chunks[0] is Refusal.HERE
+    result = pool.end(job)
+    assert not result.failed_chunks
+    assert where(result.rows) == {key(1): Where.RAM, key(2): Where.RAM}
+
+
+def test_readers_of_a_message_are_there_before_its_stores_take_room(pool: OwnedPool) -> None:
+    pool.store(*range(16))
+    pool.wait(100)
+    pool.hello()
+    # The store comes first in the message, and would take what the load is about.
+    store, load = pool.admit(pool.storing(*range(20, 24)), pool.loading(*range(12, 16)))
+    assert all(each.readers == 1 for each in load.chunks)
+    assert all(isinstance(each, ChunkRecord) for each in store.chunks)
+    assert {12, 13, 14, 15} <= set(pool.held())
+    pool.end(store)
+    pool.end(load)
+    assert not pool.record(12).readers
+
+
+def test_load_wants_its_blocks(pool: OwnedPool) -> None:
+    pool.store(1, blocks=Blocks(1, 1))
+    (job,) = pool.admit(pool.loading(1))
+    assert job.chunks == [Refusal.PARTIAL]
+    result = pool.end(job)
+    (row,) = result.rows
+    assert (row.where, row.blocks) == (Where.RAM, Blocks(1, 1))
+    (job,) = pool.admit(pool.loading(1, blocks=Blocks(1, 1)))
+    assert begun(job.chunks[0]).readers == 1
+    pool.end(job)
+
+
+def test_load_that_lacked_blocks_says_so_only_while_they_are_missing(pool: OwnedPool) -> None:
+    pool.store(1, blocks=Blocks(1, 1))
+    (job,) = pool.admit(pool.loading(1))
+    pool.store(1)
+    assert job.chunks == [Refusal.PARTIAL]
+    assert pool.end(job).refusals == bytes([Refusal.WRITING])
+
+
+def test_load_says_only_of_chunks_that_failed_how_they_are(pool: OwnedPool) -> None:
+    pool.store(1, 2)
+    (job,) = pool.admit(pool.loading(1, 2, 3))
+    result = pool.end(job)
+    assert where(result.rows) == {key(3): Where.NOWHERE}
+    assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.NOT_HERE]))
+
+
+def test_chunk_whose_bytes_are_damaged_is_dropped(pool: OwnedPool) -> None:
+    pool.store(1, 2)
+    (job,) = pool.admit(pool.loading(1, 2))
+    result = pool.end(job, c0=Refusal.CORRUPT)
+    assert where(result.rows) == {key(1): Where.NOWHERE}
+    assert pool.held() == [2]
+    changes = pool.node.index.listing.since(0, 99)
+    assert changes is not None
+    assert changes[0][-1].reason is Reason.DAMAGED
+
+
+def test_damage_of_a_chunk_that_was_replaced_meanwhile_drops_nothing(pool: OwnedPool) -> None:
+    pool.store(1)
+    (job,) = pool.admit(pool.loading(1))
+    assert pool.store(1, orders=Stamp(0, 1)) == [Refusal.NONE]
+    pool.end(job, c0=Refusal.CORRUPT)
+    assert pool.held() == [1]
+
+
+def test_chunk_is_there_once_all_ranks_have_stored_it() -> None:
+    pool = OwnedPool()
+    pool.hello(num_ranks=2)
+    message = pool.storing(1)
+    (first,) = pool.admit(message, rank=0, of=2)
+    (second,) = pool.admit(message, rank=1, of=2)
+    assert first.chunks == second.chunks
+    assert where(pool.end(first).rows) == {key(1): Where.COMING}
+    result = pool.end(second)
+    assert where(result.rows) == {key(1): Where.RAM}
+    assert not result.failed_chunks
+
+
+def test_rank_whose_part_came_to_nothing_is_told_so() -> None:
+    pool = OwnedPool()
+    pool.hello(num_ranks=2)
+    message = pool.storing(1)
+    (first,) = pool.admit(message, rank=0, of=2)
+    (second,) = pool.admit(message, rank=1, of=2)
+    pool.end(first, c0=Refusal.CANCELLED)
+    assert pool.end(second).refusals == bytes([Refusal.POISONED])
+    (again,) = pool.admit(pool.storing(2), rank=0, of=2)
+    pool.order(1, floors={"": 1})
+    assert pool.end(again).refusals == bytes([Refusal.CLEARED])
+
+
+def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> None:
+    pool = OwnedPool()
+    pool.hello(num_ranks=2)
+    (job,) = pool.admit(pool.storing(1), rank=0, of=2)
+    pool.node.end_chunk(job, 0, ok=True)
+    pool.wait(STORE_EXPIRY_S - 1)
+    assert pool.state(1) == {key(1): Where.COMING}
+    pool.hello(num_ranks=2)
+    pool.wait(1)
+    assert pool.state(1) == {key(1): Where.NOWHERE}
+    assert pool.node.index.num_open_jobs == 1
+    for _ in range(4):
+        pool.hello(num_ranks=2)
+        pool.wait(OPEN_S / 3)
+    assert pool.node.index.num_open_jobs == 0
+    # The late rank's part does not begin it anew.
+    pool.node.end_job(job, {}, 0, 0.0)
+    assert pool.node.index.num_open_jobs == 0
+
+
+def test_job_that_comes_again_while_it_is_copied_is_copied_once(pool: OwnedPool) -> None:
+    message = pool.storing(1, 2)
+    (job,) = pool.admit(message)
+    (again,) = pool.admit(message)
+    assert again.chunks == [Refusal.WRITING] * 2
+    pool.end(again)
+    assert begun(job.chunks[0]).state is ChunkState.WRITING
+    assert not pool.end(job).failed_chunks
+    assert pool.held() == [1, 2]
+
+
+def test_job_that_comes_again_after_its_end_is_copied_once(pool: OwnedPool) -> None:
+    message = pool.storing(1, 2)
+    (job,) = pool.admit(message)
+    pool.end(job)
+    (again,) = pool.admit(message)
+    assert again.chunks == [Refusal.POISONED] * 2
+    pool.end(again)
+    pool.end(job)
+    assert pool.node.index.num_open_jobs == 0
+    assert pool.held() == [1, 2]
+
+
+def test_job_whose_line_ends_leaves_nothing_behind_in_either_order(pool: OwnedPool) -> None:
+    for ends_first in (True, False):
+        pool.node.begin_line(1, 0, 1)
+        (job,) = pool.admit(pool.storing(1), pool.loading(2))[:1]
+        record = begun(job.chunks[0])
+        if ends_first:
+            pool.node.end_line(1, 0, pool.now)
+            pool.end(job, c0=Refusal.CANCELLED)
+        else:
+            pool.end(job, c0=Refusal.CANCELLED)
+            pool.node.end_line(1, 0, pool.now)
+        pool.node.check()
+        assert record.state is ChunkState.VOID
+        assert not list(pool.node.index.places)
+        assert pool.node.index.num_open_jobs == 0
+
+
+def test_line_that_comes_back_before_the_old_one_ends_is_not_ended_with_it(
+    pool: OwnedPool,
+) -> None:
+    pool.node.begin_line(1, 0, 1)
+    pool.node.begin_line(1, 0, 1)
+    (job,) = pool.admit(pool.storing(1))
+    pool.node.end_line(1, 0, pool.now)
+    assert not pool.end(job).failed_chunks
+    (job,) = pool.admit(pool.storing(2))
+    pool.node.end_line(1, 0, pool.now)
+    assert pool.end(job).refusals == bytes([Refusal.POISONED])
+    assert pool.held() == [1]
+
+
+@pytest.mark.parametrize(("life", "rank", "of"), [(1, -1, 2), (1, 5, 2), (0, 0, 1), (3, 0, 1)])
+def test_lines_of_nobody_change_nothing(pool: OwnedPool, life: int, rank: int, of: int) -> None:
+    record = begun(pool.land(7))
+    pool.node.begin_line(life, rank, of)
+    pool.node.end_line(life, rank, pool.now)
+    pool.node.end_line(life, rank, pool.now)
+    pool.node.landed(record, ok=True)
+    assert pool.held() == [7]
+
+
+def test_dead_engine_leaves_no_store_and_its_late_ends_do_no_harm(pool: OwnedPool) -> None:
+    (job,) = pool.admit(pool.storing(1, 2))
+    pool.node.bye(1)
+    pool.node.check()
+    assert pool.state(1, 2) == {key(1): Where.NOWHERE, key(2): Where.NOWHERE}
+    result = pool.end(job)
+    assert result.refusals == bytes([Refusal.POISONED] * 2)
+    assert pool.node.index.num_open_jobs == 0
+    assert not list(pool.node.index.places)
+    pool.hello()
+    assert pool.store(1) == [Refusal.NONE]
+
+
+def test_stores_may_be_begun_in_pieces(pool: OwnedPool) -> None:
+    (job,) = pool.node.announce(1, 0, 1, [pool.storing(1, 2, 3)], pool.now)
+    assert job.chunks == [None] * 3
+    pool.node.begin_chunks(job, [0, 1], pool.now)
+    pool.node.end_chunks(job, [0, 1], ok=True)
+    assert pool.held() == [1, 2]
+    # Given up before the last one.
+    result = pool.node.end_job(job, {}, 0, 0.0)
+    assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.CANCELLED]))
+    pool.node.begin_chunks(job, [2], pool.now)
+    assert job.chunks[2] is None
+    pool.node.check()
+
+
+def test_capture_touches_no_chunk(pool: OwnedPool) -> None:
+    capture = Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)
+    (job,) = pool.admit(pool.storing(1, capture=capture))
+    assert job.chunks == [Refusal.NONE]
+    result = pool.end(job)
+    assert (len(result.rows.keys), len(result.failed_chunks)) == (0, 0)
+    assert not list(pool.node.index.places)
+
+
+def test_tenant_of_a_store_owns_its_chunks(pool: OwnedPool) -> None:
+    pool.store(1, 2, tenant="t")
+    pool.store(3)
+    assert pool.report().tenant_bytes == {"t": 2 * PAGE}
+
+
+def test_loads_beside_stores_decide_whether_storing_pays() -> None:
+    pool = OwnedPool(num_slabs=1024)
+    pool.hello(slot_bytes={0: PAGE})
+    for first in range(0, 4096, 1024):
+        pool.store(*range(first, first + 1024))
+    assert pool.changes(pool.query()).store_share > 1
+    pool = OwnedPool(num_slabs=1024)
+    pool.hello(slot_bytes={0: PAGE})
+    for first in range(0, 4096, 1024):
+        pool.store(*range(first, first + 1024))
+        if first == 2048:
+            (job,) = pool.admit(pool.loading(*range(100)))
+            pool.end(job)
+            for record in pool.node.begin_read(A, list(map(key, range(100))), [PAGE] * 100, 1.0):
+                pool.node.end_read(begun(record))
+    assert pool.changes(pool.query()).store_share == 1
+
+
+# Landings
+
+
+def test_chunk_that_lands_is_here_with_its_stamp_and_owner(pool: OwnedPool) -> None:
+    record = begun(pool.land(1, stamp=Stamp(0, 3), blocks=Blocks(0, 1), tenant="t"))
+    assert pool.state(1) == {key(1): Where.COMING}
+    pool.node.landed(record, ok=True)
+    assert (record.stamp, record.blocks) == (Stamp(0, 3), Blocks(0, 1))
+    assert pool.state(1) == {key(1): Where.RAM}
+    assert pool.report().tenant_bytes == {"t": PAGE}
+
+
+def test_landing_that_fails_leaves_nothing(pool: OwnedPool) -> None:
+    pool.node.landed(begun(pool.land(1)), ok=False)
+    assert pool.state(1) == {key(1): Where.NOWHERE}
+    assert not list(pool.node.index.places)
+    assert pool.node.index.num_open_jobs == 0
+
+
+def test_chunk_that_is_void_or_here_or_coming_does_not_land(pool: OwnedPool) -> None:
+    pool.order(4, floors={A: 4})
+    assert pool.land(1, stamp=stamp(3)) is Refusal.CLEARED
+    assert pool.land(1, stamp=Stamp(HISTORY + 1, 9)) is Refusal.CLEARED
+    record = begun(pool.land(1, stamp=stamp(4)))
+    assert pool.land(1, stamp=stamp(4)) is Refusal.WRITING
+    pool.node.landed(record, ok=True)
+    assert pool.land(1, stamp=stamp(4)) is Refusal.HERE
+    # One that a clear would spare takes its place, and so does one with more blocks.
+    record = begun(pool.land(1, stamp=stamp(5), blocks=Blocks(0, 4)))
+    pool.node.landed(record, ok=True)
+    assert pool.record(1) is record
+
+
+def test_landings_take_a_quarter_of_the_pool(pool: OwnedPool) -> None:
+    landing = [begun(pool.land(number)) for number in range(SLAB)]
+    assert pool.land(9) is Refusal.NO_ROOM
+    assert pool.store(20) == [Refusal.NONE]
+    assert pool.land(20) is Refusal.HERE
+    # Its time is over, but its bytes may still be written.
+    pool.wait(STORE_EXPIRY_S)
+    assert landing[0].state is ChunkState.VOID
+    assert pool.land(9) is Refusal.NO_ROOM
+    pool.node.landed(landing[0], ok=True)
+    assert pool.state(0) == {key(0): Where.NOWHERE}
+    pool.node.landed(begun(pool.land(9)), ok=True)
+    assert pool.held() == [9, 20]
+
+
+def test_landing_takes_no_chunk_that_was_found_or_has_just_landed(pool: OwnedPool) -> None:
+    pool.store(*range(12))
+    for number in range(20, 24):
+        pool.node.landed(begun(pool.land(number)), ok=True)
+    pool.found(*range(12))
+    assert pool.land(30) is Refusal.NO_ROOM
+    pool.now += FRESH_S
+    assert isinstance(pool.land(30), ChunkRecord)
+
+
+@pytest.mark.parametrize("slot_bytes", [0, -PAGE, PAGE + 1, 1 << 62])
+def test_landing_of_an_odd_size_changes_nothing(pool: OwnedPool, slot_bytes: int) -> None:
+    assert pool.land(1, slot_bytes=slot_bytes) in (Refusal.BAD_HANDLE, Refusal.NO_ROOM)
+    assert not list(pool.node.index.places)
+    assert pool.node.index.num_open_jobs == 0
+
+
+def test_other_nodes_read_whole_slots_and_that_is_a_use(pool: OwnedPool) -> None:
+    pool.store(1, 2, blocks=Blocks(1, 1))
+    found = pool.node.begin_read(A, [key(1), key(2), key(3)], [PAGE, 2 * PAGE, PAGE], pool.now)
+    record = begun(found[0])
+    assert found[1:] == [Refusal.BAD_HANDLE, Refusal.NOT_HERE]
+    assert (record.readers, record.found_at, record.hits) == (1, pool.now, 1)
+    assert pool.record(2).readers == 0
+    pool.node.end_read(record)
+    pool.node.check()
+
+
+def test_empty_job_ends_like_others(pool: OwnedPool) -> None:
+    for message in (pool.storing(), pool.loading()):
+        (job,) = pool.admit(message)
+        result = pool.end(job)
+        assert (result.job_id, len(result.rows.keys)) == (message.job_id, 0)
+    assert isinstance(message, NamedJob)
+    assert pool.node.index.num_open_jobs == 0

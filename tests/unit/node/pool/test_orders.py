@@ -1,0 +1,199 @@
+"""What a node does with the document of orders."""
+
+from __future__ import annotations
+
+import pytest
+
+from raykv.base.ids import EVERY_NAMESPACE, Refusal, Stamp
+from raykv.node.pool import orders as module
+from raykv.node.pool.floors import MAX_HISTORIES
+from raykv.node.pool.orders import TenantNumbers
+from raykv.node.pool.records import Standing
+from raykv.node.pool.room import NOBODY
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.node.owned_pool import (
+    HISTORY,
+    PAGE,
+    A,
+    B,
+    OwnedPool,
+    begun,
+    document,
+    key,
+    pin,
+    share,
+    stamp,
+)
+
+
+@pytest.fixture
+def pool() -> OwnedPool:
+    made = OwnedPool()
+    made.hello()
+    return made
+
+
+def test_document_counts_if_its_number_is_later(pool: OwnedPool) -> None:
+    assert pool.node.orders == NOTHING_ORDERED
+    pool.order(5, is_paused=True)
+    for number in (5, 4):
+        pool.order(number)
+        assert pool.changes(pool.query()).is_paused
+    pool.node.take_orders(OrdersDocument(Stamp(HISTORY - 1, 99)), pool.now)
+    assert (pool.node.orders, pool.changes(pool.query()).is_paused) == (stamp(5), True)
+    pool.node.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), pool.now)
+    assert pool.node.orders == Stamp(HISTORY + 1, 1)
+    assert not pool.changes(pool.query()).is_paused
+
+
+def test_clear_drops_what_was_stored_before_it_and_what_comes_late(pool: OwnedPool) -> None:
+    pool.hello(2, B)
+    pool.order(1)
+    pool.store(1, 2, orders=stamp(1))
+    pool.store(1, orders=stamp(1), namespace=B, life=2)
+    (job,) = pool.admit(pool.storing(3, orders=stamp(1)))
+    pool.order(2, floors={A: 2})
+    assert (pool.held(), pool.held(B)) == ([], [1])
+    assert pool.end(job).refusals == bytes([Refusal.CLEARED])
+    assert pool.store(4, orders=stamp(1)) == [Refusal.CLEARED]
+    assert pool.store(4, orders=stamp(2)) == [Refusal.NONE]
+    pool.order(3, floors={A: 2, EVERY_NAMESPACE: 3})
+    assert pool.held() == pool.held(B) == []
+
+
+def test_reader_of_a_chunk_that_is_cleared_ends_undisturbed(pool: OwnedPool) -> None:
+    pool.store(1)
+    (job,) = pool.admit(pool.loading(1))
+    pool.order(1, floors={A: 1})
+    assert list(pool.node.index.places) == [begun(job.chunks[0])]
+    assert not pool.end(job).failed_chunks
+    assert not list(pool.node.index.places)
+
+
+def test_histories_that_are_forgotten_leave_no_chunk_behind(pool: OwnedPool) -> None:
+    pool.store(1, orders=Stamp(0, 0))
+    pool.order(1)
+    assert pool.held() == [1]
+    for history in range(HISTORY + 1, HISTORY + MAX_HISTORIES):
+        assert pool.held() == [1]
+        pool.node.take_orders(OrdersDocument(Stamp(history, 1)), pool.now)
+        pool.node.check()
+    assert pool.held() == []
+
+
+def test_shares_are_tenants_by_their_labels(pool: OwnedPool) -> None:
+    pool.store(*range(8), tenant="t")
+    pool.store(*range(10, 18), tenant="other")
+    pool.order(1, shares={"t": share(0.5), "bad\nlabel": share(0.0, 0.1)})
+    for number in range(20, 60):
+        pool.store(number)
+        pool.now += 10
+    pool.wait(10)
+    assert pool.held()[:8] == list(range(8))
+    assert len(pool.held()) == 16
+    assert pool.report().tenant_bytes == {"t": 8 * PAGE}
+
+
+def test_what_is_above_a_greatest_share_goes(pool: OwnedPool) -> None:
+    pool.store(*range(8), tenant="t")
+    pool.order(1, shares={"t": share(0.9, 0.25)})
+    pool.wait(10)
+    assert pool.held() == [0, 1, 2, 3]
+
+
+def test_others_may_have_a_share_too(pool: OwnedPool) -> None:
+    pool.store(*range(8))
+    pool.order(1, shares={"": share(0.5), "t": share()})
+    pool.wait(10)
+    pool.hello()
+    for number in range(20, 40):
+        pool.store(number, tenant="t")
+    assert pool.held()[:8] == list(range(8))
+
+
+def test_pin_holds_its_chunks_once_its_keys_are_known() -> None:
+    pool = OwnedPool(pin_share=1.0)
+    pool.hello()
+    pool.store(1, 2, 3)
+    pool.order(1, pins={"p": pin(b"d"), "q": pin(b"d", priority=3), "r": pin(b"e")})
+    assert pool.node.wanted_pins() == [b"d", b"e"]
+    pool.node.pin_keys(b"d", A, [key(1), key(9)])
+    pool.node.pin_keys(b"x", A, [key(2)])
+    assert pool.node.wanted_pins() == [b"e"]
+    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.NORMAL, Standing.NORMAL]
+    assert pool.report().pinned_bytes == PAGE
+    # It is there for what comes, and ends with its order.
+    pool.store(9)
+    assert pool.standing(9) is Standing.PINNED
+    pool.order(2, pins={"q": pin(b"d", priority=3)})
+    assert pool.standings(1, 9) == [Standing.KEPT] * 2
+    pool.order(3)
+    assert pool.standings(1, 9) == [Standing.NORMAL] * 2
+    assert pool.node.wanted_pins() == []
+
+
+def test_pin_ends_with_its_time_and_may_be_renewed() -> None:
+    pool = OwnedPool(pin_share=1.0)
+    pool.hello()
+    pool.store(1)
+    pool.order(1, pins={"p": pin(b"d", 20.0)})
+    pool.node.pin_keys(b"d", A, [key(1)])
+    pool.wait(10)
+    # The same order once more, as told later.
+    pool.order(2, pins={"p": pin(b"d", 10.2)})
+    pool.wait(9)
+    assert pool.standing(1) is Standing.PINNED
+    pool.order(3, pins={"p": pin(b"d", 20.0)})
+    assert pool.node.wanted_pins() == []
+    pool.wait(19)
+    assert pool.standing(1) is Standing.PINNED
+    pool.wait(1)
+    assert pool.standing(1) is Standing.NORMAL
+    pool.order(4, pins={"p": pin(b"d", 20.0)})
+    assert pool.node.wanted_pins() == [b"d"]
+    pool.wait(20)
+    assert pool.node.wanted_pins() == []
+
+
+def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known() -> None:
+    pool = OwnedPool(pin_share=1.0)
+    pool.hello()
+    pool.store(1, 2)
+    pool.order(1, pins={"p": pin(b"d")})
+    pool.node.pin_keys(b"d", A, [key(1)])
+    pool.order(2, pins={"p": pin(b"e")})
+    assert pool.standings(1, 2) == [Standing.PINNED, Standing.NORMAL]
+    pool.node.pin_keys(b"e", A, [key(2)])
+    pool.node.check()
+    assert pool.standings(1, 2) == [Standing.NORMAL, Standing.PINNED]
+
+
+def test_document_is_told_on_with_the_time_that_is_left(pool: OwnedPool) -> None:
+    assert pool.node.told_orders(pool.now) is None
+    pool.order(1, pins={"p": pin(b"d", 20.0), "q": pin(b"e", 5.0)}, floors={A: 1})
+    told = pool.node.told_orders(pool.now + 8)
+    assert told == document(1, pins={"p": pin(b"d", 12.0)}, floors={A: 1})
+
+
+def test_tenants_without_chunks_or_shares_are_forgotten(
+    pool: OwnedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_TENANTS", 2)
+    pool.order(1, shares={"s": share(0.1)})
+    pool.store(1, tenant="t")
+    pool.store(2, tenant="u")
+    assert pool.report().tenant_bytes == {"t": PAGE}
+    pool.node.give_up()
+    pool.store(*range(10, 26))
+    assert 1 not in pool.held()
+    pool.wait(1)
+    pool.store(30, tenant="u")
+    assert pool.report().tenant_bytes == {"u": PAGE}
+
+
+def test_labels_that_nobody_may_have_are_nobodys() -> None:
+    tenants = TenantNumbers()
+    assert [tenants.of(label) for label in ("", "others", "x" * 65, "a\nb")] == [NOBODY] * 4
+    assert tenants.of("a") == tenants.of("a") != NOBODY
+    assert tenants.of("b") != tenants.of("a")

@@ -1,0 +1,324 @@
+"""What a node and the directory tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from raykv.base.ids import Namespace
+from raykv.node.pool.records import Standing
+from raykv.node.pool.reporting import MARKED_S, MOST_WORDS
+from raykv.protocol.columns import Keys
+from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.named.report import Marks, ReportAnswer, SessionsWord
+from raykv.protocol.node import NodeStats
+from raykv.protocol.sessions import SessionNews, SessionWord
+from tests.fixtures.node.owned_pool import LIFE, PAGE, A, B, OwnedPool, key, stamp, where
+
+SPARE, NORMAL = Standing.SPARE, Standing.NORMAL
+
+
+@pytest.fixture
+def pool() -> OwnedPool:
+    made = OwnedPool()
+    made.hello()
+    made.store(1, 2, 3)
+    return made
+
+
+def names(*numbers: int, namespace: Namespace = A) -> NamedKeys:
+    return NamedKeys.of((namespace, key(number)) for number in numbers)
+
+
+def marks(
+    pool: OwnedPool,
+    number: int,
+    spare: Iterable[int] = (),
+    kept: Iterable[int] = (),
+    **fields: int | bool,
+) -> Marks:
+    """Marks by who has read all of the listing."""
+    said = {"known": pool.node.index.listing.number, **fields}
+    return Marks(number, spare=names(*spare), kept=names(*kept), **said)  # type: ignore[arg-type]
+
+
+def read(part: ListingPart | None) -> Position:
+    assert part is not None
+    return part.end
+
+
+def word(session: str, what: SessionWord = SessionWord.OVER) -> SessionsWord:
+    return SessionsWord(A, SessionNews(session, what))
+
+
+# Reports
+
+
+def test_directory_is_told_the_listing_from_where_it_has_read(pool: OwnedPool) -> None:
+    assert pool.report().part is None
+    pool.node.give_up()
+    assert pool.answer(position=Position()).part is None
+    first = pool.answer(position=Position()).part
+    assert first is not None
+    assert where(first.rows) == {key(number): Where.RAM for number in (1, 2, 3)}
+    # That answer was that it has read nothing: the same once more.
+    second = pool.answer(position=first.end).part
+    assert second == first
+    assert pool.report().part is None
+    pool.node.give_up()
+    pool.store(4)
+    part = pool.report().part
+    assert part is not None
+    assert part.start == first.end
+    assert where(part.rows) == {key(4): Where.RAM}
+
+
+def test_listing_is_told_in_pieces() -> None:
+    pool = OwnedPool(num_slabs=1024)
+    pool.hello(slot_bytes={0: PAGE})
+    pool.store(*range(2000))
+    position, told, parts = Position(), set(), 0
+    while position.place != ALL_READ:
+        pool.answer(position=position)
+        part = pool.report().part
+        pool.node.give_up()
+        position = read(part)
+        assert part is not None
+        assert len(part.rows.keys) <= 2048
+        told |= set(where(part.rows))
+        parts += 1
+    assert len(told) == 2000
+    assert parts > 1
+
+
+def test_report_says_what_is_here(pool: OwnedPool) -> None:
+    pool.hello(2, B)
+    pool.store(5, namespace=B, life=2, tenant="t")
+    pool.order(3)
+    pool.node.stats, pool.node.is_leaving = NodeStats(queued_jobs=7), True
+    report = pool.report()
+    assert (report.node_id, report.life, report.orders) == ("n", LIFE, stamp(3))
+    assert (report.spaces, report.tenant_bytes) == ({A: 3, B: 1}, {"t": PAGE})
+    assert (report.stats.queued_jobs, report.is_leaving) == (7, True)
+    assert [each.hello.engine_id for each in report.engines] == ["e1", "e2"]
+
+
+def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> None:
+    first = pool.report()
+    with pytest.raises(AssertionError):
+        pool.report()
+    pool.node.give_up()
+    second = pool.report()
+    assert second.seq > first.seq
+    # An answer to the one before, and one that nobody waits for.
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, first.seq)
+    assert not pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
+    assert pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
+    assert pool.node.wants_document
+
+
+def test_node_wants_the_document_of_later_orders_alone(pool: OwnedPool) -> None:
+    pool.answer(orders=stamp(4))
+    assert pool.node.wants_document
+    pool.order(4)
+    assert not pool.node.wants_document
+    pool.answer(orders=NOTHING_ORDERED)
+    assert not pool.node.wants_document
+
+
+def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> None:
+    pool.say(SessionWord.CAME, "s", 1)
+    said = pool.report().sessions
+    assert said == [word("s", SessionWord.CAME)]
+    pool.say(SessionWord.OVER, "s")
+    pool.node.give_up()
+    assert pool.report().sessions == [word("s", SessionWord.CAME), word("s")]
+    pool.say(SessionWord.PAUSED, "t", pause_s=9.0)
+    pool.node.answered(ReportAnswer(5), pool.now)
+    assert [each.news.session for each in pool.report().sessions] == ["t"]
+
+
+def test_what_sessions_say_is_bounded_and_the_oldest_is_lost(pool: OwnedPool) -> None:
+    pool.report()
+    for number in range(MOST_WORDS + 3):
+        pool.say(SessionWord.CAME, f"s{number}")
+        if number == 9:
+            pool.node.give_up()
+            pool.report()
+    pool.node.give_up()
+    said = pool.report().sessions
+    assert len(said) == MOST_WORDS
+    assert said[-1].news.session == f"s{MOST_WORDS + 2}"
+
+
+# Marks
+
+
+def test_spare_chunks_go_before_others_and_stay_so_when_they_are_found(pool: OwnedPool) -> None:
+    pool.answer(marks=marks(pool, 4, spare=[2, 9]))
+    assert pool.standings(1, 2, 3) == [NORMAL, SPARE, NORMAL]
+    assert pool.report().heard == 4
+    pool.found(2)
+    assert pool.standing(2) is SPARE
+    pool.now += 10
+    pool.store(*range(10, 24))
+    assert pool.held()[:2] == [1, 3]
+
+
+def test_released_chunks_go_before_spare_ones(pool: OwnedPool) -> None:
+    pool.answer(marks=marks(pool, 4, spare=[1, 2]))
+    pool.say(SessionWord.USED, "s", 1)
+    assert pool.standing(1) is SPARE
+    pool.say(SessionWord.OVER, "s")
+    assert pool.standings(1, 2) == [Standing.RELEASED, SPARE]
+    # What somebody wants more is not spare.
+    pool.say(SessionWord.PAUSED, "t", 2, 3, pause_s=9.0)
+    pool.answer(marks=marks(pool, 5, spare=[3]))
+    assert pool.standings(2, 3) == [Standing.KEPT] * 2
+
+
+def test_mark_counts_for_a_chunk_that_the_directory_knows(pool: OwnedPool) -> None:
+    known = pool.node.index.listing.number
+    pool.store(4)
+    pool.answer(marks=marks(pool, 1, spare=[1, 4], known=known))
+    assert pool.standings(1, 4) == [SPARE, NORMAL]
+    # Another stay of the chunk is another chunk.
+    pool.store(1, orders=(0, 1))
+    assert pool.standing(1) is NORMAL
+    pool.answer(marks=marks(pool, 2, spare=[1], known=known))
+    assert pool.standing(1) is NORMAL
+
+
+def test_marks_are_heard_once_and_in_order(pool: OwnedPool) -> None:
+    late = marks(pool, 3, spare=[1])
+    pool.answer(marks=late)
+    pool.answer(marks=marks(pool, 5, kept=[1]))
+    assert pool.standing(1) is NORMAL
+    pool.answer(marks=late)
+    assert pool.standing(1) is NORMAL
+    assert pool.report().heard == 5
+
+
+def test_all_marks_are_forgotten_when_the_directory_says_so(pool: OwnedPool) -> None:
+    pool.answer(marks=marks(pool, 1, spare=[1, 2]))
+    pool.answer(marks=marks(pool, 2, forget=True))
+    assert pool.standings(1, 2, 3) == [NORMAL] * 3
+
+
+def test_no_mark_of_an_earlier_life_of_the_directory_counts(pool: OwnedPool) -> None:
+    pool.answer(marks=marks(pool, 7, spare=[1, 2]))
+    assert pool.answer(life=6, marks=marks(pool, 2, spare=[3])).heard == 7
+    assert pool.report().heard == 2
+    pool.node.give_up()
+    assert pool.standings(1, 2) == [NORMAL] * 2
+
+
+def test_marks_of_a_directory_that_is_silent_end(pool: OwnedPool) -> None:
+    pool.answer(marks=marks(pool, 1, spare=[1]))
+    pool.wait(MARKED_S - 1)
+    assert pool.standing(1) is SPARE
+    pool.wait(1)
+    assert pool.standing(1) is NORMAL
+
+
+def test_mark_that_was_forgotten_counts_no_more_before_its_turn_comes() -> None:
+    pool = OwnedPool(num_slabs=2048)
+    pool.hello(slot_bytes={0: PAGE})
+    pool.store(*range(8192))
+    many = 6000
+    for first in range(0, many, 2000):
+        pool.answer(marks=marks(pool, first + 1, spare=range(first, first + 2000)))
+    pool.answer(marks=marks(pool, many, forget=True))
+    assert pool.standing(many - 1) is SPARE
+    pool.now += 10
+    # What was never marked goes first.
+    pool.store(10_000, 10_001)
+    assert all(pool.node.index.find(A, key(number)) for number in range(many))
+    # A chunk that is found meanwhile is an ordinary one, and one that is marked anew is spare.
+    pool.found(many - 1)
+    assert pool.standing(many - 1) is NORMAL
+    pool.node.index.room.forget_spares()
+    pool.node.report(pool.now)
+    again = marks(pool, many + 1, spare=[many - 2, many + 7])
+    pool.node.answered(ReportAnswer(5, marks=again), pool.now)
+    pool.wait(1)
+    pool.wait(1)
+    spare = {number for number in range(many + 9) if pool.standing(number) is SPARE}
+    assert spare == {many - 2, many + 7}
+    pool.answer(marks=marks(pool, many + 2, spare=[5]))
+    assert pool.standing(5) is SPARE
+
+
+# Words, namespaces that are left
+
+
+def test_words_are_heard_once_by_their_numbers(pool: OwnedPool) -> None:
+    pool.say(SessionWord.USED, "s", 1)
+    pool.say(SessionWord.USED, "t", 2)
+    pool.answer(words=[word("s")], words_number=1)
+    assert pool.standings(1, 2) == [Standing.RELEASED, NORMAL]
+    pool.say(SessionWord.CAME, "s")
+    # The first one comes once more, with another.
+    pool.answer(words=[word("s"), word("t")], words_number=2)
+    assert pool.standings(1, 2) == [NORMAL, Standing.RELEASED]
+    assert pool.report().words_heard == 2
+
+
+def test_words_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
+    pool.say(SessionWord.USED, "s", 1)
+    odd = SessionNews("s", SessionWord.PAUSED, Keys(), float("nan"))
+    pool.answer(words=[SessionsWord(A, odd), word("t")], words_number=2)
+    assert pool.standing(1) is NORMAL
+    pool.wait(100)
+
+
+def test_chunks_of_a_namespace_that_is_left_are_released_until_it_is_used_again(
+    pool: OwnedPool,
+) -> None:
+    pool.node.bye(1)
+    pool.hello(2, B)
+    pool.answer(left=[A])
+    assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 3
+    # Also what comes.
+    record = pool.land(7)
+    pool.node.landed(record, ok=True)  # type: ignore[arg-type]
+    assert pool.standing(7) is Standing.RELEASED
+    pool.hello(1)
+    pool.wait(0)
+    assert pool.standings(1, 2, 3, 7) == [NORMAL] * 4
+    pool.node.bye(1)
+    pool.wait(0)
+    assert pool.standing(1) is Standing.RELEASED
+    pool.answer()
+    assert pool.standing(1) is NORMAL
+
+
+def test_namespace_of_an_engine_that_is_here_is_not_left(pool: OwnedPool) -> None:
+    pool.answer(left=[A, B])
+    assert pool.standing(1) is NORMAL
+
+
+def test_what_is_wanted_of_chunks_of_a_namespace_that_is_left_counts() -> None:
+    pool = OwnedPool(pin_share=1.0)
+    pool.hello()
+    pool.store(1, 2, 3)
+    pool.say(SessionWord.USED, "s", 2)
+    pool.say(SessionWord.PAUSED, "t", 3, pause_s=500.0)
+    pool.node.bye(1)
+    pool.answer(left=[A])
+    assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 2 + [Standing.KEPT]
+
+
+def test_directory_that_is_silent_says_nothing_of_others(pool: OwnedPool) -> None:
+    assert pool.changes(pool.query()).has_peers
+    pool.answer(alone=[A])
+    assert not pool.changes(pool.query()).has_peers
+    pool.wait(29)
+    assert not pool.changes(pool.query()).has_peers
+    pool.wait(1)
+    assert pool.changes(pool.query()).has_peers
