@@ -51,7 +51,7 @@ _COUNTED = (MissReason.EVICTED, MissReason.NEVER_STORED)
 
 
 @dataclass
-class _Minute:
+class _SavedMinute:
     """What the requests that ended in it had of tokens; `saved` by the distance in `SIZES`."""
 
     began_at: float
@@ -69,7 +69,7 @@ class Savings:
         # Bytes that the pool has evicted, in so many chunks.
         self._edge = 0
         self._num_behind = 0
-        self._minutes: deque[_Minute] = deque(maxlen=round(WINDOW_S / MINUTE_S))
+        self._minutes: deque[_SavedMinute] = deque(maxlen=round(WINDOW_S / MINUTE_S))
         # How far the listing and the requests have been read.
         self._number = self._last = 0
 
@@ -105,13 +105,13 @@ class Savings:
         if prefix is not None:
             self._count(record, prefix, slot_bytes, minute)
 
-    def _minute(self, now: float) -> _Minute:
+    def _minute(self, now: float) -> _SavedMinute:
         if not self._minutes or now - self._minutes[-1].began_at >= MINUTE_S:
-            self._minutes.append(_Minute(now))
+            self._minutes.append(_SavedMinute(now))
         return self._minutes[-1]
 
     def _count(
-        self, record: MissRecord, group: ChunkGroup, slot_bytes: int, minute: _Minute
+        self, record: MissRecord, group: ChunkGroup, slot_bytes: int, minute: _SavedMinute
     ) -> None:
         left = sum(record.missed.get(str(reason), 0) for reason in _COUNTED)
         suffix = group.group.to_bytes(GROUP_BYTES, "big")

@@ -353,6 +353,6 @@ def check_stores_go_on(cluster: Cluster, rng: random.Random) -> None:
     for engine in places.values():
         for _ in range(2):
             number += 2
-            play(cluster, rng, engine, Prompt.of(number, 2))
-        found = play(cluster, rng, engine, Prompt.of(number, 2))
-        assert found == 2, f"{engine} finds {found} of 2 chunks that it has stored"
+            play(cluster, rng, engine, Prompt.of(number, 1))
+        found = play(cluster, rng, engine, Prompt.of(number, 1))
+        assert found, f"{engine} does not find the chunk that it has stored"

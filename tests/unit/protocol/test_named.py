@@ -23,6 +23,7 @@ from raykv.protocol.listing import (
     Where,
 )
 from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.captures import Capture
 from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.named.copies import (
     FetchOrderNamed,
@@ -115,6 +116,7 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (NamedJob, {"first_block": ONE}),
     (NamedJob, {"namespace": ""}),
     (NamedJob, {"orders": Stamp(0, -5)}),
+    (NamedJob, {"capture": Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)}),
     (NamedResult, {"refusals": b""}),
     (FetchOrderNamed, {"key_index": Numbers.of([0, 2])}),
     (FetchOrderNamed, {"source_index": Numbers.of([0, 1])}),
