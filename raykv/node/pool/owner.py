@@ -362,6 +362,11 @@ class NodePool:
         self._leave()
         self._reporting.go_on()
 
+    @property
+    def num_unread(self) -> int:
+        """Changes that the directory has not read, as far as is known."""
+        return self._reporting.num_unread
+
     def give_up(self) -> None:
         """The report that is out will not be answered."""
         self._reporting.give_up()

@@ -117,6 +117,13 @@ class Reporting:
             return None
         return self._index.part_after(position, MOST_ROWS)
 
+    @property
+    def num_unread(self) -> int:
+        """Changes of the listing that the directory has not read, as far as is known."""
+        position, listing = self._position, self._index.listing
+        read = position.number if position and position.life == listing.life else 0
+        return max(0, listing.number - read)
+
     def give_up(self) -> None:
         """No answer to the report that is out will count."""
         if self._out is not None:

@@ -19,6 +19,22 @@ NUM_STEPS = 2000
 LATE_FINDERS: dict[str, int] = {}
 """The first seeds that find them are tried first, then all."""
 
+SLOW = {
+    "all_nodes_are_spare",
+    "end_is_by_name",
+    "keeper_is_not_told",
+    "late_refusal_of_blocks_counts",
+    "mark_counts_at_any_number",
+    "marks_are_never_forgotten",
+    "rank_of_a_voided_store_joins_again",
+    "slot_is_given_while_it_has_readers",
+    "store_of_a_dead_engine_never_ends",
+    "verdict_differs_between_ranks",
+}
+"""It takes many seeds to find these."""
+
+EXTENDED = pytest.mark.extended
+
 PLAYED = "from tests.simulation.nodes.world import run; print(*run(7, 600).actions, sep=chr(10))"
 
 
@@ -27,7 +43,9 @@ def test_nodes_come_to_the_truth_after_faults(seed: int) -> None:
     run(seed, NUM_STEPS)
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=EXTENDED if bug in SLOW else ()) for bug in BUGS]
+)
 def test_planted_bug_of_nodes_is_found(bug: str) -> None:
     for seed in [LATE_FINDERS.get(bug, 0), *range(NUM_SEEDS)]:
         try:

@@ -76,6 +76,20 @@ def test_directory_is_told_the_listing_from_where_it_has_read(pool: OwnedPool) -
     assert where(part.rows) == {key(4): Where.RAM}
 
 
+def test_changes_count_as_unread_until_the_directory_says_that_it_has_read_them(
+    pool: OwnedPool,
+) -> None:
+    listing = pool.node.index.listing
+    assert pool.node.num_unread == listing.number > 0
+    pool.answer(position=Position(listing.life, listing.number - 2, ALL_READ))
+    assert pool.node.num_unread == 2
+    # What another life has read says nothing, and more than all can't be read.
+    pool.answer(position=Position(listing.life + 1, listing.number, ALL_READ))
+    assert pool.node.num_unread == listing.number
+    pool.answer(position=Position(listing.life, listing.number + 9, ALL_READ))
+    assert pool.node.num_unread == 0
+
+
 def test_listing_is_told_in_pieces() -> None:
     pool = OwnedPool(num_slabs=1024)
     pool.hello(slot_bytes={0: PAGE})
