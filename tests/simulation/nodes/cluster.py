@@ -62,7 +62,8 @@ def _lives(cluster: Cluster) -> list[int]:
 class Cluster:
     """`now` is the time of all whose clock is not ahead; `tick` counts the steps of the world.
 
-    `ghosts` are engines that are dead, of which a rank is frozen and knows nothing of it.
+    `results_share`: how many of the results that have come an engine takes in one step. `ghosts`
+    are engines that are dead, of which a rank is frozen and knows nothing of it.
     """
 
     rng: random.Random
@@ -70,6 +71,7 @@ class Cluster:
     sockets: Wire
     most_events: int
     kv_blocks: int
+    results_share: float = 0.7
     is_calm: bool = False
     now: float = 1000.0
     tick: int = 1
