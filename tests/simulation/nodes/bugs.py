@@ -459,7 +459,6 @@ BUGS: dict[str, Plant] = {
         orders_are_told_before_they_are_kept,
         orders_die_with_the_scheduler_actor,
         refusal_counts_at_any_number,
-        result_is_no_change,
         parts_count_in_any_order,
         listing_is_read_on_over_a_life,
         page_comes_without_the_changes_since,

@@ -62,8 +62,7 @@ def _lives(cluster: Cluster) -> list[int]:
 class Cluster:
     """`now` is the time of all whose clock is not ahead; `tick` counts the steps of the world.
 
-    `results_share`: how many of the results that have come an engine takes in one step. `ghosts`
-    are engines that are dead, of which a rank is frozen and knows nothing of it.
+    `ghosts` are engines that are dead, of which a rank is frozen and knows nothing of it.
     """
 
     rng: random.Random
@@ -71,7 +70,6 @@ class Cluster:
     sockets: Wire
     most_events: int
     kv_blocks: int
-    results_share: float = 0.7
     is_calm: bool = False
     now: float = 1000.0
     tick: int = 1

@@ -18,7 +18,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Key, Namespace, NodeId, Refusal
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Reason
 from raykv.protocol.named.copies import NamedJob
@@ -83,16 +83,6 @@ class Copying:
         """What was admitted of a chunk."""
         ticket = self.admitted.chunks[at]
         return ticket if isinstance(ticket, ChunkRecord) else None
-
-    def is_stored_anew(self) -> bool:
-        """Whether another record of one of its chunks is being written."""
-        index = self.line.node.pool.index
-        return any(
-            (record := self.record(at)) is not None
-            and record.state is ChunkState.VOID
-            and index.is_coming(record.namespace, record.key)
-            for at in sorted(self.admitted.under_way)
-        )
 
     @property
     def is_store(self) -> bool:
@@ -368,12 +358,7 @@ class PlayedNode:
         return True
 
     def _answered(self, report: Report, answer: ReportAnswer) -> None:
-        before = {name: self._is_spare(*name) for name in answer.marks.spare}
         self.pool.answered(answer, self.clock, report.seq)
-        for name, was_spare in before.items():
-            record = self.find(*name)
-            if record is not None and record.number > answer.marks.known and not was_spare:
-                assert not self._is_spare(*name), f"{self} takes {record} for spare by an old mark"
         self.num_answered += 1
         if answer.wants_orders and self.document is not None and not _is_open(self._shown):
             document = self.document
@@ -394,10 +379,6 @@ class PlayedNode:
                 lambda: None,
             )
             self._cluster.wire.send(self._asked_for)
-
-    def _is_spare(self, namespace: Namespace, key: Key) -> bool:
-        record = self.find(namespace, key)
-        return record is not None and record.standing is Standing.SPARE
 
     def take_orders(self, document: OrdersDocument) -> None:
         """The document of orders has come."""

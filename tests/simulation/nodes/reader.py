@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from raykv.directory.known.directory import Directory
-
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
+from raykv.directory.known.directory import Directory
 from raykv.directory.known.events import KnownEvent
 
 MOST_READ = 5
