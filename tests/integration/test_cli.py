@@ -154,7 +154,8 @@ class PlayedNode:
 
     def __init__(self) -> None:
         self.scheduler: Any = ask.find_scheduler_actor()
-        self.seq = 0
+        self.one_by_one = threading.Lock()
+        self.reports = self.syncs = 0
         self.report(Inventory())
         traits = {
             "hash_algorithm": "sha256",
@@ -187,22 +188,28 @@ class PlayedNode:
         return decode(ray.get(call.remote(encode(message)), timeout=10), kind)
 
     def report(self, stored: Inventory) -> None:
-        """Also a heartbeat, without which the node is forgotten after five seconds."""
-        self.seq += 1
-        message = NodeReport(PROTOCOL_VERSION, PLAYED, 1, self.seq, 1 << 20, 1 << 16, 0, 0)
-        self.call("report", msgspec.structs.replace(message, stored=stored), NodeReportReply)
+        with self.one_by_one:
+            self.reports += 1
+            message = NodeReport(PROTOCOL_VERSION, PLAYED, 1, self.reports, 1 << 20, 1 << 16, 0, 0)
+            self.call("report", msgspec.structs.replace(message, stored=stored), NodeReportReply)
 
     def sync(self, **fields: Any) -> SyncReply:
-        self.seq += 1
-        request = SyncRequest("looked-at", self.epoch, self.seq, **fields)
-        reply: SyncReply = self.call("sync", request, SyncReply)
+        with self.one_by_one:
+            self.syncs += 1
+            request = SyncRequest("looked-at", self.epoch, self.syncs, **fields)
+            reply: SyncReply = self.call("sync", request, SyncReply)
         return reply
+
+    def show_life(self) -> None:
+        """What keeps both from being forgotten: a node after five seconds, an engine after ten."""
+        self.report(Inventory())
+        self.sync()
 
 
 @pytest.fixture(scope="module")
 def played(running: Cluster) -> Iterator[PlayedNode]:
     made = PlayedNode()
-    with repeating(lambda: made.report(Inventory())):
+    with repeating(made.show_life):
         yield made
 
 

@@ -108,7 +108,7 @@ class Directory:
 
     def _join(self, report: Report, now: float) -> None:
         node_id = NodeId(report.node_id)
-        self.members.join(report, now)
+        self.members.add(report, now)
         self._marks.join(node_id)
         self.sessions.join(node_id)
         self.events.joined(node_id, report.life, 0, now)

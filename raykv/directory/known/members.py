@@ -116,7 +116,7 @@ class Members:
         member = self._members.get(NodeId(report.node_id))
         return member is None or member.number.life < report.life
 
-    def join(self, report: Report, now: float) -> None:
+    def add(self, report: Report, now: float) -> None:
         """A node that is no member reports."""
         node_id = NodeId(report.node_id)
         assert node_id not in self._members, node_id

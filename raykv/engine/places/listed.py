@@ -101,7 +101,7 @@ class ListedPlace:
             self._early = {key: number for key, number in early if number > part.end.number}
         return changes
 
-    def result(
+    def learn(
         self, life: int, number: int, rows: Iterable[ListedRow], now: float
     ) -> list[PlaceChange]:
         """How chunks of a job, or of a fetch, were at a number of the listing."""

@@ -426,7 +426,7 @@ class PlacesView:
             self.remote.forget_source(self.requests.values(), each.order.key, each.reason)
 
     def _believe(self, place: _Place, result: NamedResult, now: float) -> None:
-        self._changed(place.listed.result(result.life, result.number, result.rows, now))
+        self._changed(place.listed.learn(result.life, result.number, result.rows, now))
 
     # Loads
 

@@ -94,7 +94,7 @@ def test_chunk_that_is_on_the_disk_alone_is_not_ready(place: ListedPlace) -> Non
 
 def test_what_is_on_the_disk_goes_without_any_change_of_what_is_ready(place: ListedPlace) -> None:
     place.take(part(at(10), 12, row(B, Where.DISK), row(C, Where.DISK)), 2.0)
-    assert place.result(1, 13, [row(B, Where.NOWHERE, Reason.DAMAGED)], 2.0) == []
+    assert place.learn(1, 13, [row(B, Where.NOWHERE, Reason.DAMAGED)], 2.0) == []
     assert place.on_disk == {C: ALL_BLOCKS}
     anew = part(Position(1, 25), 25, row(A, Where.RAM), begins=True)
     assert place.take(anew, 2.0) == []
@@ -108,7 +108,7 @@ def test_what_is_on_the_disk_goes_without_any_change_of_what_is_ready(place: Lis
 
 def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlace) -> None:
     """A was evicted at 12 and a load was refused then; its store at 11 is read afterwards."""
-    refused = place.result(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)], 1.0)
+    refused = place.learn(1, 12, [row(A, Where.NOWHERE, Reason.EVICTED)], 1.0)
     assert refused == [PlaceChange(A, None, Reason.EVICTED)]
     assert place.take(part(at(10), 11, row(A, Where.RAM)), 2.0) == []
     assert A not in place.ready
@@ -118,14 +118,14 @@ def test_refusal_holds_against_what_the_listing_said_before_it(place: ListedPlac
 
 
 def test_refusal_from_before_what_was_read_says_nothing(place: ListedPlace) -> None:
-    assert place.result(1, 10, [row(A, Where.NOWHERE)], 1.0) == []
-    assert place.result(2, 99, [row(A, Where.NOWHERE)], 1.0) == []
+    assert place.learn(1, 10, [row(A, Where.NOWHERE)], 1.0) == []
+    assert place.learn(2, 99, [row(A, Where.NOWHERE)], 1.0) == []
     assert A in place.ready
 
 
 def test_results_count_in_the_order_of_their_numbers(place: ListedPlace) -> None:
-    assert place.result(1, 14, [row(B, Where.RAM)], 1.0)
-    assert place.result(1, 12, [row(B, Where.NOWHERE)], 1.0) == []
+    assert place.learn(1, 14, [row(B, Where.RAM)], 1.0)
+    assert place.learn(1, 12, [row(B, Where.NOWHERE)], 1.0) == []
     assert B in place.ready
     # What is read up to then has it, or says why not.
     assert place.take(part(at(10), 14, row(B, Where.RAM)), 2.0) == []
@@ -148,7 +148,7 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
     place: ListedPlace,
 ) -> None:
     """B is stored, and has not changed since: no later part names it."""
-    place.result(1, 30, [row(B, Where.RAM)], 1.0)
+    place.learn(1, 30, [row(B, Where.RAM)], 1.0)
     anew = part(Position(1, 25), 25, row(B, Where.RAM), begins=True)
     assert place.take(anew, 2.0) == [PlaceChange(A, None, Reason.FAILED)]
     assert B in place.ready
@@ -159,7 +159,7 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
 def test_result_counts_while_the_page_that_has_its_chunk_is_not_read_yet() -> None:
     place = ListedPlace(OURS, 3, 0.0)
     place.take(part(Position(1, 60), 60, begins=True, place=4), 1.0)
-    assert place.result(1, 60, [row(A, Where.RAM)], 1.0)
+    assert place.learn(1, 60, [row(A, Where.RAM)], 1.0)
     assert A in place.ready
     assert place.take(part(Position(1, 60, 4), 60, row(A, Where.RAM)), 1.0) == []
 
@@ -173,11 +173,11 @@ def test_late_answer_for_another_namespace_is_not_taken() -> None:
 
 
 def test_silent_place_takes_no_results(place: ListedPlace) -> None:
-    assert place.result(1, 30, [row(B, Where.RAM)], 1.0 + SILENT_S) == []
+    assert place.learn(1, 30, [row(B, Where.RAM)], 1.0 + SILENT_S) == []
 
 
 def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
-    place.result(1, 500, [row(B, Where.RAM)], 1.0)
+    place.learn(1, 500, [row(B, Where.RAM)], 1.0)
     late = part(at(10), 20, row(Key(b"late"), Where.RAM))
     found = place.take(part(Position(2, 3), 3, row(B, Where.COMING), begins=True), 2.0)
     assert {change.key for change in found} == {A, B}
@@ -241,7 +241,7 @@ class World:
                 self.place.take(self.some(self.parts), self.now)
             case 9 if self.results:
                 life, number, found = self.some(self.results)
-                self.place.result(life, number, [found], self.now)
+                self.place.learn(life, number, [found], self.now)
                 self.check(life, number, found)
 
     def some(self, messages: list[M]) -> M:
