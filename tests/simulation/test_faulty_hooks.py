@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    DirectionalTransferStats,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.base.ids import Direction
@@ -229,6 +232,26 @@ def test_loads_of_others_go_out_while_one_request_has_every_step_fail(busy: Hook
     busy.run()
     busy.check()
     busy.check_rest()
+
+
+@pytest.mark.expects_failures
+@pytest.mark.parametrize("kinds", KINDS, ids=NAMES)
+def test_load_whose_result_is_not_understood_counts_as_failed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kinds: Kinds
+) -> None:
+    world = HookWorld(model, 1, kinds=kinds)
+    world.evicting = 0.0
+    world.add(DOCUMENTS[0])
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    world.line.failing = 1.0
+    record = failing(DirectionalTransferStats.record, when=lambda *_: True)
+    monkeypatch.setattr(DirectionalTransferStats, "record", record)
+    world.add(DOCUMENTS[0])
+    world.run()
+    world.check()
+    world.check_rest()
+    assert not world.line.num_loaded
 
 
 @pytest.mark.expects_failures
