@@ -263,14 +263,16 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def _take_end_badly(self, result: TransferResult) -> None:
         """A job has ended, as what is not known: as a failure."""
-        request_id = self._vllm.loads.pop(result.job_id, None)
-        self._distrust_result(result, request_id)
         failed = result.failed if isinstance(result, RayKVTransferResult) else []
         self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in failed]
         self._meta.mark_completed(result.job_id)
+        self._invalid_block_ids.update(self._unseen.pop(result.job_id, ()))
+        request_id = self._vllm.loads.pop(result.job_id, None)
         if request_id is not None and not self._is_layerwise:
+            # By layer vLLM does not wait for the request, which is told by its blocks.
+            self._meta.barred.add(request_id)
+            self._failed_recving.add(request_id)
             self._received.add(request_id)
-        self._unseen.pop(result.job_id, None)
 
     @guarded(_take_end_badly)
     def _take_end(self, result: TransferResult) -> None:
@@ -331,15 +333,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._unseen.clear()
         self._waited.clear()
 
-    def _distrust_result(self, result: TransferResult, request_id: str | None) -> None:
-        """What a load has brought is not known: it counts as failed."""
-        self._invalid_block_ids.update(self._unseen.get(result.job_id, ()))
-        if request_id is not None and not self._is_layerwise:
-            # By layer vLLM does not wait for the request, which is told by its blocks.
-            self._meta.barred.add(request_id)
-            self._failed_recving.add(request_id)
-
-    @guarded(_distrust_result)
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:
         assert isinstance(result, RayKVTransferResult), result
         stats = self._meta.transfer_stats

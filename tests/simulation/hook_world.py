@@ -165,7 +165,6 @@ _SAFE = {
         "distrust_loads",
         "end_loads",
         "_take_end_badly",
-        "_distrust_result",
         "end_badly",
         "_receive_stranded",
         "_take_received",
