@@ -38,6 +38,7 @@ def whole_chunks(prompts: list[list[int]]) -> list[int]:
 
 def check_loads(engine: EngineProcess, cluster: Cluster, prompts: list[list[int]]) -> None:
     """Store, drop vLLM's cache, load; tokens are those of vLLM's own prefix hit."""
+    assert "patient: waits without yielding" in engine.log_text
     engine.tokens(prompts)
     reference = engine.tokens(prompts)
     wait_for_chunks(cluster, sum(whole_chunks(prompts)))

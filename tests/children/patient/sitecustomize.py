@@ -5,6 +5,7 @@ that is yielded in a loop, NodeActors that were killed and kernel threads among 
 """
 
 import os
+import sys
 import time
 
 PAUSE_S = 1e-4
@@ -15,3 +16,4 @@ def _pause() -> None:
 
 
 os.sched_yield = _pause
+print("patient: waits without yielding", file=sys.stderr)
