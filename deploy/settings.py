@@ -20,12 +20,11 @@ TARGET = Path(__file__).with_name("settings.md")
 WIDTH = 100
 
 TOPICS = {
-    "The pool": "pool_bytes pool_path eviction_policy pin_share client_hints tenant_source",
+    "The pool": "pool_bytes pool_path pin_share client_hints tenant_source",
     "The disk tier": "disk_path disk_bytes disk_free_bytes",
     "Which cluster, which node, which weights": "ray_address node_id weights_version",
     "Storing and loading": (
-        "lease_slots kv_handover staging_bytes window_share layerwise_loads durable_stores "
-        "stop_unused_stores"
+        "kv_handover staging_bytes window_share layerwise_loads durable_stores stop_unused_stores"
     ),
     "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
     "Deadlines": (

@@ -29,7 +29,6 @@ PLAIN = (
     "files",
     "jobs",
     "threads",
-    "leases",
     "stores",
     "requests",
     "events",
@@ -237,12 +236,11 @@ OPEN: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Chunks in the directory",
-            ("sum by (namespace) (raykv_directory_chunks{$N})", "{{namespace}}"),
+            ("sum by (namespace, tier) (raykv_directory_chunks{$N})", "{{namespace}}, {{tier}}"),
         ),
         _panel(
-            "Slots",
-            ("sum by (state) (raykv_directory_slots{$C})", "{{state}}"),
-            (_rate("raykv_granted_leases_total"), "leases granted"),
+            "Room that was not found",
+            (_rate("raykv_stores_without_room_total", "namespace", "$N"), "{{namespace}}"),
         ),
         _panel(
             "Age of evicted chunks",
@@ -278,9 +276,9 @@ OPEN: dict[str, tuple[Panel, ...]] = {
         _latency("Lookups at the scheduler actor", "raykv_lookup_seconds", choice="$N"),
         _latency("Scheduler actor, by call", "raykv_call_seconds", "call"),
         _panel(
-            "Waits and leases",
+            "Waits and pauses",
             (_rate("raykv_timed_out_waits_total", choice="$N"), "waits given up"),
-            (_rate("raykv_stores_without_lease_total", choice="$N"), "stores without a lease"),
+            ("max (raykv_report_pause_seconds{$C})", "pause between reports"),
         ),
     ),
     "Health": (

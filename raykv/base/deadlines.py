@@ -143,12 +143,25 @@ CUDA_LANE_LOOK_S = 0.01
 SLOT_LOOK_S = 0.05
 """How often a store that waits for a slot's readers checks whether it was cancelled."""
 
+LINE_SILENCE_S = 1.0
+"""An EngineCore that asks what is new at a node hears so often that the node is there."""
+
+LINE_PAUSE_S = 0.002
+"""Between two answers with rows: what changes meanwhile goes with one message."""
+
+POOL_FILE_ORDERS_S = 30.0
+"""How long chunks of a pool file wait for the operators' orders, which say what of them is void."""
+
 NODE_HEARTBEAT_S = 1.0
 """The scheduler actor forgets a node after five missed ones."""
 
 NODE_REPORT_S = 2.0
 """For one report, which is answered in milliseconds. A report to a scheduler actor that has just
 died may wait in vain; the next one finds its successor."""
+
+NODE_FLOORS_S = 1.0
+"""For the disk tier to keep what an order clears, which takes milliseconds; a disk that hangs is
+asked again before each report."""
 
 NODE_REPORT_PAUSES_S = (0.2, 1.0)
 """After reports without an answer, first and longest: a new scheduler actor knows nothing until
@@ -209,6 +222,9 @@ HOST_DISK_S = 1.0
 DISK_LOOK_S = 1.0
 """The threads of a disk tier wake up at least this often."""
 
+DISK_NEXT_LOOK_S = 0.05
+"""Between two looks for chunks that go next, each of which walks over some thousands of them."""
+
 # Hidden states
 
 STATES_ROOM_S = 60.0
@@ -254,28 +270,54 @@ request its fetch deadline, and Ray takes 12 to 64 s to notice that a node is go
 FETCHER_PAUSES_S = (0.1, 2.0)
 """The same for an engine's own NodeActor: Ray starts another one within seconds."""
 
-# The engine's exchange with the scheduler actor
+# The engine, its places and the scheduler actor
+
+PLACE_CONNECT_S = 5.0
+"""For a NodeActor to let an engine in, which it does in milliseconds."""
+
+PLACE_PAUSES_S = (0.05, 1.0)
+"""After a line to a NodeActor that broke, first and longest: Ray starts another one within seconds,
+and until then nothing is found."""
+
+PLACE_LOST_S = 4.0
+"""A NodeActor that answers nothing for so long is connected to anew: it answers each second."""
+
+PLACE_LOOK_S = 0.25
+"""How often the line's thread looks whether something is due."""
+
+PLACE_SEND_S = 1.0
+"""For a message to a NodeActor to make progress."""
+
+TELL_PAUSE_S = 0.01
+"""Between two messages of an engine to its node: news of some steps travel together."""
+
+TELL_S = 1.0
+"""At least so often an engine says how it is."""
 
 SCHEDULER_PAUSES_S = (0.1, 2.0)
-"""After an exchange without an answer, first and longest: a new scheduler actor is there within
+"""After a question without an answer, first and longest: a new scheduler actor is there within
 seconds, and only new requests wait for it.
 """
-
-ATTACH_PAUSE_S = 0.05
-"""Between two tries to attach at the start."""
 
 ENTER_S = 1.0
 """Until what is known of a namespace has come, after the call that has changed an engine's weights;
 else requests find it little by little."""
 
-EXCHANGE_PAUSE_S = 0.002
-"""Between two exchanges under load: news of some steps travel together."""
+ATTACH_LOOK_S = 0.005
+"""Between two looks of an engine that waits for what its node has."""
+
+ASK_PAUSE_S = 0.002
+"""Between two questions under load: those of some requests travel together."""
+
+ASK_LOOK_S = 1.0
+"""How often the thread that asks looks whether something is due."""
 
 REPEAT_PAUSE_S = 0.02
 """Between two questions about chunks that are being stored elsewhere."""
 
-WANT_PAUSE_S = 0.05
-"""Between two requests for leases when the last one was not granted."""
+CLEAR_LOOK_S = 0.02
+"""Between two looks whether what an engine has cleared is ordered: the store of Ray's head takes
+milliseconds."""
 
 SESSION_STOP_S = 2.0
 """For the session's thread at the engine's end; it may be waiting for an answer of Ray."""
@@ -377,6 +419,9 @@ by then is lost."""
 
 TRANSFER_LOOK_S = 0.1
 """Between two looks whether what has come is in the directory."""
+
+PIN_HEARD_S = 2.0
+"""For all nodes to have the keys of a pin, which they ask for once they have heard of it."""
 
 CLIENT_S = 8.0
 """For one answer of an actor to a person or a program, who may have come during a restart. With

@@ -144,9 +144,9 @@ class Direction(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What happened to the directory; see `raykv.directory.log`."""
+    """What happened to the directory; see `raykv.directory.known.events`."""
 
-    EPOCH_BEGAN = 0
+    LIFE_BEGAN = 0
     BLOCK_STORED = 1
     BLOCK_REMOVED = 2
     NODE_JOINED = 3

@@ -108,12 +108,13 @@ class DiskPlace:
 class NodeOptions:
     """What a NodeActor has beside its pool, and how it reads from others; see the settings.
 
-    `metrics` None: it shows none.
+    `metrics` None: it shows none. `pin_share`: of the pool, that pins may take.
     """
 
     metrics: MetricsPlace | None = None
     disk: DiskPlace = DiskPlace()
     transport: str = "ray"
+    pin_share: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -149,18 +150,6 @@ class Settings:
         "",
         text,
         "Tells weights apart beside their content; needed where that can't be read: object storage",
-    )
-    eviction_policy: str = _setting(
-        "worth",
-        one_of("worth", "lru"),
-        "Order in which chunks are given up: worth or lru",
-    )
-    lease_slots: int = _setting(
-        1024,
-        count,
-        "Most free slots that an engine holds per KV group, to store into between two exchanges "
-        "with the scheduler actor; all engines of a node hold at most a quarter of its pool, or "
-        "what a step of each may store, up to half of it",
     )
     kv_handover: str = _setting(
         "auto",
@@ -258,7 +247,7 @@ class Settings:
         5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
     )
     heartbeat_s: float = _setting(
-        1.0, seconds, "Pause between exchanges with the scheduler actor when there is no news"
+        1.0, seconds, "Longest pause between two answers of a NodeActor to its engines, when there is no news"
     )
     metrics_port: str = _setting(
         "auto",
@@ -306,7 +295,7 @@ class Settings:
     describe_chunks: bool = _setting(
         False,
         flag,
-        "Tell the scheduler actor the token ids of stored chunks, for readers of events",
+        "Tell the NodeActors the token ids of stored chunks, for readers of events",
     )
     events_endpoint: str = _setting(
         "",
@@ -341,7 +330,7 @@ class Settings:
     def node_options(self) -> NodeOptions:
         """The settings of a NodeActor, but for those of its pool."""
         disk = DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
-        return NodeOptions(self.metrics_place, disk, self.transport)
+        return NodeOptions(self.metrics_place, disk, self.transport, self.pin_share)
 
     def labels(self) -> dict[str, str]:
         """All settings as labels of a metric; empty where RayKV chooses."""

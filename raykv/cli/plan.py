@@ -146,10 +146,6 @@ def _print(found: Plan) -> None:
         say(f"a token     {human_bytes(found.bytes_per_token)} of layers that need all of a prefix")
     if found.window_bytes:
         say(f"a window    {human_bytes(found.window_bytes)} of windows and states, with a prefix")
-    say(
-        f"lease_slots {found.lease_slots}: {human_bytes(found.lease_slots * shape.slot_bytes)} "
-        f"per engine and KV group at most; {found.sensible_lease_slots} would do"
-    )
     console().print(_prompts(found))
     console().print(_pools(found))
     for problem in found.problems:

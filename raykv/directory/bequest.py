@@ -6,8 +6,7 @@ may make them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -19,35 +18,22 @@ from ray.experimental.internal_kv import (
 from raykv.cluster.names import BEQUESTS
 
 LIFE = "life"
-"""The name under which every life leaves a `KeptLife`."""
+"""The name under which every life leaves its number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A name, and what was left under it."""
-
-    name: str
-    value: bytes
+def put(name: str, value: bytes) -> None:
+    """Leave something under a name."""
+    _internal_kv_put(name.encode(), value, overwrite=True, namespace=BEQUESTS)
 
 
-def leave(name: str, value: bytes | None) -> None:
-    """Leave something under a name; None: nothing any more."""
-    if value is None:
-        _internal_kv_del(name.encode(), namespace=BEQUESTS)
-    else:
-        _internal_kv_put(name.encode(), value, overwrite=True, namespace=BEQUESTS)
+def delete(name: str) -> None:
+    """Nothing is left under a name any more."""
+    _internal_kv_del(name.encode(), namespace=BEQUESTS)
 
 
-def entries() -> Iterator[Entry]:
-    """All that was left."""
+def entries() -> Iterator[tuple[str, bytes]]:
+    """All that was left, by name."""
     for name in _internal_kv_list(b"", namespace=BEQUESTS):
         value = _internal_kv_get(name, namespace=BEQUESTS)
         if value is not None:
-            yield Entry(name.decode(), value)
-
-
-def forget_all(but: Collection[str]) -> None:
-    """Nothing else is left to anybody."""
-    for name in _internal_kv_list(b"", namespace=BEQUESTS):
-        if name.decode() not in but:
-            _internal_kv_del(name, namespace=BEQUESTS)
+            yield name.decode(), value

@@ -6,20 +6,19 @@ from typing import Any
 
 import ray
 
+from raykv.base.ids import Stamp
 from raykv.base.settings import ANY_PORT, MetricsPlace
 from raykv.cluster import names
 from raykv.cluster.logs import level_for_actors
 from raykv.cluster.names import HEAD_RESOURCE, SHARE_OF_HEAD
+from raykv.directory import bequest
 from raykv.directory.actor import SchedulerActor
-from raykv.directory.pins import SHARE
+from raykv.directory.steward import ORDERS, KeptOrders
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.operator import OrdersDocument
 
 
-def scheduler_actor(
-    address: str,
-    eviction_policy: str,
-    pin_share: float = SHARE,
-    metrics: MetricsPlace = ANY_PORT,
-) -> Any:
+def scheduler_actor(address: str, metrics: MetricsPlace = ANY_PORT) -> Any:
     """The scheduler actor, created if there is none; creators that race get the same one.
 
     It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
@@ -37,5 +36,25 @@ def scheduler_actor(
         "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", **level_for_actors()}},
     }
-    made = ray.remote(SchedulerActor).options(**options)
-    return made.remote(address, eviction_policy, pin_share, metrics)
+    return ray.remote(SchedulerActor).options(**options).remote(address, metrics)
+
+
+def forget_orders() -> None:
+    """Leave nothing of what operators have ordered to later lives, but what they have cleared.
+
+    It waits for Ray's head node as long as Ray does.
+    """
+    for name, value in bequest.entries():
+        if name == ORDERS:
+            kept = decode(value, KeptOrders)
+            bequest.put(ORDERS, encode(KeptOrders(_with_floors_alone(kept.document), kept.at)))
+        elif name != bequest.LIFE:
+            bequest.delete(name)
+
+
+def _with_floors_alone(document: OrdersDocument) -> OrdersDocument:
+    bare = OrdersDocument(document.stamp, document.floors)
+    if document == bare:
+        return document
+    stamp = Stamp(document.stamp.history, document.stamp.number + 1)
+    return OrdersDocument(stamp, document.floors)

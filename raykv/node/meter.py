@@ -10,27 +10,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.base.ids import Direction, Refusal, TokenSource
+from raykv.base.tenants import OTHERS
 from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
-from raykv.metrics.table import LATENCY_BOUNDS, NamespaceLabels, histograms, number, numbers
-from raykv.node.slots import SlotState
+from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
+from raykv.node.pool.owner import NodePool
 from raykv.protocol.measures import HistogramData, MetricFamily
 from raykv.protocol.node import CaptureStats, DiskStats, NodeStats
+from raykv.protocol.reader import DISK, RAM
+from raykv.protocol.sessions import SessionStage
 
 _NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 def _by_direction() -> dict[Direction, Histogram]:
     return {direction: Histogram(LATENCY_BOUNDS) for direction in Direction}
-
-
-@dataclass(frozen=True)
-class PoolContents:
-    """Bytes of READY and WRITING slots by namespace, and chunks that have not been reported yet."""
-
-    num_bytes: Mapping[tuple[SlotState, Namespace], int]
-    num_unreported: int = 0
 
 
 @dataclass
@@ -42,7 +37,6 @@ class NodeMeter:
     fetch: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     reading: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     refusals: Counter[Refusal] = field(default_factory=Counter)
-    labels: NamespaceLabels = field(default_factory=NamespaceLabels)
 
     def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
         """A copy job has ended, after so long in the queue."""
@@ -53,13 +47,15 @@ class NodeMeter:
         """Chunks of a job were not copied."""
         self.refusals.update(refusals)
 
-    def families(self, stats: NodeStats, contents: PoolContents) -> list[MetricFamily]:
-        """All series of a NodeActor that has a pool."""
+    def families(self, stats: NodeStats, owner: NodePool) -> list[MetricFamily]:
+        """All series of a NodeActor that has a pool; its lock is held."""
         copied = {"store": stats.bytes_stored, "load": stats.bytes_loaded}
         chunks = {"store": stats.chunks_stored, "load": stats.chunks_loaded}
         reasons = {(each.name.lower(),): self.refusals[each] for each in Refusal if each}
+        accounts = owner.accounts
+        engines = [each.breakers for each in owner.engines]
         return [
-            self._pool(stats.pool_bytes, contents),
+            _pool(stats.pool_bytes, owner),
             number("raykv_pool_size_bytes", stats.pool_bytes),
             number("raykv_pool_prefaulted_bytes", stats.prefaulted_bytes),
             numbers("raykv_copied_bytes_total", {(name,): n for name, n in copied.items()}),
@@ -76,20 +72,65 @@ class NodeMeter:
             *_states(stats.states),
             number("raykv_queued_jobs", stats.queued_jobs),
             number("raykv_attached_workers", stats.num_workers),
-            number("raykv_unreported_chunks", contents.num_unreported),
+            number("raykv_unreported_chunks", owner.num_unread),
             histograms("raykv_queue_seconds", _rows(self.queue)),
             histograms("raykv_copy_seconds", _rows(self.copy)),
             histograms("raykv_fetch_seconds", [((), self.fetch.data())]),
             histograms("raykv_read_seconds", [((), self.reading.data())]),
-            *breaker_families("node", [stats.breakers], stats.breakers),
+            *breaker_families(
+                {
+                    "node": ([stats.breakers], stats.breakers),
+                    "engine": (engines, accounts.tally.breaker_totals()),
+                }
+            ),
+            *accounts.tally.families(),
+            *_tenants(owner, stats.disk.tenant_bytes),
+            histograms("raykv_removed_chunk_age_seconds", [((), accounts.ages.data())]),
+            *_sessions(owner),
         ]
 
-    def _pool(self, pool_bytes: int, contents: PoolContents) -> MetricFamily:
-        found: Counter[tuple[str, ...]] = Counter()
-        for (state, namespace), num_bytes in contents.num_bytes.items():
-            found[state.value, self.labels[namespace]] += num_bytes
-        found[SlotState.EMPTY.value, ""] = max(0, pool_bytes - found.total())
-        return numbers("raykv_pool_bytes", found)
+
+def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
+    found: Counter[tuple[str, ...]] = Counter()
+    for state, spaces in zip(("ready", "writing"), owner.index.contents(), strict=True):
+        for namespace, num_bytes in spaces.items():
+            found[state, owner.accounts.labels[namespace]] += num_bytes
+    found["empty", ""] = max(0, pool_bytes - found.total())
+    return numbers("raykv_pool_bytes", found)
+
+
+def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
+    """Series of tenants that have quotas, and of all others together; none without quotas."""
+    shares, accounts = owner.shares, owner.accounts
+    known = {label: share.name for label, share in shares.items() if label}
+    num_bytes: Counter[tuple[str, ...]] = Counter()
+    evicted: Counter[tuple[str, ...]] = Counter()
+    tokens: Counter[tuple[str, ...]] = Counter()
+    for name in (*known.values(), OTHERS) if shares else ():
+        num_bytes[name, RAM] = num_bytes[name, DISK] = evicted[name,] = 0
+        tokens.update({(name, str(source)): 0 for source in TokenSource})
+    if shares:
+        for whose, some in owner.index.room.used.items():
+            num_bytes[known.get(owner.label_of(whose), OTHERS), RAM] += some
+        for whose, some in accounts.num_evicted.items():
+            evicted[known.get(owner.label_of(whose), OTHERS),] += some
+        for label, some in on_disk.items():
+            num_bytes[known.get(label, OTHERS), DISK] += some
+        for (label, source), some in accounts.tokens.items():
+            tokens[known.get(label, OTHERS), str(source)] += some
+    return [
+        numbers("raykv_tenant_bytes", num_bytes),
+        numbers("raykv_tenant_evicted_chunks_total", evicted),
+        numbers("raykv_tenant_prompt_tokens_total", tokens),
+    ]
+
+
+def _sessions(owner: NodePool) -> list[MetricFamily]:
+    stages = Counter(session.stage for _, _, session in owner.sessions.latest())
+    return [
+        numbers("raykv_sessions", {(str(stage),): stages[stage] for stage in SessionStage}),
+        number("raykv_session_chunks_released_total", owner.index.claims.num_released),
+    ]
 
 
 def _disk(disk: DiskStats) -> list[MetricFamily]:

@@ -14,14 +14,19 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Direction, NodeId, Refusal
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.node import attached
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.worker import JobResult
+from raykv.node.keeper import PoolKeeper
+from raykv.node.pool import jobs
+from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.protocol.columns import Numbers
+from raykv.protocol.named.copies import NamedResult
 
 
 class EndlessBackend(CPUBackend):
@@ -37,9 +42,11 @@ class EndlessBackend(CPUBackend):
         return False
 
 
-def absurd(**fields: Any) -> JobResult:
+def absurd(*args: Any) -> NamedResult:
     """The result of a job, with the failure of a chunk that nobody asked for."""
-    return JobResult(**{**fields, "failed_chunks": [99], "refusals": [int(Refusal.STALE)]})
+    made: NamedResult = NamedResult(*args)
+    refused = bytes([Refusal.NOT_HERE])
+    return msgspec.structs.replace(made, failed_chunks=Numbers.of([99]), refusals=refused)
 
 
 def main() -> None:
@@ -48,9 +55,10 @@ def main() -> None:
     if "endless" in sys.argv[4:]:
         vars(attached)["CPUBackend"] = EndlessBackend
     if "absurd" in sys.argv[4:]:
-        vars(attached)["JobResult"] = absurd
+        vars(jobs)["NamedResult"] = absurd
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
-    service = NodeService(ServiceSettings(name, geometry), boot_epoch())
+    keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
+    service = NodeService(ServiceSettings(name), keeper)
     service.start()
     if "limited" in sys.argv[4:]:
         if os.getuid() == 0:  # who has no limit

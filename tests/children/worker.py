@@ -11,19 +11,22 @@ import signal
 import socket
 import sys
 
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8
 KV_NAME = "orphaned-kv"
+LIFE = 77
+"""Of its engine."""
 SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
 
 
@@ -37,15 +40,15 @@ def main() -> None:
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     if stage in ("connected", "half attached", "unread"):
         hello = AttachWorker(
-            PROTOCOL_VERSION, "engine", "ns", rank, num_ranks, {0: slot_bytes}, layout
+            PROTOCOL_VERSION, "engine", LIFE, "ns", rank, num_ranks, {0: slot_bytes}, layout
         )
         kept: object = greet(name, hello, kv, stage)
     else:
         link = kept = WorkerLink(rank, layout, [kv.fd], SETTINGS)
-        link.set_target(LinkTarget(name, "engine", "ns", num_ranks, {0: slot_bytes}))
-        wait_until(lambda: link.node_epoch != 0, 10.0, "the worker attaches")
+        link.set_target(LinkTarget(name, "engine", LIFE, "ns", num_ranks, {0: slot_bytes}))
+        wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")
         if stage != "attached":
-            submit(link, slot_bytes, Direction.LOAD if stage == "loading" else Direction.STORE)
+            submit(link, Direction.LOAD if stage == "loading" else Direction.STORE)
     child = os.fork()
     if child:
         print(child, flush=True)
@@ -65,10 +68,10 @@ def greet(name: str, hello: AttachWorker, kv: Region, stage: str) -> tuple[objec
     return sock, words
 
 
-def submit(link: WorkerLink, slot_bytes: int, direction: Direction) -> None:
-    """A job for the chunks in the slots 0 and 1, of generation 1."""
-    handles = Handles(Keys.of([b"0" * 36, b"1" * 36]), [0, slot_bytes // SLOT_ALIGNMENT], [1, 1])
-    link.submit(JobRequest(1, direction, link.node_epoch, handles, [0, 0], [1, 1], [0, 0], [0, 1]))
+def submit(link: WorkerLink, direction: Direction) -> None:
+    """A job for the chunks 0 and 1."""
+    keys = [numbered_key(chunk) for chunk in range(2)]
+    link.submit(JobRequest(named_job(direction, keys, [[0], [1]])))
 
 
 if __name__ == "__main__":

@@ -86,19 +86,6 @@ def the_prompt(seed: int) -> list[int]:
     return prompt(seed, 250 + 40 * (seed % 5))
 
 
-def wait_for_leases(engine: EngineProcess, cluster: Cluster) -> None:
-    """What finds no lease is not stored. On a busy machine a few tiny prompts are over before the
-    engine has had an answer; what was just loaded is not evicted for 10 s; and an engine takes
-    answers in while it works.
-    """
-
-    def has_leases() -> bool:
-        engine.tokens([[1, 2, 3]], max_tokens=1)
-        return all(node.leased_slots >= 8 for node in cluster.status().nodes)
-
-    wait_until(has_leases, 30.0, "the engine has leases again")
-
-
 def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     process.tokens([the_prompt(seed)], max_tokens=24)
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
@@ -110,7 +97,7 @@ def flood(engine: EngineProcess) -> None:
 
 
 def flood_until(condition: Callable[[], bool], engine: EngineProcess, what: str) -> None:
-    """As many as it takes: on a busy machine most of them are over before the engine has leases."""
+    """As many as it takes."""
 
     def has_come() -> bool:
         flood(engine)
@@ -137,7 +124,6 @@ def test_eviction_during_loads_gives_no_wrong_token(
         found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
         assert found == [reference[seed] for seed in seeds]
         engine.reset()
-        wait_for_leases(engine, cluster)
     (node,) = cluster.status().nodes
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
@@ -187,16 +173,6 @@ def test_prompt_as_long_as_a_step_is_stored_whole_in_a_full_pool(
     flood_until(is_full, engine, "short prompts fill the pool")
     first, tokens = (prompt(seed, STEP_CHUNKS * BLOCK) for seed in (890, 891))
     engine.tokens([first], max_tokens=2)
-
-    def has_leases() -> bool:
-        (before,) = cluster.status().nodes
-        # Leases that chunks are being stored at are none to have.
-        time.sleep(1.0)
-        engine.tokens([[1, 2, 3]], max_tokens=1)
-        (node,) = cluster.status().nodes
-        return node.chunks_stored == before.chunks_stored and node.leased_slots >= STEP_CHUNKS
-
-    wait_until(has_leases, 30.0, "the engine has leases for a step")
     # The second step begins the store.
     engine.tokens([tokens], max_tokens=2)
     wait_until(lambda: chunks_of(cluster, tokens) == STEP_CHUNKS, 10.0, "all of it is stored")
@@ -210,10 +186,8 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 ) -> None:
     """Requests may pin 8 chunks here, as many as the prompt has."""
     pinned, plain = prompt(900, 8 * BLOCK), prompt(901, 8 * BLOCK)
-    wait_for_leases(engine, cluster)
     params = {"raykv_pin_s": 600, "raykv_priority": 5, "raykv_pin": "nonsense"}
     engine.call("generate", prompts=[pinned], max_tokens=1, params=params)
-    wait_for_leases(engine, cluster)
     have_stored(engine, cluster, plain)
     wait_until(lambda: cluster.pins().client_chunks == 8, 10.0, "the pins are told")
     flood_until(lambda: chunks_of(cluster, plain) < 8, engine, "the other prompt goes")
@@ -226,7 +200,7 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 
 
 def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> None:
-    """Have a prompt in the pool; what an engine was leased before a clear is void."""
+    """Have a prompt in the pool; after a clear nothing is stored until the node has heard of it."""
 
     def are_there() -> bool:
         engine.reset()
@@ -237,7 +211,7 @@ def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> N
 
 
 def knows(cluster: Cluster, session: str, chunks: int) -> bool:
-    """Whether the scheduler actor has heard of so many chunks of a session."""
+    """Whether the node has heard of so many chunks of a session."""
     return {each.session: each.chunks for each in cluster.sessions()}.get(session) == chunks
 
 
@@ -272,7 +246,6 @@ def test_session_that_is_over_is_evicted_before_older_prompts_and_what_it_shares
     assert cluster.session("done").status().private_chunks == 24
     assert (chunks_of(cluster, plain), chunks_of(cluster, done)) == (8, 28)
     flood_until(lambda: chunks_of(cluster, done) < 28, engine, "what is over goes")
-    # Leases are granted some at a time, and slots for them are made free at once.
     left = chunks_of(cluster, done)
     assert 4 <= left < 28
     assert chunks_of(cluster, plain) == 8, "the older prompt is still there"

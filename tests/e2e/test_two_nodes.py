@@ -320,11 +320,11 @@ def test_scheduler_actor_killed_under_load_fails_no_request_and_comes_back_to_th
             engines[which].reset()
 
     threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
-    epoch = cluster.status().epoch
+    life = cluster.status().life
     for thread in threads:
         thread.start()
     ray.kill(ask.find_scheduler_actor(), no_restart=False)
-    wait_until(lambda: epoch_of(cluster) > epoch, RECOVERY_DEADLINE_S, "a new scheduler actor")
+    wait_until(lambda: life_of(cluster) > life, RECOVERY_DEADLINE_S, "a new scheduler actor")
     wait_until(lambda: is_the_truth(cluster), 5.0, "the directory is what the nodes have")
     for thread in threads:
         thread.join(120.0)
@@ -346,10 +346,10 @@ def head_node_id() -> str:
     return str(head["NodeID"])
 
 
-def epoch_of(cluster: Cluster) -> int:
+def life_of(cluster: Cluster) -> int:
     """Of the scheduler actor; 0 while there is none."""
     try:
-        return cluster.status().epoch
+        return cluster.status().life
     except ClusterError:
         return 0
 

@@ -17,4 +17,5 @@ settings.load_profile("unit")
 def _nothing_is_left() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raykv.directory.bequest.entries", lambda: iter(()))
+        patch.setattr("raykv.directory.bequest.put", lambda _name, _value: None)
         yield

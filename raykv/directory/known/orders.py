@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from raykv.base.ids import Namespace, Stamp
-from raykv.directory.orders.document import Orders
+from raykv.directory.known.document import Orders
 from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.named.report import ReportedEngine
 

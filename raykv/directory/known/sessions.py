@@ -143,6 +143,9 @@ class SessionNodes:
         )
         return list(islice(found, most))
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     def words(self, node_id: NodeId) -> tuple[list[SessionsWord], int]:
         """What an answer says to a member, and the number of its last word."""
         words = self._words[node_id]

@@ -93,11 +93,13 @@ class ChunkRow(NamedTuple):
 
 
 class HeldChunks(NamedTuple):
-    """Of some names, the chunks that are kept or pinned here, and those that only wait for that."""
+    """Of some names, by their numbers, the chunks that are kept or pinned here, and those that only
+    wait for that; bytes of the former.
+    """
 
-    chunks: int = 0
+    kept: list[int]
+    waiting: list[int]
     num_bytes: int = 0
-    waiting: int = 0
 
 
 class DroppedChunks(NamedTuple):
@@ -192,18 +194,18 @@ class PoolCatalog:
         return ChunkRow(chunk.namespace, chunk.key, Where.DISK, chunk.slot_bytes, chunk.blocks)
 
     def kept(self, names: Iterable[Name]) -> HeldChunks:
-        """How many chunks of these are kept here."""
-        chunks = num_bytes = waiting = 0
-        for name in names:
+        """Which chunks of these are kept here."""
+        kept, waiting, num_bytes = [], [], 0
+        for at, name in enumerate(names):
             record = self._index.find(*name)
             if record is None:
                 continue
             if record.standing in (Standing.KEPT, Standing.PINNED):
-                chunks += 1
+                kept.append(at)
                 num_bytes += record.slot_bytes
             else:
-                waiting += 1
-        return HeldChunks(chunks, num_bytes, waiting)
+                waiting.append(at)
+        return HeldChunks(kept, waiting, num_bytes)
 
     def drop(
         self, namespace: Namespace, keys: Iterable[Key], *, with_pinned: bool = False

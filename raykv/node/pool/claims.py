@@ -114,7 +114,8 @@ class Claims:
         self._waiting: dict[Name, None] = {}
         # Whether something was unpinned since it was tried to pin what waits.
         self._has_room = False
-        self.num_refused = 0
+        self.num_refused = self.num_released = 0
+        """Claims that there was no room for, and chunks that nobody would miss any more."""
 
     # Owners
 
@@ -178,6 +179,10 @@ class Claims:
         """What an owner wants of a chunk."""
         claimed = self._claimed.get(name)
         return None if claimed is None else claimed.claims.get(owner)
+
+    def num_of(self, kind: OwnerKind) -> int:
+        """How many claims owners of a kind have."""
+        return self._num[kind]
 
     def num_free(self, kind: OwnerKind) -> int:
         """So many more claims are there for owners of a kind."""
@@ -269,6 +274,8 @@ class Claims:
             wanted = Standing.NORMAL
         if wanted is Standing.NORMAL and record.namespace in self._left:
             wanted = Standing.RELEASED
+        if wanted is Standing.RELEASED and record.standing is not wanted:
+            self.num_released += 1
         if wanted is not Standing.NORMAL or record.standing is not Standing.SPARE:
             self._stand(record, wanted)
 

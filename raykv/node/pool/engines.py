@@ -232,6 +232,10 @@ class LocalEngines:
             ReportedEngine(each.hello, each.counters, each.breakers, each.heard) for each in self
         ]
 
+    def said(self) -> Iterator[tuple[int, str, str]]:
+        """Who is here, in which namespace, and which naming each has heard last."""
+        return ((each.hello.life, each.hello.namespace, each.heard) for each in self)
+
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())
 

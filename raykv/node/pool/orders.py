@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -26,7 +26,7 @@ from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import Standing
 from raykv.node.pool.room import NOBODY
 from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrdersDocument
+from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrderedShare, OrdersDocument
 
 MOST_TENANTS = 4096
 """That are told apart; all others are nobody in particular."""
@@ -63,11 +63,11 @@ class TenantNumbers:
 
 @dataclass(slots=True)
 class LocalPin:
-    """A pin; `is_known`: its keys have come, and are claimed."""
+    """A pin; `names` of its chunks have come, and are claimed, unless there are none."""
 
     order: OrderedPin
     until: float
-    is_known: bool = False
+    names: Sequence[Name] = ()
 
     @property
     def standing(self) -> Standing:
@@ -113,16 +113,26 @@ class LocalOrders:
         }
         return msgspec.structs.replace(self._document, pins=pins)
 
-    def take(self, document: OrdersDocument, now: float) -> None:
-        """A document, which counts if its number is later than that of the last one."""
+    @property
+    def shares(self) -> Mapping[str, OrderedShare]:
+        """Of tenants, by their labels."""
+        return {} if self._document is None else self._document.shares
+
+    def take(self, document: OrdersDocument, now: float) -> set[Namespace]:
+        """A document, which counts if its number is later than that of the last one.
+
+        Returns:
+            Namespaces that it has cleared; the empty name: all.
+        """
         if document.stamp <= self.stamp:
-            return
+            return set()
         self._document, self._taken_at = document, now
-        self._clear(document)
+        risen = self._clear(document)
         self._share(document)
         self._pin(document, now)
+        return risen
 
-    def _clear(self, document: OrdersDocument) -> None:
+    def _clear(self, document: OrdersDocument) -> set[Namespace]:
         floors, risen = self._index.floors, set()
         if document.stamp.history != floors.history:
             floors.begin(document.stamp.history)
@@ -131,6 +141,7 @@ class LocalOrders:
         risen |= floors.take(document.floors)
         if risen:
             self._index.drop_void(risen)
+        return risen
 
     def _share(self, document: OrdersDocument) -> None:
         shares = {}
@@ -153,33 +164,31 @@ class LocalOrders:
                 is_same = known.standing is pin.standing
                 if is_same and abs(pin.until - known.until) <= SOON_S:
                     continue
-                pin.is_known = known.is_known
+                pin.names = known.names
             self._pins[pin_id] = pin
-            if pin.is_known:
-                self._claim(pin_id, pin, list(self._index.claims.names_of(_owner(pin_id))))
+            if pin.names:
+                self._claim(pin_id, pin)
 
-    def _claim(self, pin_id: str, pin: LocalPin, names: Iterable[tuple[Namespace, Key]]) -> None:
-        self._index.claims.claim(_owner(pin_id), names, pin.standing, pin.until)
+    def _claim(self, pin_id: str, pin: LocalPin) -> None:
+        self._index.claims.claim(_owner(pin_id), pin.names, pin.standing, pin.until)
 
     def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
         """The keys of pins that have that digest."""
         names = [(namespace, key) for key in islice(dict.fromkeys(keys), MAX_ORDERED)]
         for pin_id, pin in self._pins.items():
-            if pin.order.digest == digest and not pin.is_known:
-                pin.is_known = True
+            if pin.order.digest == digest and not pin.names:
+                pin.names = names
                 before = self._index.claims.names_of(_owner(pin_id)) - names
                 self._index.claims.end(_owner(pin_id), before)
-                self._claim(pin_id, pin, names)
+                self._claim(pin_id, pin)
 
-    def pinned(self, pin_id: str) -> KeysView[Name] | None:
-        """The names of a pin's chunks; None: they are not known here, or there is no such pin."""
-        pin = self._pins.get(pin_id)
-        is_known = pin is not None and pin.is_known
-        return self._index.claims.names_of(_owner(pin_id)) if is_known else None
+    def pins(self) -> Iterator[tuple[str, Sequence[Name]]]:
+        """The names of each pin's chunks, as far as they are known, in the order of its keys."""
+        return ((pin_id, pin.names) for pin_id, pin in self._pins.items() if pin.names)
 
     def wanted(self) -> list[bytes]:
         """Digests of pins whose keys are not known."""
-        return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.is_known))
+        return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.names))
 
     def expire(self, now: float) -> None:
         """Forget pins whose time is over, whose claims end alone, and tenants that are gone."""

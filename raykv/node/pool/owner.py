@@ -25,7 +25,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -34,7 +34,7 @@ import msgspec
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.version import __version__
-from raykv.node.accounts.requests import RequestLog
+from raykv.node.accounts.accounts import Accounts
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
 from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
@@ -47,11 +47,12 @@ from raykv.node.pool.reporting import Reporting, valid
 from raykv.node.pool.room import NOBODY
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.columns import Keys
-from raykv.protocol.engine import Hints, check_record
+from raykv.protocol.engine import Hints
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.named.copies import NamedJob, NamedResult
 from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
@@ -61,11 +62,14 @@ from raykv.protocol.named.place import (
 )
 from raykv.protocol.named.report import Report, ReportAnswer, SessionsWord
 from raykv.protocol.node import NodeStats
-from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrdersDocument
+from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
 """How long a request's priority counts."""
+
+SERIES_S = 60.0
+"""How long what operators have brought here stays after the last chunk of their series."""
 
 SOON_S = 1.0
 """A request's wish for a chunk is renewed only for more than that."""
@@ -79,8 +83,6 @@ class NodePool:
         life: of the NodeActor and its listing; a later one is higher.
         geometry: of the pool.
         pin_share: of the pool, that pins may take.
-        hostname: of its host, for people.
-        pid: of the NodeActor, for people.
     """
 
     def __init__(
@@ -88,14 +90,10 @@ class NodePool:
         node_id: NodeId,
         life: int,
         geometry: PoolGeometry,
-        *,
         pin_share: float = PIN_SHARE,
-        hostname: str = "",
-        pid: int = 0,
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self._hostname, self._pid = hostname, pid
         self.index = PoolIndex(geometry, Listing(life), Floors(), pin_share=pin_share)
         self._tenants = TenantNumbers()
         self._engines = LocalEngines(geometry)
@@ -108,8 +106,10 @@ class NodePool:
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
-        self.records = RequestLog()
-        """Requests of its engines that have ended."""
+        self.accounts = Accounts()
+        """What is told of it and of its engines to people."""
+        # The highest number of orders that an engine has named since the last document.
+        self._told_orders = NOTHING_ORDERED
 
     # Engines
 
@@ -126,6 +126,7 @@ class NodePool:
             return
         engine.seq = tell.seq
         engine.take(tell)
+        self._told_orders = max(self._told_orders, tell.orders)
         namespace = Namespace(tell.namespace)
         self._find(namespace, tell.found, now)
         self._hint(tell.life, namespace, tell.hints, now)
@@ -135,7 +136,7 @@ class NodePool:
         for each in news:
             word = msgspec.structs.replace(each, keys=Keys())
             self._reporting.say(SessionsWord(namespace, word))
-        self.records.take(engine.hello, valid(tell.finished, check_record), now)
+        self.accounts.take(engine.hello, tell, now)
 
     def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
         records: dict[ChunkRecord, str] = {}
@@ -301,6 +302,18 @@ class NodePool:
         """Nobody writes a chunk any more that was to land."""
         self._landings.landed(record, ok=ok)
 
+    def keep_series(
+        self, series: str, namespace: Namespace, keys: Iterable[Key], now: float
+    ) -> None:
+        """Chunks that an operator brings here stay until others of their series have come, too."""
+        owner, claims = Owner(OwnerKind.OPERATOR, f"series\n{series}"), self.index.claims
+        names = [(namespace, key) for key in keys]
+        earlier = claims.names_of(owner)
+        first = claims.claim_of(owner, next(iter(earlier))) if earlier else None
+        if first is not None and first.until - now < SERIES_S / 2:
+            names = [*earlier, *names]
+        claims.claim(owner, dict.fromkeys(names), Standing.KEPT, now + SERIES_S)
+
     def begin_read(
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
     ) -> list[ChunkRecord | Refusal]:
@@ -331,6 +344,7 @@ class NodePool:
         del now
         labels = self._tenants.labels
         used = self.index.room.used.items()
+        self._reporting.facts = self.orders, self.is_leaving, tuple(self._engines.said())
         return self._reporting.begin(
             Report(
                 PROTOCOL_VERSION,
@@ -346,8 +360,6 @@ class NodePool:
                 tenant_bytes={labels[number]: num for number, num in used if number in labels},
                 pinned_bytes=self.index.claims.pinned_bytes,
                 is_leaving=self.is_leaving,
-                pid=self._pid,
-                hostname=self._hostname,
                 raykv_version=__version__,
             )
         )
@@ -367,6 +379,12 @@ class NodePool:
         """Changes that the directory has not read, as far as is known."""
         return self._reporting.num_unread
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a report would say something new."""
+        facts = self.orders, self.is_leaving, tuple(self._engines.said())
+        return self.wants_document or self._reporting.has_news(facts)
+
     def give_up(self) -> None:
         """The report that is out will not be answered."""
         self._reporting.give_up()
@@ -384,12 +402,17 @@ class NodePool:
 
     @property
     def wants_document(self) -> bool:
-        """Whether the directory has later orders; `take_orders` is for them."""
-        return self._reporting.newest > self.orders
+        """Whether there are later orders, as the directory or an engine has said; `take_orders` is
+        for them.
+        """
+        return max(self._reporting.newest, self._told_orders) > self.orders
 
     def take_orders(self, document: OrdersDocument, now: float) -> None:
         """A document of orders; nothing if its number is not later than that of the last one."""
-        self._orders.take(document, now)
+        # An engine that names orders which nobody has is believed once.
+        self._told_orders = NOTHING_ORDERED
+        for namespace in self._orders.take(document, now):
+            self.accounts.descriptions.forget(namespace or None)
 
     def told_orders(self, now: float) -> OrdersDocument | None:
         """The latest document, for a directory that wants it."""
@@ -405,19 +428,23 @@ class NodePool:
 
     # For people
 
-    @property
-    def engines(self) -> Iterator[EngineHello]:
-        """What the engines that are here have said last of themselves."""
-        return (each.hello for each in self._engines)
+    def follow(self, now: float) -> bool:
+        """Count a piece of what has happened here; returns whether there is more."""
+        return self.accounts.follow(self.index.listing, self.sessions, now)
 
     @property
-    def tenant_labels(self) -> dict[int, str]:
-        """The label of each tenant, by its number."""
-        return self._tenants.labels
+    def engines(self) -> Iterator[LocalEngine]:
+        """The engines that are here."""
+        return iter(self._engines)
 
-    def pinned(self, pin_id: str) -> KeysView[Name] | None:
-        """The names of an ordered pin's chunks; None: they are not known here."""
-        return self._orders.pinned(pin_id)
+    @property
+    def shares(self) -> Mapping[str, OrderedShare]:
+        """Of tenants, by their labels."""
+        return self._orders.shares
+
+    def pins(self) -> Iterator[tuple[str, Sequence[Name]]]:
+        """The names of each ordered pin's chunks, as far as they are known here."""
+        return self._orders.pins()
 
     # Time
 

@@ -119,6 +119,11 @@ class Room:
         ]
 
     @property
+    def num_uses(self) -> int:
+        """Another one whenever the orders are: chunks came, were found, or stand in another way."""
+        return sum(order.now for order in self._orders.values())
+
+    @property
     def all_used(self) -> int:
         """Bytes of all together, of what is being written too."""
         return self._all_used

@@ -48,13 +48,14 @@ STANDINGS = {
 
 @dataclass(slots=True)
 class LocalSession:
-    """`until`: of its pause, else infinite. `used_at`: by a request of this node, of which so many
-    have come.
+    """`until`: of its latest pause, of `pause_s`, else infinite. `used_at`: by a request of this
+    node, of which so many have come.
     """
 
     owner: Owner
     stage: SessionStage = SessionStage.ACTIVE
     until: float = inf
+    pause_s: float = 0.0
     used_at: float = 0.0
     num_requests: int = 0
 
@@ -92,6 +93,7 @@ class LocalSessions:
             case SessionWord.CAME:
                 self._become(name, SessionStage.ACTIVE, inf)
             case SessionWord.PAUSED:
+                self._sessions[name].pause_s = news.pause_s
                 self._become(name, SessionStage.PAUSED, now + news.pause_s)
             case SessionWord.OVER:
                 self._become(name, SessionStage.OVER, inf)
@@ -145,6 +147,34 @@ class LocalSessions:
         """Where a session is; None: it is not known."""
         known = self._sessions.get((namespace, session))
         return None if known is None else known.stage
+
+    def released(self, chunk: Name) -> str:
+        """By which session that was over a chunk was released, as the end of a sentence; empty: by
+        none that is known.
+        """
+        for owner in self._claims.claims_on(chunk):
+            namespace, _, session = owner.name.partition("\n")
+            known = self._sessions.get((Namespace(namespace), session))
+            if owner.kind is not OwnerKind.SESSION or known is None:
+                continue
+            if known.stage is SessionStage.OVER:
+                return f"released: its session {session!r} was over"
+            if known.stage is SessionStage.GIVEN_UP:
+                pause = f"kept for the pause of its session {session!r}, {known.pause_s:g} s"
+                return f"{pause}, and released when that was over"
+        return ""
+
+    def num_private(self, session: LocalSession) -> int:
+        """Chunks of a session that no other one has."""
+        kinds = (
+            [owner.kind for owner in self._claims.claims_on(name)]
+            for name in self._claims.names_of(session.owner)
+        )
+        return sum(each.count(OwnerKind.SESSION) == 1 for each in kinds)
+
+    def keys_of(self, session: LocalSession) -> list[Key]:
+        """The chunks of a session, from heads of prompts to tails."""
+        return [key for _, key in self._claims.names_of(session.owner)]
 
     def latest(self) -> Iterator[tuple[Namespace, str, LocalSession]]:
         """All sessions, the most recently used one first. Not valid after a change."""

@@ -10,7 +10,8 @@ The disk is a second place in the row of a name. What is in which file is not kn
 tier says what has come to the disk, and what has gone.
 
 Chunks are written before they go: of the chunks that go next as many as two steps of an engine
-store, once there is no free room for so many. What has not been written in time is lost.
+store, once there is no free room for so many. What has not been written in time is lost. What is
+released is written, too: a session that is over may come back. What is spare another node has.
 
 Invariants:
 1. What the shelf has is in the listing as on the disk, and every change of that is numbered.
@@ -38,9 +39,6 @@ two KV groups.
 
 RESERVED_PART = 8
 """One of so many chunks is in that reserve at most."""
-
-NOT_WORTH_IT = (Standing.RELEASED, Standing.SPARE)
-"""Nobody will miss it, or another node has it."""
 
 
 class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
@@ -86,8 +84,8 @@ class Shelf:
         self._free: list[int] = []
         # Records that are being written, and whether each was evicted meanwhile.
         self._writing: dict[ChunkRecord, bool] = {}
-        # The listing's number when nothing was left to be written.
-        self._done_at = -1
+        # When nothing was left to be written: the listing's number, and that of uses.
+        self._done_at = (-1, -1)
 
     # Looking
 
@@ -141,17 +139,18 @@ class Shelf:
         """Up to so many chunks of those that go next that are not on the disk, each with a reader;
         `end_write` is for each.
         """
-        if self._done_at == self._listing.number:
+        now = self._listing.number, self._room.num_uses
+        if self._done_at == now:
             return []
         found = []
         for record in self._going():
-            is_wanted = record.standing not in NOT_WORTH_IT and not record.is_written
+            is_wanted = record.standing is not Standing.SPARE and not record.is_written
             if is_wanted and record not in self._writing and self._is_unwritten(record):
                 found.append(record)
                 if len(found) == most:
                     break
         else:
-            self._done_at = self._listing.number
+            self._done_at = now
         return self._begin(found)
 
     def _going(self) -> list[ChunkRecord]:
@@ -204,7 +203,7 @@ class Shelf:
         """
         was_evicted = self._writing.pop(record)
         if not is_written:
-            self._done_at = -1
+            self._done_at = (-1, -1)
             return False
         record.is_written = True
         is_good = was_evicted or record.state is ChunkState.READY

@@ -85,6 +85,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
         breakers: whom the engine leaves alone.
         described: what is inside of chunks.
         heard: the order of the last naming that it has taken.
+        orders: the number of the latest orders that it knows of; the place may be behind.
     """
 
     life: Count
@@ -100,6 +101,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     breakers: BreakerReport = BreakerReport()
     described: Descriptions = Descriptions()
     heard: Text = ""
+    orders: Stamp = NOTHING_ORDERED
 
 
 class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):

@@ -72,7 +72,6 @@ def test_load_gives_what_vllms_own_hit_gives(engine: ZooEngine, beside: int) -> 
 def test_second_question_about_a_document_finds_it(engine: ZooEngine) -> None:
     cold = [engine.ask(question(number))[0] for number in range(3)]
     engine.process.reset(connector=True)
-    # A state is offered once, and leases come with the next exchange.
     engine.ask(prompt(5, 100))
     engine.settle()
     found = []

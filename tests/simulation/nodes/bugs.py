@@ -20,10 +20,10 @@ from raykv.base.ids import (
     Slot,
     Stamp,
 )
+from raykv.directory.known.document import Orders
 from raykv.directory.known.marks import SpareMarks
-from raykv.directory.orders.document import Orders
-from raykv.engine.places.listed import ListedPlace, PlaceChange
-from raykv.engine.places.view import PlacesView
+from raykv.engine.listed import ListedPlace, PlaceChange
+from raykv.engine.view import EngineView
 from raykv.node.pool.claims import Name
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
@@ -372,18 +372,18 @@ def eviction_is_not_listed(patches: pytest.MonkeyPatch) -> None:
 
 def answer_from_before_a_reset_counts(patches: pytest.MonkeyPatch) -> None:
     """An engine that has emptied its view takes in what was there before."""
-    patches.setattr(PlacesView, "is_clearing", property(lambda _: False))
+    patches.setattr(EngineView, "is_clearing", property(lambda _: False))
 
 
 def what_is_coming_is_a_hit(patches: pytest.MonkeyPatch) -> None:
     """A lookup says HIT for what another engine stores."""
-    lookup = PlacesView.lookup
+    lookup = EngineView.lookup
 
-    def hopeful(view: PlacesView, request_id: str, key: Key, now: float) -> Lookup:
+    def hopeful(view: EngineView, request_id: str, key: Key, now: float) -> Lookup:
         found = lookup(view, request_id, key, now)
         return Lookup.HIT if found is Lookup.HIT_PENDING else found
 
-    patches.setattr(PlacesView, "lookup", hopeful)
+    patches.setattr(EngineView, "lookup", hopeful)
 
 
 def late_refusal_of_blocks_counts(patches: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ from raykv.base.ids import (
     Stamp,
 )
 from raykv.engine.cost import FetchCost
-from raykv.engine.places.listed import SILENT_S
-from raykv.engine.places.view import PlacesView
+from raykv.engine.listed import SILENT_S
 from raykv.engine.remote import RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.named.place import EngineHello
@@ -104,9 +104,8 @@ class PlayedEngine:
             ),
             FetchCost(),
         )
-        self.view = PlacesView(
-            self.hello(0), seats.node_ids, LOOKUP_DEADLINE_S, self.clock, remote=remote
-        )
+        self.view = EngineView(LOOKUP_DEADLINE_S, remote=remote)
+        self.view.begin(self.hello(0), seats.node_ids, self.clock)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
         self.flying: list[CopyJob] = []

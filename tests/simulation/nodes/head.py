@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.directory import Directory
-from raykv.directory.orders.document import OrderError, Orders
+from raykv.directory.known.document import OrderError, Orders
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.named.report import Report, ReportAnswer

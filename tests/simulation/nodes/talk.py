@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Namespace
 from raykv.engine.remote import FetchOrder
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import Hints
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.named.ask import Ask, AskAnswer
@@ -238,7 +238,7 @@ class EngineTalk:
         if self._question is not None and self._question.is_open:
             return False
         keys = view.remote.take_questions(MOST_ASKED, self.rng.random() < 0.5)
-        coming = [Key(key) for key in view.remote.take_announced(MOST_ASKED).keys]
+        coming = view.remote.take_announced(MOST_ASKED)
         if not keys and not coming:
             return False
         question = view.question(PROTOCOL_VERSION, keys, coming)
@@ -312,11 +312,9 @@ class EngineTalk:
         self._cluster.wire.send(call)
 
     def _named(self, orders: list[FetchOrder], number: int) -> FetchOrderNamed:
-        sources = list(dict.fromkeys(each.source for order in orders for each in order.replicas))
+        sources = list(dict.fromkeys(each for order in orders for each in order.sources))
         rows = [
-            (at, sources.index(each.source))
-            for at, order in enumerate(orders)
-            for each in order.replicas
+            (at, sources.index(each)) for at, order in enumerate(orders) for each in order.sources
         ]
         return FetchOrderNamed(
             PROTOCOL_VERSION,
@@ -325,7 +323,7 @@ class EngineTalk:
             self._engine.namespace,
             Keys.of(order.key for order in orders),
             Numbers.of(order.num_bytes for order in orders),
-            [Source(each.node_id, SourceKind(each.kind)) for each in sources],
+            sources,
             Numbers.of(at for at, _ in rows),
             Numbers.of(source for _, source in rows),
             "",

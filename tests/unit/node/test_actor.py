@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 import raykv.node.actor
+import raykv.node.reports
 from raykv.base.errors import SettingError
 from raykv.node.actor import NodeActor
-from raykv.protocol.columns import Handles, Replicas
+from raykv.node.reports import Reports
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
-from raykv.protocol.framing import decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.named.copies import FetchOrderNamed
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.peer import FetchRequest
 
 POOL_BYTES = 1 << 60
 
@@ -27,9 +29,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
 
 
 def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.actor, "NODE_HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
     has_reported = threading.Event()
-    monkeypatch.setattr(NodeActor, "_report", lambda _: has_reported.set())
+    monkeypatch.setattr(Reports, "_report", lambda _: has_reported.set())
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)
@@ -53,9 +55,11 @@ def test_facts_of_the_host_say_it_too(refused: NodeActor) -> None:
 
 
 def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
-    request = FetchRequest(1, "model", 1, Handles(), [], Replicas(), 1.0)
+    order = FetchOrderNamed(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
     with pytest.raises(SettingError, match="does not fit"):
-        refused.fetch(encode(request))
+        refused.fetch(encode(order))
+    with pytest.raises(SettingError, match="does not fit"):
+        refused.pins()
 
 
 def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from raykv.node.slots import SlotState
 
 import raykv.node.keeper
 from raykv.base.geometry import PoolGeometry
@@ -24,7 +25,6 @@ from raykv.base.ids import (
 )
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper, inventory_of
-from raykv.node.slots import SlotState
 from raykv.protocol.node import FailedStores, Inventory
 from tests.fixtures.keys import chunk
 

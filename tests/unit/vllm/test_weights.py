@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,14 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply
+from raykv.base.ids import Namespace
+from raykv.protocol.engine import Naming, Space
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
-from tests.fixtures.vllm import CHUNK, NODE_EPOCH, Engine, PlayedRequest
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
@@ -29,15 +30,12 @@ class Session:
     """Takes the view where the engine goes; nobody else knows of it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._view = engine.view
+        self._view, self._place = engine.view, engine.place
         self.naming: Naming | None = None
 
     def enter(self, space: Space) -> None:
-        is_elsewhere = space.namespace != self._view.namespace
-        self._view.enter(space.namespace)
-        if is_elsewhere:
-            self._view.attached(EngineAttached(1, NODE_EPOCH, {0: 40}))
-            self._view.remote.has_peers = False
+        self._view.enter(Namespace(space.namespace), time.monotonic())
+        self._place.enter(self._view)
 
     def take_naming(self) -> Naming | None:
         naming, self.naming = self.naming, None
@@ -57,10 +55,9 @@ class Changing(Engine):
     """An engine whose weights change."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(namespace=namespace_of(FACTS))
         manager: Any = self.connector._manager
         self.session = manager.session = Session(self)
-        self.view.namespace = namespace_of(FACTS)
         self.weights = WeightChanges(WeightNames(FACTS), manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
         self.count = 0
@@ -160,12 +157,6 @@ def new_request(request: PlayedRequest, blocks: Any, computed: int) -> NewReques
     )
 
 
-def lease(engine: Changing) -> None:
-    slots = list(range(1, 12))
-    granted = Leases([0] * len(slots), slots, slots)
-    engine.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
-
-
 @pytest.mark.parametrize(("computed", "stores"), [(0, 1), (CHUNK // 2, 0)])
 def test_request_that_goes_on_within_a_block_of_other_weights_stores_nothing(
     computed: int, stores: int
@@ -173,7 +164,6 @@ def test_request_that_goes_on_within_a_block_of_other_weights_stores_nothing(
     engine = Changing()
     begun(engine, "before")
     engine.change("new")
-    lease(engine)
     assert stored_at_its_beginning(engine, "r", computed) == stores
 
 

@@ -9,12 +9,14 @@ import pytest
 
 import raykv.directory.known.directory
 from raykv.base.ids import EventKind, Namespace, NodeId, Stamp
+from raykv.directory.answers import chunk_counts
 from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.directory.known.holdings import HeldAt
 from raykv.directory.known.spaces import LEFT_S
-from raykv.directory.orders.document import MEMBERS_S, Orders
-from raykv.directory.table.holdings import HeldAt
-from raykv.protocol.framing import decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListingPart, Position, Where
+from raykv.protocol.named.ask import Ask
 from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrdersDocument
@@ -394,18 +396,28 @@ def test_clear_is_an_event_once_and_none_of_what_was_cleared_before() -> None:
     ]
 
 
-def test_prefixes_are_how_much_each_node_has_from_the_head_on(cluster: Cluster) -> None:
+def test_directory_counts_chunks_by_namespace_and_tier(cluster: Cluster) -> None:
     directory, _, one, two = cluster
-    three = ReportingNode(directory, "three")
-    one.report(0.0, *map(row_of, (0, 1, 3)))
-    two.report(0.0, row_of(0), row_of(1, Where.DISK), row_of(2), row_of(3))
-    three.report(0.0, row_of(1), row_of(2))
-    keys = [key_of(number) for number in range(5)]
-    assert directory.prefixes(SPACE, keys) == {"one": (2, 2), "two": (1, 4)}
-    assert directory.prefixes(SPACE, keys[1:]) == {"one": (1, 1), "two": (0, 3), "three": (2, 2)}
-    assert directory.prefixes(SPACE, keys[:1]) == {"one": (1, 1), "two": (1, 1)}
-    assert directory.prefixes(SPACE, []) == {}
-    assert directory.prefixes(Namespace("m"), keys) == {}
+    one.report(0.0, row_of(0), row_of(1, Where.RAM | Where.DISK), row_of(2, Where.COMING))
+    two.report(0.0, row_of(1, Where.DISK))
+    both = {(SPACE, Where.RAM): 2, (SPACE, Where.DISK): 2}
+    assert chunk_counts(directory.members.values()) == both
+    one.report(0.0, gone(1), row_of(0, Where.DISK))
+    assert chunk_counts(directory.members.values()) == {(SPACE, Where.DISK): 2}
+    one.life += 1
+    one.report(0.0, row_of(3))
+    assert chunk_counts(directory.members.values()) == dict.fromkeys(both, 1)
+
+
+def test_engine_that_asks_and_is_introduced_by_no_node_waits(cluster: Cluster) -> None:
+    directory, _, one, _ = cluster
+    one.report(0.0, engines=[engine_of("known")])
+    for engine_id, place in (("known", "one"), ("stranger", "one"), ("lost", "nowhere")):
+        directory.ask(Ask(PROTOCOL_VERSION, engine_id, 1, SPACE, [place]), 0.0)
+    assert directory.waiting(0.0) == {"stranger": "one", "lost": "nowhere"}
+    one.report(1.0, engines=[engine_of("known"), engine_of("stranger")])
+    assert directory.waiting(1.0) == {"lost": "nowhere"}
+    assert directory.waiting(EXPIRY_S) == {}
 
 
 def test_messages_survive_the_wire(cluster: Cluster) -> None:

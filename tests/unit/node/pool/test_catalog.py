@@ -128,7 +128,7 @@ def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
     assert row is not None
     assert (row.came_at, row.found_at, row.hits) == (107.0, 120.0, 1)
     assert (row.num_bytes, row.blocks) == (PAGE, Blocks(1, 1))
-    assert shown.pool.node.tenant_labels[row.owner] == "lisa"
+    assert shown.pool.node.label_of(row.owner) == "lisa"
     assert row.standing is Standing.NORMAL
     assert shown.catalog.row(A, key(2)) is None
 
@@ -195,13 +195,11 @@ def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
     shown = Shown(num_slabs=1)
     shown.pool.store(1, 2, 3)
     shown.pool.order(1, pins={"p": pin(b"d")})
-    assert shown.pool.node.pinned("p") is None
+    assert not dict(shown.pool.node.pins())
     shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    names = shown.pool.node.pinned("p")
-    assert names is not None
+    names = dict(shown.pool.node.pins())["p"]
     # A quarter of four slots.
-    assert shown.catalog.kept(names) == HeldChunks(1, PAGE, 1)
-    assert shown.pool.node.pinned("q") is None
+    assert shown.catalog.kept(names) == HeldChunks([0], [1], PAGE)
 
 
 def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None:

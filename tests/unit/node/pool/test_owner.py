@@ -314,9 +314,9 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
         return MissRecord(request, 5, 2, 3, **fields)  # type: ignore[arg-type]
 
     pool.tell(finished=[ended("a"), ended("b", chunks=b"odd"), ended("c")])
-    assert [each.request_id for each in pool.node.records] == ["a", "c"]
+    assert [each.request_id for each in pool.node.accounts.requests] == ["a", "c"]
     pool.tell(finished=[ended(str(number)) for number in range(MOST_RECORDS + 5)])
-    assert len(pool.node.records) == MOST_RECORDS
+    assert len(pool.node.accounts.requests) == MOST_RECORDS
     odd = [SessionNews("", SessionWord.OVER), SessionNews("s", SessionWord.PAUSED, pause_s=-1.0)]
     pool.tell(sessions=[*odd, SessionNews("t", SessionWord.CAME)])
     assert [each.news.session for each in pool.report().sessions] == ["t"]
@@ -337,9 +337,51 @@ def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
 
 
 def test_first_engine_of_a_pool_finds_it_as_it_is_made() -> None:
-    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE), hostname="h", pid=4)
+    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE))
     report = node.report(0.0)
-    assert (report.node_id, report.life, report.hostname, report.pid) == ("n", 3, "h", 4)
+    assert (report.node_id, report.life) == ("n", 3)
     assert (report.pool_bytes, report.slab_bytes) == (SLAB * PAGE, SLAB * PAGE)
     assert node.state_of(A, [Key(b"k")])[:2] == (3, 0)
     assert node.orders == Stamp(0, 0)
+
+
+# What a report would say
+
+
+def test_engine_that_knows_later_orders_has_the_document_asked_for_once(pool: OwnedPool) -> None:
+    pool.order(3)
+    pool.tell(orders=stamp(3))
+    assert not pool.node.wants_document
+    pool.tell(orders=stamp(9))
+    assert pool.node.wants_document
+    assert pool.node.has_news
+    # Nobody has them: the engine is not believed again.
+    pool.order(3)
+    assert not pool.node.wants_document
+
+
+def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:
+    assert pool.node.has_news
+    read = pool.answer(position=Position()).part
+    while (part := pool.answer(position=read.end if read else Position()).part) is not None:
+        read = part
+    assert read is not None
+    pool.answer(position=read.end)
+    assert not pool.node.has_news
+    for change in (
+        lambda: pool.store(1),
+        lambda: pool.hello(2),
+        lambda: pool.tell(heard="order"),
+        lambda: pool.say(SessionWord.CAME, "s"),
+        lambda: pool.order(1),
+    ):
+        change()
+        assert pool.node.has_news
+        while pool.node.has_news:
+            told = pool.answer(position=read.end)
+            read = told.part or read
+    pool.store(2)
+    pool.report()
+    pool.node.give_up()
+    # Nobody knows whether that has come.
+    assert pool.node.has_news

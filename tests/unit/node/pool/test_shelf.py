@@ -247,14 +247,33 @@ def test_part_of_the_reserve_is_free_room(pool: Pool) -> None:
     assert pool.take() == records[: count - 3]
 
 
-@pytest.mark.parametrize("standing", [Standing.RELEASED, Standing.SPARE, Standing.PINNED])
-def test_what_nobody_misses_or_never_goes_is_not_written(pool: Pool, standing: Standing) -> None:
+@pytest.mark.parametrize("standing", [Standing.SPARE, Standing.PINNED])
+def test_what_another_node_has_or_never_goes_is_not_written(pool: Pool, standing: Standing) -> None:
     records = pool.fill()
     for record in records[:4]:
         pool.index.room.order_of(record).stand(record, standing)
     found = pool.take()
     assert found
     assert not set(found) & set(records[:4])
+
+
+def test_what_is_released_is_written_before_all_others(pool: Pool) -> None:
+    records = pool.fill()
+    for record in records[10:13]:
+        pool.index.stand(record, Standing.RELEASED)
+    assert pool.take()[:3] == records[10:13]
+
+
+def test_what_goes_next_since_others_were_found_is_written(pool: Pool) -> None:
+    """Nothing in the listing has changed."""
+    records = pool.fill()
+    count = len(pool.take())
+    assert pool.take() == []
+    pool.index.touch(records[:3], 200.0)
+    assert pool.take() == records[count : count + 3]
+    assert pool.take() == []
+    pool.index.stand(records[-1], Standing.RELEASED)
+    assert pool.take() == [records[-1]]
 
 
 @pytest.mark.parametrize(
