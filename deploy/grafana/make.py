@@ -209,6 +209,7 @@ OPEN: dict[str, tuple[Panel, ...]] = {
                 "engines of {{model}}",
             ),
             ("max (raykv_paused{$C})", "paused"),
+            ("max (raykv_orders_number{$C})", "number of the latest orders"),
         ),
         _panel(
             "Versions",
@@ -402,6 +403,7 @@ COLLAPSED: dict[str, tuple[Panel, ...]] = {
         _panel(
             "Sessions of requests",
             ("sum by (stage) (raykv_sessions{$C})", "{{stage}}"),
+            ("sum (raykv_known_sessions{$C})", "known to the scheduler actor"),
             (_rate("raykv_session_chunks_released_total"), "chunks released"),
         ),
     ),

@@ -136,7 +136,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         kind: of its layers, in words.
         layers: how many.
         tokens_per_chunk: from one chunk to the next.
-        chunk_bytes: what a chunk has of KV; the rest of its slot is empty.
+        chunk_bytes: what a chunk has of KV; the rest of `slot_bytes` is empty.
         window_tokens: how far attention looks back; None: to the beginning, or there is a state.
         window_chunks: how many of its last chunks a prefix needs; None: all.
     """
@@ -175,7 +175,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_bytes(self) -> int:
-        """Slots of the windows and states that a prefix needs beside that."""
+        """Of the windows and states that a prefix needs beside that."""
         return sum(each.window_chunks or 0 for each in self.groups) * self.slot_bytes
 
 

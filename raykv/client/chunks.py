@@ -22,6 +22,7 @@ from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.memory.kv_form import objection
 from raykv.node.disk.chunk_file import ChunkBytes
 from raykv.node.peers import Bytes
+from raykv.node.read import blocks_in
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
@@ -63,7 +64,7 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
 def read_chunks(
     places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int = 1
 ) -> Iterator[Bytes]:
-    """The bytes of each chunk's slot; all are of one node and one namespace, and of so many blocks.
+    """The bytes of each chunk; all are of one node and one namespace, and of so many blocks.
 
     Raises:
         ClusterError: the NodeActor does not answer, or a chunk is not there any more, or in part.
@@ -97,7 +98,7 @@ def read_from(
     Args:
         node_id: Ray's.
         namespace: of the chunks.
-        sizes: of their slots, by key.
+        sizes: of all bytes of each, by key.
         from_disk: not from the pool.
 
     Raises:
@@ -112,7 +113,7 @@ def read_from(
         raw, data = ray.get(actor.read.remote(encode(request)), timeout=CHUNK_READ_S)
         reply = receive(raw, ReadNamedReply, NODE_ACTOR, HERE)
         check_read_reply(reply, len(data), list(sizes.values()))
-        blocks = {row.key: row.blocks for row in reply.rows}
+        blocks = blocks_in(reply)
         came: dict[Key, ChunkBytes] = {}
         sealed = zip(reply.checksums, map(Stamp, reply.histories, reply.stamps), strict=True)
         left = np.asarray(data)

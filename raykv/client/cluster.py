@@ -144,13 +144,14 @@ class Cluster:
             ClusterError: RayKV does not run here, there is no such engine, or one has not heard of
                 it in time.
         """
+        known = [each.engine_id for each in self._scheduler.status().engines]
+        if not any(engine_id.startswith(engine) for engine_id in known):
+            raise NotFoundError(
+                f"the id of no engine begins with {engine!r}; there are "
+                f"{', '.join(known) or 'none'}"
+            )
         order = NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
         told = self._scheduler.order(order)
-        if not told:
-            known = ", ".join(each.engine_id for each in self._scheduler.status().engines)
-            raise NotFoundError(
-                f"the id of no engine begins with {engine!r}; there are {known or 'none'}"
-            )
         give_up_at = time.monotonic() + CLIENT_S
         while not self._scheduler.ask("has_heard", order.order_id):
             if time.monotonic() > give_up_at:

@@ -15,6 +15,7 @@ import msgspec
 from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
 from raykv.base.errors import ClusterError, MessageError, NotFoundError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
+from raykv.base.tenants import OTHERS
 from raykv.client.nodes import ask_each
 from raykv.cluster.ask import HERE, SCHEDULER, answer
 from raykv.prompts.adapters import named
@@ -150,7 +151,7 @@ class Reader:
                 idle_s=idle,
                 hits=hits,
                 is_replicated=is_elsewhere,
-                tenant=page.tenants[whose],
+                tenant=page.tenants[whose] or OTHERS,
             )
             if where & Where.RAM:
                 yield chunk

@@ -106,9 +106,10 @@ class Pinning:
             wanted = needed[node_id] * chunk_bytes
             if wanted and kept + wanted > node.node.quota_bytes:
                 raise ClusterError(
-                    f"nothing was pinned: pins may keep {human_bytes(node.node.quota_bytes)} of "
-                    f"the pool of node {node_id[:12]} (pin_share), and {human_bytes(kept)} of that "
-                    f"are taken: there is no room for {human_bytes(wanted)}"
+                    f"nothing was pinned: that takes {human_bytes(wanted)} more of node "
+                    f"{node_id[:12]}, where pins take {human_bytes(kept)} of the "
+                    f"{human_bytes(node.node.quota_bytes)} that they may (pin_share): pin fewer "
+                    "chunks, unpin something, or set a larger pin_share"
                 )
 
     def _pinned(self, order: PinOrder) -> set[bytes]:

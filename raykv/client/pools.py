@@ -17,8 +17,7 @@ from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.cluster.ask import ask_all, ask_ray
 from raykv.cluster.join import resolve_node_id
-from raykv.directory import bequest
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.launch import forget_orders, scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import RayNode, usual_nodes, wants
@@ -196,7 +195,7 @@ def stop_actors(timeout_s: float) -> int:
     anew. What was cleared stays so: disks and pool files outlive the actors.
     """
     ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
-    bequest.forget_all()
+    forget_orders()
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
@@ -206,5 +205,5 @@ def stop_actors(timeout_s: float) -> int:
     while time.monotonic() < give_up_at and ask.named_actors():
         time.sleep(RAY_LOOK_S)
     # It may have written meanwhile.
-    bequest.forget_all()
+    forget_orders()
     return len(ours)

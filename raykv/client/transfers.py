@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_S
+from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Key, Refusal, group_of
 from raykv.client.listing import Reader, sources_of
@@ -87,6 +87,9 @@ class Moving:
 
     def _bring(self, keys: list[bytes], pages: _Pages) -> None:
         sizes: dict[int, int] = {}
+        if not all(sources_of(self.scheduler.find, pages.namespace, keys)):
+            # What was just stored is reported within milliseconds.
+            time.sleep(TRANSFER_LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
             found = sources_of(self.scheduler.find, pages.namespace, page)
@@ -99,8 +102,9 @@ class Moving:
             new = {key: known[key] for group, key in groups.items() if group not in sizes}
             sizes |= _sizes_of(pages.namespace, new)
             wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
+            here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
             pages.lost(nowhere=len(page) - len(wanted))
-            pages.fetch(wanted, known)
+            pages.fetch(wanted, known, here)
 
     def _drop(self, namespace: str, keys: Collection[bytes], target: str) -> dict[str, Released]:
         """Give up what others have of chunks in their pools."""
@@ -135,7 +139,7 @@ class _Pages:
     def __init__(
         self, node_id: str, namespace: str, give_up_at: float, watch: Watch, result: TransferResult
     ) -> None:
-        self._node_id = node_id
+        self.node_id = node_id
         self.namespace = namespace
         self._give_up_at = give_up_at
         self._watch = watch
@@ -151,14 +155,18 @@ class _Pages:
         """So many of the next page's chunks are stored nowhere."""
         self._add(nowhere=nowhere)
 
-    def fetch(self, sizes: Mapping[bytes, int], sources: SourcesOf) -> None:
-        """Have chunks fetched, slots of these sizes, each from one of its sources."""
+    def fetch(
+        self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
+    ) -> None:
+        """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
+        to have some already.
+        """
         left_s = min(self._give_up_at - time.monotonic(), TRANSFER_S)
         if sizes and left_s <= 0:
             self._refusals[Refusal.TOO_LATE.name] += len(sizes)
         elif sizes:
             try:
-                self._take(list(sizes), self._ordered(sizes, sources, left_s))
+                self._take(list(sizes), here, self._ordered(sizes, sources, left_s))
             except (RayKVError, ray.exceptions.RayError) as error:
                 self._refusals[first_line(cause_of(error))] += len(sizes)
         seconds = time.monotonic() - self._began_at
@@ -186,23 +194,20 @@ class _Pages:
             deadline_s=deadline_s,
             series=self._series,
         )
-        actor = ask.ask_ray(ask.find_node_actor, self._node_id)
+        actor = ask.ask_ray(ask.find_node_actor, self.node_id)
         if actor is None:
-            raise ClusterError(f"node {self._node_id[:12]} has no NodeActor any more")
+            raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
         raw = ray.get(actor.fetch.remote(encode(order)), timeout=deadline_s + FETCH_GRACE_S)
         return receive(raw, NamedResult, NODE_ACTOR, HERE)
 
-    def _take(self, keys: list[bytes], fetched: NamedResult) -> None:
+    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: NamedResult) -> None:
         failed = dict(zip(fetched.failed_chunks, map(Refusal, fetched.refusals), strict=True))
         counts = Counter(failed.values())
-        there, no_room = counts.pop(Refusal.HERE, 0), counts.pop(Refusal.NO_ROOM, 0)
+        no_room = counts.pop(Refusal.NO_ROOM, 0)
         self._refusals.update({refusal.name: count for refusal, count in counts.items()})
-        self._add(
-            came=len(keys) - len(failed),
-            there=there,
-            no_room=no_room,
-            num_bytes=fetched.num_bytes,
-        )
+        there = sum(key in here for at, key in enumerate(keys) if at not in failed)
+        came = len(keys) - len(failed) - there
+        self._add(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
         self.there += [row.key for row in fetched.rows if row.where & Where.RAM]
 
     def _add(self, **more: int) -> None:
@@ -211,6 +216,7 @@ class _Pages:
 
 
 def fetch_files(
+    find: Callable[[], Any],
     pages: Iterator[tuple[str, Mapping[bytes, int]]],
     source: Source,
     node_id: str,
@@ -221,6 +227,7 @@ def fetch_files(
     """Chunks of an import's files into the pool of a node.
 
     Args:
+        find: returns the scheduler actor.
         pages: namespaces, and the sizes of chunks by key.
         source: of all of them.
         node_id: Ray's.
@@ -232,7 +239,9 @@ def fetch_files(
     transfer = _Pages(node_id, "", give_up_at, watch, result)
     for namespace, sizes in pages:
         transfer.namespace = namespace
-        transfer.fetch(sizes, dict.fromkeys(sizes, (source,)))
+        known = zip(sizes, sources_of(find, namespace, list(sizes)), strict=True)
+        here = {key for key, sources in known if Source(node_id) in sources}
+        transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
     return transfer.result
 
 
@@ -241,8 +250,8 @@ def _all_of(sources: SourcesOf) -> list[Source]:
 
 
 def _sizes_of(namespace: str, sources: SourcesOf) -> dict[int, int]:
-    """Bytes of the slots of the KV groups that these chunks are of, as far as a node still has one:
-    all chunks of a group have the same.
+    """Bytes of a chunk of each KV group that these are of, as far as a node still has one: all
+    chunks of a group have the same.
     """
     sizes: dict[int, int] = {}
     for key, some in sources.items():

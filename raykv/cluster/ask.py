@@ -184,17 +184,14 @@ def node_actors() -> dict[str, Any]:
     Raises:
         ClusterError: Ray does not answer.
     """
-    return ask_ray(_node_actors)
+    alive = {node["NodeID"] for node in ask_ray(ray.nodes) if node["Alive"]}
+    return {n: actor for n, actor in ask_ray(_node_actors).items() if n in alive}
 
 
 def _node_actors() -> dict[str, Any]:
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    there = {
-        name.removeprefix(names.NODE_PREFIX)
-        for name in named_actors()
-        if name.startswith(names.NODE_PREFIX)
-    }
-    found = {node_id: find_node_actor(node_id) for node_id in sorted(there & alive)}
+    there = (name for name in named_actors() if name.startswith(names.NODE_PREFIX))
+    node_ids = sorted(name.removeprefix(names.NODE_PREFIX) for name in there)
+    found = {node_id: find_node_actor(node_id) for node_id in node_ids}
     return {node_id: actor for node_id, actor in found.items() if actor is not None}
 
 

@@ -64,13 +64,11 @@ def one_connection() -> Iterator[int]:
     yield 1
 
 
-class FetchClient:
-    """See the module's docstring.
+class RayActor:
+    """An actor that is found when it is called.
 
     Args:
-        find: returns the node's NodeActor.
-        deadline_s: for each request.
-        with_checksums: whether the NodeActor checks what arrives.
+        find: returns it.
         calling: the context of calls to Ray; gets the number of the connection, each of which has
             its own handles.
     """
@@ -78,14 +76,36 @@ class FetchClient:
     def __init__(
         self,
         find: Callable[[], Any],
-        deadline_s: float,
-        *,
-        with_checksums: bool,
         calling: Callable[[], AbstractContextManager[int]] = one_connection,
     ) -> None:
-        self._calling = calling
+        self._find, self._calling = find, calling
+        self._actor: Any = None
+        self._connection = 0
+
+    def begin(self, method: str, argument: bytes | str) -> Any:
+        """The future of a call. One thread calls this."""
+        with self._calling() as connection:
+            if self._actor is None or connection != self._connection:
+                self._actor, self._connection = self._find(), connection
+            return getattr(self._actor, method).remote(argument).future()
+
+    def forget(self) -> None:
+        """It is looked for again."""
+        self._actor = None
+
+
+class FetchClient:
+    """See the module's docstring.
+
+    Args:
+        actor: the node's NodeActor.
+        deadline_s: for each request.
+        with_checksums: whether the NodeActor checks what arrives.
+    """
+
+    def __init__(self, actor: RayActor, deadline_s: float, *, with_checksums: bool) -> None:
+        self._actor = actor
         self._with_checksums = with_checksums
-        self._find = find
         self._deadline_s = deadline_s
         self._queue: queue.Queue[tuple[int, int, str]] = queue.Queue(MAX_QUEUED)
         self._flying: dict[int, _Flying] = {}
@@ -93,8 +113,6 @@ class FetchClient:
         self._lock = threading.Lock()
         self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
         self._counter = 0
-        self._actor: Any = None
-        self._connection = 0
         self._stopped = threading.Event()
         self._is_started = False
         self._threads = [
@@ -165,10 +183,7 @@ class FetchClient:
         order = msgspec.structs.replace(order, with_checksums=self._with_checksums)
         number = order.number
         try:
-            with self._calling() as connection:
-                if self._actor is None or connection != self._connection:
-                    self._actor, self._connection = self._find(), connection
-                future = self._actor.fetch.remote(encode(order)).future()
+            future = self._actor.begin("fetch", encode(order))
         except Exception as error:
             self._fail(number, error)
             return
@@ -188,7 +203,7 @@ class FetchClient:
         self._answer(number, result)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        self._actor = None
+        self._actor.forget()
         self._count_failure(number, what_failed(error))
         self._answer(number, None)
 

@@ -209,11 +209,11 @@ class PlaceLine:
 
     def _speak(self) -> None:
         """Say what is due."""
-        now = time.monotonic()
         query = self._owner.query(self._place)
         if self._hello is None or query.namespace != self._hello.namespace:
             self._introduce()
-            return
+            query = self._owner.query(self._place)
+        now = time.monotonic()
         if self._queries and now - self._queries[0][1] > PLACE_LOST_S:
             raise AttachError("the NodeActor does not answer")
         if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
@@ -239,7 +239,7 @@ class PlaceLine:
             os.eventfd_read(self._wake)
         if self._sock.fileno() not in readable:
             return None
-        data = self._sock.recv(1 << 18)
+        data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
         if not data:
             raise AttachError("the NodeActor has hung up")
         welcome = None

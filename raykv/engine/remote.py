@@ -39,7 +39,7 @@ MAX_ASKED = 16_384
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Size of a KV group's chunks: bytes of a slot, tokens whose KV it holds, and how many chunks a
+    """Size of a KV group's chunks: bytes, tokens whose KV it holds, and how many chunks a
     prefix needs (None: all).
     """
 
@@ -177,11 +177,11 @@ class RemoteChunks:
         return take(self._announced, most)
 
     def end_answer(self) -> None:
-        """All keys of an answer are settled."""
+        """An answer has told all that it had to tell."""
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
 
-    def settle(
+    def take_place(
         self, key: Key, sources: tuple[Source, ...], own: Collection[NodeId], *, is_pending: bool
     ) -> None:
         """An answer says where a key is besides on the engine's `own` nodes."""

@@ -76,7 +76,7 @@ class RequestState:
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
     answers without a sign of some key are not believed. `fetches_since`: when a lookup first found
     a chunk that is fetched, since the request was admitted. `no_room`: by KV group, the first chunk
-    that found no slot: behind it nothing is stored, unless it comes.
+    that found no room: behind it nothing is stored, unless it comes.
     """
 
     options: RequestOptions

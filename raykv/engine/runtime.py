@@ -32,7 +32,7 @@ from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
-from raykv.engine.fetches import FetchClient
+from raykv.engine.fetches import FetchClient, RayActor
 from raykv.engine.hints import HintBox
 from raykv.engine.place import EnginePlace
 from raykv.engine.session import EngineParts, RayCalls, Session
@@ -93,16 +93,15 @@ class EngineRuntime:
         self.node: NodeDescription | None = None
         calling = self._place.calling
         fetches = FetchClient(
-            self._find_node_actor,
+            RayActor(self._find_node_actor, calling),
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
-            calling=calling,
         )
         self.session = Session(
             view,
             hello,
             NodeId(self.node_id),
-            RayCalls(self._find_scheduler, settings.rpc_deadline_s, calling),
+            RayCalls(RayActor(self._find_scheduler, calling), settings.rpc_deadline_s),
             self._locate,
             fetches,
             EngineParts(hints or HintBox(), described),

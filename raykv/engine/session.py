@@ -16,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -37,7 +37,7 @@ from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.engine.fetches import FetchClient, FetchEnded, one_connection
+from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
 from raykv.engine.hints import HintBox
 from raykv.engine.lines import PlaceLine
 from raykv.engine.view import EngineView
@@ -49,7 +49,7 @@ from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.engine import Naming, Space
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.listing import Position
+from raykv.protocol.listing import Position, Reason
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.named.place import (
@@ -90,68 +90,26 @@ class SchedulerCalls(Protocol):
 
 
 class RayCalls:
-    """Calls through Ray.
+    """Calls through Ray; `deadline_s` is for each of them."""
 
-    Args:
-        find: returns the scheduler actor, which it makes if there is none.
-        deadline_s: for each call.
-        calling: see `EnginePlace.calling`.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Any],
-        deadline_s: float,
-        calling: Callable[[], AbstractContextManager[int]] = one_connection,
-    ) -> None:
-        self._find = find
+    def __init__(self, actor: RayActor, deadline_s: float) -> None:
+        self._actor = actor
         self._deadline_s = deadline_s
-        self._calling = calling
-        self._actor: Any = None
-        self._connection = 0
 
     def call(self, method: str, argument: bytes | str) -> bytes:
         try:
-            with self._calling() as connection:
-                if self._actor is None or connection != self._connection:
-                    self._actor, self._connection = self._find(), connection
-                future = getattr(self._actor, method).remote(argument).future()
-            answer: bytes = future.result(timeout=self._deadline_s)
+            answer: bytes = self._actor.begin(method, argument).result(timeout=self._deadline_s)
         except Exception:
-            self._actor = None
+            self._actor.forget()
             raise
         return answer
 
 
-class EngineMoved(NamedTuple):
-    """The engine is at another node; what comes behind it in the inbox is about that one."""
-
-    node_id: NodeId
-
-
-class Changed(NamedTuple):
-    """The place has answered, at that time."""
+class Standing(NamedTuple):
+    """An answer of the place that has no rows, and when it came."""
 
     answer: ChangesAnswer
     at: float
-
-
-class Answered(NamedTuple):
-    """The scheduler actor has answered."""
-
-    question: Ask
-    answer: AskAnswer
-
-
-class Cleared(NamedTuple):
-    """A reset's clearing is ordered, with that number."""
-
-    reset: int
-    orders: Stamp
-
-
-_News = EngineMoved | Changed | Answered | Cleared | FetchEnded
-"""What the engine's thread is told between steps, in order."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +152,13 @@ class Session:
         self._calls = calls
         self._fetches = fetches
         self._line = PlaceLine(THE_PLACE, self, node_id, locate)
-        self._inbox: deque[_News] = deque()
+        # What the engine's thread is to do between steps, in order.
+        self._inbox: deque[Callable[[], None]] = deque()
         # Answers with rows that were put there, and those that were taken; where the last one ends.
         self._num_put = self._num_taken = 0
         self._read_to = Position()
         # The last answer that has only facts, if none with rows came behind it.
-        self._standing: Changed | None = None
+        self._standing: Standing | None = None
         # Where the engine is, and where it is about to go.
         self._space = Space(hello.namespace, hello.traits)
         self._next: Space | None = None
@@ -251,7 +210,7 @@ class Session:
     def start(self) -> None:
         """Begin with the rest; `nudge` tries again if there is no thread for it now."""
         if self._fetches is not None:
-            self._fetches.start(self._inbox.append)
+            self._fetches.start(lambda ended: self._inbox.append(partial(self._finish, ended)))
         self._is_started = True
         self._line.revive()
         self._asking.revive()
@@ -260,7 +219,7 @@ class Session:
         """Apply what has come. Only between engine steps."""
         had_rows = self._num_put != self._num_taken
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._inbox.popleft()()
         standing, now = self._standing, time.monotonic()
         if standing is not None and not self._inbox:
             self._view.take(THE_PLACE, standing.answer, standing.at)
@@ -271,21 +230,20 @@ class Session:
             self._line.wake()
         self._go_on()
 
-    def _take(self, message: _News) -> None:
-        match message:
-            case EngineMoved(node_id):
-                self._workers.clear()
-                self._view.move(THE_PLACE, node_id, time.monotonic())
-            case Changed(answer, at):
-                self._take_changes(answer, at)
-            case Answered(question, answer):
-                self._view.take_answer(question, answer)
-                if self._view.remote.has_repeats:
-                    self._wake.set()
-            case Cleared(reset, orders):
-                self._view.cleared(reset, orders, time.monotonic())
-            case FetchEnded():
-                self._view.finish_fetch(message.orders, [message.result], time.monotonic())
+    def _finish(self, ended: FetchEnded) -> None:
+        self._view.finish_fetch(ended.orders, [ended.result], time.monotonic())
+
+    def _move(self, node_id: NodeId) -> None:
+        self._workers.clear()
+        self._view.move(THE_PLACE, node_id, time.monotonic())
+
+    def _take_answer(self, question: Ask, answer: AskAnswer) -> None:
+        self._view.take_answer(question, answer)
+        if self._view.remote.has_repeats:
+            self._wake.set()
+
+    def _take_stamp(self, reset: int, orders: Stamp) -> None:
+        self._view.cleared(reset, orders, time.monotonic())
 
     def _take_changes(self, answer: ChangesAnswer, at: float) -> None:
         try:
@@ -388,20 +346,23 @@ class Session:
     def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
         """See `LineOwner.answered`."""
         del place
-        changed = Changed(answer, time.monotonic())
+        now = time.monotonic()
         naming = answer.naming
         if naming is not None and naming.order_id != self._heard:
             self._naming, self._heard = naming, naming.order_id
         part = answer.part
         if part.end == query.position:
-            self._standing = changed
+            self._standing = Standing(answer, now)
             return
         # Comes first, so that nothing older is applied after something newer.
         self._standing = None
         if part.end.reader == query.position.reader:
             self._read_to = part.end
+        if self.described is not None and Reason.CLEARED in part.rows.reasons:
+            # What is stored again is described again.
+            self.described.clear()
         self._num_put += 1
-        self._inbox.append(changed)
+        self._inbox.append(partial(self._take_changes, answer, now))
 
     def welcomed(self, place: int, life: int) -> None:
         """See `LineOwner.welcomed`."""
@@ -418,7 +379,7 @@ class Session:
         """See `LineOwner.moved`."""
         del place
         self._standing = None
-        self._inbox.append(EngineMoved(node_id))
+        self._inbox.append(partial(self._move, node_id))
 
     def next_tell(self, place: int) -> Tell | None:
         """See `LineOwner.next_tell`."""
@@ -539,7 +500,7 @@ class Session:
         self._question = None
         if question.keys:
             self._lookups.observe(time.monotonic() - began)
-            self._inbox.append(Answered(question, answer))
+            self._inbox.append(partial(self._take_answer, question, answer))
         if self._view.remote.has_questions:
             self._wake.set()
 
@@ -558,7 +519,7 @@ class Session:
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset
-            self._inbox.append(Cleared(reset, state.orders))
+            self._inbox.append(partial(self._take_stamp, reset, state.orders))
             self._line.wake()
         elif state.error or not state.is_known:
             # It is ordered anew.

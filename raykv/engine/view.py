@@ -238,11 +238,11 @@ class EngineView:
             if blocks is None:
                 self._departures.note([key], _WENT[reason])
             if len(self._places) > 1:
-                self._settle(key)
+                self._compare(key)
             if self.announcements is not None:
                 self.announcements.changed(key, is_there=key in self._ready)
 
-    def _settle(self, key: Key) -> None:
+    def _compare(self, key: Key) -> None:
         """Whether every place has a key, of several."""
         assert isinstance(self._ready, dict)
         found = [each.listed.ready.get(key) for each in self._places]
@@ -307,11 +307,12 @@ class EngineView:
 
     def _find_on_disks(self, request: RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
-        lacking = [each for each in self._places if key not in each.listed.ready]
-        if not all(key in each.listed.on_disk for each in lacking):
+        places = [each.listed for each in self._places]
+        if not all(key in each.on_disk or key in each.ready for each in places):
             return False
         if key not in request.found and key not in request.unfetched:
-            sources = tuple(Source(each.node_id, SourceKind.DISK) for each in lacking)
+            disks = [each.node_id for each in self._places if key in each.listed.on_disk]
+            sources = tuple(Source(node_id, SourceKind.DISK) for node_id in disks)
             request.find(key, sources, self.node_ids)
         return True
 
@@ -402,7 +403,10 @@ class EngineView:
         if question.namespace != self.namespace:
             return
         asked = [Key(key) for key in question.keys]
-        sources = answer.sources(question.keys)
+        try:
+            sources = answer.sources(question.keys)
+        except ValueError:
+            sources = {}
         coming = {asked[at] for at in answer.coming if at < len(asked)}
         for at, reason in zip(answer.gone, answer.reasons, strict=True):
             if at < len(asked):
@@ -411,7 +415,7 @@ class EngineView:
         self._departures.note(others, MissReason.OTHER_NAMESPACE)
         for key in asked:
             known = tuple(sources.get(key, ()))
-            self.remote.settle(key, known, self.node_ids, is_pending=key in coming)
+            self.remote.take_place(key, known, self.node_ids, is_pending=key in coming)
         self.remote.end_answer()
 
     def finish_fetch(

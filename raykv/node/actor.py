@@ -40,7 +40,7 @@ from raykv.cluster.logs import read_log, set_up_logging
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
-from raykv.node.desk import Desk
+from raykv.node.accounts.desk import Desk
 from raykv.node.devices import see_all_gpus
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
@@ -199,7 +199,7 @@ class NodeActor:
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
         self._nixl_reads = NixlTransport(agent, peers, ObjectRefTransport(peers))
         self._between.use(self._nixl_reads)
-        self._nixl = NixlEnd(metadata, keeper.pool.address)
+        self._nixl = NixlEnd(metadata)
 
     def _start(self) -> None:
         give_up_at = time.monotonic() + NODE_BIND_S

@@ -140,9 +140,7 @@ class FetchService:
         refusal, never an exception.
         """
         fetch = _Fetch(order, time.monotonic())
-        sizes = set(order.slot_bytes)
-        is_sound = not sizes or 0 < min(sizes) <= max(sizes) <= self._keeper.geometry.slab_bytes
-        if order.version != PROTOCOL_VERSION or not is_sound:
+        if order.version != PROTOCOL_VERSION:
             return self._result(fetch, [Refusal.BAD_HANDLE] * len(order.keys))
         landings = self._claim(fetch)
         try:
@@ -192,8 +190,13 @@ class FetchService:
         return landings
 
     def _begin(self, fetch: _Fetch) -> None:
-        """What is here already is not fetched, but was found."""
+        """What is here already is not fetched, but was found. What has a size that no slot has is
+        nobody's fault.
+        """
         order, here = fetch.order, {}
+        slab_bytes = self._keeper.geometry.slab_bytes
+        for chunk in [each for each in fetch.left if not 0 < each.landing.slot_bytes <= slab_bytes]:
+            self._settle(fetch, chunk, Refusal.BAD_HANDLE)
         with self._keeper.lock:
             owner, now = self._keeper.owner, self._keeper.now()
             fetch.orders = owner.orders

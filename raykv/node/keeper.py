@@ -27,6 +27,7 @@ from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.listing import Reason
 from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
@@ -302,7 +303,9 @@ class PoolKeeper:
             self.owner.take_orders(document, self.now())
             floors = self.owner.index.floors.told
             self.pool.keep_floors(floors)
-            restored, self._restored = self._restored, []
+            restored = []
+            if self.owner.orders != NOTHING_ORDERED:
+                restored, self._restored = self._restored, restored
             self.lock.notify_all()
         for start in range(0, len(restored), ADOPTED):
             some = restored[start : start + ADOPTED]

@@ -89,22 +89,21 @@ class ReadService:
     def _copy_all(
         self, found: Sequence[ChunkRecord | Refusal], *, with_checksums: bool
     ) -> tuple[list[ChunkRead], Bytes]:
-        """Copies of what was admitted, back to back; each reader ends with its copy."""
-        left = deque(each for each in found if isinstance(each, ChunkRecord))
+        """Copies of what was admitted, back to back; the readers end."""
+        held = [each for each in found if isinstance(each, ChunkRecord)]
         reads, end = [], 0
         try:
-            data = self._scratch.take(sum(each.slot_bytes for each in left))
+            data = self._scratch.take(sum(each.slot_bytes for each in held))
             for each in found:
                 if isinstance(each, Refusal):
                     reads.append(ChunkRead(each))
                     continue
                 to = data[end : end + each.slot_bytes]
-                ctypes.memmove(to.ctypes.data, self._keeper.address_of(each), each.slot_bytes)
+                ctypes.memmove(to.ctypes.data, self.address_of(each), each.slot_bytes)
                 reads.append(self._compared(each, to, with_checksum=with_checksums))
-                self._keeper.end_read(left.popleft())
                 end += 0 if reads[-1].refusal else each.slot_bytes
         finally:
-            self.let_go(left)
+            self.let_go(held)
         return reads, data[:end]
 
     def hold(self, request: ReadNamed) -> tuple[ReadNamedReply, list[ChunkRecord]]:
@@ -141,8 +140,7 @@ class ReadService:
 
     def let_go(self, held: Iterable[ChunkRecord]) -> None:
         """Readers that `hold` has registered are done."""
-        for record in held:
-            self._keeper.end_read(record)
+        self._keeper.end_read(*held)
 
     def address_of(self, record: ChunkRecord) -> int:
         """Where a chunk's bytes are in this process."""

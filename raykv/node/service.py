@@ -41,6 +41,7 @@ from raykv.memory.limits import has_room, is_in_memory
 from raykv.memory.region import yield_to_others
 from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords
+from raykv.node.accounts.meter import NodeMeter
 from raykv.node.attached import (
     AttachedWorker,
     IntroductionError,
@@ -55,11 +56,11 @@ from raykv.node.integrity import LOADS_PER_CHECK, Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
 from raykv.node.lines import EngineLines
-from raykv.node.meter import NodeMeter
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import wire
 from raykv.protocol.columns import require
 from raykv.protocol.framing import receive
+from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.named.place import EngineHello, EngineWelcome
 from raykv.protocol.node import NodeStats
 from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
@@ -194,7 +195,7 @@ class NodeService:
                     time.sleep(NODE_ACCEPT_PAUSE_S)
                 continue
             try:
-                start_thread("raykv-worker", partial(self._serve, sock))
+                start_thread("raykv-line", partial(self._serve, sock))
             except ThreadError as error:
                 self._turn_away(sock, error)
 
@@ -363,10 +364,12 @@ class NodeService:
         hello = worker.hello
         with self._lock:
             self._workers.discard(worker)
+            # What it has not stored is void from now on, though its copies may go on for a moment.
+            self.keeper.owner.end_line(hello.life, hello.rank, self.keeper.now())
+            self._lock.notify_all()
         with contextlib.ExitStack() as stack:
             # Whatever fails, its memory goes, and not before its jobs.
             stack.callback(worker.unmap)
-            stack.callback(self._end_line, hello)
             stack.callback(self._drop_jobs, worker)
             self.capturing.drop(worker)
 
@@ -374,11 +377,6 @@ class NodeService:
         for queued in self._lanes.drop(worker):
             queued.refuse_rest(Refusal.CANCELLED)
             self._end_job(queued, 0)
-
-    def _end_line(self, hello: AttachWorker) -> None:
-        with self._lock:
-            self.keeper.owner.end_line(hello.life, hello.rank, self.keeper.now())
-            self._lock.notify_all()
 
     # Copies
 
@@ -405,18 +403,22 @@ class NodeService:
         with self._lock:
             self.keeper.end_chunks(job, sorted(job.under_way), ok=False)
             result = self.keeper.end_job(job, queued.refusals, num_bytes, took_s)
-            refused = [Refusal(each) for each in result.refusals]
-            done = len(job.keys) - len(refused)
-            if queued.direction is Direction.STORE:
-                self._counters.bytes_stored += num_bytes
-                self._counters.chunks_stored += done
-            else:
-                self._counters.bytes_loaded += num_bytes
-                self._counters.chunks_loaded += done
-            self._counters.chunks_refused += len(refused)
-            self.meter.refused(refused)
-            self._counters.jobs_cancelled += Refusal.CANCELLED in refused
+            if job.job.capture is None:
+                self._count(queued, result, num_bytes)
         queued.worker.send(JobResults([result]))
+
+    def _count(self, queued: QueuedJob, result: NamedResult, num_bytes: int) -> None:
+        refused = [Refusal(each) for each in result.refusals]
+        done = len(queued.admitted.keys) - len(refused)
+        if queued.direction is Direction.STORE:
+            self._counters.bytes_stored += num_bytes
+            self._counters.chunks_stored += done
+        else:
+            self._counters.bytes_loaded += num_bytes
+            self._counters.chunks_loaded += done
+        self._counters.chunks_refused += len(refused)
+        self.meter.refused(refused)
+        self._counters.jobs_cancelled += Refusal.CANCELLED in refused
 
     # Looking
 

@@ -26,7 +26,7 @@ class DiskStats(msgspec.Struct, frozen=True):
     """A disk tier since the NodeActor's start; sizes in bytes. `path` empty: there is none.
 
     `problem`: why nothing is written, in a sentence. `is_full`: it gives up old files for new ones,
-    so that only what was used is worth a place. `room`: chunks that it takes to be written now.
+    so that only what was used is worth a place.
     `tenant_bytes`: of its files, by tenant, as far as they are somebody's.
     """
 
@@ -45,7 +45,6 @@ class DiskStats(msgspec.Struct, frozen=True):
     chunks_damaged: int = 0
     writes_failed: int = 0
     is_full: bool = False
-    room: int = 0
     tenant_bytes: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
 
 
@@ -85,13 +84,9 @@ class NodeStats(msgspec.Struct, frozen=True):
 
 
 class NixlEnd(msgspec.Struct, frozen=True):
-    """How other nodes reach a NodeActor's pool through NIXL; without `metadata` they can't.
-
-    `address` is where the pool begins in the NodeActor's memory.
-    """
+    """How other nodes reach a NodeActor's pool through NIXL; without `metadata` they can't."""
 
     metadata: bytes = b""
-    address: int = 0
 
 
 class NodeDescription(msgspec.Struct, frozen=True):

@@ -105,7 +105,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         key: vLLM's offload key: the block hash, then the KV group index in four bytes.
         model: empty if no engine of the namespace is known.
-        num_bytes: of the slot that it is in.
+        num_bytes: that it takes of the pool.
         age_s: since it came to the node, or the NodeActor began, whichever is later.
         idle_s: since it was used, or came.
         hits: how often an engine of that node has found it since then.

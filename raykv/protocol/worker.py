@@ -107,7 +107,7 @@ def believable(result: NamedResult, num_chunks: int) -> NamedResult:
     """A result as it came; an invalid one becomes the result of a job that was not carried out."""
     failed = set(result.failed_chunks)
     is_sound = len(failed) == len(result.failed_chunks) and REFUSALS.issuperset(result.refusals)
-    if is_sound and 0 <= min(failed, default=0) <= max(failed, default=0) < max(1, num_chunks):
+    if is_sound and all(0 <= chunk < num_chunks for chunk in failed):
         return result
     return not_done(result.job_id, num_chunks, Refusal.COPY_FAILED)
 

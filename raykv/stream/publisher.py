@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from queue import Empty, Full, Queue
-from typing import Any
 
 import msgspec
 import ray
@@ -323,7 +322,7 @@ class PublisherActor:
                 time.sleep(PUBLISH_FAILED_PAUSE_S)
 
     def _restart(self) -> None:
-        snapshot = take_snapshot(ask.find_scheduler_actor, _node_actors)
+        snapshot = take_snapshot(ask.find_scheduler_actor, ask.node_actors)
         self._error = ""
         with self._lock:
             self._publication.restart(snapshot, time.monotonic())
@@ -374,15 +373,8 @@ class PublisherActor:
 def _descriptions(asked: list[ChunkId]) -> Iterator[tuple[ChunkId, Description]]:
     for namespace in {name[0] for name in asked}:
         keys = [key for of, key in asked if of == namespace]
-        for row in describe(_node_actors, keys, namespace):
+        for row in describe(ask.node_actors, keys, namespace):
             yield (Namespace(row.namespace), Key(row.key)), row
-
-
-def _node_actors() -> dict[str, Any]:
-    """The NodeActors that report."""
-    nodes = ask.status(ask.find_scheduler_actor(), CLIENT_S).nodes
-    found = {node.node_id: ask.ask_ray(ask.find_node_actor, node.node_id) for node in nodes}
-    return {node_id: actor for node_id, actor in found.items() if actor is not None}
 
 
 def _node_places() -> Mapping[NodeId, NodePlace]:

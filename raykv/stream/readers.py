@@ -23,6 +23,7 @@ from raykv.protocol.descriptions import Description, Descriptions, check_descrip
 from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.status import ClusterStatus
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
@@ -109,7 +110,8 @@ def _events(page: EventPage, life: int, after: int) -> list[Event]:
 def take_snapshot(find: Callable[[], Any], find_nodes: FindNodes) -> Replay:
     """All that nodes have; events after the replay's `place` go on.
 
-    `find` returns the scheduler actor, `find_nodes` the NodeActors that report to it, by node.
+    `find` returns the scheduler actor, `find_nodes` the NodeActors by node; those are asked that
+    report to the scheduler actor.
 
     Raises:
         ClusterError: one of them does not answer.
@@ -117,7 +119,8 @@ def take_snapshot(find: Callable[[], Any], find_nodes: FindNodes) -> Replay:
     """
     replay = Replay()
     replay.place = _place(find, None)
-    nodes = find_nodes()
+    members = {each.node_id for each in _answer(find, ClusterStatus, "status").nodes}
+    nodes = {node_id: actor for node_id, actor in find_nodes().items() if node_id in members}
     listings = {node_id: _Listing() for node_id in nodes}
     while listings:
         questions = {node_id: each.question for node_id, each in listings.items()}

@@ -142,7 +142,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a chunk of any group, all parts, rounded up.
+        """Bytes that a chunk of any group takes in a pool: all parts, rounded up.
 
         vLLM lets the groups of a hybrid model share its blocks, so a block of any group takes at
         most `worker_kv_bytes_per_block`. Of canonical chunks it is the same for all numbers of

@@ -130,7 +130,8 @@ def flying_job(
         starts = [0, *accumulate(counts)]
         kept = [at for at, is_torn in enumerate(torn) if not is_torn]
         block_ids = list(chain(*(block_ids[starts[at] : starts[at + 1]] for at in kept)))
-        keys, counts, firsts = ([each[at] for at in kept] for each in (keys, counts, firsts))
+        keys = [keys[at] for at in kept]
+        counts, firsts = ([each[at] for at in kept] for each in (counts, firsts))
     job = NamedJob(
         job_id,
         int(direction),

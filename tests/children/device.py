@@ -21,6 +21,7 @@ from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.cuda.memory import FakeCuda
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8
@@ -41,6 +42,7 @@ def main() -> None:
     if stage == "half attached":
         kept: object = greet(name, slot_bytes, exported)
     else:
+        CoreLine(name, LIFE, {0: slot_bytes}).wait()
         link = kept = WorkerLink(0, exported.layout, exported.fds, SETTINGS)
         link.set_target(LinkTarget(name, "engine", LIFE, "ns", 1, {0: slot_bytes}))
         wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")

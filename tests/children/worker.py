@@ -21,12 +21,13 @@ from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8
 KV_NAME = "orphaned-kv"
 LIFE = 77
-"""Of its engine."""
+"""Of its engine, if that has several ranks."""
 SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
 
 
@@ -34,18 +35,20 @@ def main() -> None:
     """See the module's docstring."""
     name, slot_bytes, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     rank, num_ranks = int(sys.argv[4]), int(sys.argv[5])
+    life = LIFE if num_ranks > 1 else os.getpid()
     part = slot_bytes // num_ranks
     kv = Region.anonymous(NUM_BLOCKS * part, KV_NAME)
     tensor = TensorLayout(0, NUM_BLOCKS, part, part)
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     if stage in ("connected", "half attached", "unread"):
         hello = AttachWorker(
-            PROTOCOL_VERSION, "engine", LIFE, "ns", rank, num_ranks, {0: slot_bytes}, layout
+            PROTOCOL_VERSION, "engine", life, "ns", rank, num_ranks, {0: slot_bytes}, layout
         )
         kept: object = greet(name, hello, kv, stage)
     else:
+        CoreLine(name, life, {0: slot_bytes}, num_ranks=num_ranks).wait()
         link = kept = WorkerLink(rank, layout, [kv.fd], SETTINGS)
-        link.set_target(LinkTarget(name, "engine", LIFE, "ns", num_ranks, {0: slot_bytes}))
+        link.set_target(LinkTarget(name, "engine", life, "ns", num_ranks, {0: slot_bytes}))
         wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")
         if stage != "attached":
             submit(link, Direction.LOAD if stage == "loading" else Direction.STORE)

@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import raykv
 from raykv.base import guard
-from raykv.base.ids import Refusal
+from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.named.copies import NamedResult
@@ -36,7 +36,7 @@ from raykv.vllm.internals import offloading as offloading_internals
 from raykv.vllm.transfers import RayOffloadingWorker, failed_as
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
-from tests.fixtures.place import PlayedPlace
+from tests.fixtures.place import NOTHING_FAILS, CopyingPlace
 from tests.fixtures.vllm import CHUNK, FULL, kv_cache_config
 from tests.simulation.layered_world import (
     RUBBISH,
@@ -206,7 +206,7 @@ class Line:
     """
 
     def __init__(
-        self, place: PlayedPlace, life: int, blocks: dict[int, list[int]], rng: random.Random
+        self, place: CopyingPlace, life: int, blocks: dict[int, list[int]], rng: random.Random
     ) -> None:
         # How often a chunk does not come.
         self.failing = 0.0
@@ -252,7 +252,8 @@ class Line:
         job = request.job
         if not self.node_life:
             return failed_as(Refusal.NODE_LOST, NamedResult(job.job_id, 0, 0), len(job.keys))
-        return self.place.copy(self.life, job, self.blocks, [RUBBISH] * CHUNK, self._fail)
+        fail = self._fail if request.direction is Direction.LOAD else NOTHING_FAILS
+        return self.place.copy(self.life, job, self.blocks, [RUBBISH] * CHUNK, fail)
 
     def _fail(self) -> Refusal:
         fails = self.failing and self.rng.random() < self.failing

@@ -48,7 +48,7 @@ from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
 from raykv.vllm.windows import Windows
-from tests.fixtures.place import PlayedPlace, engine_hello
+from tests.fixtures.place import NOTHING_FAILS, CopyingPlace, engine_hello
 from tests.fixtures.vllm import CHUNK, FULL, vllm_scheduler
 
 RUBBISH = 0
@@ -133,7 +133,7 @@ class World:
         self.failing = failing
         self.kinds = kinds
         self.view = EngineView(1.0)
-        self.place = PlayedPlace()
+        self.place = CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=len(kinds)))
         self.manager = RayOffloadingManager(self.view)
         self.connector = make_connector(self.manager, kinds, retention_interval, share)
@@ -300,8 +300,8 @@ class World:
     ) -> set[int]:
         """A job, as a worker has it carried out; which blocks were not loaded."""
         flying = flying_job(job_id, direction, blocks, chunks, one_block_layout(len(self.kinds)))
-        rubbish = [RUBBISH] * CHUNK
-        result = self.place.copy(self.view.life, flying.job, self.blocks, rubbish, self._fail)
+        rubbish, fail = [RUBBISH] * CHUNK, self._fail if flying.is_load else NOTHING_FAILS
+        result = self.place.copy(self.view.life, flying.job, self.blocks, rubbish, fail)
         ended = transfer_result(flying, result)
         if ended.end is not None:
             meta.ends.append(ended.end)

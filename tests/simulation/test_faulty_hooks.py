@@ -262,7 +262,7 @@ def test_reset_that_did_not_work_is_not_called_done(
     assert busy.connector.reset_cache() is False
     monkeypatch.undo()
     assert busy.connector.reset_cache() is True
-    assert not busy.view.num_ready
+    assert not busy.view.loadable
 
 
 def step_until(world: HookWorld, *, is_store: bool) -> None:

@@ -1,4 +1,4 @@
-"""What engines and routers ask of the directory: who has keys, and what is known of the others.
+"""What engines ask of the directory: who has keys, and what is known of the others.
 
 An answer is no promise: a node may have given a chunk up since it reported.
 """

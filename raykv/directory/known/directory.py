@@ -53,6 +53,18 @@ MOST_INTRODUCED = 256
 introduced.
 """
 
+TIERS = (Where.RAM, Where.DISK)
+TIER_CHANGES = {
+    (before, after): [
+        (tier, bool(after & tier) - bool(before & tier))
+        for tier in TIERS
+        if after & tier != before & tier
+    ]
+    for before in map(Where, range(4))
+    for after in map(Where, range(4))
+}
+"""At hand for each row: to look at flags takes several times as long."""
+
 SWEEP = 8192
 """Chunks of lost nodes that are looked at in one go: some milliseconds."""
 
@@ -180,10 +192,9 @@ class Directory:
         if taken.moved:
             member.num_chunks += sum(bool(m.after) - bool(m.before) for m in taken.moved)
             self.events.moved(node_id, life, part.end.number, taken.moved, now)
-            for tier in (Where.RAM, Where.DISK):
-                for each in taken.moved:
-                    if change := bool(each.after & tier) - bool(each.before & tier):
-                        member.chunks[each.namespace, tier] += change
+            for each in taken.moved:
+                for tier, change in TIER_CHANGES[each.before, each.after]:
+                    member.chunks[each.namespace, tier] += change
             self._moved(node_id, taken.moved)
 
     def _moved(self, node_id: NodeId, moved: Sequence[MovedChunk]) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from statistics import median
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from raykv.base.geometry import PoolGeometry
@@ -31,6 +32,7 @@ from raykv.lab.bench.named_jobs import ORDERED, SPACE, key_of, named_job
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
 from raykv.memory.cuda import bindings
 from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV
+from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.node.attached import AttachedWorker, QueuedJob
 from raykv.node.copying import Copying
@@ -210,7 +212,8 @@ class JobSides:
             rank=0,
             num_ranks=1,
             slot_bytes={0: shape.chunk_bytes},
-            layout=layout,
+            # What it says of the GPU's memory nobody opens here.
+            layout=msgspec.structs.replace(layout, kind=MEMFD, device=""),
         )
         sides = self._sides
         sides.driver.record(sides.event, sides.stream)

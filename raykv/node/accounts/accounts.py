@@ -34,7 +34,7 @@ MOST_TENANTS = 1024
 """Of which tokens and chunks are counted."""
 
 
-class Accounts:
+class NodeAccounts:
     """See the module's docstring."""
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ class DiskTier:
         """End the threads; what is not written is lost."""
         self.reads.stop()
         self._stopped.set()
-        self._wake.set()
+        self._poke()
 
     def stats(self) -> DiskStats:
         """Counters and gauges."""
@@ -215,9 +215,9 @@ class DiskTier:
 
     def _work(self, folder: TierFolder) -> None:
         """Copy what is to be written next, and write the files that are due."""
-        is_keeping, records = self._next_to_copy()
+        records = self._next_to_copy()
         self._copy_all(records)
-        is_last = is_keeping and not records
+        is_last = self._keep_at == ALL_READ and not records
         for whose, batch in list(self._batches.items()):
             is_old = time.monotonic() - batch.began_at >= DISK_BATCH_S
             if is_old or is_last or batch.num_bytes >= FILE_BYTES:
@@ -225,22 +225,22 @@ class DiskTier:
         if is_last:
             with self._lock:
                 self._keep_at = None
-        elif not records:
+        elif not records and not self._is_keeping:
             if not self._batches and not self._wake.is_set():
                 with self._lock:
                     # Until something may have changed in the pool.
                     self._lock.wait(DISK_LOOK_S)
             self._sleep(DISK_NEXT_LOOK_S)
 
-    def _next_to_copy(self) -> tuple[bool, list[ChunkRecord]]:
-        """Whether all is to be written now, and the next chunks of that, or of what goes next."""
+    def _next_to_copy(self) -> list[ChunkRecord]:
+        """What is to be copied next: some of what goes next, or of all while all is kept."""
         with self._lock:
             if self._keep_at is None:
-                return False, self._shelf.next_to_write(COPIED)
-            records: list[ChunkRecord] = []
-            while not records and self._keep_at != ALL_READ:
-                records, self._keep_at = self._shelf.write_all(self._keep_at, COPIED)
-            return True, records
+                return self._shelf.next_to_write(COPIED)
+            if self._keep_at == ALL_READ:
+                return []
+            records, self._keep_at = self._shelf.write_all(self._keep_at, COPIED)
+            return records
 
     def _sleep(self, seconds: float) -> None:
         self._wake.wait(seconds)

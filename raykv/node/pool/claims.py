@@ -180,9 +180,9 @@ class Claims:
         claimed = self._claimed.get(name)
         return None if claimed is None else claimed.claims.get(owner)
 
-    def num_of(self, kind: OwnerKind) -> int:
-        """How many claims owners of a kind have."""
-        return self._num[kind]
+    def owners(self, kind: OwnerKind) -> list[Owner]:
+        """All of a kind."""
+        return [owner for owner in self._names if owner.kind is kind]
 
     def num_free(self, kind: OwnerKind) -> int:
         """So many more claims are there for owners of a kind."""
@@ -272,10 +272,9 @@ class Claims:
         wanted = max(standings, default=Standing.NORMAL)
         if wanted is Standing.RELEASED and claimed.is_shared:
             wanted = Standing.NORMAL
+        self.num_released += wanted is Standing.RELEASED is not record.standing
         if wanted is Standing.NORMAL and record.namespace in self._left:
             wanted = Standing.RELEASED
-        if wanted is Standing.RELEASED and record.standing is not wanted:
-            self.num_released += 1
         if wanted is not Standing.NORMAL or record.standing is not Standing.SPARE:
             self._stand(record, wanted)
 

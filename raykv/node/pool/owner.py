@@ -34,7 +34,7 @@ import msgspec
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.version import __version__
-from raykv.node.accounts.accounts import Accounts
+from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
 from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
@@ -106,7 +106,7 @@ class NodePool:
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
-        self.accounts = Accounts()
+        self.accounts = NodeAccounts()
         """What is told of it and of its engines to people."""
         # The highest number of orders that an engine has named since the last document.
         self._told_orders = NOTHING_ORDERED
@@ -441,6 +441,12 @@ class NodePool:
     def shares(self) -> Mapping[str, OrderedShare]:
         """Of tenants, by their labels."""
         return self._orders.shares
+
+    def num_wished(self) -> int:
+        """Chunks that requests and pauses of sessions keep, or would if they were here."""
+        claims = self.index.claims
+        owners = [*claims.owners(OwnerKind.REQUEST), *self.sessions.pausing()]
+        return len(set().union(*map(claims.names_of, owners)))
 
     def pins(self) -> Iterator[tuple[str, Sequence[Name]]]:
         """The names of each ordered pin's chunks, as far as they are known here."""

@@ -172,6 +172,10 @@ class LocalSessions:
         )
         return sum(each.count(OwnerKind.SESSION) == 1 for each in kinds)
 
+    def pausing(self) -> list[Owner]:
+        """Sessions that are to go on."""
+        return [session.owner for session in self._pausing.values()]
+
     def keys_of(self, session: LocalSession) -> list[Key]:
         """The chunks of a session, from heads of prompts to tails."""
         return [key for _, key in self._claims.names_of(session.owner)]

@@ -26,7 +26,7 @@ from raykv.cluster.deaths import DeathWatch
 from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.worker.link import LinkSettings
-from tests.children.worker import KV_NAME
+from tests.children.worker import KV_NAME, LIFE
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Worker, failures
 from tests.fixtures.waiting import wait_until
@@ -176,9 +176,9 @@ def test_killed_workers_copy_is_given_up_and_its_slots_are_not_ready(
     heir = Worker(world.node, [SLOT_BYTES], 1)
     workers.append(heir)
     for chunk in (0, 1):
-        assert failures(heir.run(heir.job(Direction.LOAD, [chunk], [0]))) == [Refusal.STALE]
+        assert failures(heir.run(heir.job(Direction.LOAD, [chunk], [0]))) == [Refusal.NOT_HERE]
     # The next store of the slot begins at once: nobody writes there any more.
-    heir.link.submit(heir.job(Direction.STORE, [0], [0], generation=2))
+    heir.link.submit(heir.job(Direction.STORE, [0], [0]))
     world.expect_line("copying")
 
 
@@ -200,7 +200,7 @@ def test_jobs_that_wait_for_their_lane_go_with_their_worker(world: World) -> Non
 
 def test_other_rank_lives_on_when_one_is_killed(world: World, workers: list[Worker]) -> None:
     half = SLOT_BYTES // 2
-    survivor = Worker(world.node, [half], 1, rank=0, num_ranks=2)
+    survivor = Worker(world.node, [half], 1, rank=0, num_ranks=2, life=LIFE)
     workers.append(survivor)
     num_fds = count_fds(world.node.process.pid)
     orphan = world.spawn("attached", rank=1, num_ranks=2)
@@ -215,12 +215,13 @@ def test_other_rank_lives_on_when_one_is_killed(world: World, workers: list[Work
         "the dead rank's memory is unmapped",
     )
     too_early = survivor.run(survivor.job(Direction.LOAD, [0], [1]))
-    assert failures(too_early) == [Refusal.WRITING]
+    # It would wait in vain for the other part.
+    assert failures(too_early) == [Refusal.NOT_HERE]
     # The same slot is stored anew, by an engine that lives, at once.
     alone = Worker(world.node, [SLOT_BYTES], 1, namespace="other")
     workers.append(alone)
-    assert failures(alone.run(alone.job(Direction.STORE, [0], [0], generation=2))) == []
-    assert failures(alone.run(alone.job(Direction.LOAD, [0], [1], generation=2))) == []
+    assert failures(alone.run(alone.job(Direction.STORE, [0], [0]))) == []
+    assert failures(alone.run(alone.job(Direction.LOAD, [0], [1]))) == []
 
 
 def test_nothing_of_a_killed_node_stays_in_its_worker(world: World, workers: list[Worker]) -> None:

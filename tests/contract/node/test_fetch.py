@@ -519,9 +519,8 @@ def test_order_of_a_size_that_no_slot_has_is_refused_and_nobody_is_blamed(
     here: Node, source: Node, slot_bytes: int
 ) -> None:
     record = source.store(key(0))
-    wrong = Wanted(record.key, (source.source,), slot_bytes)
-    assert here.fetch([wrong]).refusals == [Refusal.BAD_HANDLE]
-    assert here.fetch([wanted(record, source)]).refusals == [NONE]
+    wrong = Wanted(key(1), (source.source,), slot_bytes)
+    assert here.fetch([wrong, wanted(record, source)]).refusals == [Refusal.BAD_HANDLE, NONE]
 
 
 def test_order_for_nothing_has_an_empty_result(here: Node) -> None:

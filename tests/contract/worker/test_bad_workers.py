@@ -27,7 +27,6 @@ from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import (
     AttachWorker,
     JobResults,
-    KVLayout,
     NodeMessage,
     WorkerAttached,
     believable,
@@ -37,6 +36,7 @@ from tests.fixtures.node.cores import CoreLine, RawLine, hello_of
 from tests.fixtures.node.honest_worker import (
     LAYOUT,
     PAGE,
+    RawHello,
     Worker,
     make_service,
 )
@@ -181,19 +181,6 @@ def test_worker_whose_message_has_another_form_hears_both_versions(service: Node
     assert f"protocol {PROTOCOL_VERSION + 5} of RayKV" in error
     assert f"NodeActor {PROTOCOL_VERSION}" in error
     assert "no AttachWorker" in error_of(attach(service, LaterHello(PROTOCOL_VERSION)))
-
-
-class RawHello(msgspec.Struct, frozen=True, tag="attach"):
-    """A first message that need not be valid."""
-
-    version: int
-    engine_id: str
-    life: int
-    namespace: str
-    rank: int
-    num_ranks: int
-    slot_bytes: dict[int, int]
-    layout: KVLayout
 
 
 replace = msgspec.structs.replace

@@ -340,7 +340,7 @@ def test_status_and_top_are_plain_text_on_a_pipe(cluster: PlayedCluster) -> None
 
 
 def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
-    at_node = {"life": 4, "node_id": "n", "node_life": 3}
+    at_node: dict[str, Any] = {"life": 4, "node_id": "n", "node_life": 3}
     stored = BlockStored(seq=7, number=9, namespace="5f", key=b"\xab" * 36, **at_node)
     cluster.told = [stored, NodeLost(seq=8, time=1.7e9, number=0, **at_node)]
     first, second = run("events").splitlines()
@@ -408,7 +408,7 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     assert found["bytes_per_token"] == 512
     assert found["pool"]["pool_bytes"] == 64 << 20
     text = run("plan", model, "--set", "pool_bytes=4KiB", "--engine", "block-size=32", code=1)
-    assert "a slot      16.0 KiB" in text
+    assert "a chunk     16.0 KiB" in text
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text
     with pytest.raises(SettingError, match="give NAME=VALUE"):
         run("plan", model, "--set", "pool_bytes")

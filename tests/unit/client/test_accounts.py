@@ -14,7 +14,7 @@ from raykv.protocol.engine import MissRecord
 from raykv.protocol.framing import encode
 from raykv.protocol.reader import Explanation, RequestPage
 from raykv.protocol.status import MoreRoom
-from tests.unit.client.played_cluster import play
+from tests.fixtures.played_cluster import play
 
 PAGE = 2
 
@@ -61,9 +61,9 @@ def test_account_of_another_life_is_read_from_its_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Account(request("a0", 2.0), request("a1", 1.0))
-    play(monkeypatch, {}, {"one": {"requests": lambda after: node.requests(after)}})
+    play(monkeypatch, {}, {"one": {"requests": node.requests}})
     place = accounts.ended_requests("").last
-    node = Account(request("c0", 1.0), life=2)
+    node.life, node.ended = 2, [request("c0", 1.0)]
     assert ids(accounts.ended_requests(place)) == ["c0"]
 
 

@@ -16,7 +16,7 @@ from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery, WherePage, WhereQuery
-from tests.unit.client.played_cluster import play, status
+from tests.fixtures.played_cluster import play, status
 
 SPACE = "model"
 A, B, C, D = (name * 32 + bytes(4) for name in (b"a", b"b", b"c", b"d"))
@@ -87,7 +87,7 @@ class PlayedNodes:
             for at, key in enumerate(keys)
             if NAMES[key] in self.refusals
         }
-        here = [key for at, key in enumerate(keys) if failed.get(at, Refusal.HERE) == Refusal.HERE]
+        here = [key for at, key in enumerate(keys) if at not in failed]
         rows = [
             ListedRow(Namespace(SPACE), Key(key), Where.RAM, Blocks(0, 1), Reason.STORED)
             for key in here
@@ -130,8 +130,8 @@ def test_pools_are_asked_before_disks_and_what_is_nowhere_is_counted(
 
 
 def test_refusals_are_told_by_what_they_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = dict.fromkeys((A, B, C, D), [FAR])
-    refused = {"a": Refusal.HERE, "b": Refusal.NO_ROOM, "c": Refusal.NOT_HERE}
+    places = {key: [FAR] for key in (B, C, D)} | {A: [FAR, TARGET]}
+    refused = {"b": Refusal.NO_ROOM, "c": Refusal.NOT_HERE}
     result = PlayedNodes(monkeypatch, places, **refused).prefetch(A, B, C, D)
     assert (result.came, result.there, result.no_room) == (1, 1, 1)
     assert result.refusals == {"NOT_HERE": 1}
@@ -160,7 +160,9 @@ def test_files_are_fetched_from_their_source_in_one_series(
     source = Source("import", SourceKind.IMPORT)
     pages = iter([(SPACE, {A: 4096}), (SPACE, {B: 8192})])
     began = time.monotonic()
-    result = fetch_files(pages, source, "target", 5.0, lambda _: None, TransferResult(asked=2))
+    find = played.moving.scheduler.find
+    asked = TransferResult(asked=2)
+    result = fetch_files(find, pages, source, "target", 5.0, lambda _: None, asked)
     assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
         ([A], [4096]),
         ([B], [8192]),

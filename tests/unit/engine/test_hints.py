@@ -1,4 +1,4 @@
-"""What requests wish for, from their params to the message of an exchange."""
+"""What requests wish for, from their params to the message that tells it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ SESSION = Hint(session="agent")
 
 
 def said(box: HintBox) -> list[SessionNews]:
-    """All that is told of sessions, exchange by exchange."""
+    """All that is told of sessions, message by message."""
     told: list[SessionNews] = []
     while box.has_news:
         told += box.take_sessions()

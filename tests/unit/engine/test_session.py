@@ -13,11 +13,13 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.session import MAX_INBOX, EngineParts, Session, WorkerReport
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
+from raykv.protocol.descriptions import Description
 from raykv.protocol.engine import Naming, Space
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.named.place import ChangesAnswer
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.sessions import SessionWord
+from raykv.stream.descriptions import DescriptionOutbox
 from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler
 from tests.fixtures.keys import numbered_key as key
@@ -260,3 +262,18 @@ def test_answer_that_could_not_be_taken_in_costs_nothing_but_time(
         with pytest.raises(ZeroDivisionError):
             session.drain()
     drained(session, lambda: view.num_ready == 2, "all is read anew")
+
+
+def test_cleared_chunks_are_described_again(place: PlayedPlace, scheduler: PlayedScheduler) -> None:
+    described = DescriptionOutbox()
+    described.add(Description("ns", key(1), None, b"", bytes(4), 1))
+    session = session_at(place, scheduler, parts=EngineParts(HintBox(), described))
+    try:
+        place.store(key(1))
+        session.attach(DEADLINE_S)
+        drained(session, lambda: any(tell.described.keys for tell in place.tells), "it is told")
+        assert described.knows("ns", key(1))
+        place.take_orders(OrdersDocument(Stamp(1, 5), floors={"ns": 5}))
+        drained(session, lambda: not described.knows("ns", key(1)), "it is cleared")
+    finally:
+        session.stop(DEADLINE_S)

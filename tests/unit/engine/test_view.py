@@ -153,7 +153,7 @@ def test_nothing_is_offered_behind_a_chunk_that_found_no_room_unless_it_comes() 
     assert view.prepare_store("r", [A]) == [A]
     view.end_store(0, "r", [A], node.result(failed={0: Refusal.NO_ROOM}), 0.0)
     view.complete_store([A])
-    assert view.prepare_store("r", [B, OTHER_GROUP]) == [OTHER_GROUP], "others have their own slots"
+    assert view.prepare_store("r", [B, OTHER_GROUP]) == [OTHER_GROUP], "others have their own room"
     assert view.counters.stores_without_room == 1
     view.start_request("s", RequestOptions())
     assert view.prepare_store("s", [B]) == [B]

@@ -80,7 +80,7 @@ class PlayedCluster:
             num_workers=1,
             age_s=0.5,
         )
-        engine = EngineStatus("engine", "node", "space", "tiny", 1, 1, 0.1)
+        engine = EngineStatus("engine", "node", "space", "tiny", 1, 0.1)
         return ClusterStatus("here", 1, "0", paused=False, nodes=[node], engines=[engine])
 
     def snapshot(self) -> Replay:

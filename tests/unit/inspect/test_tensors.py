@@ -306,8 +306,8 @@ class PlayedSource:
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> PlayedSource:
     played = PlayedSource()
-    monkeypatch.setattr(inspection.ask, "ask_ray", lambda _find, _node: played)
-    monkeypatch.setattr(inspection.ray, "get", lambda call, timeout: call())
+    monkeypatch.setattr("raykv.client.chunks.ask.ask_ray", lambda _find, _node: played)
+    monkeypatch.setattr("raykv.client.chunks.ray.get", lambda call, timeout: call())
     return played
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ A = Namespace("a")
 FIRST = Stamp(1, 1)
 
 
-class Played:
+class PlayedReports:
     """A node that reports when it is told to, and what the scheduler actor says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +64,13 @@ class Played:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    made = Played(monkeypatch)
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedReports]:
+    made = PlayedReports(monkeypatch)
     yield made
     made.keeper.pool.stop()
 
 
-def test_report_says_who_the_node_is(node: Played) -> None:
+def test_report_says_who_the_node_is(node: PlayedReports) -> None:
     assert node.report() == ["report"]
     (told,) = node.told
     assert (told.node_id, told.life, told.seq, told.stats.num_workers) == ("n", 7, 1, 3)
@@ -79,7 +79,7 @@ def test_report_says_who_the_node_is(node: Played) -> None:
     assert not node.reports.breaker_report().peers
 
 
-def test_later_orders_are_fetched_and_shown_with_the_next_report(node: Played) -> None:
+def test_later_orders_are_fetched_and_shown_with_the_next_report(node: PlayedReports) -> None:
     node.say(orders=FIRST)
     node.documents.append(OrdersDocument(FIRST, is_paused=True))
     assert node.report() == ["report", "orders"]
@@ -88,7 +88,7 @@ def test_later_orders_are_fetched_and_shown_with_the_next_report(node: Played) -
     assert [each.orders for each in node.told] == [Stamp(0, 0), FIRST]
 
 
-def test_orders_are_not_shown_before_the_disk_has_kept_what_they_clear(node: Played) -> None:
+def test_orders_are_not_shown_before_the_disk_has_kept_what_they_clear(node: PlayedReports) -> None:
     kept = [False, False, True]
     node.keeper.keep_floors = lambda _floors, _deadline: kept.pop(0)
     node.say(orders=FIRST)
@@ -101,7 +101,7 @@ def test_orders_are_not_shown_before_the_disk_has_kept_what_they_clear(node: Pla
     assert not kept
 
 
-def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: Played) -> None:
+def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: PlayedReports) -> None:
     node.documents.append(OrdersDocument(FIRST))
     hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE})
     owner, now = node.keeper.owner, node.keeper.now()
@@ -111,14 +111,14 @@ def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: Pla
     assert node.report() == ["report"]
 
 
-def test_document_is_sent_to_a_scheduler_actor_that_lacks_it(node: Played) -> None:
+def test_document_is_sent_to_a_scheduler_actor_that_lacks_it(node: PlayedReports) -> None:
     node.keeper.take_orders(OrdersDocument(FIRST), 1.0)
     node.say(wants_orders=True)
     assert node.report() == ["report", "show_orders"]
     assert node.documents == [OrdersDocument(FIRST)]
 
 
-def test_keys_of_pins_are_asked_for_until_they_are_known(node: Played) -> None:
+def test_keys_of_pins_are_asked_for_until_they_are_known(node: PlayedReports) -> None:
     pins = {name: OrderedPin(A, name.encode(), 1, 60.0) for name in ("p", "q")}
     node.keeper.take_orders(OrdersDocument(FIRST, pins=pins), 1.0)
     node.keys[b"q"] = NamedKeys.of([(A, Key(b"k" * 8))])
@@ -127,23 +127,26 @@ def test_keys_of_pins_are_asked_for_until_they_are_known(node: Played) -> None:
     assert node.report() == ["report", "pin_keys"]
 
 
-def test_scheduler_actor_that_does_not_answer_is_left_alone(node: Played) -> None:
+def test_scheduler_actor_that_does_not_answer_is_left_alone(
+    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> Any:
         raise TimeoutError("nobody is there")
 
-    works: Callable[..., Any] = node.call
-    node.reports._call = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(node.reports, "_call", fail)
     call = node.reports._breakers.begin("scheduler", time.monotonic())
     assert call is not None
     node.reports._report_once(call)
     assert node.reports.breaker_report().peers == ["scheduler"]
-    node.reports._call = works  # type: ignore[method-assign]
+    monkeypatch.setattr(node.reports, "_call", node.call)
     assert node.report() == ["report"]
     assert [each.seq for each in node.told] == [2]
     assert not node.reports.breaker_report().peers
 
 
-def test_wait_ends_with_news_or_a_heartbeat(node: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_with_news_or_a_heartbeat(
+    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raykv.node.reports.NODE_HEARTBEAT_S", 0.2)
     node.say(position=Position(7, 0, ALL_READ))
     node.report()

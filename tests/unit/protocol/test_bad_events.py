@@ -5,6 +5,7 @@ A question ends: with events, with `EventsMissed`, or with an error that says wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -94,6 +95,9 @@ def actor() -> SchedulerActor:
     node = ReportingNode(made._directory, "node")
     for number in range(40):
         node.report(0.0, row_of(2 * number), row_of(2 * number + 1))
+    for name in ("one", "two", "gone"):
+        ReportingNode(made._directory, name).report(0.0)
+    made._expires_at = math.inf
     log = made._directory.events
     assert 1 < log.first_seq < log.last_seq
     return made
@@ -240,7 +244,8 @@ def snapshot(actor: SchedulerActor, **nodes: Node) -> Replay:
 def test_snapshot_is_what_all_nodes_have_at_a_place_of_the_log(actor: SchedulerActor) -> None:
     one = Node(part([1, 2], 0, 5), part([3], 5, 6, place=ALL_READ))
     two = Node(part([1], 0, 2, place=ALL_READ))
-    found = snapshot(actor, one=one, two=two, gone=Node(gone="dead"))
+    refuses = Node(gone="it has no pool")
+    found = snapshot(actor, one=one, two=two, gone=Node(gone="dead"), no_member=refuses)
     assert found.place == (actor._directory.life, actor._directory.events.last_seq)
     names = {("one", 1), ("one", 2), ("one", 3), ("two", 1)}
     assert found.chunks == {(node, SPACE, key_of(number)) for node, number in names}

@@ -14,7 +14,7 @@ from raykv.base.ids import Key
 from raykv.engine.view import EngineView
 from raykv.vllm.internals.engine import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
-from tests.fixtures.place import PlayedPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, engine_hello
 
 CHUNK = Key(b"a" * 32 + b"\0\0\0\0")
 
@@ -45,7 +45,7 @@ class Scheduler:
 
 @pytest.fixture
 def view() -> EngineView:
-    view, place = EngineView(1.0), PlayedPlace()
+    view, place = EngineView(1.0), CopyingPlace()
     place.join(view, engine_hello())
     place.hold(view, [CHUNK])
     return view

@@ -28,7 +28,7 @@ from raykv.protocol.engine import MissRecord
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec
-from tests.fixtures.place import PlayedPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, engine_hello
 
 CHUNK = 16
 MISSING = Key(b"missing" + bytes(4))
@@ -51,7 +51,7 @@ def view() -> EngineView:
     """Attached, alone, with the request "r"."""
     made = EngineView(1.0)
     made.accounts.tokens_per_chunk = CHUNK
-    PlayedPlace().join(made, engine_hello())
+    CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
     return made
 

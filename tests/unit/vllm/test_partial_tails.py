@@ -53,8 +53,8 @@ class TailEngine(Engine):
 
     def __init__(self) -> None:
         sizes = {group: ChunkSize(4096, CHUNK) for group in (0, 1)}
-        announcements = Announcements()
-        super().__init__(KINDS, RemoteSettings(sizes=sizes), announcements, tokens_per_hash=HASH)
+        self.announced = Announcements()
+        super().__init__(KINDS, RemoteSettings(sizes=sizes), self.announced, tokens_per_hash=HASH)
         scheduler = self.connector.scheduler
         assert scheduler.config.supports_partial_tail
         before = scheduler._events_tracker
@@ -162,9 +162,9 @@ def test_tail_is_stored_as_a_chunk_of_one_block_for_each_group() -> None:
     engine, request, stores = stored_tail()
     job = job_of(stores)
     assert job.keys == keys_at(request, BOUNDARY)
-    assert (groups(job), job.block_ids) == ([0, 1], [12, 99])
+    assert (groups(job), list(job.block_ids)) == ([0, 1], [12, 99])
     # The whole block counts, whatever it holds behind the boundary.
-    assert (job.first_block, job.num_blocks) == ([0, 0], [1, 1])
+    assert (list(job.first_block), list(job.num_blocks)) == ([0, 0], [1, 1])
     # Its block before: of attention with the ordinary stores, of the state from where it was.
     others = {key for job in stores.values() for key in job.dst_spec.keys} - {*job.keys}
     assert others == {*keys_at(request, CHUNK)}
@@ -197,8 +197,8 @@ def test_next_request_with_that_beginning_loads_the_tail_too() -> None:
     job = give_blocks(engine, request, BOUNDARY)
     attention, state = keys_at(request, BOUNDARY)
     assert job.keys == [keys_at(request, CHUNK)[0], attention, state]
-    assert (groups(job), job.block_ids) == ([0, 0, 1], [31, 32, 41])
-    assert (job.first_block, job.num_blocks) == ([0, 0, 0], [1, 1, 1])
+    assert (groups(job), list(job.block_ids)) == ([0, 0, 1], [31, 32, 41])
+    assert (list(job.first_block), list(job.num_blocks)) == ([0, 0, 0], [1, 1, 1])
 
 
 def test_request_that_differs_before_the_boundary_loads_whole_blocks_only() -> None:
@@ -230,7 +230,7 @@ def test_tail_comes_and_goes_in_vllms_own_events() -> None:
     removed = engine.events()
     assert sum(len(each.block_hashes) for each in removed) == (BOUNDARY - CHUNK) // HASH + 1 + 2
     assert not engine.tracker._pending_event_metadata
-    assert not len(engine.view.announcements)
+    assert not len(engine.announced)
 
 
 def test_description_of_a_tail_that_never_comes_is_forgotten() -> None:
@@ -243,7 +243,7 @@ def test_description_of_a_tail_that_never_comes_is_forgotten() -> None:
 
 def test_description_of_a_tail_that_was_found_goes_with_it() -> None:
     engine = all_stored()
-    engine.view.announcements.clear()
+    engine.announced.clear()
     engine.tracker.reset()
     request = asked("second", [*PROMPT, 60])
     engine.begin(request)

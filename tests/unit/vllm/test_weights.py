@@ -14,14 +14,14 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.base.ids import Namespace
+from raykv.base.ids import Direction, Namespace
 from raykv.protocol.engine import Naming, Space
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
-from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
@@ -290,3 +290,15 @@ def test_reset_that_follows_a_change_takes_nothing_from_others() -> None:
     begun(engine)
     manager.reset_cache()
     assert engine.view.is_clearing
+
+
+def test_ends_of_jobs_of_other_weights_bar_what_did_not_come_and_say_nothing_else() -> None:
+    engine = Changing()
+    request, _ = begun(engine)
+    ends = [
+        failed_end(request.request_id, [key(0)], direction=direction) for direction in Direction
+    ]
+    told = RayKVWorkerMetadata(ends=ends)
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    assert engine.view.requests.get(request.request_id).barred == {key(0)}
+    assert not engine.view.counters.stores_failed

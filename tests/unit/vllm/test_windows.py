@@ -17,7 +17,7 @@ from raykv.engine.view import EngineView
 from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
-from tests.fixtures.place import PlayedPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, engine_hello
 from tests.fixtures.vllm import CHUNK, FULL, PlayedRequest, key, vllm_scheduler
 
 WINDOW = SlidingWindowSpec(
@@ -35,7 +35,7 @@ class World:
     """An engine with full attention and a window of two chunks."""
 
     def __init__(self, share: float, *kinds: Any) -> None:
-        self.view, self.place = EngineView(1.0), PlayedPlace()
+        self.view, self.place = EngineView(1.0), CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=2))
         self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
         # vLLM's default.

@@ -13,9 +13,9 @@ from tests.fixtures.node.owned_pool import PAGE, A, OwnedPool, key, stamp
 TOKENS = 16
 
 
-def of_chunk(number: int, **fields: str) -> MissRecord:
+def of_chunk(number: int, tenant: str = "") -> MissRecord:
     name = key(number)[:CHUNK_NAME_BYTES]
-    return MissRecord("r", TOKENS, 0, 0, {"evicted": TOKENS}, chunks=name, **fields)
+    return MissRecord("r", TOKENS, 0, 0, {"evicted": TOKENS}, chunks=name, tenant=tenant)
 
 
 def follow(pool: OwnedPool) -> None:

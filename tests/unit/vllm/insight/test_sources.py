@@ -32,7 +32,7 @@ from raykv.vllm.insight import sources
 from raykv.vllm.insight.sources import SOURCES_FIELD, CountedTokens
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
-from tests.fixtures.place import PlayedPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, engine_hello
 from tests.unit.vllm.test_miss_reporter import CHUNK, PlayedRequest
 
 PROMPT = 5 * CHUNK + 3
@@ -44,7 +44,7 @@ def view() -> EngineView:
     """Attached, alone, with the request "r"."""
     made = EngineView(1.0)
     made.accounts.tokens_per_chunk = CHUNK
-    PlayedPlace().join(made, engine_hello())
+    CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
     return made
 

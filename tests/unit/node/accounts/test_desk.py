@@ -9,7 +9,7 @@ import pytest
 from raykv.base.errors import MessageError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Stamp
-from raykv.node.desk import Desk
+from raykv.node.accounts.desk import Desk
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import Hints, MissRecord
@@ -26,7 +26,7 @@ PAGE = 4096
 A = Namespace("a")
 
 
-class Asked:
+class AskedPool:
     """A pool of eight slots, its desk, and an engine that stores at once."""
 
     def __init__(self) -> None:
@@ -63,16 +63,18 @@ def key(number: int) -> Key:
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
-    made = Asked()
+def asked() -> Iterator[AskedPool]:
+    made = AskedPool()
     yield made
     made.keeper.pool.stop()
 
 
-def test_chunks_come_page_by_page(asked: Asked) -> None:
+def test_chunks_come_page_by_page(asked: AskedPool) -> None:
     asked.store(1, 2, 3, tenant="lisa")
     asked.store(4)
-    found, cursor, tenants = [], "", []
+    found: list[bytes] = []
+    tenants: list[str] = []
+    cursor = ""
     while True:
         page = asked.chunks(cursor, limit=2)
         assert len(page.keys) <= 2
@@ -86,7 +88,7 @@ def test_chunks_come_page_by_page(asked: Asked) -> None:
     assert sorted(tenants) == ["", "lisa", "lisa", "lisa"]
 
 
-def test_first_chunks_of_an_order_come_in_one_page(asked: Asked) -> None:
+def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
     asked.store(1)
     asked.store(2)
     page = asked.chunks(order="age", limit=1)
@@ -95,12 +97,12 @@ def test_first_chunks_of_an_order_come_in_one_page(asked: Asked) -> None:
     assert not asked.chunks(tier="disk").keys
 
 
-def test_cursor_that_nobody_has_given_out_is_refused(asked: Asked) -> None:
+def test_cursor_that_nobody_has_given_out_is_refused(asked: AskedPool) -> None:
     with pytest.raises(MessageError):
         asked.chunks("ram -1")
 
 
-def test_listing_takes_a_reader_to_its_end(asked: Asked) -> None:
+def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
     asked.store(1, 2)
     position, rows = Position(), []
     while position.place != ALL_READ:
@@ -111,23 +113,24 @@ def test_listing_takes_a_reader_to_its_end(asked: Asked) -> None:
     assert (position.life, position.number) == (7, asked.keeper.owner.index.listing.number)
 
 
-def test_pins_say_by_number_what_is_kept(asked: Asked) -> None:
+def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     asked.store(1, 2, 3)
     pins = {"p": OrderedPin(A, b"d", 4, 60.0)}
     asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), pins=pins), 1.0)
     assert not asked.desk.pins().held
     asked.keeper.owner.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
-    asked.tell(hints=Hints(Keys.of([key(8)]), [5.0]))
+    pauses = SessionNews("s", SessionWord.PAUSED, Keys.of([key(7), key(8)]), 60.0)
+    asked.tell(hints=Hints(Keys.of([key(8)]), [5.0]), sessions=[pauses])
     told = asked.desk.pins()
     # A quarter of eight slots.
     assert (list(told.held["p"].kept), list(told.held["p"].waiting)) == ([1, 2], [3])
     assert told.held["p"].num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
-    assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 1)
+    assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 2)
     gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, Keys.of([key(1), key(3), key(9)])))
     assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)
 
 
-def test_requests_are_told_by_number_and_by_id(asked: Asked) -> None:
+def test_requests_are_told_by_number_and_by_id(asked: AskedPool) -> None:
     asked.tell(finished=[MissRecord("one", 5, 2, 3), MissRecord("two", 5, 2, 3)])
     page = asked.desk.requests(1)
     assert (page.life, page.first, page.last) == (7, 2, 2)
@@ -142,7 +145,7 @@ def test_requests_are_told_by_number_and_by_id(asked: Asked) -> None:
     assert asked.desk.more_room().prompt_tokens == 10
 
 
-def test_sessions_are_told_with_their_chunks(asked: Asked) -> None:
+def test_sessions_are_told_with_their_chunks(asked: AskedPool) -> None:
     news = [
         SessionNews("s", SessionWord.CAME, Keys.of([key(1), key(2)])),
         SessionNews("t", SessionWord.CAME, Keys.of([key(1)])),
@@ -159,7 +162,7 @@ def test_sessions_are_told_with_their_chunks(asked: Asked) -> None:
     assert not asked.desk.sessions(SessionQuery(PROTOCOL_VERSION, namespace="b")).sessions
 
 
-def test_nobody_describes_what_is_no_key(asked: Asked) -> None:
+def test_nobody_describes_what_is_no_key(asked: AskedPool) -> None:
     assert not asked.desk.descriptions([key(1)], None).keys
     with pytest.raises(MessageError):
-        asked.desk.descriptions(["key"], None)  # type: ignore[list-item]
+        asked.desk.descriptions(["key"], None)

@@ -13,7 +13,7 @@ from raykv.base.ids import Stamp
 from raykv.client import scheduler as asking
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.operator import OrderAnswer, OrderState, PauseOrder, receive_order
-from tests.unit.client.played_cluster import play
+from tests.fixtures.played_cluster import play
 
 ORDER = PauseOrder(PROTOCOL_VERSION, "an id", paused=True)
 KEPT = Stamp(1, 7)

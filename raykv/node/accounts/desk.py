@@ -11,7 +11,6 @@ from raykv.base.ids import Key, Namespace
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import ANYWHERE, ChunkRow, Cursor, Wanted, first_ones
-from raykv.node.pool.claims import OwnerKind
 from raykv.node.pool.sessions import LocalSession
 from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, numbered, require
 from raykv.protocol.descriptions import Descriptions
@@ -147,8 +146,8 @@ class Desk:
                 claims.most_bytes,
                 claims.num_waiting,
             )
-            num_requests, num_refused = claims.num_of(OwnerKind.REQUEST), claims.num_refused
-        return PinsHere(PROTOCOL_VERSION, node, held, num_requests, num_refused)
+            num_wished, num_refused = self._owner.num_wished(), claims.num_refused
+        return PinsHere(PROTOCOL_VERSION, node, held, num_wished, num_refused)
 
     # Requests
 
