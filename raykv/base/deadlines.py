@@ -70,16 +70,9 @@ NODE_TURN_AWAY_S = 0.5
 """The same for a worker that cannot be served: the thread that tells it so holds up all others."""
 
 NODE_SEND_S = 2.0
-"""A worker that does not read its results for this long is stuck; its connection is closed so that
+"""A worker or engine that does not read for this long is stuck; its connection is closed so that
 it does not hold up others' copies.
 """
-
-NODE_COPY_WAIT_S = 10.0
-"""How long a store waits for the readers of its slot: loads take milliseconds, and other nodes
-copy what they read first."""
-
-NODE_STORE_EXPIRY_S = 30.0
-"""How long a chunk waits for the parts of the other ranks, as long as a store may take."""
 
 NODE_LOOK_S = 1.0
 """How often expired stores are looked for, the end of a copy is checked (it ends for certain, since
@@ -141,7 +134,7 @@ CUDA_LANE_LOOK_S = 0.01
 """How often a copy that waits for another one of its direction checks whether it was cancelled."""
 
 SLOT_LOOK_S = 0.05
-"""How often a store that waits for a slot's readers checks whether it was cancelled."""
+"""How often is looked whether all chunks have their checksums, at the end of a NodeActor."""
 
 LINE_SILENCE_S = 1.0
 """An EngineCore that asks what is new at a node hears so often that the node is there."""
@@ -166,9 +159,6 @@ asked again before each report."""
 NODE_REPORT_PAUSES_S = (0.2, 1.0)
 """After reports without an answer, first and longest: a new scheduler actor knows nothing until
 its nodes have reported."""
-
-NODE_BATCH_PAUSE_S = 0.002
-"""How long new chunks are collected before they are reported."""
 
 NODE_ROOM_GRACE_S = 3.0
 """How long a new NodeActor waits for its predecessor's memory to be freed."""
@@ -258,9 +248,6 @@ FETCH_GRACE_S = 2.0
 
 FETCH_LOOK_S = 0.2
 """Between two looks for requests that are overdue."""
-
-FETCH_SLOT_WAIT_S = 1.0
-"""A leased slot has no readers except those of its previous chunk."""
 
 SOURCE_PAUSES_S = (2.0, 30.0)
 """How long a source that did not answer is left alone, first and longest: asking in vain costs a
@@ -389,9 +376,6 @@ KEEP_S = 600.0
 KEEP_GRACE_S = 5.0
 """For the NodeActors' answers after that."""
 
-EXPORT_READ_S = 30.0
-"""For 16 MiB out of a NodeActor's pool, which may have others to serve."""
-
 IMPORT_S = 600.0
 """For all chunks of an import, unless a caller says more."""
 
@@ -408,17 +392,11 @@ UP_ANSWER_S = 2.0
 """For the answers of one look."""
 
 TRANSFER_S = 60.0
-"""For a page of chunks to come to a node, as long as its slots are lent for it."""
-
-TRANSFER_EARLY_S = 10.0
-"""For a scheduler actor that has just begun to learn what a node holds: 2 s after its report."""
-
-TRANSFER_DEMOTE_S = 5.0
-"""What a page of chunks displaces is copied for the disk first, if there is one; what is not copied
-by then is lost."""
+"""For a page of chunks to come to a node."""
 
 TRANSFER_LOOK_S = 0.1
-"""Between two looks whether what has come is in the directory."""
+"""Between two looks whether an order is carried out: nodes report every tenth of that, if there is
+news."""
 
 PIN_HEARD_S = 2.0
 """For all nodes to have the keys of a pin, which they ask for once they have heard of it."""
@@ -443,8 +421,8 @@ SILENCE_S = 1.0
 """A command that waits for actors says for which ones after so long."""
 
 LISTING_PAUSE_S = 0.005
-"""Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges
-of engines come in between."""
+"""Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
+come in between."""
 
 CHUNK_READ_S = 30.0
 """For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four

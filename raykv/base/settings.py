@@ -17,7 +17,6 @@ from raykv.base.errors import SettingError
 from raykv.base.parsing import (
     MAX_SHOWN,
     address,
-    count,
     endpoint,
     flag,
     one_of,
@@ -247,7 +246,9 @@ class Settings:
         5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
     )
     heartbeat_s: float = _setting(
-        1.0, seconds, "Longest pause between two answers of a NodeActor to its engines, when there is no news"
+        1.0,
+        seconds,
+        "Longest pause between two answers of a NodeActor to its engines, when there is no news",
     )
     metrics_port: str = _setting(
         "auto",

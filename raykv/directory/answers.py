@@ -184,6 +184,7 @@ def _node_status(member: ReportedNode, now: float) -> NodeStatus:
         age_s=age_s,
         raykv_version=report.raykv_version,
         pinned_bytes=report.pinned_bytes,
+        pinned_chunks=report.pinned_chunks,
         metrics=report.stats.metrics_address or report.stats.metrics_problem,
         slab_bytes=report.slab_bytes,
         orders=report.orders,

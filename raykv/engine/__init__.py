@@ -1,1 +1,1 @@
-"""What runs in EngineCore: the view of its places, chunks of other nodes, accounts, what is said and heard."""
+"""What runs in EngineCore: the view of its places, chunks of other nodes, accounts, the session."""

@@ -22,6 +22,9 @@ from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, R
 SILENT_S = 5.0
 """A node that has not been heard of for so long has nothing, for all that the engine knows."""
 
+_RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
+"""Numbers: flags take some times as long, and there may be a million rows."""
+
 
 class PlaceChange(NamedTuple):
     """A key has come to RAM (with which blocks), or gone from it; `reason` says why."""
@@ -145,23 +148,24 @@ class ListedPlace:
 
     def _be(self, row: ListedRow) -> list[PlaceChange]:
         """A key is as that row says."""
-        self._unseen.discard(row.key)
-        if row.where & Where.COMING:
-            self._coming.add(row.key)
+        key, where = row.key, int(row.where)
+        self._unseen.discard(key)
+        if where & _COMING:
+            self._coming.add(key)
         else:
-            self._coming.discard(row.key)
-        if row.where & (Where.RAM | Where.DISK) == Where.DISK:
-            self._on_disk[row.key] = row.blocks
+            self._coming.discard(key)
+        if where & _RAM:
+            before = self._ready.get(key)
+            self._ready[key] = row.blocks
+            self._on_disk.pop(key, None)
+            return [] if before == row.blocks else [PlaceChange(key, row.blocks, row.reason)]
+        if where & _DISK:
+            self._on_disk[key] = row.blocks
         else:
-            self._on_disk.pop(row.key, None)
-        before = self._ready.get(row.key)
-        if row.where & Where.RAM:
-            self._ready[row.key] = row.blocks
-            return [] if before == row.blocks else [PlaceChange(row.key, row.blocks, row.reason)]
-        if before is None:
+            self._on_disk.pop(key, None)
+        if self._ready.pop(key, None) is None:
             return []
-        del self._ready[row.key]
-        return [PlaceChange(row.key, None, row.reason)]
+        return [PlaceChange(key, None, row.reason)]
 
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
         """Keys are not there any more; nobody said why."""

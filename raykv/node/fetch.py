@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import xxhash
@@ -117,18 +116,11 @@ class FetchService:
     Args:
         keeper: of this node's pool.
         transport: reads from other nodes.
-        on_stored: called when something has landed.
     """
 
-    def __init__(
-        self,
-        keeper: PoolKeeper,
-        transport: PeerTransport,
-        on_stored: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, keeper: PoolKeeper, transport: PeerTransport) -> None:
         self._keeper = keeper
         self._transport = transport
-        self._on_stored = on_stored
         self._lock = threading.Lock()
         self._flying: dict[tuple[Namespace, Key], _Landing] = {}
         # By the source's name; `_lock` guards them too.
@@ -350,7 +342,6 @@ class FetchService:
             else:
                 chunk.landing.refusal = refusal
                 fetch.waiting.append(chunk)
-        self._on_stored()
 
     def _take(
         self,

@@ -42,6 +42,11 @@ class Reason(IntEnum):
     DAMAGED = 5
 
 
+# Looked up, since there may be a million rows.
+_WHERES = tuple(map(Where, range(8)))
+_REASONS = {int(each): each for each in Reason}
+
+
 class ListedRow(NamedTuple):
     """The state of a name; `blocks` are those that are there."""
 
@@ -120,7 +125,7 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
             strict=True,
         )
         for at, key, where, blocks, reason in columns:
-            yield ListedRow(names[at], Key(key), Where(where), blocks, Reason(reason))
+            yield ListedRow(names[at], Key(key), _WHERES[where], blocks, _REASONS[reason])
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

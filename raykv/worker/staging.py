@@ -169,7 +169,7 @@ class _Staged:
         for chunk in range(first, last):
             self.failed[chunk] = int(refusal)
 
-    def result(self) -> NamedResult:
+    def joined(self) -> NamedResult:
         """How it has ended. What parts say counts if one life of the NodeActor said it."""
         failed = dict(sorted(self.failed.items()))
         last = self.results[-1] if self.results else None
@@ -348,4 +348,4 @@ class StagedLink(FrontLink[WorkerLink]):
 
     def _end_if_done(self, job: _Staged) -> None:
         if job.is_done and self._jobs.pop(job.job.job_id, None) is not None:
-            self._results.append(job.result())
+            self._results.append(job.joined())

@@ -246,9 +246,7 @@ def test_pool_file_outlives_its_node_actor(
     assert after.bytes_stored == 0
 
 
-def test_ended_engine_is_gone(
-    second_engine: EngineProcess, fresh_cluster: Cluster
-) -> None:
+def test_ended_engine_is_gone(second_engine: EngineProcess, fresh_cluster: Cluster) -> None:
     status = fresh_cluster.status()
     assert len(status.engines) == 1
     assert status.nodes[0].num_workers == 1

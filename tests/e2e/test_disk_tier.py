@@ -180,7 +180,7 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
         keys = cluster.lookup(tokens=the_prompt(NUM_PROMPTS - 1)).keys
         assert cluster.export_chunks(shipped, keys=keys).chunks == PROMPT_CHUNKS
         cluster.clear()
-        assert list(disk.glob("*/cleared.json")), "a clearing that has returned outlives all"
+        assert list(disk.glob("*/floors.json")), "a clearing that has returned outlives all"
         wait_until(lambda: not list(disk.glob("*/*.safetensors")), 10.0, "the files go")
         engine.reset()
         assert engine.cached([the_prompt(0)]) == [0]

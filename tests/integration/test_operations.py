@@ -18,7 +18,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from raykv.base.errors import ChunkFileError, ClusterError, SettingError
-from raykv.base.ids import Namespace
+from raykv.base.ids import Namespace, Stamp
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -334,7 +334,7 @@ def test_import_of_more_than_a_pool_holds_brings_the_first_chunks_and_says_so(
     data = np.arange(CHUNK_BYTES, dtype=np.uint8)
     checksum = xxhash.xxh3_64_intdigest(data.data)
     numbers = range(400, 440)
-    chunks = [ChunkBytes(key(number), checksum, data) for number in numbers]
+    chunks = [ChunkBytes(key(number), Stamp(1, 1), checksum, data) for number in numbers]
     path = tmp_path / "large.safetensors"
     write_chunks(path, NAMESPACE, chunks)
     text = run("import", str(path), "--to", nodes.second, code=1)

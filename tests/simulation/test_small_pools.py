@@ -23,7 +23,7 @@ FINDERS = {
     "blocks_of_the_preempted_are_stored": (2010, "AssertionError: .* has other bytes"),
     "room_is_kept_for_a_load_that_failed": (2, "ForgottenError"),
     "failed_load_waits_in_front_of_those_that_hold_blocks": (10, "ForgottenError"),
-    "windows_need_no_room": (48, "ForgottenError"),
+    "windows_need_no_room": (76, "ForgottenError"),
 }
 """The seeds that find them, and what is found."""
 

@@ -62,22 +62,26 @@ def made(count: int) -> NodePool:
     return pool
 
 
-def store(pool: NodePool, job: int, first: int, now: float) -> int:
-    """Store the chunks of a job; returns how many found no room."""
-    keys = Keys.of(key_of(number) for number in range(first, first + JOB_CHUNKS))
+def job_of(number: int) -> NamedJob:
+    """A job of chunks that no other one has, of a tenant's."""
+    first = number * JOB_CHUNKS
     ones, zeros = Numbers.of([1] * JOB_CHUNKS), Numbers.of([0] * JOB_CHUNKS)
-    asked = NamedJob(
-        job,
+    return NamedJob(
+        1 + number,
         Direction.STORE,
         SPACE,
-        keys,
+        Keys.of(key_of(each) for each in range(first, first + JOB_CHUNKS)),
         num_blocks=ones,
         first_block=zeros,
         block_ids=zeros,
         orders=ORDERED,
-        tenant=f"tenant{job % NUM_TENANTS}",
+        tenant=f"tenant{number % NUM_TENANTS}",
     )
-    (admitted,) = pool.admit(ENGINE, 0, 1, [asked], now)
+
+
+def store(pool: NodePool, job: NamedJob, now: float) -> int:
+    """Store the chunks of a job; returns how many found no room."""
+    (admitted,) = pool.admit(ENGINE, 0, 1, [job], now)
     pool.end_chunks(admitted, range(JOB_CHUNKS), ok=True)
     return len(pool.end_job(admitted, {}, 0, 0.0).failed_chunks)
 
@@ -85,8 +89,8 @@ def store(pool: NodePool, job: int, first: int, now: float) -> int:
 def fill(pool: NodePool, count: int) -> int:
     """Store so many chunks, a tenant's a job; returns how many jobs it took."""
     jobs = count // JOB_CHUNKS
-    for job in range(jobs):
-        assert not store(pool, 1 + job, job * JOB_CHUNKS, 0.0)
+    for number in range(jobs):
+        assert not store(pool, job_of(number), 0.0)
     return jobs
 
 
@@ -113,8 +117,8 @@ def run(options: Options) -> Result:
     seconds: list[float] = []
     refused = 0
     for job in range(jobs, jobs + (20 if options.quick else 1000)):
-        now = time.monotonic()
-        refused += store(pool, 1 + job, job * JOB_CHUNKS, now)
+        asked, now = job_of(job), time.monotonic()
+        refused += store(pool, asked, now)
         seconds.append(time.monotonic() - now)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:

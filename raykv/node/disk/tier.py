@@ -65,7 +65,7 @@ TENANT = "tenant"
 """What a file's header calls the label of whose chunks are in it."""
 
 COPIED = 256
-"""Chunks that have readers at a time, until they are copied."""
+"""Chunks that have readers at a time, until they are copied, if they are small."""
 
 
 @dataclass(slots=True)
@@ -233,13 +233,17 @@ class DiskTier:
             self._sleep(DISK_NEXT_LOOK_S)
 
     def _next_to_copy(self) -> list[ChunkRecord]:
-        """What is to be copied next: some of what goes next, or of all while all is kept."""
+        """What is to be copied next, no more than one file: some of what goes next, or of all while
+        all is kept.
+        """
         with self._lock:
+            largest = max(self._owner.index.places.classes(), default=1)
+            most = min(COPIED, max(1, FILE_BYTES // largest))
             if self._keep_at is None:
-                return self._shelf.next_to_write(COPIED)
+                return self._shelf.next_to_write(most)
             if self._keep_at == ALL_READ:
                 return []
-            records, self._keep_at = self._shelf.write_all(self._keep_at, COPIED)
+            records, self._keep_at = self._shelf.write_all(self._keep_at, most)
             return records
 
     def _sleep(self, seconds: float) -> None:
@@ -298,7 +302,8 @@ class DiskTier:
         with self._lock:
             told = self._look_over()
         try:
-            if told != self._noted:
+            # Their order says which history came before which.
+            if list(told.items()) != list(self._noted.items()):
                 folder.write_floors(told)
                 with self._lock:
                     self._noted = told

@@ -359,6 +359,7 @@ class NodePool:
                 spaces={str(name): num for name, num in self.index.sizes().items()},
                 tenant_bytes={labels[number]: num for number, num in used if number in labels},
                 pinned_bytes=self.index.claims.pinned_bytes,
+                pinned_chunks=self.index.claims.num_pinned,
                 is_leaving=self.is_leaving,
                 raykv_version=__version__,
             )

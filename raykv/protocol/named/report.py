@@ -60,7 +60,8 @@ class Report(msgspec.Struct, frozen=True):
         engines: all that are here.
         spaces: READY chunks, by namespace.
         tenant_bytes: of the pool, by tenant.
-        pinned_bytes: of the pool.
+        pinned_bytes: of the pool;
+        pinned_chunks: that these are.
         sessions: what its engines have said of sessions since the last report that was answered.
         is_leaving: the node drains.
         pid: of the NodeActor.
@@ -83,6 +84,7 @@ class Report(msgspec.Struct, frozen=True):
     spaces: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     tenant_bytes: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     pinned_bytes: Count = 0
+    pinned_chunks: Count = 0
     sessions: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_ROWS)] = []
     is_leaving: bool = False
     pid: Count = 0

@@ -97,7 +97,6 @@ def test_chunks_that_fit_into_one_piece_are_read_with_one_call(
 def test_result_says_how_chunks_are_now_and_at_which_number(here: Node, source: Node) -> None:
     record = source.store(key(1), blocks=Blocks(1, 2))
     result = here.fetch([wanted(record, source), Wanted(key(2), (source.source,))]).result
-    assert here.num_told > 0
     assert result.number == here.keeper.owner.index.listing.number
     found = {row.key: (row.where, row.blocks) for row in result.rows}
     assert found[key(1)] == (Where.RAM, Blocks(1, 2))
@@ -526,7 +525,7 @@ def test_order_of_a_size_that_no_slot_has_is_refused_and_nobody_is_blamed(
 def test_order_for_nothing_has_an_empty_result(here: Node) -> None:
     result = here.fetch([]).result
     assert (result.refusals, list(result.rows)) == (b"", [])
-    assert result.num_bytes == here.num_told == 0
+    assert result.num_bytes == 0
 
 
 def test_without_any_time_nothing_is_asked_and_nothing_stays_behind(

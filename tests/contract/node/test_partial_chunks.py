@@ -240,7 +240,7 @@ def test_refused_chunk_spoils_no_other_of_its_job(node: Node, workers: list[Rank
     ids = list(range(10, 18))
     both = worker.job(LOAD, [0, 1], ids)
     result = worker.run(both)
-    assert (result.failed_chunks, failures(result)) == ([0], [Refusal.PARTIAL])
+    assert (list(result.failed_chunks), failures(result)) == ([0], [Refusal.PARTIAL])
     assert [worker.block(n) for n in range(14, 18)] == [worker.block(n) for n in range(3, 7)]
 
 

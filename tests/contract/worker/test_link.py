@@ -195,7 +195,7 @@ def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Wo
     worker.link.submit(changed(load, by_layer=True))
     worker.link.wait_layers([load.job_id], 1 << 30)
     result = worker.finish(load.job_id)
-    assert (result.failed_chunks, failures(result)) == ([1], [Refusal.NOT_HERE])
+    assert (list(result.failed_chunks), failures(result)) == ([1], [Refusal.NOT_HERE])
     assert [worker.block(5), worker.block(7)] == [worker.block(0), worker.block(1)]
     assert worker.block(6) == untouched
     none = changed(worker.job(Direction.LOAD, [7], [6]), by_layer=True)
@@ -363,7 +363,7 @@ def test_all_chunks_of_a_job_have_failed_if_its_result_is_absurd(workers: list[W
         worker = Worker(node, [256], 1)
         workers.append(worker)
         result = worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))
-        assert (result.failed_chunks, result.num_bytes) == ([0, 1], 0)
+        assert (list(result.failed_chunks), result.num_bytes) == ([0, 1], 0)
         assert failures(result) == [Refusal.COPY_FAILED] * 2
     finally:
         node.end()

@@ -11,7 +11,7 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, NodeId, Refusal
+from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.worker.job import JobRequest
@@ -176,6 +176,43 @@ def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: A
     result = result_of(link, 1)
     assert result.failed_chunks == [3, 4]
     assert list(result.refusals) == [Refusal.QUEUE_FULL] * 2
+
+
+def test_rank_that_stores_less_of_a_job_leaves_no_chunk_that_waits_for_it(
+    service: NodeService, device: Device
+) -> None:
+    """Whatever room each rank's staging memory has: both speak of the same job."""
+    from raykv.worker.staging import StagedLink, StagingMemory
+
+    name, life = service.settings.socket_name, LIFE + 1
+    core = CoreLine(name, life, {0: SLOT_BYTES}, num_ranks=2)
+    core.wait()
+    ranks = []
+    for rank in range(2):
+        room = STAGING_BLOCKS * sum(PAGES)
+        memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, room)
+        ranks.append(StagedLink(rank, memory, LinkSettings()))
+        ranks[rank].set_target(LinkTarget(name, "e", life, "ns", 2, {0: SLOT_BYTES}))
+    wait_until(lambda: all(link.node_life for link in ranks), 10.0, "the links attach")
+    for taken, there in ((4, [0]), (STAGING_BLOCKS, [])):
+        held = ranks[1]._memory.take(taken)
+        job_id = 50 + taken
+        chunks = [taken, taken + 1]
+        for link in ranks:
+            link.submit(request(Direction.STORE, chunks, list(range(4)), job_id))
+        results = [result_of(link, job_id) for link in ranks]
+        assert results[1].failed_chunks == ([1] if there else [0, 1])
+        with service.keeper.lock:
+            assert not service.keeper.owner.index.contents()[1]
+            found = [
+                service.keeper.owner.index.find(Namespace("ns"), numbered_key(chunk)) is not None
+                for chunk in chunks
+            ]
+        assert found == [chunk in there for chunk in range(2)]
+        ranks[1]._memory.give_back(held)
+    for link in ranks:
+        link.close(5.0)
+    core.end()
 
 
 def test_staging_memory_is_free_again_after_every_job(service: NodeService, link: Any) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import raykv.directory.table.flat.cache
 from raykv.base.errors import ClusterError, DiskError, HandleError, HiddenStatesError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Generation, Key, Namespace, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.ownership import make_own_folder, open_own, write_own
 from raykv.cluster import join as cluster
-from raykv.memory.pool import Pool
+from raykv.memory.pool import Pool, PoolEntry
 from raykv.memory.region import Region
 from raykv.metrics.discovery import TargetsFile
 from raykv.node.disk.folder import TierFolder, unowned_folders
@@ -222,9 +221,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
     """One that is whole, and of this pool."""
     pool = pool_in(tmp_path)
     pool.recover()
-    pool.remember(
-        ChunkName(Namespace("model"), Key(b"k"), Slot(0), Generation(5), SLOT_ALIGNMENT), 1
-    )
+    pool.remember(PoolEntry(0, SLOT_ALIGNMENT, "model", b"k", 1, Stamp(1, 5)))
     journal = tmp_path / "pool.journal"
     content = journal.read_bytes()
     match how:
@@ -236,7 +233,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
         case "writable":
             journal.chmod(0o666)
     again = pool_in(tmp_path)
-    assert again.recover() == {}
+    assert again.recover() == []
     assert again.num_set_aside == 1
     assert (tmp_path / "pool.journal.quarantined-1").read_bytes() == content
 

@@ -31,7 +31,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
 def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
     has_reported = threading.Event()
-    monkeypatch.setattr(Reports, "_report", lambda _: has_reported.set())
+    # It never ends: the next one would look for Ray.
+    never = threading.Event()
+    monkeypatch.setattr(Reports, "_report", lambda _: [has_reported.set(), never.wait()])
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)

@@ -220,7 +220,12 @@ def test_wait_for_checksums_says_how_many_have_none(keeper: PoolKeeper) -> None:
 def test_orders_clear_what_was_stored_before_them(keeper: PoolKeeper) -> None:
     store(keeper, 1)
     kept: list[Mapping[int, Mapping[str, int]]] = []
-    keeper.keep_floors = lambda floors, _: bool(kept.append(floors)) or len(kept) > 1
+
+    def keep(floors: Mapping[int, Mapping[str, int]], deadline_s: float) -> bool:
+        kept.append(floors)
+        return len(kept) > 1
+
+    keeper.keep_floors = keep
     assert not keeper.take_orders(orders(1, {MODEL: 1}), 1.0)
     assert found(keeper, 1) is None
     # The disk had no time for it.
