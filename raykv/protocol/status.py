@@ -13,7 +13,8 @@ from raykv.protocol.operator import TenantStatus
 class NodeStatus(NodeStats, frozen=True, kw_only=True):
     """One node as its NodeActor reports it and as the scheduler actor sees it; sizes in bytes.
 
-    `pinned_bytes` are of the `pinned_chunks` that are kept from eviction, `locked_bytes` of the pool that a GPU
+    `pinned_bytes` are of the `pinned_chunks` that are kept from eviction, `locked_bytes` of the
+    pool that a GPU
     may copy from and to directly; `slab_bytes` has each of its slabs. `orders`: the number of the
     operators' orders that it has shown. `metrics`: where Prometheus finds its metrics
     ("host:port"), or why nowhere. `disk`: its disk tier; a node without one has an empty path

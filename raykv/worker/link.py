@@ -351,7 +351,7 @@ class WorkerLink:
         self._socket_name = target.socket_name
         with self._lock:
             self._node_life = answer.life
-        logger.info("attached to a NodeActor of life %d", answer.life)
+        logger.info("attached to NodeActor, in its life %d", answer.life)
 
     def _await_attached(
         self, sock: socket.socket, reader: wire.FrameReader, give_up_at: float

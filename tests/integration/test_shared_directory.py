@@ -75,7 +75,7 @@ def test_question_about_ten_thousand_chunks_is_answered_in_one_exchange(head: st
     assert other.store(wanted, NAMESPACE) == 10_000
     other.report()
     found = ask_as(1, head, wanted, []).sources(Keys.of(wanted))
-    assert found == dict.fromkeys(wanted, [Source(NodeId("other"))])
+    assert found == {each: [Source(NodeId("other"))] for each in wanted}
 
 
 def test_chunk_that_another_engine_is_storing_is_waited_for(head: str) -> None:

@@ -304,18 +304,6 @@ def test_file_for_prometheus_is_not_written_through_a_link(tmp_path: Path) -> No
     assert not (tmp_path / "targets").is_symlink()
 
 
-@each_folder
-def test_compiled_code_is_not_loaded_from_a_folder_that_may_be_anothers(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    expected = raykv.directory.table.flat.cache.folder()
-    assert expected.parent == tmp_path
-    expected.rmdir()
-    spoil(expected, how)
-    assert raykv.directory.table.flat.cache.folder().parent != tmp_path
-
-
 def test_lock_that_is_this_users_own_is_taken(tmp_path: Path) -> None:
     folder = TierFolder(tmp_path)
     with (folder.path / "lock").open() as lock, pytest.raises(BlockingIOError):
