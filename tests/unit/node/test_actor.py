@@ -33,7 +33,12 @@ def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) ->
     has_reported = threading.Event()
     # It never ends: the next one would look for Ray.
     never = threading.Event()
-    monkeypatch.setattr(Reports, "_report", lambda _: has_reported.set() or never.wait())
+
+    def report(_: Reports) -> None:
+        has_reported.set()
+        never.wait()
+
+    monkeypatch.setattr(Reports, "_report", report)
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)
