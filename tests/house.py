@@ -47,7 +47,7 @@ HOUSE = {
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers xxhash",
-        "accounts chunks cluster import_source listing nodes pins pools scheduler sessions ship "
+        "chunks cluster import_source listing nodes pins pools scheduler sessions ship "
         "states transfers",
     ),
     "directory": Room(

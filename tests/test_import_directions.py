@@ -54,9 +54,9 @@ OTHERWISE_NAMED = {"deploy", "vllm"}
 """Folders of unit tests: of files beside the package, and of vLLM's hooks one by one."""
 SPANNING = {
     "base/test_hashes", "base/test_without_extras", "cli/test_commands", "cli/test_silent_commands",
-    "cluster/test_silent_actors", "directory/table/test_tables", "directory/test_spares",
-    "engine/test_miss_reasons", "lab/bench/test_eviction_orders", "lab/test_chaos",
-    "protocol/test_bad_events", "protocol/test_bad_messages", "protocol/test_named",
+    "cluster/test_silent_actors", "engine/test_miss_reasons", "lab/bench/test_eviction_orders",
+    "lab/test_chaos", "protocol/test_bad_events", "protocol/test_bad_messages",
+    "protocol/test_named",
 }  # fmt: skip
 """Unit tests of what several modules do together."""
 

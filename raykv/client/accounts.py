@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.client.nodes import ask_each
+from raykv.protocol.framing import S
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
 
 
-def why_miss(beginning: str) -> list[Explanation]:
+class AskEach(Protocol):
+    """`raykv.client.nodes.ask_each`."""
+
+    def __call__(
+        self, kind: type[S], question: Callable[[str, Any], Any], /
+    ) -> Mapping[str, S]: ...
+
+
+def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
     """What became of requests whose ids begin so, newest first.
 
     Raises:
@@ -33,7 +41,7 @@ def why_miss(beginning: str) -> list[Explanation]:
     return found
 
 
-def more_room() -> MoreRoom:
+def more_room(ask_each: AskEach) -> MoreRoom:
     """What more room in each pool would have saved, over all nodes.
 
     Raises:
@@ -63,14 +71,14 @@ def summed(told: Sequence[MoreRoom]) -> MoreRoom:
     )
 
 
-class _Place(NamedTuple):
+class _AccountPlace(NamedTuple):
     """In one node's account of requests: behind number `number` of a life of its NodeActor."""
 
     life: int = 0
     number: int = 0
 
 
-def ended_requests(after: str) -> EndedRequests:
+def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     """The requests that have ended behind a place in all nodes' accounts.
 
     Raises:
@@ -79,13 +87,13 @@ def ended_requests(after: str) -> EndedRequests:
     known = _places(after)
 
     def question(node_id: str, actor: Any) -> Any:
-        return actor.requests.remote(known.get(node_id, _Place()).number)
+        return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
 
     pages = ask_each(RequestPage, question)
     anew = {
         node_id
         for node_id, page in pages.items()
-        if known.get(node_id, _Place()).number and page.life != known[node_id].life
+        if known.get(node_id, _AccountPlace()).number and page.life != known[node_id].life
     }
     if anew:
         # Another life counts from 1.
@@ -93,18 +101,21 @@ def ended_requests(after: str) -> EndedRequests:
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last
-        following[node_id], last[node_id] = _Place(page.life, end), _Place(page.life, page.last)
+        following[node_id], last[node_id] = (
+            _AccountPlace(page.life, end),
+            _AccountPlace(page.life, page.last),
+        )
     found = sorted((e for page in pages.values() for e in page.found), key=lambda each: -each.age_s)
     return EndedRequests(found, _text(following), _text(last))
 
 
-def _text(places: Mapping[str, _Place]) -> str:
+def _text(places: Mapping[str, _AccountPlace]) -> str:
     return ",".join(f"{node}:{life}:{number}" for node, (life, number) in sorted(places.items()))
 
 
-def _places(text: str) -> dict[str, _Place]:
+def _places(text: str) -> dict[str, _AccountPlace]:
     try:
         parts = [each.split(":") for each in text.split(",") if each]
-        return {node_id: _Place(int(life), int(number)) for node_id, life, number in parts}
+        return {node_id: _AccountPlace(int(life), int(number)) for node_id, life, number in parts}
     except ValueError:
         raise ClusterError(f"requests after {text[:64]!r}: give what an answer has") from None

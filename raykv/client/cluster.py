@@ -34,6 +34,7 @@ from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
 from raykv.client import accounts, pools, states
 from raykv.client.listing import Reader
+from raykv.client.nodes import ask_each
 from raykv.client.pins import PIN_S, Pinning
 from raykv.client.quotas import Quotas
 from raykv.client.scheduler import Scheduler, with_answers
@@ -271,7 +272,7 @@ class Cluster:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
         self._scheduler.find()
-        return accounts.why_miss(request_id)
+        return accounts.why_miss(ask_each, request_id)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
         """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
@@ -284,7 +285,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         self._scheduler.find()
-        return accounts.more_room()
+        return accounts.more_room(ask_each)
 
     def requests(self, after: str | int = "") -> EndedRequests:
         """Requests that have ended, all over the cluster, and what became of their tokens; some of
@@ -298,7 +299,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer, or that is no place.
         """
         self._scheduler.find()
-        return accounts.ended_requests(str(after or ""))
+        return accounts.ended_requests(ask_each, str(after or ""))
 
     # Events
 

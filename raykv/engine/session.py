@@ -105,7 +105,7 @@ class RayCalls:
         return answer
 
 
-class Standing(NamedTuple):
+class QuietAnswer(NamedTuple):
     """An answer of the place that has no rows, and when it came."""
 
     answer: ChangesAnswer
@@ -158,7 +158,7 @@ class Session:
         self._num_put = self._num_taken = 0
         self._read_to = Position()
         # The last answer that has only facts, if none with rows came behind it.
-        self._standing: Standing | None = None
+        self._standing: QuietAnswer | None = None
         # Where the engine is, and where it is about to go.
         self._space = Space(hello.namespace, hello.traits)
         self._next: Space | None = None
@@ -352,7 +352,7 @@ class Session:
             self._naming, self._heard = naming, naming.order_id
         part = answer.part
         if part.end == query.position:
-            self._standing = Standing(answer, now)
+            self._standing = QuietAnswer(answer, now)
             return
         # Comes first, so that nothing older is applied after something newer.
         self._standing = None

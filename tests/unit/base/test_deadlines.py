@@ -103,7 +103,9 @@ BOUNDED = {
     ("raykv.stream.publishing", "find_publisher", "get_actor"): "for a person; the same",
     ("raykv.stream.publishing", "stop_publisher", "kill"): "for a person; the same",
     ("raykv.node.peers", "_handle", "get_actor"): "inside of `within`",
-    ("raykv.node.actor", "_call", "get_actor"): "inside of `within`",
+    ("raykv.node.reports", "_call", "get_actor"): "inside of `within`",
+    ("raykv.engine.lines", "_listen", "recv"): "MSG_DONTWAIT",
+    ("raykv.engine.lines", "_send", "sendall"): "SO_SNDTIMEO, set when it is connected",
     ("raykv.doctor.gather", "_find_all", "get_actor"): "inside of `ask_ray`",
     ("raykv.cluster.ask", "named_actors", "list_named_actors"): "for a person; the same",
     (

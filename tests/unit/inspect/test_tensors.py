@@ -175,13 +175,13 @@ def test_key_may_be_bytes_digits_or_their_beginning(pools: PlayedPools) -> None:
 def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: PlayedPools) -> None:
     for node in ("far", "near"):
         pools.hold(node, key("a"), 1)
-    pools.hold("near", key("b"), 2)
+    pools.hold("far", key("b"), 2)
     assert inspect.kv(cluster_of(pools), key("a"), node="ne").nodes == ("near",)
     assert inspect.kv(cluster_of(pools), key("a"), node="fa").nodes == ("far",)
     # The second one is not on the first one's node.
     found = inspect.kv(cluster_of(pools), [key("a"), key("b")])
-    assert found.nodes == ("far", "near")
-    assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100.5, 200]
+    assert found.nodes == ("near", "far")
+    assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100, 200.5]
 
 
 # What is refused
