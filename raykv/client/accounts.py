@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from raykv.base.errors import ClusterError, NotFoundError
@@ -15,8 +15,8 @@ class AskEach(Protocol):
     """`raykv.client.nodes.ask_each`."""
 
     def __call__(
-        self, kind: type[S], question: Callable[[str, Any], Any], /
-    ) -> Mapping[str, S]: ...
+        self, kind: type[S], question: Callable[[str, Any], Any], of: Collection[str] | None = None
+    ) -> dict[str, S]: ...
 
 
 def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
