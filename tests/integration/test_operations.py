@@ -173,7 +173,7 @@ def test_moved_chunks_are_on_the_other_node_only(nodes: Nodes) -> None:
     wait_until(lambda: held_on(nodes.cluster, nodes.first) >= {10, 11}, 10, "stored")
     output = run("move", *hexes(10, 11), "--to", nodes.second)
     assert "2 of 2 chunks came" in output
-    assert "2 replicas were given up elsewhere" in output
+    assert "2 copies were given up elsewhere" in output
     assert not held_on(nodes.cluster, nodes.first) & {10, 11}
     for number in (10, 11):
         assert bytes_on(nodes.second, number) == nodes.engine.block(number)
