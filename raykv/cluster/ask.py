@@ -179,13 +179,13 @@ def ask_all(
 
 
 def node_actors() -> dict[str, Any]:
-    """The NodeActors of nodes that live, by node.
+    """The NodeActors by node, but for those of nodes that Ray says are dead.
 
     Raises:
         ClusterError: Ray does not answer.
     """
-    alive = {node["NodeID"] for node in ask_ray(ray.nodes) if node["Alive"]}
-    return {n: actor for n, actor in ask_ray(_node_actors).items() if n in alive}
+    dead = {node["NodeID"] for node in ask_ray(ray.nodes) if not node["Alive"]}
+    return {n: actor for n, actor in ask_ray(_node_actors).items() if n not in dead}
 
 
 def _node_actors() -> dict[str, Any]:

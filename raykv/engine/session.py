@@ -51,7 +51,7 @@ from raykv.protocol.engine import Naming, Space
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Position, Reason
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.ask import MOST_ASKED, Ask, AskAnswer
 from raykv.protocol.named.place import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -488,8 +488,8 @@ class Session:
         may_repeat = now >= self._repeat_at
         if may_repeat:
             self._repeat_at = now + REPEAT_PAUSE_S
-        keys = view.remote.take_questions(MAX_KEYS, may_repeat)
-        coming = view.remote.take_announced(MAX_KEYS)
+        keys = view.remote.take_questions(MOST_ASKED, may_repeat)
+        coming = view.remote.take_announced(MOST_ASKED)
         has_some = bool(keys or coming)
         self._question = view.question(PROTOCOL_VERSION, keys, coming) if has_some else None
         return self._question

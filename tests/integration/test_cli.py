@@ -246,7 +246,7 @@ def test_session_is_listed_shown_paused_and_ended(played: LookedAt) -> None:
     assert json.loads(run("pins", "--json"))["client_chunks"] == 3
     ended = json.loads(run("session", "over", "agent", "--json"))
     assert ended["stage"] == "over"
-    assert json.loads(run("pins", "--json"))["client_chunks"] == 1
+    assert json.loads(run("pins", "--json"))["client_chunks"] == 0
     with pytest.raises(ClusterError, match="there is no session 'nobody'"):
         run("session", "show", "nobody")
     with pytest.raises(SettingError, match="at most 3600"):

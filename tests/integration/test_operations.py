@@ -31,7 +31,7 @@ from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.operator import ClearOrder, OrderState
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.played_engine import PlayedEngine
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.integration
 
@@ -364,10 +364,14 @@ def test_damaged_export_brings_no_wrong_byte(nodes: Nodes, tmp_path: Path) -> No
 
 
 def test_down_that_keeps_ends_nothing_where_it_would_lose_chunks(nodes: Nodes) -> None:
-    before = {node.pid: node.chunks for node in nodes.cluster.status().nodes}
+    def held() -> dict[int, int]:
+        return {node.pid: node.chunks for node in nodes.cluster.status().nodes}
+
+    wait_until_quiet(held, 10.0, "what was imported is reported")
+    before = held()
     with pytest.raises(SettingError, match=r"nothing was ended.*neither disk_path nor pool_path"):
         run("down", "--keep", "--ray-address", nodes.cluster.address)
-    assert {node.pid: node.chunks for node in nodes.cluster.status().nodes} == before
+    assert held() == before
     assert any(before.values())
 
 

@@ -26,7 +26,7 @@ JOINED_FIRST = """
 import sys
 import ray
 from raykv.base.errors import ClusterError
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
@@ -40,8 +40,10 @@ def node_of_ranks():
 try:
     EngineRuntime(
         Settings(ray_address=sys.argv[1], pool_bytes=64 * SLOT_ALIGNMENT),
-        EngineView(EngineId("e"), [0], 10.0, 8),
-        EngineIdentity("e", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, ""),
+        EngineView(10.0),
+        EngineHello(
+            PROTOCOL_VERSION, "e", new_life(), "ns", "tiny", slot_bytes={0: SLOT_ALIGNMENT}
+        ),
         node_of_ranks=node_of_ranks,
     )
 except ClusterError as error:

@@ -13,6 +13,9 @@ from raykv.directory.known.document import Orders
 from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.named.report import ReportedEngine
 
+FIRST_NUMBER = 1
+"""Of a history: its floors are those of the histories before."""
+
 
 class _NamedWeights(NamedTuple):
     """`order` is the number at which the version was new."""
@@ -31,6 +34,7 @@ class OrdersWatch:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._seen: Stamp | None = None
+        self._began_with = orders.stamp
         # When each floor was set; and what weights are called, by the beginning of a name.
         self._floors: dict[Namespace, Stamp] = {}
         self._namings: dict[str, _NamedWeights] = {}
@@ -43,12 +47,12 @@ class OrdersWatch:
     def look(self, now: float) -> dict[Namespace, Stamp]:
         """Namespaces that were cleared since the last look, and by which number.
 
-        The first document says what was cleared before this life began: that is no news.
+        What the document says with which this life has begun, or a history, is no news.
         """
         document = None if self._orders.stamp == self._seen else self._orders.told(now)
         if document is None:
             return {}
-        is_first = self._seen is None
+        is_kept = self._seen is None and self._began_with == document.stamp
         self._seen = document.stamp
         self._namings = {
             beginning: self._naming(beginning, version)
@@ -62,9 +66,9 @@ class OrdersWatch:
         risen = {
             name: floor
             for name, floor in self._floors.items()
-            if floor > before.get(name, NOTHING_ORDERED)
+            if floor > before.get(name, NOTHING_ORDERED) and floor.number > FIRST_NUMBER
         }
-        return {} if is_first else risen
+        return {} if is_kept else risen
 
     def _naming(self, beginning: str, version: str) -> _NamedWeights:
         known = self._namings.get(beginning)
