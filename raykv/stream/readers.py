@@ -5,6 +5,7 @@ Nothing is kept for a reader there. One that is slow asks later, one that dies a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ MAX_PLACE = (1 << 63) - 1
 """Numbers of lives and events that can be asked for."""
 
 FindNodes = Callable[[], Mapping[str, Any]]
+
+logger = logging.getLogger("raykv")
 
 
 def read_events(
@@ -167,7 +170,7 @@ def describe(
     """What engines have said of chunks; nothing for those that nobody has described.
 
     `find_nodes` returns the NodeActors by node. None for the namespace: any in which the key is
-    known. A node that does not answer has said nothing.
+    known. A node that does not answer is named in a warning.
 
     Raises:
         MessageError: one sent something invalid.
@@ -182,8 +185,12 @@ def describe(
             for node_id in nodes
         }
         num_before = len(found)
-        for answer in ask_all(nodes, questions, READER_S).values():
+        for node_id, answer in ask_all(nodes, questions, READER_S).items():
             if answer.error:
+                logger.warning(
+                    "what node %s knows of chunks' insides is left out: %s",
+                    *(node_id[:12], answer.error),
+                )
                 continue
             page = receive(answer.value, Descriptions, NODE_ACTOR, HERE)
             check_descriptions(page)

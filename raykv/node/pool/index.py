@@ -371,7 +371,11 @@ class PoolIndex:
             return Refusal.POISONED
         if len(jobs) >= MAX_OPEN_JOBS:
             return Refusal.QUEUE_FULL
-        job = _OpenJob(part.num_ranks, ended=self._gone.get(part.life, 0))
+        gone = self._gone.get(part.life, 0)
+        if gone.bit_count() >= part.num_ranks:
+            # Lines have spoken of more ranks than the engine has.
+            return Refusal.POISONED
+        job = _OpenJob(part.num_ranks, ended=gone)
         self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 

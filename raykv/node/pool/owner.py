@@ -249,6 +249,7 @@ class NodePool:
     def begin_chunks(self, job: AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Admit some chunks of a store, by their numbers, from heads of prompts to tails."""
         self._jobs.begin_chunks(job, numbers, now)
+        self._trim(now)
 
     def admit(
         self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float

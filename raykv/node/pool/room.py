@@ -319,8 +319,10 @@ class Room:
         found: list[ChunkRecord] = []
         for holder, share in self._shares.items():
             over = self._used_by(holder) - int(share.most * self._places.geometry.pool_bytes)
+            if over <= 0:
+                continue
             held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
-            if over > 0 and held:
+            if held:
                 size = max(held, key=lambda size: size * len(held[size]))
                 found += held[size].first(min(-(-over // size), most - len(found)), may_go)
         return found
