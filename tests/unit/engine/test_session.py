@@ -226,7 +226,9 @@ def test_loads_only_while_all_workers_have_a_line_to_the_life_that_is_listed(
     session.drain()
     assert not view.loadable
     wait_until(
-        lambda: place.tells[-1].breakers.peers == ["own node"], DEADLINE_S, "the breaker is told"
+        lambda: any(tell.breakers.peers == ["own node"] for tell in place.tells),
+        DEADLINE_S,
+        "the breaker is told",
     )
     session.take_lines({1: WorkerReport(7, fine)})
     session.drain()
