@@ -29,7 +29,7 @@ TOPICS = {
     "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
     "Deadlines": (
         "load_deadline_s store_deadline_s flush_deadline_s lookup_deadline_s query_deadline_s "
-        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s heartbeat_s"
+        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s"
     ),
     "Metrics": "metrics_port metrics_address metrics_sd_path",
     "Hidden states": (

@@ -245,11 +245,6 @@ class Settings:
     rpc_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
     )
-    heartbeat_s: float = _setting(
-        1.0,
-        seconds,
-        "Longest pause between two answers of a NodeActor to its engines, when there is no news",
-    )
     metrics_port: str = _setting(
         "auto",
         port,

@@ -61,6 +61,7 @@ def wish_of(
         metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
         disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
         transport=settings.transport,
+        pin_share=settings.pin_share,
     )
 
 

@@ -99,6 +99,7 @@ class NodeActor:
         self._disk_place = options.disk
         self._disk: DiskTier | None = None
         self._transport_wish = options.transport
+        self._pin_share = options.pin_share
         self._nixl = NixlEnd()
         self._nixl_reads: NixlTransport | None = None
         # Several threads fetch and read.
@@ -144,7 +145,9 @@ class NodeActor:
             return refusal
         try:
             node_id = NodeId(self._node_id)
-            keeper = PoolKeeper(node_id, boot_life(), self._geometry, self._pool_path)
+            keeper = PoolKeeper(
+                *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
+            )
             self._service = NodeService(ServiceSettings(self._socket_name), keeper)
         except RayKVError as error:
             return str(error)

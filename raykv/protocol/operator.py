@@ -330,7 +330,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
     that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
-    path, bytes, and bytes that stay free; `transport`: as the setting.
+    path, bytes, and bytes that stay free; `transport` and `pin_share`: as the settings.
     """
 
     version: int
@@ -342,6 +342,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     metrics: tuple[str, str, str] = ("auto", "", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
     transport: str = "ray"
+    pin_share: Part = 0.25
 
 
 def check_wish(wish: PoolWish) -> None:

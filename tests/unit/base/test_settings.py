@@ -67,8 +67,14 @@ def test_settings_have_their_defaults_when_nothing_is_said() -> None:
 
 
 def test_settings_come_from_the_extra_config() -> None:
-    settings = load_settings({"pool_bytes": "1GiB", "staging_bytes": "7", "heartbeat_s": 0.5}, {})
-    assert (settings.pool_bytes, settings.staging_bytes, settings.heartbeat_s) == (1 << 30, 7, 0.5)
+    settings = load_settings(
+        {"pool_bytes": "1GiB", "staging_bytes": "7", "rpc_deadline_s": 0.5}, {}
+    )
+    assert (settings.pool_bytes, settings.staging_bytes, settings.rpc_deadline_s) == (
+        1 << 30,
+        7,
+        0.5,
+    )
 
 
 def test_settings_come_from_the_environment() -> None:
@@ -104,7 +110,9 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
     with pytest.raises(SettingError) as caught:
         load_settings({"zzz": 1}, {})
     text = str(caught.value)
-    assert all(name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "heartbeat_s"))
+    assert all(
+        name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "rpc_deadline_s")
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import raykv.node.actor
 import raykv.node.reports
 from raykv.base.errors import SettingError
+from raykv.base.settings import NodeOptions
 from raykv.node.actor import NodeActor
 from raykv.node.reports import Reports
 from raykv.protocol.columns import Keys, Numbers
@@ -18,6 +19,7 @@ from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.named.copies import FetchOrderNamed
 from raykv.protocol.node import NodeDescription
+from raykv.protocol.operator import PinsHere
 
 POOL_BYTES = 1 << 60
 
@@ -42,6 +44,16 @@ def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) ->
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)
+    finally:
+        actor._service.stop()
+
+
+def test_share_of_pins_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    place = f"raykv/test-pin-share/{os.getpid()}"
+    actor = NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(pin_share=0.5))
+    try:
+        assert decode(actor.pins(), PinsHere).sums.quota_bytes == 1 << 19
     finally:
         actor._service.stop()
 
