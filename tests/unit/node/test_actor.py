@@ -53,7 +53,7 @@ def test_share_of_pins_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) 
     place = f"raykv/test-pin-share/{os.getpid()}"
     actor = NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(pin_share=0.5))
     try:
-        assert decode(actor.pins(), PinsHere).sums.quota_bytes == 1 << 19
+        assert decode(actor.pins(), PinsHere).node.quota_bytes == 1 << 19
     finally:
         actor._service.stop()
 
