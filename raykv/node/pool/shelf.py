@@ -37,7 +37,7 @@ RESERVE = 2048
 two KV groups.
 """
 
-RESERVED_PART = 8
+RESERVED_PART = 4
 """One of so many chunks is in that reserve at most."""
 
 
