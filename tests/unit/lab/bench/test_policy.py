@@ -138,7 +138,7 @@ def test_default_finds_more_than_lru_where_much_comes_once(kind: str) -> None:
     requests = synthetic(1000)[kind]
     capacity = num_distinct(requests) * 5 // 100
     ours, lru = (replay(requests, POLICIES[name](), capacity) for name in (DEFAULT_POLICY, "lru"))
-    assert ours > lru
+    assert ours > 1.1 * lru
 
 
 def test_synthetic_traces_are_the_same_each_time() -> None:
