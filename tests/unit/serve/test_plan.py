@@ -41,7 +41,7 @@ MAMBA = {
 }
 ENGINE = {"block_size": 32, "max_model_len": 2048, "dtype": "bfloat16"}
 
-STATE_TOKENS = 96 if torch.cpu._is_amx_tile_supported() else 64
+STATE_TOKENS = 96 if torch.cpu._is_avx512_bf16_supported() else 64
 """In a chunk of Qwen3-Next: as large as its state, whose form depends on the CPU."""
 
 
