@@ -191,6 +191,8 @@ class MissReason(StrEnum):
     """There was no slot to be had: to store it when it was computed, or to fetch it into."""
     EVICTED = "evicted"
     """It was given up for other chunks."""
+    QUOTA = "quota"
+    """It was given up since its tenant had more than its share."""
     CLEARED = "cleared"
     """The cache was emptied."""
     OTHER_NAMESPACE = "other_namespace"

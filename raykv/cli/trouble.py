@@ -50,6 +50,8 @@ ADVICE = {
     MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
     "pool_bytes, or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
+    MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
+    "quota list` shows who has what.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",

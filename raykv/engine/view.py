@@ -73,7 +73,12 @@ from raykv.protocol.named.place import (
 MAX_TOUCHES = 65_536
 """Found chunks that wait to be told; beyond it the oldest are lost, which only ages them."""
 
-_OF_WINDOWS = (MissReason.NEVER_STORED, MissReason.WINDOW_MISSING, MissReason.EVICTED)
+_OF_WINDOWS = (
+    MissReason.NEVER_STORED,
+    MissReason.WINDOW_MISSING,
+    MissReason.EVICTED,
+    MissReason.QUOTA,
+)
 """Why a window is missing that was not there when its prefix was; other reasons are the prefix's
 too.
 """
@@ -83,6 +88,7 @@ _WENT = {
     Reason.STORED: MissReason.EVICTED,
     Reason.FAILED: MissReason.NODE_LOST,
     Reason.EVICTED: MissReason.EVICTED,
+    Reason.QUOTA: MissReason.QUOTA,
     Reason.CLEARED: MissReason.CLEARED,
     Reason.DAMAGED: MissReason.LOAD_FAILED,
 }

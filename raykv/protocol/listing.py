@@ -40,7 +40,11 @@ class Reason(IntEnum):
     EVICTED = 3
     CLEARED = 4
     DAMAGED = 5
+    QUOTA = 6
+    """It was evicted while its tenant had more than is guaranteed to it."""
 
+
+EVICTIONS = (Reason.EVICTED, Reason.QUOTA)
 
 # Looked up, since there may be a million rows.
 _WHERES = tuple(map(Where, range(8)))

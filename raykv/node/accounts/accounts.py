@@ -6,6 +6,7 @@ Nothing is decided by it, and a NodeActor that begins anew knows nothing of it a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, Namespace, TokenSource
@@ -20,7 +21,7 @@ from raykv.node.pool.reporting import valid
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.descriptions import check_descriptions
 from raykv.protocol.engine import check_record, tokens_by_source
-from raykv.protocol.listing import Reason
+from raykv.protocol.listing import EVICTIONS, Reason
 from raykv.protocol.named.place import EngineHello, Tell
 from raykv.stream.descriptions import DescriptionBook
 
@@ -30,14 +31,16 @@ DESCRIBED_BYTES = 64 << 20
 MOST_CHANGES = 1024
 """Of the listing, that are looked at in one go."""
 
-MOST_TENANTS = 1024
-"""Of which tokens and chunks are counted."""
-
 
 class NodeAccounts:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self) -> None:
+    Args:
+        quota_of: the name of a tenant's quota, by its label; all without one share one.
+    """
+
+    def __init__(self, quota_of: Callable[[str], str]) -> None:
+        self._quota_of = quota_of
         self.requests = RequestLog()
         """Requests of its engines that have ended."""
         self.savings = Savings()
@@ -46,9 +49,9 @@ class NodeAccounts:
         self.descriptions = DescriptionBook(DESCRIBED_BYTES)
         """What is inside of chunks, as engines have said."""
         self.tokens: Counter[tuple[str, TokenSource]] = Counter()
-        """Of prompts, by the label of a tenant."""
-        self.num_evicted: Counter[int] = Counter()
-        """Chunks, by the number of a tenant."""
+        """Of prompts, by the name of a quota."""
+        self.num_evicted: Counter[str] = Counter()
+        """Chunks that went since their tenant had more than its share, by the name of its quota."""
         self.ages = Histogram(AGE_BOUNDS)
         """Of chunks, when they were evicted."""
         # By which sessions chunks were released that were evicted then.
@@ -65,21 +68,27 @@ class NodeAccounts:
         finished = valid(tell.finished, check_record)
         self.requests.take(hello, finished, now)
         for record in finished:
+            name = self._quota_of(record.tenant)
             for source, tokens in tokens_by_source(record).items():
-                at = record.tenant, source
-                if at in self.tokens or len(self.tokens) < MOST_TENANTS * len(TokenSource):
-                    self.tokens[at] += tokens
+                self.tokens[name, source] += tokens
 
-    def follow(self, listing: Listing, sessions: LocalSessions, now: float) -> bool:
+    def follow(
+        self, listing: Listing, sessions: LocalSessions, labels: Mapping[int, str], now: float
+    ) -> bool:
         """Take in what is new of the pool and of requests, some of it if there is much; returns
         whether there is more. Of changes that the listing does not keep any more nothing is known.
+
+        `labels` are of tenants, by their numbers.
         """
         self._began_at = now if self._began_at is None else self._began_at
         found = listing.since(self._number, MOST_CHANGES)
         changes, self._number = found or ([], listing.number)
         for record, reason in changes:
-            if reason is Reason.EVICTED and isinstance(record, ChunkRecord):
-                self._evicted(record, sessions, now, self._began_at)
+            if reason not in EVICTIONS or not isinstance(record, ChunkRecord):
+                continue
+            self._evicted(record, sessions, now, self._began_at)
+            if reason is Reason.QUOTA:
+                self.num_evicted[self._quota_of(labels.get(record.owner, ""))] += 1
         first, ended = self.requests.after(self._last)
         self._last = first + len(ended) - 1
         for each in ended:
@@ -91,8 +100,6 @@ class NodeAccounts:
     ) -> None:
         self.savings.evicted(record.key, record.slot_bytes)
         self.ages.observe(max(0.0, now - max(record.came_at, began_at)))
-        if record.owner in self.num_evicted or len(self.num_evicted) < MOST_TENANTS:
-            self.num_evicted[record.owner] += 1
         is_released = record.standing is Standing.RELEASED
         why = sessions.released((record.namespace, record.key)) if is_released else ""
         if why or self._released.get(record.key) is not None:

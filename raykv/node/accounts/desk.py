@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from raykv.base.ids import Key, Namespace
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
-from raykv.node.pool.catalog import ANYWHERE, ChunkRow, Cursor, Wanted, first_ones
+from raykv.node.pool.catalog import ANYWHERE, STRETCH, ChunkRow, Cursor, Wanted, first_ones
 from raykv.node.pool.sessions import LocalSession
 from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, numbered, require
 from raykv.protocol.descriptions import Descriptions
@@ -75,7 +77,7 @@ class Desk:
         for _ in range(MOST_PIECES):
             if cursor is None or not (query.order or len(rows) < query.limit):
                 break
-            most = query.limit if query.order else query.limit - len(rows)
+            most = STRETCH if query.order else query.limit - len(rows)
             with self._lock:
                 found, cursor = self._keeper.catalog.stretch(wanted, cursor, most)
             rows += found
@@ -86,7 +88,8 @@ class Desk:
     def _page(self, rows: list[ChunkRow], cursor: str) -> ChunkPage:
         with self._lock:
             now = self._keeper.now()
-            labels = {owner: self._owner.label_of(owner) for owner in {row.owner for row in rows}}
+            owners = {row.owner for row in rows}
+            names = {each: self._owner.tenant(self._owner.label_of(each)) for each in owners}
         namespaces: list[str] = []
         tenants: list[str] = []
         return ChunkPage(
@@ -99,7 +102,7 @@ class Desk:
             ages=[0.0 if row.came_at is None else max(0.0, now - row.came_at) for row in rows],
             idles=[0.0 if row.found_at is None else max(0.0, now - row.found_at) for row in rows],
             hits=Numbers.of(row.hits for row in rows),
-            tenant_index=Numbers.of(numbered(tenants, [labels[row.owner] for row in rows])),
+            tenant_index=Numbers.of(numbered(tenants, [names[row.owner] for row in rows])),
             tenants=tenants,
             cursor=cursor,
         )
@@ -174,7 +177,7 @@ class Desk:
         nearest = None if parting is None else (namespace, Key(parting.nearest))
         is_here = nearest is not None and (index.find(*nearest) or index.shelf.find(*nearest))
         return Explanation(
-            record,
+            msgspec.structs.replace(record, tenant=self._owner.tenant(record.tenant)),
             hello.engine_id,
             self._node_id,
             namespace,

@@ -102,22 +102,17 @@ def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
 def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
     """Series of tenants that have quotas, and of all others together; none without quotas."""
     shares, accounts = owner.shares, owner.accounts
-    known = {label: share.name for label, share in shares.items() if label}
+    names = dict.fromkeys([*(each.name for each in shares.values()), OTHERS] if shares else ())
     num_bytes: Counter[tuple[str, ...]] = Counter()
-    evicted: Counter[tuple[str, ...]] = Counter()
-    tokens: Counter[tuple[str, ...]] = Counter()
-    for name in (*known.values(), OTHERS) if shares else ():
-        num_bytes[name, RAM] = num_bytes[name, DISK] = evicted[name,] = 0
-        tokens.update({(name, str(source)): 0 for source in TokenSource})
+    for name in names:
+        num_bytes[name, RAM] = num_bytes[name, DISK] = 0
     if shares:
         for whose, some in owner.index.room.used.items():
-            num_bytes[known.get(owner.label_of(whose), OTHERS), RAM] += some
-        for whose, some in accounts.num_evicted.items():
-            evicted[known.get(owner.label_of(whose), OTHERS),] += some
+            num_bytes[owner.quota_of(owner.label_of(whose)), RAM] += some
         for label, some in on_disk.items():
-            num_bytes[known.get(label, OTHERS), DISK] += some
-        for (label, source), some in accounts.tokens.items():
-            tokens[known.get(label, OTHERS), str(source)] += some
+            num_bytes[owner.quota_of(label), DISK] += some
+    evicted = {(name,): accounts.num_evicted[name] for name in names}
+    tokens = {(n, str(source)): accounts.tokens[n, source] for n in names for source in TokenSource}
     return [
         numbers("raykv_tenant_bytes", num_bytes),
         numbers("raykv_tenant_evicted_chunks_total", evicted),

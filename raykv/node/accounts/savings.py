@@ -40,7 +40,7 @@ MOST_BEHIND = 131_072
 WINDOW_S = 3600.0
 MINUTE_S = 60.0
 
-_COUNTED = (MissReason.EVICTED, MissReason.NEVER_STORED)
+_COUNTED = (MissReason.EVICTED, MissReason.QUOTA, MissReason.NEVER_STORED)
 """An engine that does not know why a chunk is not there says that it was never stored."""
 
 

@@ -33,6 +33,7 @@ import msgspec
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
+from raykv.base.tenants import OTHERS
 from raykv.base.version import __version__
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
@@ -106,7 +107,7 @@ class NodePool:
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
-        self.accounts = NodeAccounts()
+        self.accounts = NodeAccounts(self.quota_of)
         """What is told of it and of its engines to people."""
         # The highest number of orders that an engine has named since the last document.
         self._told_orders = NOTHING_ORDERED
@@ -205,7 +206,7 @@ class NodePool:
             self.is_leaving,
             self._engines.spaces[engine.namespace].gauge.store_share,
             self._reporting.has_peers(engine.namespace),
-            self._reporting.naming(engine.hello.engine_id, engine.heard),
+            self._reporting.naming(engine.hello.life, engine.heard),
         )
 
     def has_changes(self, query: ChangesQuery) -> bool:
@@ -432,7 +433,7 @@ class NodePool:
 
     def follow(self, now: float) -> bool:
         """Count a piece of what has happened here; returns whether there is more."""
-        return self.accounts.follow(self.index.listing, self.sessions, now)
+        return self.accounts.follow(self.index.listing, self.sessions, self._tenants.labels, now)
 
     @property
     def engines(self) -> Iterator[LocalEngine]:
@@ -443,6 +444,14 @@ class NodePool:
     def shares(self) -> Mapping[str, OrderedShare]:
         """Of tenants, by their labels."""
         return self._orders.shares
+
+    def quota_of(self, label: str) -> str:
+        """The name of a tenant's quota; all without one are `OTHERS`."""
+        return self.shares[label].name if label in self.shares else OTHERS
+
+    def tenant(self, label: str) -> str:
+        """What people call a tenant: its quota, or its label."""
+        return self.shares[label].name if label in self.shares else label
 
     def num_wished(self) -> int:
         """Chunks that requests and pauses of sessions keep, or would if they were here."""

@@ -180,6 +180,11 @@ def test_evicted(alone: HeardPlace, by_a_result: bool) -> None:
     assert why(view, B) is MissReason.NEVER_STORED
 
 
+def test_quota(alone: HeardPlace) -> None:
+    alone.says(row(A, Where.NOWHERE, Reason.QUOTA))
+    assert why(alone.view, A) is MissReason.QUOTA
+
+
 @pytest.mark.parametrize("by_this_engine", [True, False])
 def test_cleared(alone: HeardPlace, by_this_engine: bool) -> None:
     if by_this_engine:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from raykv.base.ids import MissReason, TokenSource
+from raykv.base.tenants import OTHERS
 from raykv.node.accounts.accounts import MOST_CHANGES
 from raykv.node.accounts.savings import SIZES
 from raykv.protocol.descriptions import Description, page_of
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
+from raykv.protocol.listing import Reason
+from raykv.protocol.operator import OrderedShare
 from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import PAGE, A, OwnedPool, key, stamp
 
@@ -68,13 +71,30 @@ def test_what_is_far_behind_the_listing_goes_on_where_that_is() -> None:
     assert pool.node.accounts.savings.told(PAGE, pool.now).saved_tokens[0] == TOKENS
 
 
-def test_tokens_are_counted_by_tenant() -> None:
+def test_tokens_are_counted_by_quota() -> None:
     pool = OwnedPool()
     pool.hello()
-    pool.tell(finished=[of_chunk(1, tenant="t"), of_chunk(2, tenant="t"), of_chunk(3)])
+    pool.order(1, shares={"t": OrderedShare("acme")})
+    pool.tell(finished=[of_chunk(1, tenant="t"), of_chunk(2, tenant="t"), of_chunk(3), of_chunk(4)])
+    pool.tell(finished=[of_chunk(number, tenant=f"{number}") for number in range(9)])
     tokens = pool.node.accounts.tokens
-    assert tokens["t", TokenSource.COMPUTED] == 2 * TOKENS
-    assert tokens["", TokenSource.COMPUTED] == TOKENS
+    assert {name for name, _ in tokens} == {"acme", OTHERS}
+    assert tokens["acme", TokenSource.COMPUTED] == 2 * TOKENS
+    assert tokens[OTHERS, TokenSource.COMPUTED] == 11 * TOKENS
+
+
+def test_chunks_count_that_go_since_their_tenant_had_more_than_its_share() -> None:
+    pool = OwnedPool()
+    pool.hello()
+    pool.order(1, shares={"t": OrderedShare("acme")})
+    pool.store(1, 2, tenant="t")
+    pool.store(3, tenant="u")
+    reasons = {1: Reason.QUOTA, 2: Reason.EVICTED, 3: Reason.QUOTA}
+    for number, reason in reasons.items():
+        pool.node.index.drop(pool.record(number), reason)
+    follow(pool)
+    assert pool.node.accounts.num_evicted == {"acme": 1, OTHERS: 1}
+    assert sum(pool.node.accounts.ages.data().counts) == 3
 
 
 def test_engines_counters_are_added_up_by_namespace() -> None:

@@ -9,7 +9,8 @@ import pytest
 from raykv.base.errors import MessageError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Stamp
-from raykv.node.accounts.desk import Desk
+from raykv.base.tenants import salt_label
+from raykv.node.accounts.desk import MOST_PIECES, Desk
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import Hints, MissRecord
@@ -18,7 +19,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.named.copies import NamedJob
 from raykv.protocol.named.place import EngineHello, Tell
-from raykv.protocol.operator import DropOrder, OrderedPin, OrdersDocument
+from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionQuery, SessionStage, SessionWord
 
@@ -27,10 +28,10 @@ A = Namespace("a")
 
 
 class AskedPool:
-    """A pool of eight slots, its desk, and an engine that stores at once."""
+    """A pool, its desk, and an engine that stores at once."""
 
-    def __init__(self) -> None:
-        geometry = PoolGeometry(8 * PAGE, 4 * PAGE)
+    def __init__(self, num_slots: int = 8) -> None:
+        geometry = PoolGeometry(num_slots * PAGE, 4 * PAGE)
         self.keeper = PoolKeeper(NodeId("n"), 7, geometry)
         self.desk = Desk("n", self.keeper)
         self.seq = self.job = 0
@@ -63,8 +64,8 @@ def key(number: int) -> Key:
 
 
 @pytest.fixture
-def asked() -> Iterator[AskedPool]:
-    made = AskedPool()
+def asked(request: pytest.FixtureRequest) -> Iterator[AskedPool]:
+    made = AskedPool(getattr(request, "param", 8))
     yield made
     made.keeper.pool.stop()
 
@@ -95,6 +96,26 @@ def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
     assert (list(page.keys), page.cursor) == ([key(1)], "")
     assert asked.chunks(key=key(2)[:4]).keys == [key(2)]
     assert not asked.chunks(tier="disk").keys
+
+
+@pytest.mark.parametrize("asked", [2 * MOST_PIECES], indirect=True)
+def test_order_looks_at_whole_stretches_of_the_pool(asked: AskedPool) -> None:
+    for number in range(2 * MOST_PIECES):
+        asked.store(number)
+    page = asked.chunks(order="age", limit=1)
+    assert (list(page.keys), page.cursor) == ([key(0)], "")
+
+
+def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
+    asked.store(1, tenant=salt_label("secret"))
+    asked.store(2, tenant="lisa")
+    shares = {salt_label("secret"): OrderedShare("acme")}
+    asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), shares=shares), 1.0)
+    page = asked.chunks()
+    assert [page.tenants[at] for at in page.tenant_index] == ["acme", "lisa"]
+    asked.tell(finished=[MissRecord("one", 5, 2, 3, tenant=salt_label("secret"))])
+    (told,) = asked.desk.why_miss("one").found
+    assert told.record.tenant == "acme"
 
 
 def test_cursor_that_nobody_has_given_out_is_refused(asked: AskedPool) -> None:
