@@ -146,7 +146,7 @@ POOL_FILE_ORDERS_S = 30.0
 """How long chunks of a pool file wait for the operators' orders, which say what of them is void."""
 
 NODE_HEARTBEAT_S = 1.0
-"""The scheduler actor forgets a node after five missed ones."""
+"""The scheduler actor forgets a node after ten missed ones."""
 
 NODE_REPORT_S = 2.0
 """For one report, which is answered in milliseconds. A report to a scheduler actor that has just

@@ -195,8 +195,9 @@ class Settings:
     stop_unused_stores: bool = _setting(
         True,
         flag,
-        "While less than 3 of 100 stored chunks are loaded again, only one request in 16 stores; "
-        "never before the pools have been filled once, and 2,048 chunks were stored",
+        "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read by "
+        "other nodes, only one request in 16 stores there; never before its pool has been filled "
+        "once, and 2,048 chunks were stored",
     )
     fetch_checksums: bool = _setting(
         True, flag, "Check every chunk that comes from another node (XXH3)"

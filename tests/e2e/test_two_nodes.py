@@ -91,7 +91,7 @@ def have_stored(cluster: Cluster, engines: list[EngineProcess]) -> bool:
 def are_acquainted(cluster: Cluster) -> bool:
     """Whether each has spoken with the scheduler actor since both had requests.
 
-    An engine that knew of no other when it spoke last asks nobody, until its next heartbeat.
+    An engine asks nobody before its node has heard of the other one.
     """
     engines = cluster.status().engines
     return len(engines) == 2 and all(each.counters.get("prompt_tokens") for each in engines)
@@ -102,7 +102,7 @@ def node_of(cluster: Cluster, node_id: str) -> NodeStatus:
 
 
 def counter(cluster: Cluster, node_id: str, name: str) -> int:
-    """Of the engine on a node, once its next heartbeat has brought it."""
+    """Of the engine on a node, once the node's next report has brought it."""
     (engine,) = [engine for engine in cluster.status().engines if engine.node_id == node_id]
     return engine.counters[name]
 

@@ -121,7 +121,7 @@ def test_plan_says_what_the_engine_has_and_stores(engine: ZooEngine) -> None:
     ]
     (attached,) = engine.cluster.status().engines
     assert groups_text(groups) == attached.traits["chunks"]
-    # Leases come with the next exchange, and a state is offered once.
+    # A NodeActor's first store takes seconds, and a state is offered once.
     engine.ask(prompt(5, 100))
     engine.settle()
     before = engine.chunks()

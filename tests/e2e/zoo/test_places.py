@@ -60,7 +60,7 @@ def question(number: int) -> list[int]:
 
 
 def knows_the_other(cluster: Cluster) -> None:
-    """An engine that knew of no other when it spoke last asks nobody, until its next heartbeat."""
+    """An engine asks nobody before its node has heard of the other one."""
 
     def has_spoken() -> bool:
         engines = cluster.status().engines

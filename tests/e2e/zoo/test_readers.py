@@ -52,7 +52,7 @@ KV_TOLERANCE = 1e-3
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
     settings = {"pool_bytes": "24MiB", "describe_chunks": True}
     started = start_zoo(request.param, raykv=settings)
-    # Leases come with the next exchange, and a state is offered once.
+    # A NodeActor's first store takes seconds, and a state is offered once.
     started.ask(prompt(5, 100))
     started.settle()
     return started
