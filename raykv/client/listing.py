@@ -85,7 +85,7 @@ class Reader:
         is_exact = len(wanted) % 2 == 0
         if order and is_exact and limit is not None and limit <= MOST_FIRST:
             query = msgspec.structs.replace(query, order=order, limit=limit)
-        elif limit is not None and not wanted:
+        elif limit is not None and not (wanted or query.namespace or tier) and group is None:
             query = msgspec.structs.replace(query, limit=min(limit, MAX_PAGE))
         of = [self.full_node(node)] if node else None
         found = (chunk for chunk in self._listed(query, of) if chunk.key.hex().startswith(wanted))

@@ -28,9 +28,14 @@ def ask_each(
     found, silent = ask.ask_nodes(kind, question, of, deadline_s)
     if silent and not found:
         raise ClusterError(f"the NodeActors do not answer: {_named(silent)}")
+    warn_of(silent)
+    return found
+
+
+def warn_of(silent: Mapping[str, str]) -> None:
+    """Name the nodes that do not answer, by node and with the reason, if there are any."""
     if silent:
         logger.warning("what follows is without %s", _named(silent))
-    return found
 
 
 def _named(silent: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from raykv.base.deadlines import PIN_HEARD_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.listing import Reader, sources_of
-from raykv.client.nodes import ask_each
+from raykv.client.nodes import ask_each, warn_of
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER
@@ -72,10 +72,14 @@ class Pinning:
     def _made(self, order: PinOrder) -> PinStatus:
         """A pin as soon as all nodes have its keys, or what is known then."""
         give_up_at = time.monotonic() + PIN_HEARD_S
+        asked: Collection[str] | None = None
         while True:
-            nodes, _ = ask.ask_nodes(PinsHere, _question)
-            is_late = time.monotonic() > give_up_at
-            if is_late or all(order.pin_id in node.held for node in nodes.values()):
+            nodes, silent = ask.ask_nodes(PinsHere, _question, asked, PIN_HEARD_S)
+            warn_of(silent)
+            asked = nodes.keys()
+            is_done = all(order.pin_id in node.held for node in nodes.values())
+            # What the others said before a silent node was given up may be old.
+            if not silent and (is_done or time.monotonic() > give_up_at):
                 pin = ToldPin(
                     order.pin_id, order.namespace, b"", len(order.keys), order.ttl_s, order.priority
                 )
@@ -83,7 +87,8 @@ class Pinning:
             time.sleep(TRANSFER_LOOK_S)
 
     def _check_room(self, order: PinOrder) -> None:
-        """Refuse a pin for which a node's pins have no room, as far as its chunks are there.
+        """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
+        node answers.
 
         Raises:
             ClusterError: it names the node.
@@ -100,11 +105,13 @@ class Pinning:
         for key, sources in zip(order.keys, found, strict=True):
             if key not in pinned:
                 needed.update(source.node_id for source in sources if not source.is_disk)
-        for node_id, node in ask.ask_nodes(PinsHere, _question)[0].items():
+        nodes, silent = ask.ask_nodes(PinsHere, _question, needed, PIN_HEARD_S)
+        warn_of(silent)
+        for node_id, node in nodes.items():
             earlier = node.held.get(order.pin_id, PinHere())
             kept = node.node.kept_bytes - earlier.num_bytes
             wanted = needed[node_id] * chunk_bytes
-            if wanted and kept + wanted > node.node.quota_bytes:
+            if kept + wanted > node.node.quota_bytes:
                 raise ClusterError(
                     f"nothing was pinned: that takes {human_bytes(wanted)} more of node "
                     f"{node_id[:12]}, where pins take {human_bytes(kept)} of the "
@@ -146,12 +153,14 @@ class Pinning:
 
         Raises:
             NotFoundError: there is no such pin.
-            ClusterError: RayKV does not run here or does not answer.
+            ClusterError: its keys are not known, or RayKV does not run here or does not answer.
         """
         pin = next((each for each in self._told() if each.pin_id == pin_id), None)
         if pin is None:
             raise NotFoundError(f"there is no pin {pin_id!r}")
-        return pin.namespace, self._keys_of(pin)
+        if not (keys := self._keys_of(pin)):
+            raise ClusterError(f"the keys of the pin {pin_id!r} are not known: pin them again")
+        return pin.namespace, keys
 
     def _told(self) -> list[ToldPin]:
         return self.scheduler.ask_for(PinPage, "pins").pins

@@ -17,7 +17,7 @@ from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.cluster.ask import ask_all, ask_ray
 from raykv.cluster.join import resolve_node_id
-from raykv.directory.launch import forget_orders, scheduler_actor
+from raykv.directory.launch import forget_orders, forget_wish, scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import RayNode, usual_nodes, wants
@@ -192,11 +192,11 @@ def keep_pools(deadline_s: float) -> list[Kept]:
 def stop_actors(timeout_s: float) -> int:
     """End all of RayKV's actors in the cluster; returns how many there were.
 
-    The scheduler actor goes first, and what was ordered, since its next life would make NodeActors
-    anew. What was cleared stays so: disks and pool files outlive the actors.
+    The scheduler actor goes first, and the wish for pools, since its next life would make
+    NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
     """
     ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
-    forget_orders()
+    forget_wish()
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
@@ -205,6 +205,5 @@ def stop_actors(timeout_s: float) -> int:
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
         time.sleep(RAY_LOOK_S)
-    # It may have written meanwhile.
     forget_orders()
     return len(ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,14 @@ class SessionDesk:
     reader: Reader
     transfers: Moving
 
-    def found(self, namespace: str, session: str = "") -> list[SessionStatus]:
-        """What all nodes know of sessions, the one that was used last first; of each what the node
-        says that has used it last, and the requests of all.
+    def found(
+        self, namespace: str, session: str = "", of: Collection[str] | None = None
+    ) -> list[SessionStatus]:
+        """What all nodes know of sessions, or these, the one that was used last first; of each what
+        the node says that has used it last, and the requests of all.
         """
         self.scheduler.find()
-        pages = ask_each(SessionPage, _question(namespace, session, 0))
+        pages = ask_each(SessionPage, _question(namespace, session, 0), of)
         by_name: dict[tuple[str, str], list[SessionStatus]] = {}
         for page in pages.values():
             for each in page.sessions:
@@ -161,8 +164,8 @@ class ClientSession:
         give_up_at = time.monotonic() + deadline_s
         return self._desk.transfers.bring(keys, node_id, known.namespace, give_up_at, watch)
 
-    def _known(self) -> SessionStatus:
-        found = self._desk.found(self._desk.whole(self.namespace), self.name)
+    def _known(self, of: Collection[str] | None = None) -> SessionStatus:
+        found = self._desk.found(self._desk.whole(self.namespace), self.name, of)
         if len(found) == 1:
             return found[0]
         if found:
@@ -174,22 +177,24 @@ class ClientSession:
         )
 
     def _order(self, word: SessionWord, pause_s: float, priority: int) -> SessionStatus:
-        """Say something of it, and wait until the nodes that know it have heard."""
-        namespace = self._known().namespace
-        order = SessionOrder(PROTOCOL_VERSION, namespace, self.name, word, pause_s, priority)
+        """Say something of it, and wait until the node that has used it last has heard: who does
+        not answer is asked once.
+        """
+        asked = self._known()
+        order = SessionOrder(PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority)
         answer = self._desk.scheduler.ask_for(SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
         stage = SessionStage.PAUSED if word is SessionWord.PAUSED else SessionStage.OVER
         give_up_at = time.monotonic() + CLIENT_S
-        while (known := self._known()).stage != stage:
+        while (known := self._known({asked.node_id})).stage != stage:
             if time.monotonic() > give_up_at:
                 raise ClusterError(
                     f"the session {self.name!r} is {known.stage} at node {known.node_id[:12]}: it "
                     "has gone on meanwhile, or that node does not hear (`raykv status`)"
                 )
             time.sleep(TRANSFER_LOOK_S)
-        return self._desk.placed(known)
+        return self._desk.placed(msgspec.structs.replace(known, requests=asked.requests))
 
     def _node(self, beginning: str) -> str:
         known = self._desk.scheduler.status()

@@ -62,18 +62,17 @@ class Shipping:
     ) -> Exported:
         target = Path(path)
         if pin_id:
-            space, keys_of_pin = self.pins.chunks_of(pin_id)
-            wanted = {Key(key) for key in keys_of_pin}
+            space, keys = self.pins.chunks_of(pin_id)
         else:
             space = self.reader.full_namespace(namespace)
-            wanted = set() if keys is None else _chosen(keys)
+        wanted = None if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
             raise NotFoundError(f"no chunk of that kind is in namespace {space[:12]}")
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
         refuse_used(target)
-        written = Exported(str(target), space, asked=len(wanted) or len(found))
+        written = Exported(str(target), space, asked=len(wanted or found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
         for part in _parts(found, limit):
             chunks = self._read(space, part)
@@ -94,11 +93,15 @@ class Shipping:
             )
         return written
 
-    def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
-        """Copies of each chunk, those in pools first; the most used chunks first."""
+    def _found(
+        self, space: str, wanted: set[Key] | None, most_bytes: int | None
+    ) -> list[list[Chunk]]:
+        """Copies of each chunk that is wanted (None: of all), those in pools first; the most used
+        chunks first.
+        """
         copies: dict[bytes, list[Chunk]] = {}
         for chunk in self.reader.chunks(space):
-            if not wanted or chunk.key in wanted:
+            if wanted is None or chunk.key in wanted:
                 copies.setdefault(chunk.key, []).append(chunk)
         for each in copies.values():
             each.sort(key=lambda chunk: chunk.tier == DISK)

@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANS
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Key, Refusal, group_of
 from raykv.client.listing import Reader, sources_of
-from raykv.client.nodes import ask_each
+from raykv.client.nodes import ask_each, warn_of
 from raykv.client.pins import ordered
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
@@ -30,6 +31,9 @@ from raykv.protocol.reader import ChunkPage, ChunkQuery
 
 PAGE_CHUNKS = 256
 """Chunks of a transfer that go at once: progress is reported after each page."""
+
+MOST_TRIED = 16
+"""Chunks of a KV group that are looked for, until one says how large they are."""
 
 OPERATOR = 0
 """The life of who orders a fetch and is no engine."""
@@ -87,6 +91,7 @@ class Moving:
 
     def _bring(self, keys: list[bytes], pages: _Pages) -> None:
         sizes: dict[int, int] = {}
+        silent: set[str] = set()
         if not all(sources_of(self.scheduler.find, pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
@@ -98,12 +103,12 @@ class Moving:
                 for key, sources in zip(page, found, strict=True)
                 if sources
             }
-            groups = {group_of(Key(key)): key for key in known}
-            new = {key: known[key] for group, key in groups.items() if group not in sizes}
-            sizes |= _sizes_of(pages.namespace, new)
+            for group in {group_of(Key(key)) for key in known} - sizes.keys():
+                some = {key: known[key] for key in known if group_of(Key(key)) == group}
+                sizes |= _size_of(pages.namespace, group, some, silent)
             wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
             here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
-            pages.lost(nowhere=len(page) - len(wanted))
+            pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
             pages.fetch(wanted, known, here)
 
     def _drop(self, namespace: str, keys: Collection[bytes], target: str) -> dict[str, Released]:
@@ -151,9 +156,10 @@ class _Pages:
         self.there: list[bytes] = []
         """Chunks that the node has said that it has in its pool."""
 
-    def lost(self, *, nowhere: int) -> None:
-        """So many of the next page's chunks are stored nowhere."""
+    def lost(self, *, nowhere: int, gone: int) -> None:
+        """So many of the next page's chunks are stored nowhere, or not where they were."""
         self._add(nowhere=nowhere)
+        self._refusals += Counter({Refusal.NOT_HERE.name: gone})
 
     def fetch(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
@@ -249,18 +255,20 @@ def _all_of(sources: SourcesOf) -> list[Source]:
     return list(dict.fromkeys(source for some in sources.values() for source in some))
 
 
-def _sizes_of(namespace: str, sources: SourcesOf) -> dict[int, int]:
-    """Bytes of a chunk of each KV group that these are of, as far as a node still has one: all
-    chunks of a group have the same.
+def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -> Mapping[int, int]:
+    """Bytes of a chunk of a KV group, by the group: all its chunks have the same, so that any will
+    do; nothing if none is where it was. Nodes that do not answer are `silent` from then on.
     """
-    sizes: dict[int, int] = {}
-    for key, some in sources.items():
+    for key, some in islice(sources.items(), MOST_TRIED):
         query = ChunkQuery(PROTOCOL_VERSION, namespace, key)
 
         def question(_: str, actor: Any, raw: bytes = encode(query)) -> Any:
             return actor.chunks.remote(raw)
 
-        found, _ = ask.ask_nodes(ChunkPage, question, {source.node_id for source in some}, CLIENT_S)
-        for page in found.values():
-            sizes |= {group_of(Key(key)): size for size in page.slot_bytes}
-    return sizes
+        of = {source.node_id for source in some} - silent
+        found, lost = ask.ask_nodes(ChunkPage, question, of, CLIENT_S)
+        warn_of(lost)
+        silent |= lost.keys()
+        for size in chain.from_iterable(page.slot_bytes for page in found.values()):
+            return {group: size}
+    return {}

@@ -14,9 +14,8 @@ class NodeStatus(NodeStats, frozen=True, kw_only=True):
     """One node as its NodeActor reports it and as the scheduler actor sees it; sizes in bytes.
 
     `pinned_bytes` are of the `pinned_chunks` that are kept from eviction, `locked_bytes` of the
-    pool that a GPU
-    may copy from and to directly; `slab_bytes` has each of its slabs. `orders`: the number of the
-    operators' orders that it has shown. `metrics`: where Prometheus finds its metrics
+    pool that a GPU may copy from and to directly; `slab_bytes` has each of its slabs. `orders`: the
+    number of the operators' orders that it has shown. `metrics`: where Prometheus finds its metrics
     ("host:port"), or why nowhere. `disk`: its disk tier; a node without one has an empty path
     there.
     """
@@ -74,8 +73,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     why one does not answer the question of now.
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
-    `disk_chunks`: by namespace, the different chunks on the nodes' disks. `waiting` engines ask,
-    but no node introduces them: by id, the node that each is at, which may be gone. `tenants`: as
+    `disk_chunks`: by namespace, the chunks on each node's disk, added up. `waiting` engines ask, but
+    no node introduces them: by id, the node that each is at, which may be gone. `tenants`: as
     `raykv quota list`. `orders`: the number of the operators' orders that are in force.
     """
 

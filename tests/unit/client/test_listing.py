@@ -109,6 +109,11 @@ def test_first_ones_in_an_order_are_those_of_all_nodes(monkeypatch: pytest.Monke
     assert [each.hits for each in found] == [19, 18, 17]
     assert {(query.order, query.limit) for query in played.asked} == {("hits", 3)}
     assert len(list(played.reader.chunks(limit=4))) == 4
+    assert played.asked[-1].limit == 4
+    # A limit is of the places that are looked at, too.
+    for filters in ({"namespace": SPACE}, {"group": 0}, {"tier": RAM}):
+        list(played.reader.chunks(limit=1, **filters))  # type: ignore[arg-type]
+        assert played.asked[-1].limit == ChunkQuery(PROTOCOL_VERSION).limit
 
 
 def test_only_a_node_that_is_named_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
@@ -42,7 +43,9 @@ class PlayedPins:
         self.orders: list[Any] = []
         self._told = told
         self.held: dict[str, dict[str, PinHere]] = {"one": {}, "two": {}}
-        nodes = {name: {"pins": lambda name=name: self._pins(name)} for name in self.held}
+        self.nodes: dict[str, Methods] = {
+            name: {"pins": lambda name=name: self._pins(name)} for name in self.held
+        }
         methods: Methods = {
             "where": self._where,
             "status": lambda: encode(
@@ -66,7 +69,7 @@ class PlayedPins:
             "order": self._order,
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
-        scheduler = play(patches, methods, nodes)
+        scheduler = play(patches, methods, self.nodes)
         self.pins = Pinning(scheduler, Reader(scheduler.find, scheduler.status))
 
     def _where(self, raw: bytes) -> bytes:
@@ -137,6 +140,28 @@ def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -
     assert [node.node_id for node in known.nodes] == ["one", "two"]
     assert (known.client_chunks, known.hints_refused) == (4, 2)
     assert played.pins.chunks_of("old") == (SPACE, [key(0), key(1)])
+
+
+def test_pin_whose_keys_nobody_has_is_no_pin_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": []})
+    with pytest.raises(ClusterError, match="keys of the pin 'old' are not known"):
+        played.pins.chunks_of("old")
+
+
+def test_silent_node_is_asked_once_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = PlayedPins(monkeypatch, {})
+    asked: list[str] = []
+
+    def stays_away() -> None:
+        asked.append("three")
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.nodes["three"] = {"pins": stays_away}
+    made = played.pin(0)
+    assert (made.held_chunks, asked) == (2, ["three"])
+    assert "without node three" in caplog.text
 
 
 def test_only_a_pin_that_is_there_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

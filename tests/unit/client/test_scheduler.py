@@ -32,7 +32,7 @@ class Ordered:
 
     def _order(self, raw: bytes) -> bytes:
         self.orders.append(receive_order(raw, "a test", "it"))
-        return encode(OrderAnswer(told=["engine"]))
+        return encode(OrderAnswer())
 
     def _state(self, order_id: str) -> bytes:
         assert order_id == ORDER.order_id
@@ -51,7 +51,7 @@ class Ordered:
 def test_order_is_done_when_it_is_kept_and_nobody_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    states = [OrderState(), OrderState(KEPT, behind=["one"]), OrderState(KEPT)]
+    states = [OrderState(), OrderState(KEPT, behind=["one"]), OrderState(KEPT, told=["engine"])]
     ordered = Ordered(monkeypatch, states)
     assert ordered.carry_out() == ["engine"]
     assert ordered.orders == [ORDER]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
+import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.client.listing import Reader
@@ -37,21 +40,19 @@ class PlayedSessions:
     def __init__(self, patches: pytest.MonkeyPatch, *sessions: SessionStatus) -> None:
         self.sessions = list(sessions)
         self.orders: list[SessionOrder] = []
-        nodes = {each.node_id for each in sessions}
+        self.nodes: dict[str, Methods] = {
+            each.node_id: {"sessions": partial(self._page, each.node_id)} for each in sessions
+        }
         methods: Methods = {
             "where": self._where,
             "order_session": self._order,
             "status": lambda: encode(status()),
         }
-        scheduler = play(
-            patches,
-            methods,
-            {name: {"sessions": lambda raw, name=name: self._page(raw, name)} for name in nodes},
-        )
+        scheduler = play(patches, methods, self.nodes)
         reader = Reader(scheduler.find, scheduler.status)
         self.desk = SessionDesk(scheduler, reader, Moving(scheduler, reader))
 
-    def _page(self, raw: bytes, node_id: str) -> bytes:
+    def _page(self, node_id: str, raw: bytes) -> bytes:
         query = decode(raw, SessionQuery)
         found = [
             each
@@ -104,6 +105,22 @@ def test_order_waits_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert played.session().over().stage == SessionStage.OVER
     (order,) = played.orders
     assert (order.namespace, order.session, order.word) == ("ns", "agent", SessionWord.OVER)
+
+
+def test_silent_node_is_asked_once_for_an_order(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = PlayedSessions(monkeypatch, known("one", 9.0))
+    asked: list[bytes] = []
+
+    def stays_away(raw: bytes) -> None:
+        asked.append(raw)
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.nodes["two"] = {"sessions": stays_away}
+    assert played.session().over().stage == SessionStage.OVER
+    assert len(asked) == 1
+    assert "without node two" in caplog.text
 
 
 def test_session_that_is_not_there_or_in_two_namespaces_is_said_to_be_so(

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import ray
 
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client.listing import Reader
@@ -16,7 +17,7 @@ from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery, WherePage, WhereQuery
-from tests.fixtures.played_cluster import play, status
+from tests.fixtures.played_cluster import Methods, play, status
 
 SPACE = "model"
 A, B, C, D = (name * 32 + bytes(4) for name in (b"a", b"b", b"c", b"d"))
@@ -33,10 +34,13 @@ class PlayedNodes:
         self.places, self.refusals = places, refusals
         self.orders: list[FetchOrderNamed] = []
         self.dropped: list[bytes] = []
+        self.gone: set[bytes] = set()
         target = {"fetch": self._fetch, "chunks": self._chunks}
-        far = {"chunks": self._chunks, "drop": self._drop}
+        self.far: Methods = {"chunks": self._chunks, "drop": self._drop}
         scheduler = play(
-            patches, {"where": self._where, "status": self._status}, {"target": target, "far": far}
+            patches,
+            {"where": self._where, "status": self._status},
+            {"target": target, "far": self.far},
         )
         patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
         reader = Reader(scheduler.find, scheduler.status)
@@ -62,6 +66,8 @@ class PlayedNodes:
 
     def _chunks(self, raw: bytes) -> bytes:
         key = decode(raw, ChunkQuery).key
+        if key in self.gone:
+            return encode(ChunkPage(PROTOCOL_VERSION))
         return encode(
             ChunkPage(
                 PROTOCOL_VERSION,
@@ -127,6 +133,30 @@ def test_pools_are_asked_before_disks_and_what_is_nowhere_is_counted(
     assert (result.came, result.nowhere, result.num_bytes) == (2, 1, 8192)
     assert result.failed == 1
     assert seen == [result]
+
+
+def test_size_of_a_group_is_that_of_any_chunk_that_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedNodes(monkeypatch, {key: [FAR] for key in (A, B, C, D)})
+    played.gone = {A, D}
+    assert played.prefetch(A, B, C, D).came == 4
+    played.gone = {A, B, C, D}
+    result = played.prefetch(A, B, C, D)
+    assert (result.came, result.nowhere, result.refusals) == (0, 0, {"NOT_HERE": 4})
+
+
+def test_silent_node_is_asked_once_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedNodes(monkeypatch, {A: [FAR], B: [FAR], C: [FAR], D: [TARGET]})
+    asked: list[bytes] = []
+
+    def stays_away(raw: bytes) -> None:
+        asked.append(raw)
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.far["chunks"] = stays_away
+    assert played.prefetch(A, B, C, D).came == 3
+    assert len(asked) == 1
 
 
 def test_refusals_are_told_by_what_they_mean(monkeypatch: pytest.MonkeyPatch) -> None:
