@@ -24,7 +24,7 @@ from raykv.node.pool.index import (
     StorePart,
 )
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.places import MOST_SIZES
+from raykv.node.pool.places import MOST_SIZES, Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
 from raykv.protocol.listing import Reason
@@ -84,6 +84,9 @@ class Pool:
 
     def load(self, name: Key, wanted: Blocks = ONE) -> ChunkRecord | Refusal:
         return self.index.begin_loads([(A, name, wanted)], self.now)[0]
+
+    def in_slab(self, index: int) -> list[ChunkRecord]:
+        return self.index.places.records_in(index)
 
     def held(self) -> list[int]:
         return [number for number in range(100) if self.index.find(A, key(number))]
@@ -308,6 +311,59 @@ def test_pinned_chunks_do_not_go(pool: Pool) -> None:
     assert pool.held() == [20, 21, 22, 23]
 
 
+@pytest.mark.parametrize(
+    ("standing", "refusal"),
+    [(Standing.KEPT, Refusal.NONE), (Standing.PINNED, Refusal.NO_ROOM)],
+)
+def test_kept_chunks_in_every_slab_do_not_refuse_another_slot_size(
+    standing: Standing, refusal: Refusal
+) -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(8)))
+    pool.now += 10
+    kept = [(A, record.key) for slab in (0, 1) for record in pool.in_slab(slab)[:1]]
+    owner = Owner(OwnerKind.OPERATOR, "pin")
+    pool.index.claims.claim(owner, kept, standing, pool.now + 50)
+    assert pool.store(key(20), key(21), key(22), pages=2) == [refusal] * 2 + [Refusal.NO_ROOM]
+    assert len(pool.held()) >= 4
+
+
+def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(num_slabs=1024)
+    pool.store(*map(key, range(4096)))
+    pool.now += 10
+    looks = 0
+
+    def count(places: Places, index: int) -> list[ChunkRecord]:
+        nonlocal looks
+        looks += 1
+        return records_in(places, index)
+
+    records_in = Places.records_in
+    part = StorePart(1, 99)
+    with monkeypatch.context() as patches:
+        patches.setattr(Places, "records_in", count)
+        for number in range(20):
+            begun(pool.offer(key(5000 + number), part, pages=2))
+    assert pool.index.places.classes() == {PAGE: 1014, 2 * PAGE: 10}
+    assert looks < 200
+    # The head of the prompt stays.
+    assert pool.held() == list(range(100))
+
+
+def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not() -> None:
+    pool = Pool(num_slabs=64)
+    pool.store(*map(key, range(256)))
+    pool.now += 10
+    last = {record.key for record in pool.in_slab(0)}
+    for record in list(pool.index.places):
+        if record.key not in last:
+            pool.index.hold(record)
+    assert pool.store(key(300), pages=2) == [Refusal.NONE]
+
+
 def test_slot_size_gets_its_part_of_the_slabs_and_no_more() -> None:
     pool = Pool(num_slabs=4)
     pool.store(*map(key, range(16)))
@@ -380,6 +436,21 @@ def test_what_is_above_the_greatest_share_is_named() -> None:
     pool.index.share({1: Share(most=0.5)})
     over = pool.index.room.over(lambda _: True)
     assert [record.key for record in over] == [key(5), key(4)]
+
+
+def test_who_has_more_than_is_guaranteed_is_named() -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(4)), owner=1)
+    pool.store(key(10), owner=2)
+    mine, others = pool.in_slab(0)[0], pool.in_slab(1)[0]
+    assert not pool.index.room.is_over(mine)
+    pool.index.share({1: Share(guaranteed=0.5)})
+    assert not pool.index.room.is_over(mine)
+    pool.index.share({1: Share(guaranteed=0.25), 0: Share(guaranteed=0.1)})
+    assert pool.index.room.is_over(mine)
+    assert pool.index.room.is_over(others)
+    pool.index.share({1: Share(guaranteed=0.25)})
+    assert not pool.index.room.is_over(others)
 
 
 def test_each_change_has_its_reason(pool: Pool) -> None:
