@@ -148,7 +148,7 @@ class Settings:
     weights_version: str = _setting(
         "",
         text,
-        "Tells weights apart beside their content; needed where that can't be read: object storage",
+        "Tells weights apart, with their content; needed where that can't be read: object storage",
     )
     kv_handover: str = _setting(
         "auto",
@@ -163,7 +163,7 @@ class Settings:
         5.0, seconds, "A load that takes longer is given up and the tokens are computed"
     )
     store_deadline_s: float = _setting(
-        30.0, seconds, "A store that takes longer is given up; nobody waits for it"
+        30.0, seconds, "A store that takes longer is given up; no request waits for it"
     )
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
@@ -195,8 +195,8 @@ class Settings:
     stop_unused_stores: bool = _setting(
         True,
         flag,
-        "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read by "
-        "other nodes, only one request in 16 stores there; never before its pool has been filled "
+        "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read "
+        "by other nodes, only one request in 16 stores there; never before its pool was filled "
         "once, and 2,048 chunks were stored",
     )
     fetch_checksums: bool = _setting(
@@ -271,7 +271,7 @@ class Settings:
         1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
     )
     hidden_states_ttl_s: float = _setting(
-        600.0, seconds, "How long they are kept, and their files too if nobody has cleaned them up"
+        600.0, seconds, "How long they are kept, and their files unless they are removed earlier"
     )
     hidden_states_client_paths: bool = _setting(
         False, flag, "Requests may name the file of their hidden states: any file of the server"
