@@ -195,6 +195,8 @@ class MissReason(StrEnum):
     """It was given up since its tenant had more than its share."""
     CLEARED = "cleared"
     """The cache was emptied."""
+    CLEARING = "clearing"
+    """The engine had its cache emptied, and not all of its nodes knew of that yet."""
     OTHER_NAMESPACE = "other_namespace"
     """Only engines with another model, or another layout of the KV cache, have it."""
     PENDING_TOO_LONG = "pending_too_long"

@@ -53,6 +53,8 @@ ADVICE = {
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
     "quota list` shows who has what.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
+    MissReason.CLEARING: "The engine cleared its cache, which takes the scheduler actor: if this "
+    "lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
     MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "

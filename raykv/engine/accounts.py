@@ -18,12 +18,12 @@ Invariant: in each record, prompt = own + loaded + the sum of missed, and none i
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason, shown_id
+from raykv.base.ids import Key, MissReason, shown_id
 from raykv.engine.remote import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
@@ -193,6 +193,13 @@ class Accounts:
     def get(self, request_id: str) -> TokenAccount | None:
         """The account of a request that has not ended."""
         return self._open.get(request_id)
+
+    def explain(self, why: Mapping[Key, MissReason]) -> None:
+        """It has turned out why chunks were missing of which nothing was known."""
+        for account in self._open.values() if why else ():
+            miss = account.miss
+            if miss is not None and miss.reason is MissReason.NEVER_STORED:
+                account.miss = replace(miss, reason=why.get(miss.key, miss.reason))
 
     def close(
         self, request_id: str, keys: Sequence[bytes] = (), parting: Parting | None = None

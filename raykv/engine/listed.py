@@ -27,11 +27,14 @@ _RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
 
 
 class PlaceChange(NamedTuple):
-    """A key has come to RAM (with which blocks), or gone from it; `reason` says why."""
+    """Keys have come to RAM (with which blocks), or gone from it.
 
-    key: Key
+    `reason` says why; None: the node's life is over. Many that go at once are one change.
+    """
+
+    keys: Collection[Key]
     blocks: Blocks | None
-    reason: Reason
+    reason: Reason | None
 
 
 class ListedPlace:
@@ -55,6 +58,8 @@ class ListedPlace:
         self._early: dict[Key, int] = {}
         # Of a listing that has begun anew: what is gone unless a page or a change has it.
         self._unseen: set[Key] = set()
+        # By key, the number at which others of its blocks were wanted than are there.
+        self._distrusted: dict[Key, int] = {}
         self._heard_at = now
 
     # Looking
@@ -121,9 +126,13 @@ class ListedPlace:
 
     def distrust(self, key: Key, blocks: Blocks) -> list[PlaceChange]:
         """Other blocks of a chunk are wanted than these, which were there: it counts as gone, so
-        that it is stored again, until its owner says something new of it; nothing if it has.
+        that it is stored again, until its owner says that it is there; nothing if it has since.
         """
-        return self._drop([key]) if self._ready.get(key) == blocks else []
+        if self._ready.get(key) != blocks:
+            return []
+        changes = self._drop([key])
+        self._distrusted[key] = self.position.number
+        return changes
 
     def _is_news(self, row: ListedRow, number: int) -> bool:
         """Whether a result is newer than what has been read of its key."""
@@ -131,6 +140,9 @@ class ListedPlace:
         if number > position.number:
             return number >= self._early.get(row.key, 0)
         if number == position.number and position.place != ALL_READ:
+            return True
+        if number >= self._distrusted.get(row.key, number + 1):
+            # Since then the listing has said nothing of it.
             return True
         # What is believed from before the listing began anew is older still.
         return row.key in self._unseen and not row.where
@@ -141,15 +153,21 @@ class ListedPlace:
         """
         if end.life == self.position.life:
             later = {key for key, number in self._early.items() if number > end.number}
-            self._unseen = {*self._ready, *self._on_disk, *self._coming} - later
+            known = {*self._ready, *self._on_disk, *self._coming, *self._distrusted}
+            self._unseen = known - later
             return []
-        self._early.clear()
-        return self._drop({*self._ready, *self._on_disk, *self._coming})
+        # The latest ones first: of very many no more are remembered.
+        gone = list(reversed(self._ready))
+        for each in (self._ready, self._on_disk, self._coming, self._early, self._distrusted):
+            each.clear()
+        self._unseen.clear()
+        return [PlaceChange(gone, None, None)] if gone else []
 
     def _be(self, row: ListedRow) -> list[PlaceChange]:
         """A key is as that row says."""
         key, where = row.key, int(row.where)
         self._unseen.discard(key)
+        self._distrusted.pop(key, None)
         if where & _COMING:
             self._coming.add(key)
         else:
@@ -158,19 +176,20 @@ class ListedPlace:
             before = self._ready.get(key)
             self._ready[key] = row.blocks
             self._on_disk.pop(key, None)
-            return [] if before == row.blocks else [PlaceChange(key, row.blocks, row.reason)]
+            return [] if before == row.blocks else [PlaceChange([key], row.blocks, row.reason)]
         if where & _DISK:
             self._on_disk[key] = row.blocks
         else:
             self._on_disk.pop(key, None)
         if self._ready.pop(key, None) is None:
             return []
-        return [PlaceChange(key, None, row.reason)]
+        return [PlaceChange([key], None, row.reason)]
 
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
         """Keys are not there any more; nobody said why."""
         self._coming.difference_update(keys)
         for key in keys:
             self._on_disk.pop(key, None)
+            self._distrusted.pop(key, None)
         gone = [key for key in keys if self._ready.pop(key, None) is not None]
-        return [PlaceChange(key, None, Reason.FAILED) for key in gone]
+        return [PlaceChange(gone, None, Reason.FAILED)] if gone else []

@@ -36,6 +36,9 @@ deadline of their request."""
 MAX_ASKED = 16_384
 """Keys that one request asks for at its start: 2 million tokens in chunks of 128."""
 
+MAX_WONDERED = 64
+"""Keys that wait to be asked for, or that one request asks for, for the reason alone."""
+
 
 @dataclass(frozen=True)
 class ChunkSize:
@@ -101,6 +104,8 @@ class RemoteChunks:
         self._fetching: dict[Key, FetchOrder] = {}
         self._orders: list[FetchOrder] = []
         self._questions: deque[Key] = deque(maxlen=MAX_QUESTIONS)
+        # Of which nobody waits for the answer.
+        self._wondered: deque[Key] = deque(maxlen=MAX_WONDERED)
         # Who waits for the answer about a key, and for a key that is being stored elsewhere.
         self._askers: dict[Key, list[RequestState]] = {}
         self._repeated: dict[Key, None] = {}
@@ -141,16 +146,27 @@ class RemoteChunks:
                 self.num_asked += 1
             askers.append(request)
 
+    def wonder(self, request: RequestState, key: Key) -> None:
+        """Have the scheduler actor asked why nobody has a chunk, unless it was. Nobody waits for
+        the answer, which is for people.
+        """
+        is_asked = key in request.asked or key in request.wondered
+        if request.is_known and not is_asked and len(request.wondered) < MAX_WONDERED:
+            request.wondered.add(key)
+            self._wondered.append(key)
+
     def ask_again(self) -> None:
         """Questions that were under way got lost: the engine has attached anew."""
         self._questions.extend(self._askers)
 
     def take_questions(self, most: int, may_repeat: bool) -> list[bytes]:
-        """Keys to ask for now; those that were being stored again, if `may_repeat`."""
+        """Keys to ask for now; those that were being stored again, if `may_repeat`; and those of
+        which the reason is wanted.
+        """
         taken: list[bytes] = [*take(self._questions, most)]
         if may_repeat:
             taken += list(self._repeated)[: most - len(taken)]
-        return taken
+        return taken + take(self._wondered, most - len(taken))
 
     @property
     def has_questions(self) -> bool:
@@ -160,7 +176,7 @@ class RemoteChunks:
     @property
     def has_news(self) -> bool:
         """Whether the scheduler actor is to be asked, or told, something."""
-        return bool(self._questions or self._announced)
+        return bool(self._questions or self._announced or self._wondered)
 
     @property
     def has_repeats(self) -> bool:

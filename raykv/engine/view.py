@@ -25,7 +25,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -45,10 +44,10 @@ from raykv.base.ids import (
     group_of,
 )
 from raykv.engine.accounts import Accounts
-from raykv.engine.announcements import Announcements
+from raykv.engine.announcements import TOUCH_S, Announcements, FoundChunks
 from raykv.engine.cost import FetchCost
 from raykv.engine.listed import ListedPlace, PlaceChange
-from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings, take
+from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import (
     Miss,
     RequestOptions,
@@ -58,7 +57,7 @@ from raykv.engine.requests import (
     ViewCounters,
     explain,
 )
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import MAX_KEYS, Keys, Source, SourceKind
 from raykv.protocol.listing import ALL_READ, Reason
 from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.named.copies import NamedResult
@@ -70,9 +69,6 @@ from raykv.protocol.named.place import (
     FoundKeys,
 )
 
-MAX_TOUCHES = 65_536
-"""Found chunks that wait to be told; beyond it the oldest are lost, which only ages them."""
-
 _OF_WINDOWS = (
     MissReason.NEVER_STORED,
     MissReason.WINDOW_MISSING,
@@ -83,16 +79,18 @@ _OF_WINDOWS = (
 too.
 """
 
-_WENT = {
+_WENT: Mapping[Reason | None, MissReason] = {
     Reason.COMING: MissReason.EVICTED,
     Reason.STORED: MissReason.EVICTED,
-    Reason.FAILED: MissReason.NODE_LOST,
+    Reason.FAILED: MissReason.EVICTED,
     Reason.EVICTED: MissReason.EVICTED,
     Reason.QUOTA: MissReason.QUOTA,
+    Reason.MOVED: MissReason.EVICTED,
     Reason.CLEARED: MissReason.CLEARED,
     Reason.DAMAGED: MissReason.LOAD_FAILED,
+    None: MissReason.NODE_LOST,
 }
-"""Why a chunk is missing that a place does not have any more."""
+"""Why a chunk is missing that a place does not have any more; its life may be over."""
 
 
 @dataclass(slots=True)
@@ -100,7 +98,7 @@ class _Place:
     """A node of the engine.
 
     `line`: the life that all workers there are connected to; None: not all are, or it is not known.
-    `orders`: the number that the node has shown.
+    `orders`: the number that the node has shown. `has_more`: not all that it had was read.
     """
 
     node_id: NodeId
@@ -111,6 +109,7 @@ class _Place:
     is_leaving: bool = False
     store_share: int = 1
     has_peers: bool = True
+    has_more: bool = True
 
     def is_up(self, now: float) -> bool:
         """Whether its chunks can be loaded."""
@@ -153,8 +152,9 @@ class EngineView:
         self._ready: Mapping[Key, Blocks] = {}
         # What this engine is storing.
         self._pending: set[Key] = set()
-        # What requests have found, with whose they are.
-        self._found: deque[tuple[str, Key]] = deque(maxlen=MAX_TOUCHES)
+        self._found = FoundChunks()
+        # When `look` was called last.
+        self._looked_at = 0.0
         # Resets so far, and of how many the number of their orders is known; what every place has
         # to show.
         self._resets = self._resets_numbered = 0
@@ -203,7 +203,7 @@ class EngineView:
         if answer.is_known:
             at.orders, at.is_paused = answer.orders, answer.is_paused
             at.is_leaving, at.has_peers = answer.is_leaving, answer.has_peers
-            at.store_share = answer.store_share
+            at.store_share, at.has_more = answer.store_share, answer.has_more
         self._changed(at.listed.take(answer.part, now))
         self.remote.has_peers = any(each.has_peers for each in self._places)
         self.sampler.share = max(each.store_share for each in self._places)
@@ -220,6 +220,7 @@ class EngineView:
 
     def look(self, now: float) -> None:
         """Once per engine step: whether the places can be used, as of now."""
+        self._looked_at = now
         if not self._places:
             return
         if self._reset is not None and self.orders >= self._reset:
@@ -236,17 +237,26 @@ class EngineView:
             return MissReason.NOT_ATTACHED
         if not all(each.is_up(now) for each in self._places):
             return MissReason.NODE_LOST
-        return MissReason.CLEARED if self.is_clearing else None
+        return MissReason.CLEARING if self.is_clearing else None
 
     def _changed(self, changes: Iterable[PlaceChange]) -> None:
         """A place has something new, or does not have something any more."""
-        for key, blocks, reason in changes:
+        for keys, blocks, reason in changes:
             if blocks is None:
-                self._departures.note([key], _WENT[reason])
+                self._note_gone(keys, reason)
             if len(self._places) > 1:
-                self._compare(key)
+                for key in keys:
+                    self._compare(key)
             if self.announcements is not None:
-                self.announcements.changed(key, is_there=key in self._ready)
+                for key in keys:
+                    self.announcements.changed(key, is_there=key in self._ready)
+
+    def _note_gone(self, keys: Iterable[Key], reason: Reason | None) -> None:
+        """Chunks are not at a place any more: why, if it says that, or else why they were to go."""
+        if reason is Reason.FAILED:
+            cleared = MissReason.CLEARED
+            keys = (key for key in keys if self._departures.get(key) is not cleared)
+        self._departures.note(keys, _WENT[reason])
 
     def _compare(self, key: Key) -> None:
         """Whether every place has a key, of several."""
@@ -298,7 +308,8 @@ class EngineView:
             self.remote.finish_request(request)
 
     def ask(self, request_id: str, keys: Sequence[Key]) -> None:
-        """Find out early which nodes have what the places do not; nothing for an unknown request.
+        """Find out early which nodes have what the places do not, and have these keep what they
+        have; nothing for an unknown request.
 
         `keys` are all of one KV group that the prompt has.
         """
@@ -307,9 +318,16 @@ class EngineView:
             return
         if keys:
             request.chunks[group_of(keys[0])] = keys
+        request.touch_at = self._looked_at + TOUCH_S
+        self._found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         elsewhere = (key for key in absent if not self._find_on_disks(request, key))
         self.remote.ask(request, islice(elsewhere, MAX_ASKED))
+
+    def touch(self, request_id: str, now: float) -> None:
+        """A request waits to be admitted: its places are to keep what it has found."""
+        if not self._off:
+            self._found.note_again(self.requests.get(request_id), self._ready, now)
 
     def _find_on_disks(self, request: RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
@@ -336,17 +354,30 @@ class EngineView:
             self.counters.lookups_timed_out += 1
             self.counters.misses += 1
             return request.missed(key, MissReason.PENDING_TOO_LONG)
+        if self._may_read_on(request, now):
+            return Lookup.RETRY
         self._find_on_disks(request, key)
         found = self.remote.lookup(request, key, now, self._has)
         if found is Lookup.MISS:
             self.counters.misses += 1
             explain(request, self._departures)
+            if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
+                self.remote.wonder(request, key)
         return found
+
+    def _may_read_on(self, request: RequestState, now: float) -> bool:
+        """Whether places have chunks that are not known yet, and a request may wait for that."""
+        is_behind = not self.is_whole or any(each.has_more for each in self._places)
+        may_wait = request.is_known and is_behind
+        return may_wait and request.may_ask(now, self.remote.settings.query_deadline_s)
 
     def _wait_s(self, key: Key) -> float | None:
         """How long a request may wait for a chunk that is being stored; None: it is not."""
         if key in self._pending:
             return self._lookup_deadline_s
+        if self.remote.is_fetching(key):
+            # What is coming is this.
+            return None
         return self.remote.settings.pending_deadline_s if self._is_coming(key) else None
 
     def _is_coming(self, key: Key) -> bool:
@@ -381,6 +412,8 @@ class EngineView:
             request.missed(request.miss.key, reason)
             return
         rest = self._departures.get(behind) or MissReason.NEVER_STORED
+        if rest is MissReason.NEVER_STORED:
+            self.remote.wonder(request, behind)
         request.miss = Miss(behind, rest, num_tokens, reason)
 
     def _has(self, key: Key) -> bool:
@@ -414,11 +447,13 @@ class EngineView:
         except ValueError:
             sources = {}
         coming = {asked[at] for at in answer.coming if at < len(asked)}
-        for at, reason in zip(answer.gone, answer.reasons, strict=True):
-            if at < len(asked):
-                self._departures.note([asked[at]], _WENT[Reason(reason)])
+        gone = zip(answer.gone, answer.reasons, strict=True)
+        why = {asked[at]: _WENT[Reason(each)] for at, each in gone if at < len(asked)}
         others = [asked[at] for at in answer.other if at < len(asked)]
-        self._departures.note(others, MissReason.OTHER_NAMESPACE)
+        why |= dict.fromkeys(others, MissReason.OTHER_NAMESPACE)
+        for reason in set(why.values()):
+            self._departures.note([key for key in why if why[key] is reason], reason)
+        self.accounts.explain(why)
         for key in asked:
             known = tuple(sources.get(key, ()))
             self.remote.take_place(key, known, self.node_ids, is_pending=key in coming)
@@ -460,27 +495,20 @@ class EngineView:
 
     def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
         """Chunks that `lookup` called HIT are about to be loaded."""
-        self._note_found(keys, request_id)
+        request = self.requests.get(request_id)
+        if request.touch_at is None:
+            self._found.note(request, keys)
         if self.announcements is not None:
             self.announcements.come(key for key in keys if key in self._ready)
 
-    def _note_found(self, keys: Iterable[Key], request_id: str) -> None:
-        tenant = self.requests.get(request_id).options.tenant
-        self._found.extend((tenant, key) for key in keys)
-
     def take_found(self, most: int = MAX_KEYS // 2) -> FoundKeys:
         """What requests have found since the last call, to be told to the places."""
-        rows = take(self._found, most)
-        tenants = list(dict.fromkeys(tenant for tenant, _ in rows))
-        at = {tenant: number for number, tenant in enumerate(tenants)}
-        return FoundKeys(
-            Keys.of(key for _, key in rows), tenants, Numbers.of(at[tenant] for tenant, _ in rows)
-        )
+        return self._found.take(most)
 
     @property
     def has_found(self) -> bool:
         """Whether something waits for `take_found`."""
-        return bool(self._found)
+        return len(self._found) > 0
 
     def end_load(
         self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
@@ -523,7 +551,7 @@ class EngineView:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []
         present = [key for key in keys if self._has(key)]
-        self._note_found(present, request_id)
+        self._found.note(request, present)
         known = set(present)
         offered = [key for key in keys if key not in known and self._may_have_room(request, key)]
         self._pending.update(offered)
@@ -581,7 +609,7 @@ class EngineView:
         the whole cluster. vLLM does not complete the jobs that it has begun before.
         """
         self._resets += 1
-        self._off, self.loadable = self._off or MissReason.CLEARED, {}
+        self._off, self.loadable = self._off or MissReason.CLEARING, {}
         if self.announcements is not None:
             self.announcements.clear()
         self._forget(MissReason.CLEARED)
@@ -639,6 +667,9 @@ class EngineView:
     def move(self, place: int, node_id: NodeId, now: float) -> None:
         """A place is another node, of which nothing is known."""
         self._forget(MissReason.NODE_LOST)
+        if self.is_clearing:
+            # The next node may know other orders: the clearing is another one, and ordered anew.
+            self._resets, self._reset = self._resets + 1, None
         self._places[place] = _Place(node_id, self._read_anew(now))
         self._ready = self._common()
         self.look(now)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from raykv.base.ids import Key, Lookup, MissReason, Namespace, Refusal
+from raykv.base.ids import Key, Lookup, MissReason, Namespace, Refusal, Stamp
 from raykv.engine.cost import FetchCost, Rates
 from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
+from raykv.protocol.columns import Numbers
 from raykv.protocol.listing import Reason, Where
+from raykv.protocol.named.ask import AskAnswer
 from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
 from tests.fixtures.keys import named_key as key
 
@@ -185,13 +189,70 @@ def test_quota(alone: HeardPlace) -> None:
     assert why(alone.view, A) is MissReason.QUOTA
 
 
+def test_evicted_if_a_listing_that_is_read_anew_does_not_have_it(alone: HeardPlace) -> None:
+    alone.says_anew()
+    assert why(alone.view, A) is MissReason.EVICTED
+
+
 @pytest.mark.parametrize("by_this_engine", [True, False])
 def test_cleared(alone: HeardPlace, by_this_engine: bool) -> None:
     if by_this_engine:
-        alone.view.reset()
-    else:
-        alone.says(row(A, Where.NOWHERE, Reason.CLEARED))
+        clear(alone)
+    alone.says(row(A, Where.NOWHERE, Reason.FAILED if by_this_engine else Reason.CLEARED))
     assert why(alone.view, A) is MissReason.CLEARED
+
+
+def test_cleared_though_nobody_says_why_the_chunk_is_gone(alone: HeardPlace) -> None:
+    """Of a large namespace the listing begins anew."""
+    clear(alone)
+    alone.says_anew()
+    assert why(alone.view, A) is MissReason.CLEARED
+
+
+def clear(place: HeardPlace) -> None:
+    """The engine empties its cache, and the place has shown that; its chunk is not gone yet."""
+    place.view.reset()
+    place.orders = Stamp(1, 6)
+    place.view.cleared(place.view.wanted_clear, place.orders, 0.0)
+    place.says()
+
+
+def test_clearing_until_the_place_has_shown_it(alone: HeardPlace) -> None:
+    alone.view.reset()
+    assert why(alone.view, A) is MissReason.CLEARING
+    alone.view.look(0.0)
+    assert why(alone.view, B) is MissReason.CLEARING
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"gone": [0], "reasons": bytes([Reason.EVICTED])}, MissReason.EVICTED),
+        ({"other": [0]}, MissReason.OTHER_NAMESPACE),
+        ({}, MissReason.NEVER_STORED),
+    ],
+)
+def test_engine_that_is_alone_learns_why_though_nobody_waits_for_it(
+    alone: HeardPlace, answer: dict[str, Any], expected: MissReason
+) -> None:
+    """What the engine has known is lost with its last life, or never was its own."""
+    view = alone.view
+    view.accounts.open("r", 100)
+    assert why(view, B) is MissReason.NEVER_STORED
+    assert view.requests.take_miss("r") is None
+    assert look(view, B) is Lookup.MISS
+    account = view.accounts.get("r")
+    assert account is not None
+    account.admit(0, 0, view.requests.take_miss("r"))
+    assert view.remote.has_news
+    question = asked(view)
+    assert question == [B], "once for each request"
+    columns = {name: Numbers.of(each) for name, each in answer.items() if name != "reasons"}
+    view.take_answer(view.question(1, question, []), AskAnswer(1, **{**answer, **columns}))
+    record = view.accounts.close("r")
+    assert record is not None
+    assert record.missed == {expected: 100}
+    assert why(view, B) is expected
 
 
 def test_pending_too_long_here(view: EngineView) -> None:

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 import raykv.engine.view
-from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, Stamp
+from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, Stamp, in_group
 from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
+from raykv.engine.remote import (
+    MAX_WONDERED,
+    ChunkSize,
+    FetchOrder,
+    RemoteChunks,
+    RemoteSettings,
+)
 from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions, Tier
 from raykv.engine.view import EngineView
 from raykv.protocol.listing import Where
@@ -257,15 +263,27 @@ def test_prefilled_prompt_is_fetched_although_computing_is_faster(view: EngineVi
 # Asking
 
 
+def test_reasons_are_asked_for_of_few_chunks_only(place: HeardPlace, view: EngineView) -> None:
+    place.has_peers = False
+    place.says()
+    many = [in_group(Key(bytes([number]) * 8), 0) for number in range(MAX_WONDERED + 10)]
+    for name in many:
+        assert view.lookup("r", name, 0.0) is MISS
+        assert view.lookup("stranger", name, 0.0) is MISS
+    assert asked(view) == many[:MAX_WONDERED]
+
+
 def test_nobody_is_asked_and_nothing_is_announced_without_peers(
     place: HeardPlace, view: EngineView
 ) -> None:
     place.has_peers = False
     place.says()
     view.ask("r", keys("ab"))
+    assert not view.remote.has_news
     assert look(view, "a") == [MISS]
+    assert (asked(view), asked(view)) == ([A], []), "for the reason alone"
     view.prepare_store("r", keys("c"))
-    assert (asked(view), view.remote.take_announced(10)) == ([], [])
+    assert view.remote.take_announced(10) == []
     assert view.counter_values()["chunks_asked"] == 0
     place.has_peers = True
     place.says()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import raykv.engine.announcements
 from raykv.base.ids import (
     Blocks,
     Key,
@@ -15,7 +16,7 @@ from raykv.base.ids import (
     Stamp,
     in_group,
 )
-from raykv.engine.announcements import News
+from raykv.engine.announcements import TOUCH_S, News
 from raykv.engine.listed import SILENT_S
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
@@ -173,13 +174,100 @@ def test_what_is_found_or_stored_behind_is_told_with_whose_it_is() -> None:
     assert not view.has_found
 
 
+def test_what_a_request_finds_is_told_before_it_is_loaded() -> None:
+    """Its own fetch, or stores of others, could take the head of its prompt meanwhile."""
+    view, (node,) = made(HERE)
+    node.says(row(A), row(OTHER_GROUP))
+    view.start_request("t", RequestOptions(tenant="team"))
+    view.ask("t", [A, B])
+    view.ask("t", [OTHER_GROUP])
+    found = view.take_found()
+    assert (list(found.keys), found.tenants) == ([A, OTHER_GROUP], ["team"])
+    view.prepare_load([A, OTHER_GROUP], "t")
+    assert not view.has_found, "it is one use"
+
+
+def test_what_a_request_finds_is_told_again_while_it_waits() -> None:
+    view, (node,) = made(HERE)
+    node.says(row(A))
+    view.ask("r", [A, B])
+    view.take_found()
+    node.says(row(B))
+    view.touch("r", TOUCH_S / 2)
+    view.touch("stranger", TOUCH_S)
+    assert not view.has_found
+    view.touch("r", TOUCH_S)
+    assert list(view.take_found().keys) == [A, B]
+    view.touch("r", 1.5 * TOUCH_S)
+    assert not view.has_found
+    view.reset()
+    view.touch("r", 2 * TOUCH_S)
+    assert not view.has_found
+
+
+def test_few_chunks_are_told_again_however_many_requests_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.engine.announcements, "MAX_ASKED", 3)
+    view, (node,) = made(HERE)
+    node.says(row(A), row(B))
+    view.start_request("s", RequestOptions())
+    for request in ("r", "s"):
+        view.ask(request, [A, B])
+    view.take_found()
+    for request in ("r", "s"):
+        view.touch(request, TOUCH_S)
+    assert list(view.take_found().keys) == [A, B, A]
+    view.touch("s", 2 * TOUCH_S)
+    assert list(view.take_found().keys) == [A, B]
+
+
+def test_touches_that_nobody_takes_are_bounded_and_the_latest_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.engine.announcements, "MAX_TOUCHES", 4)
+    view, (node,) = made(HERE)
+    many = [in_group(Key(bytes([number]) * 8), 0) for number in range(6)]
+    node.says(*map(row, many))
+    view.ask("r", many)
+    assert list(view.take_found().keys) == many[2:]
+
+
+def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_comes() -> None:
+    view, (node,) = made(HERE)
+    node.has_peers = True
+    node.says()
+    view.ask("r", [A])
+    column = Numbers.of([0])
+    asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
+    assert view.lookup("r", A, 0.0) is PENDING
+    node.says(row(A, Where.COMING, Reason.COMING))
+    settings = view.remote.settings
+    assert settings.pending_deadline_s < settings.fetch_deadline_s
+    assert view.lookup("r", A, settings.fetch_deadline_s - 0.1) is PENDING
+    assert view.lookup("r", A, settings.fetch_deadline_s) is MISS
+    assert reason(view) is MissReason.FETCH_FAILED
+
+
+def test_clearing_is_ordered_anew_where_the_place_has_moved(view: EngineView) -> None:
+    """The orders may be those of a cluster that is gone: no place would ever show them."""
+    view.reset()
+    view.cleared(view.wanted_clear, ORDERS._replace(number=99), 0.0)
+    assert not view.wanted_clear
+    view.move(0, BESIDE, 1.0)
+    assert view.wanted_clear
+    assert view.is_clearing
+    view.cleared(view.wanted_clear, Stamp(0, 0), 1.0)
+    assert not view.is_clearing
+
+
 def test_after_a_reset_nothing_is_found_or_stored_until_every_place_has_shown_its_orders() -> None:
     view, nodes = made(HERE, BESIDE)
     for node in nodes:
         node.says(row(A))
     view.reset()
     assert view.lookup("r", A, 0.0) is MISS
-    assert reason(view) is MissReason.CLEARED
+    assert reason(view) is MissReason.CLEARING
     assert view.prepare_store("r", [B]) == []
     cleared = Stamp(1, 6)
     view.cleared(view.wanted_clear, cleared, 0.0)
@@ -244,11 +332,13 @@ def test_other_weights_begin_with_nothing_and_the_old_results_count_for_nothing(
     view.enter(Namespace("theirs"), 0.0)
     assert not view.loadable
     assert view.is_new
+    assert view.query(0).namespace == "theirs"
+    assert view.query(0).position.life == 0
+    node.says()
     view.end_store(0, "r", [B], late, 0.0)
     view.complete_store([B])
     assert not view.loadable
-    assert view.query(0).namespace == "theirs"
-    assert view.query(0).position.life == 0
+    view.check()
 
 
 def asked(view: EngineView, **answer: object) -> None:
