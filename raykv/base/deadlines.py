@@ -463,6 +463,9 @@ PUBLISH_LOOK_S = 0.1
 """The publisher's sockets are looked at so often when nothing is published: for questions for what
 was missed, and for the end."""
 
+PUBLISH_ASK_S = 1.0
+"""For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile."""
+
 PUBLISH_PUT_S = 1.0
 """For a batch to find room before the sockets; the log waits meanwhile."""
 

@@ -65,7 +65,7 @@ from raykv.protocol.reader import Chunk, EndedRequests, Explanation, PromptLooku
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus, MoreRoom
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
-from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
 
 WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
@@ -347,7 +347,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return {row.key: row for row in describe(ask.node_actors, keys, namespace)}
+        return Insides(ask.node_actors).describe(keys, namespace)
 
     def publish(self, settings: PublisherSettings) -> PublisherStatus:
         """Have all events published in vLLM's format, from Ray's head node, until `down`.
@@ -508,7 +508,8 @@ class Cluster:
     ) -> TransferResult:
         """`prefetch`, then give up the copies that other nodes have of what is there now.
 
-        A copy stays that is pinned where it is, and what is on disks stays there.
+        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
+        more blocks. What is on disks stays there.
 
         Raises:
             ClusterError: as for `prefetch`.

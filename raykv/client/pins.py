@@ -162,6 +162,18 @@ class Pinning:
             raise ClusterError(f"the keys of the pin {pin_id!r} are not known: pin them again")
         return pin.namespace, keys
 
+    def pinned_on(self, node_id: str, namespace: str) -> set[bytes]:
+        """Chunks of a namespace that pins without a priority keep on a node."""
+        nodes = ask_each(PinsHere, _question, [node_id]).values()
+        return {
+            keys[at]
+            for pin in self._told()
+            if (pin.namespace, pin.priority) == (namespace, None)
+            for node in nodes
+            if pin.pin_id in node.held and (keys := self._keys_of(pin))
+            for at in node.held[pin.pin_id].kept
+        }
+
     def _told(self) -> list[ToldPin]:
         return self.scheduler.ask_for(PinPage, "pins").pins
 

@@ -15,10 +15,10 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
-from raykv.base.ids import Key, Refusal, group_of
+from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client.listing import Reader, sources_of
 from raykv.client.nodes import ask_each, warn_of
-from raykv.client.pins import ordered
+from raykv.client.pins import Pinning, ordered
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, NODE_ACTOR
@@ -75,10 +75,12 @@ class Moving:
         give_up_at = time.monotonic() + deadline_s
         pages = _Pages(target, space, give_up_at, watch, TransferResult(asked=len(asked)))
         self._bring(asked, pages)
-        dropped = kept = 0
-        for released in self._drop(space, pages.there, target).values():
-            dropped += released.dropped
-            kept += released.kept
+        dropped, kept = self._drop(space, pages.there, target)
+        if kept:
+            pinned = Pinning(self.scheduler).pinned_on(target, space)
+            there = {key: pages.there[key] for key in pinned & pages.there.keys()}
+            also, _ = self._drop(space, there, target, with_pinned=True)
+            dropped, kept = dropped + also, kept - also
         return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
 
     def bring(
@@ -111,23 +113,34 @@ class Moving:
             pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
             pages.fetch(wanted, known, here)
 
-    def _drop(self, namespace: str, keys: Collection[bytes], target: str) -> dict[str, Released]:
-        """Give up what others have of chunks in their pools."""
-        asked = list(keys)
+    def _drop(
+        self, namespace: str, there: Mapping[bytes, Blocks], target: str, *, with_pinned: bool = False
+    ) -> tuple[int, int]:
+        """Give up what others have in their pools of chunks that are there with these blocks;
+        returns how many copies were given up, and how many were not.
+        """
+        asked = list(there)
         elsewhere: dict[str, list[bytes]] = {}
         found = sources_of(self.scheduler.find, namespace, asked)
         for key, sources in zip(asked, found, strict=True):
             for source in sources:
                 if source.node_id != target and not source.is_disk:
                     elsewhere.setdefault(source.node_id, []).append(key)
-        if not elsewhere:
-            return {}
 
         def question(node_id: str, actor: Any) -> Any:
-            order = DropOrder(PROTOCOL_VERSION, namespace, Keys.of(elsewhere[node_id]))
+            keys = elsewhere[node_id]
+            order = DropOrder(
+                PROTOCOL_VERSION,
+                namespace,
+                Keys.of(keys),
+                Numbers.of(there[key].first for key in keys),
+                Numbers.of(there[key].length for key in keys),
+                with_pinned,
+            )
             return actor.drop.remote(encode(order))
 
-        return ask_each(Released, question, elsewhere)
+        released = ask_each(Released, question, elsewhere).values() if elsewhere else ()
+        return sum(each.dropped for each in released), sum(each.kept for each in released)
 
 
 class _Pages:
@@ -153,8 +166,8 @@ class _Pages:
         self._number = 0
         self._refusals: Counter[str] = Counter()
         self.result = result
-        self.there: list[bytes] = []
-        """Chunks that the node has said that it has in its pool."""
+        self.there: dict[bytes, Blocks] = {}
+        """Chunks that the node has said that it has in its pool, and with which blocks."""
 
     def lost(self, *, nowhere: int, gone: int) -> None:
         """So many of the next page's chunks are stored nowhere, or not where they were."""
@@ -214,7 +227,7 @@ class _Pages:
         there = sum(key in here for at, key in enumerate(keys) if at not in failed)
         came = len(keys) - len(failed) - there
         self._add(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
-        self.there += [row.key for row in fetched.rows if row.where & Where.RAM]
+        self.there |= {row.key: row.blocks for row in fetched.rows if row.where & Where.RAM}
 
     def _add(self, **more: int) -> None:
         sums = {name: getattr(self.result, name) + count for name, count in more.items()}

@@ -260,6 +260,10 @@ def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
         name = (event["node_id"], (event["namespace"], event["key"]))
         if event["event"] == "LifeBegan":
             stored.clear()
+        elif event["event"] == "CacheCleared":
+            # Its chunks go by events of their nodes, like others.
+            of = event["namespace"]
+            stored = {name: each for name, each in stored.items() if of not in ("", name[1][0])}
         elif event["event"] == "BlockStored":
             stored[name] = event
         elif event["event"] == "BlockRemoved" and name in stored:

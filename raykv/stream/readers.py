@@ -14,11 +14,18 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, READER_PATIENCE_S, READER_PAUSE_S, READER_S
+from raykv.base.deadlines import (
+    CLIENT_S,
+    READER_PATIENCE_S,
+    READER_PAUSE_S,
+    READER_S,
+    SOURCE_PAUSES_S,
+)
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
 from raykv.base.version import __version__
 from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER, answering, ask_all
+from raykv.cluster.breaker import Breakers, Pauses
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
 from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
@@ -164,43 +171,62 @@ class _Listing:
         return part.end.place == ALL_READ
 
 
-def describe(
-    find_nodes: FindNodes, keys: Iterable[bytes], namespace: str | None = None
-) -> list[Description]:
-    """What engines have said of chunks; nothing for those that nobody has described.
+class Insides:
+    """Asks what engines have said of chunks. A node that does not answer is named in a warning, and
+    left alone for a while.
 
-    `find_nodes` returns the NodeActors by node. None for the namespace: any in which the key is
-    known. A node that does not answer is named in a warning.
-
-    Raises:
-        MessageError: one sent something invalid.
+    Args:
+        find_nodes: returns the NodeActors by node.
+        deadline_s: for one answer.
     """
-    nodes = find_nodes()
-    found: dict[bytes, Description] = {}
-    left = list(dict.fromkeys(keys))
-    while left:
-        asked, is_cut = left[:MAX_KEYS], False
-        questions = {
-            node_id: lambda actor: actor.descriptions.remote(asked, namespace)  # noqa: B023
-            for node_id in nodes
-        }
-        num_before = len(found)
-        for node_id, answer in ask_all(nodes, questions, READER_S).items():
-            if answer.error:
+
+    def __init__(self, find_nodes: FindNodes, deadline_s: float = READER_S) -> None:
+        self._find_nodes = find_nodes
+        self._deadline_s = deadline_s
+        self._breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
+
+    def describe(
+        self, keys: Iterable[bytes], namespace: str | None = None
+    ) -> dict[bytes, Description]:
+        """By key, nothing for those that nobody has described. None for the namespace: any in which
+        the key is known.
+
+        Raises:
+            ClusterError: Ray does not answer.
+            MessageError: a node sent something invalid.
+        """
+        nodes = self._find_nodes()
+        found: dict[bytes, Description] = {}
+        left = list(dict.fromkeys(keys))
+        while left:
+            asked, is_cut, num_before = left[:MAX_KEYS], False, len(found)
+            for page in self._pages(nodes, asked, namespace):
+                rows = list(rows_of(page))
+                found |= {row.key: row for row in rows if row.key not in found}
+                # The answer may have been cut off behind the last one.
+                is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
+            again = [key for key in asked if key not in found] if is_cut else []
+            left = (again if len(found) > num_before else []) + left[MAX_KEYS:]
+        return found
+
+    def _pages(
+        self, nodes: Mapping[str, Any], keys: list[bytes], namespace: str | None
+    ) -> Iterator[Descriptions]:
+        now = time.monotonic()
+        calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
+        asked = {node_id: call for node_id, call in calls.items() if call is not None}
+        questions = dict.fromkeys(asked, lambda each: each.descriptions.remote(keys, namespace))
+        for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
+            if not answer.error:
+                self._breakers.worked(node_id)
+                page = receive(answer.value, Descriptions, NODE_ACTOR, HERE)
+                check_descriptions(page)
+                yield page
+            elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
                 logger.warning(
                     "what node %s knows of chunks' insides is left out: %s",
                     *(node_id[:12], answer.error),
                 )
-                continue
-            page = receive(answer.value, Descriptions, NODE_ACTOR, HERE)
-            check_descriptions(page)
-            rows = list(rows_of(page))
-            found |= {row.key: row for row in rows if row.key not in found}
-            # The answer may have been cut off behind the last one.
-            is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
-        again = [key for key in asked if key not in found] if is_cut else []
-        left = (again if len(found) > num_before else []) + left[MAX_KEYS:]
-    return list(found.values())
 
 
 def _answer(

@@ -198,6 +198,19 @@ def test_ages_are_of_chunks_that_were_seen_to_come_and_go() -> None:
     assert known["share"].tolist() == [0.5, 1.0]
 
 
+@pytest.mark.parametrize(("cleared", "left"), [("space", []), ("", []), ("other", ["a"])])
+def test_chunks_that_were_cleared_have_no_age(cleared: str, left: list[str]) -> None:
+    rows = [
+        event(1, "BlockStored", "n", "a", time_s=1.0),
+        event(2, "CacheCleared", namespace=cleared, history=1, floor=5, time_s=2.0),
+        event(3, "BlockStored", "n", "b", time_s=3.0),
+        event(4, "BlockRemoved", "n", "a", time_s=4.0),
+        event(5, "BlockRemoved", "n", "b", time_s=5.0),
+    ]
+    known = inspect.ages_at_eviction(frame("events", rows))
+    assert known["key"].tolist() == ["b", *left]
+
+
 def test_ages_without_times_are_in_events() -> None:
     rows = [event(2, "BlockStored", "n", "a"), event(9, "BlockRemoved", "n", "a")]
     known = inspect.ages_at_eviction(frame("events", rows))
