@@ -27,7 +27,7 @@ from raykv.protocol.events import KEYLESS, EventPage, EventsMissed, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Where
 from raykv.stream import readers
-from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 
@@ -308,8 +308,8 @@ def row(number: int, num_tokens: int = 4) -> Description:
 def test_what_any_node_knows_is_told_and_a_silent_one_costs_nothing() -> None:
     rows = [row(number) for number in range(4)]
     nodes = {"a": Describer(rows[:2]), "b": Describer(rows[1:3]), "c": Silent()}
-    found = describe(lambda: {name: Handle(each) for name, each in nodes.items()}, [*ALL_KEYS])
-    assert sorted(each.key for each in found) == [each.key for each in rows[:3]]
+    insides = Insides(lambda: {name: Handle(each) for name, each in nodes.items()})
+    assert sorted(insides.describe([*ALL_KEYS])) == [each.key for each in rows[:3]]
 
 
 ALL_KEYS = [row(number).key for number in range(6)]
@@ -318,7 +318,7 @@ ALL_KEYS = [row(number).key for number in range(6)]
 def test_answer_that_was_cut_off_is_asked_for_again() -> None:
     rows = [row(number, 150_000) for number in range(3)]
     node = Describer(rows, most=1)
-    assert len(describe(lambda: {"a": Handle(node)}, ALL_KEYS)) == 3
+    assert len(Insides(lambda: {"a": Handle(node)}).describe(ALL_KEYS)) == 3
 
 
 def test_description_that_can_not_be_meant_is_an_error() -> None:
@@ -328,4 +328,4 @@ def test_description_that_can_not_be_meant_is_an_error() -> None:
 
     assert isinstance(page_of([row(1)]), Descriptions)
     with pytest.raises(MessageError):
-        describe(lambda: {"a": Handle(Wrong())}, ALL_KEYS)
+        Insides(lambda: {"a": Handle(Wrong())}).describe(ALL_KEYS)
