@@ -185,7 +185,7 @@ OPEN: dict[str, tuple[Panel, ...]] = {
             (_NOT_COMPUTED, "tokens not computed"),
             (
                 "max by (namespace) (raykv_reachable_hit_ratio{$N})",
-                "an endless pool, {{namespace}}",
+                "an endless pool of one node, {{namespace}}",
             ),
         ),
         _panel(
@@ -199,7 +199,10 @@ OPEN: dict[str, tuple[Panel, ...]] = {
                 _rate("raykv_wanted_chunks_total", "namespace", "$N"),
                 "wanted, {{namespace}}",
             ),
-            ("max by (namespace) (raykv_distinct_wanted_chunks{$N})", "different, {{namespace}}"),
+            (
+                "max by (namespace) (raykv_distinct_wanted_chunks{$N})",
+                "different, at one node, {{namespace}}",
+            ),
         ),
         _panel(
             "Nodes and engines",
