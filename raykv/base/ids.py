@@ -119,7 +119,7 @@ class Refusal(IntEnum):
 
     NONE = 0
     WRITING = 2
-    """It is being written: a load would read half a chunk, and another store has its slot."""
+    """It is being written: a load would read half a chunk, and another store has begun."""
     CLEARED = 3
     """The namespace was cleared after it was offered."""
     BAD_HANDLE = 4
@@ -147,7 +147,7 @@ class Refusal(IntEnum):
     HERE = 15
     """Nothing is to be stored: the node has the chunk."""
     NO_ROOM = 16
-    """There is no slot for it, and nothing that may go for it."""
+    """There is no room for it, and nothing that may go for it."""
 
 
 class TokenSource(StrEnum):
@@ -188,7 +188,7 @@ class MissReason(StrEnum):
     STORE_FAILED = "store_failed"
     """It was computed here, and its store failed."""
     POOL_FULL = "pool_full"
-    """There was no slot to be had: to store it when it was computed, or to fetch it into."""
+    """There was no room: to store it when it was computed, or to fetch it."""
     EVICTED = "evicted"
     """It was given up for other chunks."""
     QUOTA = "quota"

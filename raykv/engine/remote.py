@@ -130,8 +130,8 @@ class RemoteChunks:
         """Have the scheduler actor asked which nodes have `keys`, unless this request has asked
         before.
         """
-        # The router that had the prompt prefilled knows of a peer of which the last heartbeat could
-        # not.
+        # The router that had the prompt prefilled knows of a peer of which this node may not
+        # have heard.
         has_peers = self.has_peers or request.options.prefilled
         if not has_peers or not request.is_known:
             return
