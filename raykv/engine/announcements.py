@@ -110,21 +110,23 @@ class FoundChunks:
 
     def note(self, request: RequestState, keys: Iterable[Key]) -> None:
         """A request has found chunks."""
-        self._rows.extend((request.options.tenant, key) for key in keys)
+        found = list(keys)
+        request.told.update(found)
+        self._rows.extend((request.options.tenant, key) for key in found)
 
     def note_again(self, request: RequestState, ready: Container[Key], now: float) -> None:
         """A request waits: every `TOUCH_S` what is `ready` of its chunks is told again, as far as
         other requests have left room.
         """
-        if request.touch_at is None or now < request.touch_at:
+        if now < request.touch_at:
             return
         request.touch_at = now + TOUCH_S
         if now >= self._until:
             self._left, self._until = MAX_ASKED, now + TOUCH_S
         keys = chain.from_iterable(request.chunks.values())
         again = list(islice((key for key in keys if key in ready), self._left))
-        self._left -= len(again)
         self.note(request, again)
+        self._left -= len(again)
 
     def take(self, most: int) -> FoundKeys:
         """What is to be told now."""

@@ -76,9 +76,9 @@ class RequestState:
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
     answers without a sign of some key are not believed. `fetches_since`: when a lookup first found
     a chunk that is fetched, since the request was admitted. `no_room`: by KV group, the first chunk
-    that found no room: behind it nothing is stored, unless it comes. `touch_at`: when what it has
-    found is to be told again; None: it was not told. `wondered`: what nobody knew of when it was
-    looked up.
+    that found no room: behind it nothing is stored, unless it comes. `told`: what its
+    places were told that it has found, and `touch_at`, when they are to be told again. `wondered`:
+    what nobody knew of when it was looked up.
     """
 
     options: RequestOptions
@@ -98,7 +98,8 @@ class RequestState:
     repeats_left: int = 0
     fetches_since: float | None = None
     no_room: dict[int, Key] = field(default_factory=dict)
-    touch_at: float | None = None
+    told: set[Key] = field(default_factory=set)
+    touch_at: float = 0.0
     wondered: set[Key] = field(default_factory=set)
 
     def barrier(self, key: Key) -> MissReason | None:

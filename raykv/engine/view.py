@@ -496,8 +496,7 @@ class EngineView:
     def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
         """Chunks that `lookup` called HIT are about to be loaded."""
         request = self.requests.get(request_id)
-        if request.touch_at is None:
-            self._found.note(request, keys)
+        self._found.note(request, (key for key in keys if key not in request.told))
         if self.announcements is not None:
             self.announcements.come(key for key in keys if key in self._ready)
 

@@ -14,12 +14,15 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.base.ids import Direction, Namespace
+from raykv.base.ids import ALL_BLOCKS, Direction, Key, Namespace, Stamp
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Naming, Space
+from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.named.copies import NamedResult
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
-from raykv.vllm.transfers import RayKVWorkerMetadata
+from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
 
@@ -40,6 +43,9 @@ class Session:
     def take_naming(self) -> Naming | None:
         naming, self.naming = self.naming, None
         return naming
+
+    def change_weights(self) -> None:
+        self.naming = None
 
     def nudge(self) -> None:
         """Nobody is told."""
@@ -222,7 +228,7 @@ def test_engine_without_a_name_for_its_weights_goes_by_the_one_that_the_user_giv
         each.change(None)
         request = PlayedRequest("waits")
         each.begin(request)
-        each.session.naming = Naming("order", "v2")
+        each.session.naming = Naming(Stamp(1, 5), "v2")
         each.weights.listen()
         assert not each.view.has_left
         each.hold(0, 1)
@@ -231,14 +237,14 @@ def test_engine_without_a_name_for_its_weights_goes_by_the_one_that_the_user_giv
     assert engine.view.namespace == other.view.namespace != namespace_of(FACTS)
     engine.change(None)
     assert engine.view.has_left
-    engine.session.naming = Naming("next order", "v3")
+    engine.session.naming = Naming(Stamp(1, 6), "v3")
     engine.weights.listen()
     assert engine.view.namespace != other.view.namespace
 
 
 def test_name_that_was_given_before_a_change_is_not_the_new_weights() -> None:
     engine = Changing()
-    engine.session.naming = Naming("order", "v2")
+    engine.session.naming = Naming(Stamp(1, 5), "v2")
     engine.change(None)
     engine.weights.listen()
     assert engine.view.has_left
@@ -302,3 +308,19 @@ def test_ends_of_jobs_of_other_weights_bar_what_did_not_come_and_say_nothing_els
     engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert engine.view.requests.get(request.request_id).barred == {key(0)}
     assert not engine.view.counters.stores_failed
+
+
+def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> None:
+    engine = Changing()
+    old = engine.view.namespace
+    engine.change("new")
+    before = engine.view.query(0).position
+    rows = [
+        ListedRow(each, Key(key(at)), Where.RAM, ALL_BLOCKS, Reason.STORED)
+        for at, each in enumerate((old, engine.view.namespace))
+    ]
+    result = NamedResult(1, before.life, before.number + 5, ListedRows.of(rows))
+    ends = [JobEnd(each, old, "r", Keys.of([key(0)]), result) for each in Direction]
+    told = RayKVWorkerMetadata(ends=ends)
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    assert not engine.view.loadable
