@@ -106,6 +106,9 @@ with much memory takes seconds to exit.
 NODE_BIND_LOOK_S = 0.1
 """Between two attempts."""
 
+NODE_DRAIN_LOOK_S = 5.0
+"""Between two looks at whether Ray drains the node."""
+
 POOL_FILE_S = 10.0
 """The same for the file of its pool. If it is still held after that, another NodeActor has it."""
 

@@ -383,3 +383,7 @@ class Pool:
     def stop(self) -> None:
         """End the prefaulting. The memory goes with the process."""
         self._stopped.set()
+
+    def close(self) -> None:
+        """Give up the memory of a pool that nobody has begun to use."""
+        self._region.close()

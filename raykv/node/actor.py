@@ -22,8 +22,10 @@ import ray
 
 from raykv.base.deadlines import (
     DISK_READ_S,
+    GCS_S,
     NODE_BIND_LOOK_S,
     NODE_BIND_S,
+    NODE_DRAIN_LOOK_S,
     NODE_ROOM_GRACE_LOOK_S,
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
@@ -75,6 +77,17 @@ CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states"
 """Threads of the actor for each kind of call; further calls wait their turn."""
 
 NO_OPTIONS = NodeOptions()
+
+
+def is_draining(node_id: str) -> bool:
+    """Whether Ray is about to take a node away; False where it does not say."""
+    try:
+        from ray._private import worker
+
+        return node_id in worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_S)
+    except Exception as error:
+        logger.debug("Ray does not say which nodes drain: %s", first_line(error))
+        return False
 
 
 class NodeActor:
@@ -167,20 +180,28 @@ class NodeActor:
         self._reports = Reports(keeper, self._stats)
         try:
             self._start()
-        except RayKVError as error:
-            self._service.stop()
-            return str(error)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (RayKVError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise
             self._service.stop()
-            return f"the pool {self._pool_path} can't be opened: {error}"
+            keeper.pool.close()
+            is_ours = isinstance(error, RayKVError)
+            return str(error) if is_ours else f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
         if self._transport_wish != "ray":
             start_thread("raykv-nixl", lambda: self._open_nixl(peers), OnFailure.GIVE_UP)
         self._reports.start()
+        start_thread("raykv-drain", self._watch_for_drain, OnFailure.END_PROCESS)
         return ""
+
+    def _watch_for_drain(self) -> None:
+        """Until Ray drains this node: nothing more is stored here from then on."""
+        while not is_draining(self._node_id):
+            time.sleep(NODE_DRAIN_LOOK_S)
+        with self._keeper.lock:
+            self._keeper.owner.is_leaving = True
+            self._keeper.lock.notify_all()
 
     def _wake(self) -> None:
         """The disk has changed the listing."""
@@ -277,6 +298,8 @@ class NodeActor:
     def offer(self, raw: bytes) -> bytes:
         """`ReadNamed` → `Offer`: chunks that another node takes out of the pool itself."""
         self._refuse_without_pool()
+        if not self._nixl.metadata:
+            raise SettingError("NIXL is not open on this node: its pool is read through Ray")
         return encode(self._offers.begin(receive(raw, ReadNamed, OTHER_NODE, HERE)))
 
     @ray.method(concurrency_group="offer")

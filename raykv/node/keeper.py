@@ -151,6 +151,9 @@ class PoolKeeper:
     ) -> ChunkRecord | Refusal:
         """A slot for a chunk of another node; see `NodePool.land`. `landed` ends it."""
         with self.lock:
+            # What another node stored before its first orders may be older than any clear.
+            if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
+                return Refusal.CLEARED
             record = self.owner.land(
                 *(namespace, key, slot_bytes, stamp, blocks, tenant), now=self.now()
             )
@@ -259,9 +262,11 @@ class PoolKeeper:
         while True:
             with self.lock:
                 ready = [r for r in self.owner.index.places if r.state is ChunkState.READY]
-                count = sum(record.checksum is None for record in ready)
-            if not count or time.monotonic() > give_up_at:
-                return count
+                left = [record for record in ready if record.checksum is None]
+                if not self._unchecked:
+                    self._unchecked.extend(left)
+            if not left or time.monotonic() > give_up_at:
+                return len(left)
             time.sleep(SLOT_LOOK_S)
 
     @property

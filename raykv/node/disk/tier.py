@@ -46,6 +46,7 @@ from raykv.base.threads import OnFailure, start_thread
 from raykv.memory.region import yield_to_others
 from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.node.disk.folder import TierFolder
+from raykv.node.disk.index import DiskChunk
 from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
@@ -405,17 +406,34 @@ class DiskTier:
         return True
 
     def _add(self, file: ChunkFile, keys: Collection[Key] | None = None) -> None:
-        """List a file, or of it chunks with these keys, but for what is void."""
+        """List a file of an earlier life, or of one of this life the chunks with these keys, but
+        for what is void, or on the disk and better.
+        """
         with self._lock:
-            is_void = self._owner.index.floors.is_void
+            floors = self._owner.index.floors
+            is_void = floors.is_void_of_earlier if keys is None else floors.is_void
             chunks = [
                 each
                 for each in file.chunks
-                if (keys is None or each.key in keys) and not is_void(file.namespace, each.stamp)
+                if (keys is None or each.key in keys)
+                and not is_void(file.namespace, each.stamp)
+                and not self._has_better(file.namespace, each)
             ]
             tenant = file.facts.get(TENANT, "")
             self._index.add(file.path.name, file.num_bytes, file.namespace, chunks, tenant)
             self._lock.notify_all()
+
+    def _has_better(self, namespace: Namespace, chunk: DiskChunk) -> bool:
+        """Whether a copy that came to the disk first was stored later, or with more blocks: the
+        batches of tenants are written when each is full, or old.
+        """
+        entry = self._index.find(namespace, chunk.key)
+        if entry is None:
+            return False
+        kept = entry.chunk
+        if kept.stamp != chunk.stamp:
+            return self._owner.index.floors.is_older(chunk.stamp, kept.stamp)
+        return kept.blocks != chunk.blocks and kept.blocks.has(chunk.blocks)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:
         """Raise a DiskError if less than the floor would stay free."""

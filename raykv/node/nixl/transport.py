@@ -112,19 +112,21 @@ class NixlTransport:
         if source.kind is not SourceKind.POOL or request.from_disk:
             return self._others.start_read(source, request)
         self.advance()
+        known = self._reachable(source)
+        buffer = None if known is None else self._buffer(sum(request.slot_bytes))
+        if known is None or buffer is None:
+            return self._others.start_read(source, request)
+        # Ray may take long to find the source: nobody else waits for that.
+        asked = self.peers.call(source, "offer", encode(request))
+        read = _NixlRead(self, source, known, request, buffer, asked)
         with self._lock:
-            known = self._reachable(source)
-            buffer = None if known is None else self._buffer(sum(request.slot_bytes))
-            if known is not None and buffer is not None:
-                asked = self.peers.call(source, "offer", encode(request))
-                read = _NixlRead(self, source, known, request, buffer, asked)
-                self._reads.append(read)
-                return read
-        return self._others.start_read(source, request)
+            self._reads.append(read)
+        return read
 
     def _buffer(self, num_bytes: int) -> Bytes | None:
         try:
-            return self._buffers.take(num_bytes)
+            with self._lock:
+                return self._buffers.take(num_bytes)
         except NixlError as error:
             logger.warning("no memory for reads through NIXL: %s", error)
             return None
@@ -135,8 +137,9 @@ class NixlTransport:
         if known is None or (known.asked is None and not known.name and _is_due(known)):
             asked = self.peers.call(source, "describe")
             known = self._known[source.node_id] = _Known(asked)
-        if known.asked is not None and known.asked.is_done():
-            self._meet(source, known)
+        with self._lock:
+            if known.asked is not None and known.asked.is_done():
+                self._meet(source, known)
         return known if known.name and _is_due(known) else None
 
     def _meet(self, source: Source, known: _Known) -> None:

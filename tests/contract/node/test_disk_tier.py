@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import raykv.node.disk.folder
 import raykv.node.disk.tier
 from raykv.base.ids import EVERY_NAMESPACE, Blocks, Key, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace
-from raykv.node.disk.chunk_file import PART_SUFFIX, ChunkFile, write_chunks
+from raykv.node.disk.chunk_file import (
+    PART_SUFFIX,
+    ChunkBytes,
+    ChunkFile,
+    read_header,
+    write_chunks,
+)
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
@@ -238,6 +245,47 @@ def test_wider_chunk_takes_the_place_of_the_narrower_one(here: Node, make: Made)
     assert arrived is not None
     assert arrived.blocks == wide.blocks
     assert tier.stats().num_chunks == 1
+
+
+def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
+    here: Node, make: Made
+) -> None:
+    """Batches of tenants are written when each is full, or old, whatever is in the others."""
+    tier = make()
+    wide = here.store(key(1), stamp=Stamp(HISTORY, 1))
+    later = here.store(key(2), stamp=Stamp(HISTORY, 2))
+    tier.keep(10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    path = folder.new_path()
+    data = np.zeros(PAGE, np.uint8)
+    chunks = [
+        ChunkBytes(wide.key, wide.stamp, 1, data, Blocks(0, 1)),
+        ChunkBytes(later.key, Stamp(HISTORY, 1), 1, data, later.blocks),
+    ]
+    write_chunks(path, NAMESPACE, chunks)
+    tier._add(read_header(path), {wide.key, later.key})
+    entries = [tier._index.find(NAMESPACE, each.key) for each in (wide, later)]
+    assert all(entry is not None and entry.file != path.name for entry in entries)
+
+
+def test_chunk_from_before_the_orders_is_not_found_again_where_anything_was_cleared(
+    here: Node, make: Made
+) -> None:
+    tier = make()
+    here.order(2, floors={NAMESPACE: 2})
+    begin_life(here, tier, 0)
+    here.store(key(1), stamp=Stamp(0, 0))
+    again = make(is_open=False)
+    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
+    again.keep(10.0)
+    assert on_disk(here) == {key(1)}
+    begin_life(here, again, 0)
+    third = make(is_open=False)
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
+    wait_until(lambda: not third.stats().problem, 10.0, "the folder is read")
+    assert on_disk(here) == set()
 
 
 def test_keep_writes_all_that_the_pool_has(here: Node, make: Made) -> None:

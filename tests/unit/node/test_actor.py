@@ -7,12 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from ray._private import worker
 
 import raykv.node.actor
 import raykv.node.reports
 from raykv.base.errors import SettingError
 from raykv.base.settings import NodeOptions
-from raykv.node.actor import NodeActor
+from raykv.node.actor import NodeActor, is_draining
 from raykv.node.reports import Reports
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
@@ -44,6 +45,41 @@ def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) ->
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)
+    finally:
+        actor._service.stop()
+
+
+def test_node_that_ray_drains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    monkeypatch.setattr(raykv.node.actor, "NODE_DRAIN_LOOK_S", 0.0)
+    drains = iter([False, False, True])
+    monkeypatch.setattr(raykv.node.actor, "is_draining", lambda _: next(drains))
+    actor = NodeActor("node", f"raykv/test-drain/{os.getpid()}", 1 << 20, 1 << 20, "")
+    try:
+        with actor._keeper.lock:
+            assert actor._keeper.lock.wait_for(lambda: actor._keeper.owner.is_leaving, 10.0)
+    finally:
+        actor._service.stop()
+
+
+def test_ray_says_which_nodes_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Head:
+        def get_draining_nodes(self, timeout: float) -> dict[str, int]:
+            assert timeout > 0
+            return {"one": 0}
+
+    assert not is_draining("one")
+    monkeypatch.setattr(worker.global_worker, "gcs_client", Head(), raising=False)
+    assert is_draining("one")
+    assert not is_draining("two")
+
+
+def test_no_offer_is_made_while_nothing_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    actor = NodeActor("node", f"raykv/test-offer/{os.getpid()}", 1 << 20, 1 << 20, "")
+    try:
+        with pytest.raises(SettingError, match="NIXL is not open"):
+            actor.offer(b"")
     finally:
         actor._service.stop()
 
@@ -96,6 +132,8 @@ def test_journal_that_is_a_link_is_a_refusal(
     actor = NodeActor("node", "raykv/test-link", 1 << 20, 1 << 20, path)
     refusal = decode(actor.describe(), NodeDescription).refusal
     assert "is a symbolic link, which is not followed" in refusal
+    # It is tried again and again: nothing of it is left.
+    assert path not in Path("/proc/self/maps").read_text()
     assert not (tmp_path / "target").exists()
 
 

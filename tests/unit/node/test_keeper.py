@@ -40,6 +40,7 @@ ENGINE = 5
 LONG_S = 10.0
 STORE, LOAD = Direction.STORE, Direction.LOAD
 BLOCKS = Blocks(0, 1)
+HISTORY = 3
 
 
 def made(path: Path | None = None, life: int = 7) -> PoolKeeper:
@@ -95,7 +96,7 @@ def make_checksums(keeper: PoolKeeper) -> None:
 
 
 def orders(number: int, floors: Mapping[str, int] | None = None) -> OrdersDocument:
-    return OrdersDocument(Stamp(0, number), floors=dict(floors or {}))
+    return OrdersDocument(Stamp(HISTORY, number), floors=dict(floors or {}))
 
 
 def land(keeper: PoolKeeper, chunk: int) -> ChunkRecord | Refusal:
@@ -214,6 +215,15 @@ def test_wait_for_checksums_says_how_many_have_none(keeper: PoolKeeper) -> None:
     assert keeper.wait_for_seals(0.0) == 0
 
 
+def test_chunks_that_were_left_out_get_their_checksums_before_the_end(keeper: PoolKeeper) -> None:
+    store(keeper, 1, 2)
+    # As if others had come since.
+    keeper._unchecked.clear()
+    assert keeper.wait_for_seals(0.0) == 2
+    make_checksums(keeper)
+    assert keeper.wait_for_seals(0.0) == 0
+
+
 # Orders
 
 
@@ -230,7 +240,7 @@ def test_orders_clear_what_was_stored_before_them(keeper: PoolKeeper) -> None:
     assert found(keeper, 1) is None
     # The disk had no time for it.
     assert keeper.take_orders(orders(1, {MODEL: 1}), 1.0)
-    assert kept == [{0: {MODEL: 1}}] * 2
+    assert kept == [{HISTORY: {MODEL: 1}}] * 2
 
 
 # Pool files
@@ -285,8 +295,29 @@ def test_what_was_cleared_is_known_in_the_next_life(tmp_path: Path) -> None:
     first = made(tmp_path / "pool")
     assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
     again = made(tmp_path / "pool", life=8)
-    assert again.owner.index.floors.is_void(MODEL, Stamp(0, 2))
+    assert again.owner.index.floors.is_void(MODEL, Stamp(HISTORY, 2))
+    # What is stored here is new; of what others have stored before their first orders who knows?
+    assert store(again, 2).refusals == b""
     assert land(again, 1) is Refusal.CLEARED
+    assert again.take_orders(orders(3, {MODEL: 3}), 1.0)
+    assert found(again, 2) is None
+
+
+def test_chunks_of_a_pool_file_from_before_the_orders_are_void_where_anything_was_cleared(
+    tmp_path: Path,
+) -> None:
+    first = made(tmp_path / "pool")
+    assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
+    second = made(tmp_path / "pool", life=8)
+    store(second, 1)
+    make_checksums(second)
+    later = OrdersDocument(Stamp(HISTORY + 1, 1))
+    assert second.take_orders(later, 1.0)
+    assert found(second, 1) is not None
+    third = made(tmp_path / "pool", life=9)
+    assert third.take_orders(later, 1.0)
+    assert found(third, 1) is None
+    third.owner.check()
 
 
 def test_chunks_of_a_pool_file_are_given_up_when_no_orders_come(
