@@ -53,7 +53,7 @@ HOUSE = {
     "directory": Room(
         6,
         "msgspec ray",
-        "actor bequest launch steward",
+        "actor launch steward",
     ),
     "node": Room(
         5,
@@ -76,7 +76,9 @@ HOUSE = {
         "cuda msgspec numpy torch",
         "handles limits pages pool region words cuda.bindings cuda.kv cuda.page_lock",
     ),
-    "cluster": Room(3, "numpy psutil ray", "ask deaths join local_nodes logs processes warden"),
+    "cluster": Room(
+        3, "numpy psutil ray", "ask bequest deaths join local_nodes logs processes warden"
+    ),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
     "prompts": Room(3, "cbor2 numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),

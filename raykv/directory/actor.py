@@ -48,7 +48,6 @@ from raykv.protocol.measures import ClusterMetrics, MetricFamily
 from raykv.protocol.named.ask import Ask
 from raykv.protocol.named.report import Report
 from raykv.protocol.operator import (
-    NameWeights,
     OrderAnswer,
     OrdersDocument,
     PinPage,
@@ -84,8 +83,8 @@ class SchedulerActor:
         left = self._steward.start()
         orders = Orders(left.orders, secrets.randbits(DRAWN_BITS), time.monotonic())
         self._orders = orders
-        self._desk = OrderDesk(orders, left.pin_keys)
         self._directory = Directory(left.life, orders)
+        self._desk = OrderDesk(orders, left.pin_keys, self._directory.engines)
         self._meter = ClusterMeter(self._directory)
         self._expires_at = 0.0
         self._metrics: MetricsServer | None = None
@@ -146,24 +145,20 @@ class SchedulerActor:
         with self._measured("order"):
             order = receive_order(raw, OPERATOR, HERE)
             error = self._desk.take(order)
-            told: list[str] = []
-            if isinstance(order, NameWeights) and not error:
-                told = self._directory.told_names(order.beginning)
             self._work(time.monotonic())
-            return encode(OrderAnswer(error, told))
+            return encode(OrderAnswer(error))
 
     def order_state(self, order_id: str) -> bytes:
         """→ `OrderState`."""
-        self._tick()
+        now = self._tick()
         require(isinstance(order_id, str), f"the order {order_id!r}")
-        return encode(self._desk.state(order_id))
+        return encode(self._desk.state(order_id, now))
 
     def has_heard(self, order_id: str) -> bool:
         """Whether all engines that live have heard what `NameWeights` of that id tells them."""
         now = self._tick()
         require(isinstance(order_id, str), f"the order {order_id!r}")
-        is_kept = self._orders.number_of(order_id) is not None
-        return is_kept and self._directory.has_told_namings(now)
+        return self._desk.has_heard(order_id, now)
 
     def pins(self) -> bytes:
         """→ `PinPage`."""

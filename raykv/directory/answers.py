@@ -224,10 +224,14 @@ def _breakers(engine: ReportedEngine, member: ReportedNode, age_s: float) -> Bre
 
 
 def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
-    """Tell a session's nodes what an operator says of it; with an empty namespace, of all."""
+    """Tell a session's nodes what an operator says of it; with an empty namespace, of all.
+
+    Of one that is not known here all nodes are told: who does not know it either does nothing.
+    """
     found = directory.sessions.known(order.namespace, order.session, MOST_SESSIONS)
     news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
-    for each in found:
-        directory.sessions.order(SessionsWord(each.namespace, news))
-    nodes: Sequence[NodeId] = sorted({node for each in found for node in each.nodes})
+    for space in {each.namespace for each in found} or {order.namespace} - {""}:
+        directory.sessions.order(SessionsWord(space, news))
+    everybody = directory.members if order.namespace else ()
+    nodes: Sequence[NodeId] = sorted({node for e in found for node in e.nodes} or everybody)
     return SessionAnswer(PROTOCOL_VERSION, [str(node) for node in nodes])

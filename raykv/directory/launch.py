@@ -8,13 +8,10 @@ import ray
 
 from raykv.base.ids import Stamp
 from raykv.base.settings import ANY_PORT, MetricsPlace
-from raykv.cluster import names
+from raykv.cluster import bequest, names
 from raykv.cluster.logs import level_for_actors
 from raykv.cluster.names import HEAD_RESOURCE, SHARE_OF_HEAD
-from raykv.directory import bequest
 from raykv.directory.actor import SchedulerActor
-from raykv.directory.steward import ORDERS, KeptOrders
-from raykv.protocol.framing import decode, encode
 from raykv.protocol.operator import OrdersDocument
 
 
@@ -39,16 +36,22 @@ def scheduler_actor(address: str, metrics: MetricsPlace = ANY_PORT) -> Any:
     return ray.remote(SchedulerActor).options(**options).remote(address, metrics)
 
 
+def forget_wish() -> None:
+    """Have no later life make NodeActors. It waits for Ray's head node as long as Ray does."""
+    bequest.delete(bequest.WISH)
+
+
 def forget_orders() -> None:
     """Leave nothing of what operators have ordered to later lives, but what they have cleared.
 
-    It waits for Ray's head node as long as Ray does.
+    Once there is no scheduler actor any more: what that orders meanwhile would get the same number
+    as what is left. It waits for Ray's head node as long as Ray does.
     """
-    for name, value in bequest.entries():
-        if name == ORDERS:
-            kept = decode(value, KeptOrders)
-            bequest.put(ORDERS, encode(KeptOrders(_with_floors_alone(kept.document), kept.at)))
-        elif name != bequest.LIFE:
+    kept = bequest.orders()
+    if kept is not None:
+        bequest.put_orders(_with_floors_alone(kept))
+    for name, _ in bequest.entries():
+        if name not in (bequest.LIFE, bequest.ORDERS):
             bequest.delete(name)
 
 

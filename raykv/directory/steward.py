@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -25,8 +26,8 @@ import ray
 from raykv.base.deadlines import GCS_S, INHERIT_S, RECONCILE_PAUSES_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, end_process, start_thread, within
-from raykv.cluster import ask
-from raykv.directory import bequest
+from raykv.cluster import ask, bequest
+from raykv.cluster.bequest import ORDERS, PIN, WISH
 from raykv.directory.known.desk import Draft
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import wants
@@ -37,18 +38,8 @@ logger = logging.getLogger("raykv.scheduler")
 
 T = TypeVar("T")
 
-ORDERS, WISH, PIN = "orders", "wish", "pin:"
-"""Names in the store; behind the last one stands a digest in hexadecimal."""
-
 ZERO = 1_735_689_600
 """2025-01-01 in Unix time: lives are numbered by the milliseconds since then."""
-
-
-class KeptOrders(msgspec.Struct, frozen=True):
-    """The document, and the Unix time at which the store had it: pins have so much less time."""
-
-    document: OrdersDocument
-    at: float
 
 
 @dataclass
@@ -104,7 +95,7 @@ class Steward:
             wish = decode(value, PoolWish)
             self._wish = wish if wish.version == PROTOCOL_VERSION else None
         elif name == ORDERS:
-            inherited.orders = _aged(decode(value, KeptOrders))
+            inherited.orders = bequest.aged(value)
         elif name.startswith(PIN):
             inherited.pin_keys[bytes.fromhex(name.removeprefix(PIN))] = value
 
@@ -113,7 +104,8 @@ class Steward:
     def keep(self, draft: Draft) -> None:
         """Have the store keep a document; the next one only when that `has_kept`."""
         assert self._draft is None, self._draft
-        if draft.digest in self._unused:
+        # Its own thread may just have taken it out, and puts the keys there again after that.
+        with suppress(ValueError):
             self._unused.remove(draft.digest)
         self._draft = draft
         self._news.set()
@@ -166,8 +158,7 @@ class Steward:
         try:
             if draft.keys:
                 within(GCS_S, partial(bequest.put, _pin_name(draft.digest), draft.keys))
-            kept = KeptOrders(draft.document, time.time())
-            within(GCS_S, partial(bequest.put, ORDERS, encode(kept)))
+            within(GCS_S, partial(bequest.put_orders, draft.document))
         except Exception as error:
             # It may be kept later, over what is ordered next.
             end_process(f"it is not known whether orders were kept: {first_line(error)}")
@@ -201,17 +192,6 @@ class Steward:
                 make_node_actor(self._address, facts.node_id, wish)
             except ClusterError as error:
                 logger.warning("%s", error)
-
-
-def _aged(kept: KeptOrders) -> OrdersDocument:
-    """The document now, whose pins have less time left than when it was kept."""
-    passed = max(0.0, time.time() - kept.at)
-    pins = {
-        pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
-        for pin_id, pin in kept.document.pins.items()
-        if pin.left_s > passed
-    }
-    return msgspec.structs.replace(kept.document, pins=pins)
 
 
 def _pin_name(digest: bytes) -> str:

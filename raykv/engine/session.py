@@ -162,9 +162,11 @@ class Session:
         # Where the engine is, and where it is about to go.
         self._space = Space(hello.namespace, hello.traits)
         self._next: Space | None = None
-        # What the user calls the weights, until the engine's thread takes it; and the last order.
+        # What the user calls the weights, until the engine's thread takes it; the latest number.
         self._naming: Naming | None = None
-        self._heard = ""
+        self._heard = NOTHING_ORDERED
+        # How often these have changed.
+        self._weights = 0
         # By rank, what the workers have said, and when; since when the place has its present life.
         self._workers: dict[int, tuple[float, WorkerReport]] = {}
         self._life, self._life_since = 0, 0.0
@@ -172,7 +174,7 @@ class Session:
         self._seq = 0
         self._tell_at = 0.0
         self._welcomed = 0
-        self._said = ("", NOTHING_ORDERED)
+        self._said = (NOTHING_ORDERED, 0, NOTHING_ORDERED)
         self._wanted = WantedKeys()
         # Of the thread that asks.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
@@ -281,7 +283,12 @@ class Session:
     def take_naming(self) -> Naming | None:
         """What the user has called the weights since this was asked the last time."""
         naming, self._naming = self._naming, None
-        return naming
+        return naming if naming is not None and naming.weights == self._weights else None
+
+    def change_weights(self) -> None:
+        """What was called somehow until now are other weights."""
+        self._weights += 1
+        self._line.wake()
 
     def _go_on(self) -> None:
         """A clearing is the last namespace's: first that has to be ordered."""
@@ -348,8 +355,9 @@ class Session:
         del place
         now = time.monotonic()
         naming = answer.naming
-        if naming is not None and naming.order_id != self._heard:
-            self._naming, self._heard = naming, naming.order_id
+        is_mine = naming is not None and naming.weights == self._weights
+        if naming is not None and is_mine and naming.stamp > self._heard:
+            self._naming, self._heard = naming, naming.stamp
         part = answer.part
         if part.end == query.position:
             self._standing = QuietAnswer(answer, now)
@@ -385,7 +393,7 @@ class Session:
         """See `LineOwner.next_tell`."""
         del place
         view, now = self._view, time.monotonic()
-        knows = (self._heard, max(self._orders, view.orders))
+        knows = (self._heard, self._weights, max(self._orders, view.orders))
         has_news = view.has_found or view.accounts.has_records or self.hints.has_news
         has_described = self.described is not None and self.described.has_news
         if not (has_news or has_described or knows != self._said or now >= self._tell_at):
@@ -408,7 +416,8 @@ class Session:
             breakers=self._breaker_report(now),
             described=Descriptions() if self.described is None else self.described.take(),
             heard=knows[0],
-            orders=knows[1],
+            weights=knows[1],
+            orders=knows[2],
         )
 
     def _counters(self) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """The thread that reports to the scheduler actor, and hears of orders from it.
 
 A report goes at once after silence, then as often as the last answer allows, and as a heartbeat.
-Without a scheduler actor what it should know stays here. The node shows the number of orders when
-what they clear is kept by its pool file and disk.
+Without a scheduler actor what it should know stays here, and the first orders are read where they
+are kept: what a pool file holds can't wait for it. The node shows the number of orders when what
+they clear is kept by its pool file and disk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from raykv.base.deadlines import (
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Stamp
 from raykv.base.threads import OnFailure, start_thread, within
-from raykv.cluster import names
+from raykv.cluster import bequest, names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol.framing import encode, receive
@@ -80,6 +81,8 @@ class Reports:
         return self._breakers.report(time.monotonic())
 
     def _run(self) -> None:
+        # What is stored before there are any counts as older than everything that was cleared.
+        self._read_kept_orders()
         while True:
             self._wait()
             self._look()
@@ -116,6 +119,8 @@ class Reports:
             reason = first_line(cause_of(error))
             if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
                 logger.warning("no report to the scheduler actor: %s", reason)
+            if self._keeper.owner.orders == NOTHING_ORDERED:
+                self._read_kept_orders()
             return
         if self._breakers.worked(names.SCHEDULER):
             logger.warning("the scheduler actor takes reports again")
@@ -156,6 +161,15 @@ class Reports:
         return ray.get(ref, timeout=NODE_REPORT_S)
 
     # Orders
+
+    def _read_kept_orders(self) -> None:
+        """Take what the store of Ray's head has; no scheduler actor is needed for that."""
+        try:
+            kept = within(GCS_S, bequest.orders)
+            if kept is not None:
+                self._take(kept)
+        except Exception as error:
+            logger.warning("Ray's head node does not say what is ordered: %s", first_line(error))
 
     def _ask_for_orders(self) -> None:
         raw = self._call("orders")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from raykv.base.ids import TokenSource
+from raykv.base.ids import Stamp, TokenSource
 from raykv.base.tenants import is_label
 from raykv.protocol.columns import (
     MAX_NUMBER,
@@ -14,6 +14,7 @@ from raykv.protocol.columns import (
     check_numbers,
     require,
 )
+from raykv.protocol.named.columns import Count, Text
 
 CHUNK_NAME_BYTES = 8
 """Bytes of a chunk's key in a record. Two of a million chunks share them with a probability of
@@ -127,8 +128,11 @@ class Space(msgspec.Struct, frozen=True):
     traits: dict[str, str] = {}
 
 
-class Naming(msgspec.Struct, frozen=True):
-    """The user says what the weights of an engine are called."""
+class Naming(msgspec.Struct, frozen=True, array_like=True):
+    """What the user calls the weights of an EngineCore, by the order of that number: those that it
+    has had since they changed for the `weights`-th time.
+    """
 
-    order_id: str
-    version: str
+    stamp: Stamp
+    version: Text
+    weights: Count = 0

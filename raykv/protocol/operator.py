@@ -23,6 +23,7 @@ from raykv.protocol.columns import (
     check_rows,
     require,
 )
+from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION, introduction, version_objection
 from raykv.protocol.named.columns import Count, Named, Text, check_column
 
@@ -123,7 +124,7 @@ class EndQuota(msgspec.Struct, frozen=True, tag="end_quota"):
 
 
 class NameWeights(msgspec.Struct, frozen=True, tag="name_weights"):
-    """What the weights of engines are called whose ids, or namespaces, begin so."""
+    """What the weights are called that engines have now whose ids begin so."""
 
     version: int
     order_id: ShortName
@@ -152,13 +153,9 @@ def receive_order(raw: Any, sender: str, here: str) -> OperatorOrder:
 
 
 class OrderAnswer(msgspec.Struct, frozen=True):
-    """Answer to an order, which will be carried out, or why not.
-
-    `told`: ids of the engines that a naming of weights is for.
-    """
+    """Answer to an order, which will be carried out, or why not."""
 
     error: str = ""
-    told: list[str] = []
 
 
 class OrderState(msgspec.Struct, frozen=True):
@@ -167,13 +164,14 @@ class OrderState(msgspec.Struct, frozen=True):
     `orders`: the number of the document at which it came into force; None: it has not yet, is not
     known, or was refused: then `error` says why. `behind`: nodes that report and have not shown
     that number; it is done where there is none. `is_known`: it is under way, or was carried out or
-    refused lately.
+    refused lately. `told`: ids of the engines that a naming of weights is for.
     """
 
     orders: Stamp | None = None
     error: str = ""
     behind: list[str] = []
     is_known: bool = True
+    told: list[str] = []
 
 
 # Pins
@@ -407,7 +405,13 @@ def _check_ordered(keys: Keys) -> None:
 # a pin is told by a digest of its keys, which are an entry of their own.
 
 MAX_DOCUMENT_BYTES = 64 << 10
+
+MAX_WANTED_BYTES = 48 << 10
+"""Of it, without floors and ids of orders: the cache can be cleared however many pins there are."""
+
 MAX_TOLD_PINS = 256
+"""A pin takes 140 bytes: more than these would take the room of quotas and names of weights."""
+
 MAX_TOLD_NAMINGS = 256
 MAX_TOLD_DONE = 64
 
@@ -438,7 +442,7 @@ class OrdersDocument(msgspec.Struct, frozen=True):
         floors: by namespace; copies with a lower number are void. The empty name: of all.
         is_paused: nothing is stored or loaded.
         shares: by the label of a tenant's requests.
-        namings: what the weights of engines are called, by the beginning of a namespace or engine.
+        namings: what weights are called, by the life of the EngineCore that had them.
         pins: by id.
         done: ids of the latest orders, with the number at which each came into force.
     """
@@ -447,11 +451,12 @@ class OrdersDocument(msgspec.Struct, frozen=True):
     floors: dict[Text, Count] = {}
     is_paused: bool = False
     shares: Annotated[dict[Text, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
-    namings: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
+    namings: Annotated[dict[Count, Naming], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
     pins: Annotated[dict[Text, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
     done: Annotated[dict[Text, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
 
     def __post_init__(self) -> None:
-        for stamp in (self.stamp, *self.done.values()):
+        names = (each.stamp for each in self.namings.values())
+        for stamp in (self.stamp, *self.done.values(), *names):
             if not 0 <= min(stamp) <= max(stamp) <= MAX_NUMBER:
                 raise ValueError(f"number {stamp}")

@@ -341,6 +341,11 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.enter(space)
 
+    def change_weights(self) -> None:
+        """What the user has called the weights until now are others."""
+        if self.session is not None:
+            self.session.change_weights()
+
     def take_naming(self) -> str | None:
         """What the user has called the weights since this was asked the last time."""
         naming = None if self.session is None else self.session.take_naming()

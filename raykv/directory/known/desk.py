@@ -15,13 +15,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.document import OrderError, Orders
 from raykv.protocol.framing import encode
 from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.report import ReportedEngine
 from raykv.protocol.operator import (
     MAX_GUARANTEED,
     ClearOrder,
@@ -65,10 +67,17 @@ class OrderDesk:
     Args:
         orders: what is in force.
         pin_keys: by digest, the keys of pins that the store has.
+        engines: all that nodes introduce.
     """
 
-    def __init__(self, orders: Orders, pin_keys: dict[bytes, bytes]) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        pin_keys: dict[bytes, bytes],
+        engines: Callable[[], Iterable[ReportedEngine]] = tuple,
+    ) -> None:
         self._orders = orders
+        self._engines = engines
         self._pin_keys = dict(pin_keys)
         self._waiting: dict[str, OperatorOrder] = {}
         self._shown: deque[OrdersDocument] = deque(maxlen=MOST_WAITING)
@@ -142,6 +151,8 @@ class OrderDesk:
             return Draft(orders.clear(order_id, order.namespace, now), order_id)
         if isinstance(order, PinOrder):
             return self._pinned(order, told, now)
+        if isinstance(order, NameWeights):
+            return self._named(order, now)
         return Draft(orders.draft(order_id, now, **_changes(order, told)), order_id)
 
     def _pinned(self, order: PinOrder, told: OrdersDocument, now: float) -> Draft:
@@ -154,6 +165,18 @@ class OrderDesk:
         is_known = digest in self._pin_keys
         self._pin_keys[digest] = raw
         return Draft(made, order.order_id, b"" if is_known else digest, b"" if is_known else raw)
+
+    def _named(self, order: NameWeights, now: float) -> Draft:
+        engines = list(self._engines())
+        weights: dict[int, int] = {}
+        for each in engines:
+            if each.hello.engine_id.startswith(order.beginning):
+                weights[each.hello.life] = max(each.weights, weights.get(each.hello.life, 0))
+        if not weights:
+            raise OrderError(f"the id of no engine begins with {order.beginning!r}")
+        known = {each.hello.life for each in engines}
+        made = self._orders.name(order.order_id, weights, order.weights_version, known, now)
+        return Draft(made, order.order_id)
 
     def kept(self, now: float) -> list[bytes]:
         """The store has kept what was drafted: it is in force. Returns digests of keys that are of
@@ -171,15 +194,33 @@ class OrderDesk:
 
     # Questions
 
-    def state(self, order_id: str) -> OrderState:
-        """What has become of an order."""
+    def state(self, order_id: str, now: float) -> OrderState:
+        """What has become of an order; before members had time to report, nobody knows that."""
+        if self._orders.is_early(now):
+            return OrderState()
         stamp = self._orders.number_of(order_id)
         if stamp is not None:
-            return OrderState(stamp, behind=[str(each) for each in self._orders.behind(stamp)])
+            told = dict.fromkeys(each.hello.engine_id for each in self._engines_of(stamp, now))
+            behind = [str(each) for each in self._orders.behind(stamp)]
+            return OrderState(stamp, behind=behind, told=list(told))
         is_kept = self._keeping is not None and self._keeping.order_id == order_id
         error = self._refused.get(order_id, "")
         is_known = is_kept or bool(error) or order_id in self._waiting
         return OrderState(error=error, is_known=is_known)
+
+    def _engines_of(self, stamp: Stamp, now: float) -> list[ReportedEngine]:
+        """Engines that have names of that order."""
+        told = self._orders.told(now)
+        namings = told.namings if told else {}
+        lives = {life for life, each in namings.items() if each.stamp == stamp}
+        return [each for each in self._engines() if each.hello.life in lives]
+
+    def has_heard(self, order_id: str, now: float) -> bool:
+        """Whether all engines that live have heard what `NameWeights` of that id tells them."""
+        stamp = self._orders.number_of(order_id)
+        if stamp is None or self._orders.is_early(now):
+            return False
+        return all(each.heard >= stamp for each in self._engines_of(stamp, now))
 
     def pins(self, now: float) -> list[ToldPin]:
         """All pins that are ordered."""
@@ -214,8 +255,6 @@ def _changes(order: OperatorOrder, told: OrdersDocument) -> dict[str, Any]:
             if label is None:
                 raise OrderError(f"there is no quota {order.name!r}")
             return {"shares": _without(told.shares, label)}
-        case NameWeights():
-            return {"namings": {**told.namings, order.beginning: order.weights_version}}
         case _:
             raise AssertionError(order)
 

@@ -17,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -37,7 +37,7 @@ from raykv.directory.known.spaces import NamespaceUse
 from raykv.protocol.listing import ListedRows, ListingPart, Where
 from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.named.place import EngineHello
-from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer
+from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 
 CORE_SHARE = 0.25
 """Of one core, that reports may take."""
@@ -272,19 +272,9 @@ class Directory:
             del self._strangers[engine]
         return {engine.engine_id: node_id for engine, (node_id, _) in self._strangers.items()}
 
-    def told_names(self, beginning: str) -> list[str]:
-        """Engines whose ids, or namespaces, begin so."""
-        return [
-            each.engine_id
-            for member in self.members.values()
-            for each in (one.hello for one in member.engines.values())
-            if each.engine_id.startswith(beginning) or each.namespace.startswith(beginning)
-        ]
-
-    def has_told_namings(self, now: float) -> bool:
-        """Whether all engines have heard what their weights are called."""
-        self._look(now)
-        return not any(self._watch.namings(each.engines.values()) for each in self.members.values())
+    def engines(self) -> Iterator[ReportedEngine]:
+        """All that members introduce; one that is at several nodes comes as often."""
+        return (each for member in self.members.values() for each in member.engines.values())
 
     def holders(self, namespace: Namespace, key: Key) -> tuple[HeldAt, ...]:
         """Which nodes have a chunk."""

@@ -22,6 +22,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -29,11 +31,21 @@ import msgspec
 from raykv.base.clearings import Clearings
 from raykv.base.errors import MessageError, RayKVError
 from raykv.base.ids import NodeId, Stamp
+from raykv.protocol.engine import Naming
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.operator import MAX_DOCUMENT_BYTES, MAX_TOLD_DONE, OrdersDocument
+from raykv.protocol.operator import (
+    MAX_DOCUMENT_BYTES,
+    MAX_TOLD_DONE,
+    MAX_TOLD_NAMINGS,
+    MAX_WANTED_BYTES,
+    OrdersDocument,
+)
 
 MEMBERS_S = 5.0
 """So long members have to show the document that they have seen last."""
+
+MOST_DONE = 4096
+"""Orders of which a life remembers the numbers: engines that reset all at once ask for theirs."""
 
 DRAWN_BITS = 32
 """Of a history; above them is how many there were before it."""
@@ -65,6 +77,7 @@ class Orders:
         self._floored: set[str] = set()
         # What is in force, and since when here: pins are told by the time that they have left.
         self._document, self._since = kept, now
+        self._done = dict(kept.done) if kept else {}
         self._shown: dict[NodeId, Stamp] = {}
 
     @property
@@ -87,6 +100,12 @@ class Orders:
     def confirm(self, draft: OrdersDocument, now: float) -> None:
         """The store has kept a draft, the latest one: it is in force."""
         assert self.stamp is None or draft.stamp > self.stamp, (self.stamp, draft)
+        if draft.stamp.history != (self.stamp or NO_STAMP).history:
+            # What is not in that document was perhaps not done in its history.
+            self._done.clear()
+        self._done |= draft.done
+        for order_id in list(islice(self._done, max(0, len(self._done) - MOST_DONE))):
+            del self._done[order_id]
         self._histories.add(draft.stamp.history)
         self._document, self._since = draft, now
 
@@ -105,7 +124,11 @@ class Orders:
         stamp = Stamp(number << DRAWN_BITS | self._drawn, 1)
         mine = self._document.floors if self._document else {}
         floors = Clearings(dict.fromkeys([*document.floors, *mine, *self._floored], 1))
-        return _readable(msgspec.structs.replace(document, stamp=stamp, floors=floors.told))
+        # Who has shown a number of another history has not shown these.
+        done = dict.fromkeys(document.done, stamp)
+        return _readable(
+            msgspec.structs.replace(document, stamp=stamp, floors=floors.told, done=done)
+        )
 
     # Operators
 
@@ -115,7 +138,7 @@ class Orders:
 
     def number_of(self, order_id: str) -> Stamp | None:
         """The number at which an order came into force: it may be repeated."""
-        return self._document.done.get(order_id) if self._document else None
+        return self._done.get(order_id)
 
     def draft(self, order_id: str, now: float, **changes: Any) -> OrdersDocument:
         """The document that an order makes.
@@ -128,7 +151,7 @@ class Orders:
         Raises:
             OrderError: what is in force is not known yet, or the document would be too large.
         """
-        return _readable(self._drafted(order_id, now, **changes))
+        return _affordable(self._drafted(order_id, now, **changes))
 
     def _drafted(self, order_id: str, now: float, **changes: Any) -> OrdersDocument:
         mine = self.told(now)
@@ -154,6 +177,39 @@ class Orders:
         # What was offered before anybody heard of this number has a lower stamp.
         floors.take({namespace: made.stamp.number})
         return _readable(msgspec.structs.replace(made, floors=floors.told))
+
+    def name(
+        self,
+        order_id: str,
+        weights: Mapping[int, int],
+        version: str,
+        known: Collection[int],
+        now: float,
+    ) -> OrdersDocument:
+        """The draft of a naming; names of engines that are not known any more go.
+
+        Args:
+            order_id: of the order.
+            weights: by the life of each EngineCore, how often these have changed.
+            version: what they are called.
+            known: lives of all engines.
+            now: the time.
+
+        Raises:
+            OrderError: see `draft`.
+        """
+        made = self._drafted(order_id, now)
+        namings = {life: each for life, each in made.namings.items() if life in known}
+        for life, count in weights.items():
+            namings.pop(life, None)
+            namings[life] = Naming(made.stamp, version, count)
+        if len(weights) > MAX_TOLD_NAMINGS:
+            raise OrderError(
+                f"these are {len(weights)} engines, and at most {MAX_TOLD_NAMINGS} can be told at "
+                "once: give a longer beginning of their ids"
+            )
+        latest = islice(namings.items(), max(0, len(namings) - MAX_TOLD_NAMINGS), None)
+        return _affordable(msgspec.structs.replace(made, namings=dict(latest)))
 
     # Members
 
@@ -209,6 +265,21 @@ class Orders:
         return [node_id for node_id, shown in self._shown.items() if shown < stamp]
 
 
+def _affordable(document: OrdersDocument) -> OrdersDocument:
+    """The same document, which leaves room for what will be cleared.
+
+    Raises:
+        OrderError: it doesn't, or can't be read.
+    """
+    size = len(encode(msgspec.structs.replace(document, floors={}, done={})))
+    if size > MAX_WANTED_BYTES:
+        raise OrderError(
+            f"all pins, quotas and names of weights together would take {size:,} bytes, more than "
+            f"{MAX_WANTED_BYTES:,}: end some first"
+        )
+    return _readable(document)
+
+
 def _readable(document: OrdersDocument) -> OrdersDocument:
     """The same document, which whoever hears of it can read.
 
@@ -219,7 +290,7 @@ def _readable(document: OrdersDocument) -> OrdersDocument:
     if len(raw) > MAX_DOCUMENT_BYTES:
         raise OrderError(
             f"all orders together would take {len(raw):,} bytes, more than {MAX_DOCUMENT_BYTES:,}: "
-            "end some pins, quotas or names of weights first"
+            "end some pins or quotas first"
         )
     try:
         return receive(raw, OrdersDocument, "the scheduler actor", "nobody")

@@ -22,7 +22,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
-from raykv.protocol.named.place import EngineHello, Tell
+from raykv.protocol.named.place import NOTHING_ORDERED, EngineHello, Tell
 from raykv.protocol.named.report import MOST_ENGINES, ReportedEngine
 
 SILENT_S = 30.0
@@ -113,8 +113,9 @@ class LocalSpace:
 class LocalEngine:
     """An EngineCore that has introduced itself.
 
-    `sizes`: of slots, by namespace and KV group, the latest namespace last. `heard`: the order of
-    the last naming that it has taken. `answered`: the facts that the last answer had.
+    `sizes`: of slots, by namespace and KV group, the latest namespace last. `heard`: the number of
+    the latest naming that it has taken. `weights`: how often these have changed. `answered`: the
+    facts that the last answer had.
     """
 
     hello: EngineHello
@@ -123,7 +124,8 @@ class LocalEngine:
     sizes: dict[Namespace, Mapping[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     breakers: BreakerReport = field(default_factory=BreakerReport)
-    heard: str = ""
+    heard: Stamp = NOTHING_ORDERED
+    weights: int = 0
     answered: Facts | None = None
 
     @property
@@ -149,7 +151,7 @@ class LocalEngine:
         self.counters = tell.counters or self.counters
         if len(tell.breakers.peers) <= MAX_BREAKERS:
             self.breakers = tell.breakers
-        self.heard = tell.heard
+        self.heard, self.weights = tell.heard, tell.weights
 
 
 class LocalEngines:
@@ -229,12 +231,13 @@ class LocalEngines:
     def reported(self) -> list[ReportedEngine]:
         """All that are here, for the directory."""
         return [
-            ReportedEngine(each.hello, each.counters, each.breakers, each.heard) for each in self
+            ReportedEngine(each.hello, each.counters, each.breakers, each.heard, each.weights)
+            for each in self
         ]
 
-    def said(self) -> Iterator[tuple[int, str, str]]:
-        """Who is here, in which namespace, and which naming each has heard last."""
-        return ((each.hello.life, each.hello.namespace, each.heard) for each in self)
+    def said(self) -> Iterator[tuple[int, str, Stamp, int]]:
+        """Who is here, in which namespace, and what each has said of its weights' names."""
+        return ((e.hello.life, e.hello.namespace, e.heard, e.weights) for e in self)
 
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())

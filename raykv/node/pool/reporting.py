@@ -78,7 +78,7 @@ class Reporting:
         self._told_heard = (0, 0)
         self._answered_at = -inf
         self._alone: frozenset[str] = frozenset()
-        self._namings: dict[str, tuple[str, str]] = {}
+        self._namings: dict[int, Naming] = {}
         self.newest = Stamp(0, 0)
         """The number of the orders that the directory has."""
         # Namespaces that had engines, and have none any more: as the directory knows, and but for
@@ -133,10 +133,12 @@ class Reporting:
 
     @property
     def num_unread(self) -> int:
-        """Changes of the listing that the directory has not read, as far as is known."""
-        position, listing = self._position, self._index.listing
-        read = position.number if position and position.life == listing.life else 0
-        return max(0, listing.number - read)
+        """Chunks that the directory has not read of, at most: all until it has seen every page."""
+        position, listing, index = self._position, self._index.listing, self._index
+        num_chunks = index.num_ready + len(index.shelf)
+        if position is None or (position.life, position.place) != (listing.life, ALL_READ):
+            return num_chunks
+        return min(num_chunks, max(0, listing.number - position.number))
 
     def give_up(self) -> None:
         """No answer to the report that is out will count."""
@@ -232,10 +234,10 @@ class Reporting:
         """Whether other nodes have engines or chunks of a namespace, or it is not known."""
         return namespace not in self._alone
 
-    def naming(self, engine_id: str, heard: str) -> Naming | None:
-        """What the weights of an engine are called, unless it has heard that."""
-        order_id, version = self._namings.get(engine_id, ("", ""))
-        return Naming(order_id, version) if order_id and order_id != heard else None
+    def naming(self, life: int, heard: Stamp) -> Naming | None:
+        """What the weights of an EngineCore are called, unless it has heard that, or of later."""
+        naming = self._namings.get(life)
+        return naming if naming is not None and naming.stamp > heard else None
 
     def check(self) -> None:
         """Assert the invariants; for tests."""

@@ -84,7 +84,8 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
         wanted_keys: what is new of the sketch of the chunks that its requests have wanted.
         breakers: whom the engine leaves alone.
         described: what is inside of chunks.
-        heard: the order of the last naming that it has taken.
+        heard: the number of the latest naming that it has taken.
+        weights: how often its weights have changed, as far as it knows.
         orders: the number of the latest orders that it knows of; the place may be behind.
     """
 
@@ -100,7 +101,8 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     wanted_keys: KeySketch = KeySketch()
     breakers: BreakerReport = BreakerReport()
     described: Descriptions = Descriptions()
-    heard: Text = ""
+    heard: Stamp = NOTHING_ORDERED
+    weights: Count = 0
     orders: Stamp = NOTHING_ORDERED
 
 

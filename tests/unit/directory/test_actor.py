@@ -10,12 +10,16 @@ import pytest
 
 from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import Stamp
-from raykv.directory import bequest, steward
+from raykv.cluster import bequest
+from raykv.cluster.bequest import ORDERS, PIN, WISH, KeptOrders
+from raykv.directory import steward
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.known import document as orders_document
-from raykv.directory.launch import forget_orders
-from raykv.directory.steward import ORDERS, PIN, KeptOrders, next_life
+from raykv.directory.known.desk import Draft
+from raykv.directory.launch import forget_orders, forget_wish
+from raykv.directory.steward import Steward, next_life
 from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Naming
 from raykv.protocol.events import EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.measures import ClusterMetrics
@@ -63,6 +67,7 @@ class Store(dict[str, bytes]):
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
     monkeypatch.setattr(bequest, "put", made.put)
+    monkeypatch.setattr(bequest, "get", made.get)
     monkeypatch.setattr(bequest, "delete", lambda name: made.pop(name, None))
     monkeypatch.setattr(bequest, "entries", made.entries)
     monkeypatch.setattr(steward, "RECONCILE_PAUSES_S", (0.01, 0.01))
@@ -166,12 +171,33 @@ def test_pin_outlives_the_actor_with_the_time_that_is_left(store: Store) -> None
     assert not decode(start().pins(), PinPage).pins
 
 
+class TakenAtOnce(list[bytes]):
+    """Digests of which another thread takes one out whenever somebody looks for it."""
+
+    def __contains__(self, digest: object) -> bool:
+        is_here = super().__contains__(digest)
+        self.clear()
+        return is_here
+
+
+@pytest.mark.usefixtures("store")
+def test_keys_that_are_about_to_be_forgotten_are_kept_with_a_new_pin() -> None:
+    made = Steward("here")
+    made._unused = TakenAtOnce([b"digest"])
+    made.keep(Draft(OrdersDocument(Stamp(1, 1)), "order", b"digest", b"keys"))
+    assert not made._unused
+    assert not made.has_kept
+
+
 def test_only_what_was_cleared_outlives_the_end_of_all_actors(store: Store) -> None:
     first = start()
     carry_out(first, PauseOrder(V, "a", paused=True))
     carry_out(first, PinOrder(V, "b", "p", "space", Keys.of([b"k"]), 100.0))
     stamp = carry_out(first, ClearOrder(V, "c", "space"))
-    store["wish"] = b"a wish"
+    store[WISH] = b"a wish"
+    forget_wish()
+    # What is ordered until the actors have ended has a number that nothing else has.
+    stamp = carry_out(first, ClearOrder(V, "d", "space"))
     for _ in range(2):
         forget_orders()
     assert store.keys() == {ORDERS, bequest.LIFE}
@@ -211,14 +237,13 @@ def test_newer_document_that_a_node_has_seen_is_taken_over() -> None:
 @pytest.mark.usefixtures("store")
 def test_engines_hear_what_their_weights_are_called() -> None:
     actor = start()
-    report(actor, engines=[engine_of("engine 1"), engine_of("other")])
-    naming = NameWeights(V, "a", "engine", "v2")
-    assert order(actor, naming).told == ["engine 1"]
-    stamp = carry_out(actor, naming)
+    report(actor, engines=[engine_of("engine 1"), engine_of("other", 2)])
+    stamp = carry_out(actor, NameWeights(V, "a", "engine", "v2"))
+    assert state(actor, "a").told == ["engine 1"]
     assert not actor.has_heard("a")
     told = report(actor, engines=[engine_of("engine 1")]).namings
-    assert told == {"engine 1": (str(stamp.number), "v2")}
-    report(actor, engines=[engine_of("engine 1", heard=str(stamp.number))])
+    assert told == {1: Naming(stamp, "v2")}
+    report(actor, engines=[engine_of("engine 1", heard=stamp)])
     assert actor.has_heard("a")
     assert not actor.has_heard("never ordered")
 

@@ -218,5 +218,17 @@ def test_order_of_a_session_goes_to_the_nodes_that_know_it(cluster: Cluster) -> 
         (word,) = node.report(1.0).words
         assert (word.namespace, word.news.word) == (SPACE, SessionWord.OVER)
     strange = msgspec.structs.replace(order, session="other")
-    assert order_session(directory, strange).nodes == []
+    assert order_session(directory, msgspec.structs.replace(strange, namespace="")).nodes == []
+
+
+def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: Cluster) -> None:
+    directory, _, one, two = cluster
+    for node in (one, two):
+        node.report(0.0)
+    order = SessionOrder(PROTOCOL_VERSION, SPACE, "chat", SessionWord.PAUSED, 5.0, 3)
+    assert order_session(directory, order).nodes == ["one", "two"]
+    news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
+    for node in (one, two):
+        assert node.report(0.0).words == [SessionsWord(SPACE, news)]
+        assert node.report(0.0).words == []
     assert NodeId("one") in directory.members

@@ -204,15 +204,36 @@ def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once(
     place: PlayedPlace, session: Session
 ) -> None:
     def named(answer: ChangesAnswer) -> ChangesAnswer:
-        return msgspec.structs.replace(answer, naming=Naming("order", "v2"))
+        return msgspec.structs.replace(answer, naming=Naming(Stamp(1, 5), "v2"))
 
     place.altered = named
     session.attach(DEADLINE_S)
     wait_until(
-        lambda: bool(place.tells) and place.tells[-1].heard == "order", DEADLINE_S, "it is told"
+        lambda: bool(place.tells) and place.tells[-1].heard == (1, 5), DEADLINE_S, "it is told"
     )
-    assert session.take_naming() == Naming("order", "v2")
+    assert session.take_naming() == Naming(Stamp(1, 5), "v2")
     assert session.take_naming() is None
+
+
+@pytest.mark.parametrize("ordered_after", [0, 1])
+def test_name_that_was_ordered_before_the_weights_changed_is_not_theirs(
+    place: PlayedPlace, session: Session, ordered_after: int
+) -> None:
+    """The order may be heard minutes later, from a place that was away."""
+
+    def named(answer: ChangesAnswer) -> ChangesAnswer:
+        return msgspec.structs.replace(answer, naming=Naming(Stamp(1, 5), "v2", ordered_after))
+
+    session.attach(DEADLINE_S)
+    session.change_weights()
+    wait_until(
+        lambda: bool(place.tells) and place.tells[-1].weights == 1, DEADLINE_S, "it is told"
+    )
+    place.altered = named
+    place.store(key(1))
+    drained(session, lambda: session._view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is heard")
+    assert (session.take_naming() is not None) == bool(ordered_after)
+    assert (session._heard == (1, 5)) == bool(ordered_after)
 
 
 def test_loads_only_while_all_workers_have_a_line_to_the_life_that_is_listed(

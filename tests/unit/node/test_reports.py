@@ -11,6 +11,8 @@ import pytest
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Stamp
+from raykv.cluster import bequest
+from raykv.cluster.bequest import KeptOrders
 from raykv.node.keeper import PoolKeeper
 from raykv.node.reports import Reports
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -142,6 +144,63 @@ def test_scheduler_actor_that_does_not_answer_is_left_alone(
     assert node.report() == ["report"]
     assert [each.seq for each in node.told] == [2]
     assert not node.reports.breaker_report().peers
+
+
+def test_orders_are_read_from_the_heads_store_while_nobody_answers(
+    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was stored under an early number would be void once there is a floor."""
+    kept: list[bytes] = []
+
+    def fail(*_: Any) -> Any:
+        raise TimeoutError("nobody is there")
+
+    monkeypatch.setattr(bequest, "get", lambda _: kept[-1] if kept else None)
+    monkeypatch.setattr(node.reports, "_call", fail)
+    node.report()
+    assert node.keeper.owner.orders == Stamp(0, 0)
+    pins = {name: OrderedPin(A, b"d", 1, left_s) for name, left_s in (("p", 90.0), ("q", 10.0))}
+    document = OrdersDocument(FIRST, {"a": 1}, is_paused=True, pins=pins)
+    kept.append(encode(KeptOrders(document, time.time() - 30.0)))
+    node.report()
+    told = node.keeper.owner.told_orders(node.keeper.now())
+    assert told is not None
+    assert (told.stamp, told.is_paused, list(told.pins)) == (FIRST, True, ["p"])
+    assert told.pins["p"].left_s == pytest.approx(60.0, abs=20.0)
+    # Later ones are the scheduler actor's to tell.
+    kept.append(b"no document")
+    node.report()
+    monkeypatch.setattr(node.reports, "_call", node.call)
+    node.report()
+    assert node.told[-1].orders == FIRST
+
+
+def test_node_begins_with_the_orders_that_are_kept(
+    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(
+        bequest, "get", lambda _: encode(KeptOrders(OrdersDocument(FIRST), time.time()))
+    )
+    monkeypatch.setattr(node.reports, "_wait", end)
+    with pytest.raises(InterruptedError):
+        node.reports._run()
+    assert node.keeper.owner.orders == FIRST
+
+
+def test_store_that_does_not_answer_costs_no_report(
+    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise TimeoutError("the head node is away")
+
+    monkeypatch.setattr(bequest, "get", fail)
+    monkeypatch.setattr(node.reports, "_call", fail)
+    node.report()
+    monkeypatch.setattr(node.reports, "_call", node.call)
+    assert node.report() == ["report"]
 
 
 def test_wait_ends_with_news_or_a_heartbeat(

@@ -25,7 +25,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
-from raykv.protocol.engine import Hints, MissRecord
+from raykv.protocol.engine import Hints, MissRecord, Naming
 from raykv.protocol.events import EventPage, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
@@ -201,7 +201,8 @@ TELLS = st.builds(
     latencies=st.dictionaries(st.sampled_from(["lookup", "x"]), HISTOGRAM),
     wanted_keys=st.builds(KeySketch, registers=st.binary(max_size=8), ranks=st.binary(max_size=4)),
     breakers=st.builds(BreakerReport, peers=st.lists(NAME), opened=ANY_NUMBER),
-    heard=NAME,
+    heard=STAMP,
+    weights=NUMBER,
     orders=STAMP,
 )
 
@@ -238,7 +239,7 @@ ANSWERS = st.builds(
     left=st.lists(NAME, max_size=2),
     words=st.lists(st.builds(SessionsWord, NAMED, WORD), max_size=2),
     words_number=NUMBER,
-    namings=st.dictionaries(NAME, st.tuples(NAME, NAME), max_size=2),
+    namings=st.dictionaries(NUMBER, st.builds(Naming, STAMP, NAME, NUMBER), max_size=2),
 )
 DOCUMENTS = st.builds(
     OrdersDocument,
@@ -367,7 +368,8 @@ REPORTS = st.builds(
                 namespace=NAMED,
                 traits=st.dictionaries(NAME, NAME, max_size=1),
             ),
-            heard=NAME,
+            heard=STAMP,
+            weights=NUMBER,
         ),
         max_size=2,
     ),

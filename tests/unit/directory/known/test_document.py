@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from raykv.base.clearings import MAX_NAMESPACES
 from raykv.base.ids import NodeId, Stamp
 from raykv.directory.known.document import MEMBERS_S, OrderError, Orders
+from raykv.protocol.engine import Naming
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import (
     MAX_TOLD_DONE,
     MAX_TOLD_PINS,
+    MAX_WANTED_BYTES,
     OrderedPin,
     OrderedShare,
     OrdersDocument,
@@ -58,6 +61,8 @@ def test_ids_of_the_latest_orders_are_known_in_the_next_life(orders: Orders) -> 
     later = Orders(orders.told(0.0), 9, 0.0)
     assert later.number_of("2") is None
     assert later.number_of("3") == Stamp(7, 14)
+    # This life remembers more of them.
+    assert orders.number_of("2") == Stamp(7, 13)
     assert later.stamp == orders.stamp
 
 
@@ -80,11 +85,11 @@ def test_pins_are_told_by_the_time_that_they_have_left(orders: Orders) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"pins": {f"{number:04}" * 60: PIN for number in range(MAX_TOLD_PINS)}}, "65,536"),
+        ({"pins": {f"{number:04}" * 60: PIN for number in range(MAX_TOLD_PINS)}}, "49,152"),
         ({"pins": {str(number): PIN for number in range(MAX_TOLD_PINS + 1)}}, "length <= 256"),
         ({"pins": {"p": msgspec.structs.replace(PIN, priority=10)}}, "<= 9"),
         ({"shares": {"t": OrderedShare("t", most=1.5)}}, "<= 1.0"),
-        ({"namings": {"n": "v" * 5000}}, "length <= 4096"),
+        ({"namings": {1: Naming(Stamp(1, 1), "v" * 5000)}}, "length <= 4096"),
     ],
     ids=str,
 )
@@ -106,6 +111,44 @@ def test_clear_of_all_is_possible_when_those_of_some_fill_the_document(orders: O
     told = orders.told(0.0)
     assert told is not None
     assert set(told.floors) == {""}
+
+
+def test_cache_can_be_cleared_when_pins_take_all_the_room_that_they_may(orders: Orders) -> None:
+    pins = {f"{number:0250}": PIN for number in range(MAX_TOLD_PINS)}
+    with pytest.raises(OrderError, match="pins, quotas and names"):
+        orders.draft("too many", 0.0, pins=pins)
+    while len(encode(OrdersDocument(Stamp(7, 10), pins=pins))) > MAX_WANTED_BYTES - 200:
+        pins.popitem()
+    orders.confirm(orders.draft("pins", 0.0, pins=pins), 0.0)
+    for number in range(MAX_NAMESPACES):
+        orders.confirm(orders.clear(f"{number:032}", f"{number:032}", 0.0), 0.0)
+    told = orders.told(0.0)
+    assert told is not None
+    assert len(told.floors) == MAX_NAMESPACES + 1
+    orders.confirm(orders.draft("unpin", 0.0, pins={}), 0.0)
+
+
+def test_node_that_has_shown_a_later_history_is_behind_what_was_ordered_before_it(
+    orders: Orders,
+) -> None:
+    orders.confirm(orders.clear("x", "b", 0.0), 0.0)
+    theirs = OrdersDocument(Stamp(9 << 32, 9))
+    assert orders.show(ONE, theirs.stamp)
+    draft = orders.meet(theirs, 0.0)
+    assert draft is not None
+    orders.confirm(draft, 0.0)
+    assert orders.number_of("x") == draft.stamp
+    assert orders.behind(draft.stamp) == [ONE]
+
+
+def test_order_that_a_store_has_lost_is_not_known_to_be_done(orders: Orders) -> None:
+    orders.confirm(orders.draft("x", 0.0, is_paused=True), 0.0)
+    # Before it went back another life had ordered this.
+    later = orders.meet(OrdersDocument(Stamp(7, 57)), 0.0)
+    assert later is not None
+    orders.confirm(later, 0.0)
+    assert not later.is_paused
+    assert orders.number_of("x") is None
 
 
 def test_nothing_is_ordered_before_members_had_their_time() -> None:
@@ -205,7 +248,9 @@ def test_order_is_done_when_all_nodes_have_shown_its_number(orders: Orders) -> N
         {"done": {str(number): [1, 1] for number in range(MAX_TOLD_DONE + 1)}},
         {"done": {"x": [1, -1]}},
         {"stamp": [(1 << 64) - 1, 1]},
-        {"namings": {"a": "b" * 5000}},
+        {"namings": {1: [[1, 1], "b" * 5000]}},
+        {"namings": {1: [[1, -1], "b"]}},
+        {"namings": {"a": [[1, 1], "b"]}},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )

@@ -228,9 +228,12 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
     pool.wait(30.0)
     pool.hello()
     assert news().has_peers
-    pool.answer(namings={"e1": ("order", "v2")})
-    assert news().naming == Naming("order", "v2")
-    pool.tell(heard="order")
+    pool.answer(namings={1: Naming(Stamp(1, 5), "v2")})
+    assert news().naming == Naming(Stamp(1, 5), "v2")
+    pool.tell(heard=Stamp(1, 5))
+    assert news().naming is None
+    # What a directory says that is behind is no news, nor what is said of another life.
+    pool.answer(namings={1: Naming(Stamp(1, 4), "v1"), 2: Naming(Stamp(1, 6), "v3")})
     assert news().naming is None
     # Somebody who introduces itself anew is told all.
     pool.hello()
@@ -323,10 +326,10 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
 
 
 def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
-    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard="order")
-    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard="order")
+    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
+    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
     (engine,) = pool.report().engines
-    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, "order")
+    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
 
 
 def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
@@ -371,7 +374,7 @@ def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:
     for change in (
         lambda: pool.store(1),
         lambda: pool.hello(2),
-        lambda: pool.tell(heard="order"),
+        lambda: pool.tell(heard=Stamp(1, 5)),
         lambda: pool.say(SessionWord.CAME, "s"),
         lambda: pool.order(1),
     ):
