@@ -167,7 +167,16 @@ class PlaceLine:
         return True
 
     def _connect(self) -> None:
-        node = self._locate(self.is_left_alone)
+        """To where the NodeActor was, which does not need Ray; else to where it is."""
+        try:
+            self._reach(self._locate(False))
+        except (OSError, AttachError):
+            if not self.is_left_alone:
+                raise
+            self._close()
+            self._reach(self._locate(True))
+
+    def _reach(self, node: NodeDescription) -> None:
         if node.node_id != self._node_id:
             self._node_id = NodeId(node.node_id)
             self._owner.moved(self._place, self._node_id)

@@ -70,9 +70,11 @@ SENDER = "the scheduler actor"
 THE_PLACE = 0
 """An engine has one place so far."""
 
-MAX_INBOX = 4
-"""Answers with rows that the engine has not taken in; while there are so many, none is asked for.
-"""
+MAX_UNREAD = 65_536
+"""Rows of answers that the engine has not taken in; while there are so many, none is asked for."""
+
+LEAST_ROWS = 64
+"""As so many rows counts an answer: it takes as long to take in."""
 
 
 class WorkerReport(NamedTuple):
@@ -120,6 +122,11 @@ class EngineParts:
     described: DescriptionOutbox | None = None
 
 
+def _weight(answer: ChangesAnswer) -> int:
+    """As how many rows an answer counts."""
+    return max(LEAST_ROWS, len(answer.part.rows.keys))
+
+
 class Session:
     """See the module's docstring. The view is the engine's thread's, except for what it allows
     others to call.
@@ -154,7 +161,7 @@ class Session:
         self._line = PlaceLine(THE_PLACE, self, node_id, locate)
         # What the engine's thread is to do between steps, in order.
         self._inbox: deque[Callable[[], None]] = deque()
-        # Answers with rows that were put there, and those that were taken; where the last one ends.
+        # Rows of answers that were put there, and those that were taken; where the last one ends.
         self._num_put = self._num_taken = 0
         self._read_to = Position()
         # The last answer that has only facts, if none with rows came behind it.
@@ -173,13 +180,16 @@ class Session:
         # Of the line's thread.
         self._seq = 0
         self._tell_at = 0.0
-        self._welcomed = 0
+        self._introduced = ""
+        self._welcomed = 0, ""
         self._said = (NOTHING_ORDERED, 0, NOTHING_ORDERED)
         self._wanted = WantedKeys()
         # Of the thread that asks.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
         self._question: Ask | None = None
         self._repeat_at = 0.0
+        # The engine has not taken in the last answer: what it repeats is not asked for again.
+        self._has_answer = False
         self._clear: tuple[int, str] = (0, "")
         self._num_clears = 0
         self._cleared = 0
@@ -219,7 +229,7 @@ class Session:
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
-        had_rows = self._num_put != self._num_taken
+        was_full = self._is_full
         while self._inbox:
             self._inbox.popleft()()
         standing, now = self._standing, time.monotonic()
@@ -228,9 +238,14 @@ class Session:
             self._view.hear(THE_PLACE, standing.at)
         self._follow_workers(now)
         self._view.look(now)
-        if had_rows:
+        if was_full:
             self._line.wake()
         self._go_on()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the engine has to take something in before more is read."""
+        return self._num_put - self._num_taken >= MAX_UNREAD
 
     def _finish(self, ended: FetchEnded) -> None:
         self._view.finish_fetch(ended.orders, [ended.result], time.monotonic())
@@ -240,6 +255,7 @@ class Session:
         self._view.move(THE_PLACE, node_id, time.monotonic())
 
     def _take_answer(self, question: Ask, answer: AskAnswer) -> None:
+        self._has_answer = False
         self._view.take_answer(question, answer)
         if self._view.remote.has_repeats:
             self._wake.set()
@@ -255,7 +271,7 @@ class Session:
             self._view.move(THE_PLACE, self._view.node_ids[THE_PLACE], at)
             raise
         finally:
-            self._num_taken += 1
+            self._num_taken += _weight(answer)
 
     def _follow_workers(self, now: float) -> None:
         """The view hears to which life the workers are connected. What they said before the place
@@ -267,6 +283,11 @@ class Session:
         since = [each for at, each in self._workers.values() if at >= self._life_since]
         is_there = all(each.life == life for each in since)
         self._view.set_line(THE_PLACE, life if is_there else None, now)
+
+    @property
+    def place_life(self) -> int:
+        """The life of the place since which reports of workers count."""
+        return self._life
 
     def enter(self, space: Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -339,16 +360,17 @@ class Session:
     def hello(self) -> EngineHello:
         """See `LineOwner.hello`."""
         space = self._space
+        self._introduced = space.namespace
         return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
 
     def query(self, place: int) -> ChangesQuery:
         """See `LineOwner.query`: from where the view is, or the last answer before it."""
-        unread = self._num_put - self._num_taken
+        is_full = self._is_full
         query = self._view.query(place)
-        if unread and self._read_to.reader == query.position.reader:
+        if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
             query = msgspec.structs.replace(query, position=self._read_to)
         most = query.most if self._is_started else MAX_KEYS
-        return msgspec.structs.replace(query, most=most if unread < MAX_INBOX else 0)
+        return msgspec.structs.replace(query, most=0 if is_full else most)
 
     def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
         """See `LineOwner.answered`."""
@@ -366,10 +388,14 @@ class Session:
         self._standing = None
         if part.end.reader == query.position.reader:
             self._read_to = part.end
-        if self.described is not None and Reason.CLEARED in part.rows.reasons:
-            # What is stored again is described again.
+        is_relisted = part.begins and part.end.life == query.position.life
+        if self.described is not None and (is_relisted or Reason.CLEARED in part.rows.reasons):
+            # What is stored again is described again; who begins anew hears of no reasons.
             self.described.clear()
-        self._num_put += 1
+        self._num_put += _weight(answer)
+        if self._is_full:
+            # Nothing is read on until it has been taken in.
+            answer = msgspec.structs.replace(answer, has_more=True)
         self._inbox.append(partial(self._take_changes, answer, now))
 
     def welcomed(self, place: int, life: int) -> None:
@@ -377,16 +403,19 @@ class Session:
         del place
         self._wanted.tell_all_again()
         self._tell_at = 0.0
-        if life != self._welcomed:
-            self._welcomed = life
+        last, self._welcomed = self._welcomed, (life, self._introduced)
+        if last != self._welcomed:
+            # Sessions are of a namespace.
             self.hints.tell_again()
-            if self.described is not None:
-                self.described.tell_again()
+        if last[0] != life and self.described is not None:
+            self.described.tell_again()
 
     def moved(self, place: int, node_id: NodeId) -> None:
         """See `LineOwner.moved`."""
         del place
         self._standing = None
+        # Of another cluster, perhaps, whose numbers say nothing here.
+        self._orders = NOTHING_ORDERED
         self._inbox.append(partial(self._move, node_id))
 
     def next_tell(self, place: int) -> Tell | None:
@@ -412,7 +441,7 @@ class Session:
             finished=view.accounts.take_records(),
             counters=self._counters(),
             latencies={LOOKUPS: self._lookups.data()},
-            wanted_keys=self._wanted.take(self._welcomed),
+            wanted_keys=self._wanted.take(self._welcomed[0]),
             breakers=self._breaker_report(now),
             described=Descriptions() if self.described is None else self.described.take(),
             heard=knows[0],
@@ -455,7 +484,7 @@ class Session:
         pause = ASK_LOOK_S
         if self._wants_clear:
             pause = CLEAR_LOOK_S
-        if self._view.remote.has_repeats:
+        if self._view.remote.has_repeats and not self._has_answer:
             pause = min(pause, self._repeat_at - now)
         return max(0.0, pause)
 
@@ -494,7 +523,7 @@ class Session:
         if self._question is not None and self._question.namespace == view.namespace:
             return self._question
         now = time.monotonic()
-        may_repeat = now >= self._repeat_at
+        may_repeat = now >= self._repeat_at and not self._has_answer
         if may_repeat:
             self._repeat_at = now + REPEAT_PAUSE_S
         keys = view.remote.take_questions(MOST_ASKED, may_repeat)
@@ -509,6 +538,7 @@ class Session:
         self._question = None
         if question.keys:
             self._lookups.observe(time.monotonic() - began)
+            self._has_answer = True
             self._inbox.append(partial(self._take_answer, question, answer))
         if self._view.remote.has_questions:
             self._wake.set()

@@ -63,6 +63,8 @@ class EngineLine:
         self._sock = sock
         self._life = life
         self._queries: deque[tuple[ChangesQuery, float]] = deque()
+        # Its last query took no rows: it may not know what it lacks.
+        self._is_blind = False
         self._is_open = True
         self._sending = threading.Lock()
 
@@ -126,6 +128,7 @@ class EngineLine:
                     return
                 answer = self._keeper.owner.changes(query, self._keeper.now())
                 self._queries.popleft()
+                self._is_blind = not query.most
             self.send(answer)
             if answer.part.rows.keys:
                 time.sleep(LINE_PAUSE_S)
@@ -141,7 +144,7 @@ class EngineLine:
             query, until = self._queries[0]
             left = until - self._keeper.now()
             # Behind one that waits another one may want more.
-            is_due = left <= 0 or len(self._queries) > 1
+            is_due = left <= 0 or len(self._queries) > 1 or (self._is_blind and query.most > 0)
             if is_due or self._keeper.owner.has_changes(query):
                 return query
             self._lock.wait(left)

@@ -416,6 +416,7 @@ class RayKVConnector(OffloadingConnector):
             known = self._tables.find(request.request_id)
             most = None if known is None else known.most_loaded
             self._manager.misses.looks(request, num_computed_tokens, most)
+            self._manager.touch(request.request_id)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._windows is not None and self._manager is not None and found is not None:
             here = num_computed_tokens + found
@@ -507,6 +508,7 @@ class RayKVConnector(OffloadingConnector):
             adapters=adapters or {},
             beginning=beginning or {},
             weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
+            place_life=0 if self._runtime is None else self._runtime.session.place_life,
         )
         self._stranded, self._stranded_blocks = [], []
         if self._layered is not None:

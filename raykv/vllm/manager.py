@@ -263,6 +263,11 @@ class RayOffloadingManager(OffloadingManager):
             self.session.nudge()
 
     @guarded(nothing)
+    def touch(self, request_id: str) -> None:
+        """A request is about to be scheduled, or waits: what it has found is to stay."""
+        self.view.touch(request_id, time.monotonic())
+
+    @guarded(nothing)
     def ended(self, request_id: str, columns: Iterable[Sequence[OffloadKey]]) -> None:
         """A request has ended, whose chunks have these keys, by KV group; some may still be stored,
         until `on_request_finished`.

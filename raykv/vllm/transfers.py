@@ -245,7 +245,8 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
     step. `weights_seen`: how often the weights of each worker had changed when the engine named
-    them, by the worker's name.
+    them, by the worker's name. `place_life`: of the NodeActor, as the engine knows it; what workers
+    have said of their lines before that was another one.
     """
 
     target: LinkTarget | None = None
@@ -254,6 +255,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     beginning: dict[str, AdapterUse] = field(default_factory=dict)
     weights_seen: dict[str, int] = field(default_factory=dict)
+    place_life: int = 0
 
 
 class RayOffloadingWorker(OffloadingWorker):

@@ -43,10 +43,6 @@ NO_LINE = WorkerReport(0, BreakerReport())
 """Of a worker that reaches no NodeActor."""
 
 
-def _gist(line: WorkerReport) -> tuple[int, int, int]:
-    return line.life, line.breakers.opened, len(line.breakers.peers)
-
-
 def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:
     is_ours = isinstance(metadata, RayKVConnectorMetadata)
     return metadata.adapters.get(request_id) if is_ours else None
@@ -68,7 +64,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         # The layers that have waited for these loads.
         self._waited: set[str] = set()
         self._numbers: dict[str, int] | None = None
-        self._reported_line = NO_LINE
+        # The life of the place, as the engine knows it, and how often the line had failed by then;
+        # and what was reported of the line, last the life of the place in which it had failed.
+        self._place_life = self._failed_before = 0
+        self._reported_line = (0, 0, 0, 0)
         # Else a request can't go on from a block that did not come: with several KV groups block
         # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
         self._by_request = not keeps_every_block(kv_cache_config)
@@ -117,6 +116,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._look_at_weights(metadata.weights_seen)
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
+            if metadata.place_life != self._place_life:
+                self._place_life = metadata.place_life
+                self._failed_before = self._line_report().breakers.failed
             if self._is_layerwise:
                 for job_id, load in metadata.load_jobs.items():
                     self._unseen[job_id] = load.dst_spec.block_ids.tolist()
@@ -378,11 +380,18 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._meta.adapters |= self._adapters.take_news()
         return self.take_meta()
 
+    def _line_report(self) -> WorkerReport:
+        return NO_LINE if self._raykv is None else self._raykv.line_report()
+
     def _report_line(self, meta: RayKVWorkerMetadata) -> None:
-        """Only when it leads elsewhere, or a breaker has opened or closed, not for every further
-        failure.
+        """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another
+        life of the place, not for every further failure.
         """
-        line = NO_LINE if self._raykv is None else self._raykv.line_report()
-        if _gist(line) != _gist(self._reported_line):
+        line = self._line_report()
+        breakers = line.breakers
+        has_failed = breakers.failed > self._failed_before
+        refused_by = self._place_life if has_failed else self._reported_line[-1]
+        gist = line.life, breakers.opened, len(breakers.peers), refused_by
+        if gist != self._reported_line:
             meta.lines[self.spec.config.parallel.rank] = line
-            self._reported_line = line
+            self._reported_line = gist

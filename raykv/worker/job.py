@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from raykv.base.ids import Direction
+from raykv.protocol.columns import NUMBER_BYTES
 from raykv.protocol.named.copies import NamedJob
 
 
@@ -35,8 +37,24 @@ class JobRequest:
     @property
     def num_bytes(self) -> int:
         """Bytes of its message, at most."""
-        tokens = 0 if self.job.capture is None else len(self.job.capture.token_ids)
-        return tokens + len(self.job.block_ids.raw) + (64 << 10)
+        job = self.job
+        tokens = 0 if job.capture is None else len(job.capture.token_ids)
+        chunks = len(job.keys.raw) + len(job.keys) * (1 + 2 * NUMBER_BYTES)
+        return tokens + chunks + len(job.block_ids.raw) + (64 << 10)
+
+
+def batches(requests: Iterable[JobRequest], most_bytes: int) -> Iterator[list[NamedJob]]:
+    """Jobs in messages of at most so many bytes, in order; none of them is larger."""
+    batch: list[NamedJob] = []
+    left = most_bytes
+    for request in requests:
+        if batch and request.num_bytes > left:
+            yield batch
+            batch, left = [], most_bytes
+        batch.append(request.job)
+        left -= request.num_bytes
+    if batch:
+        yield batch
 
 
 class Stage(enum.Enum):

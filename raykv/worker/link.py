@@ -67,7 +67,7 @@ from raykv.protocol.worker import (
     not_done,
 )
 from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
-from raykv.worker.job import JobRequest, PendingJob, Stage
+from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
 
@@ -388,17 +388,19 @@ class WorkerLink:
             for request in requests:
                 self._pending[request.job_id].stage = Stage.FLYING
             self._outbox.clear()
-        plain = [request.job for request in requests if request.job.capture is None]
-        if plain:
-            self._send(JobBatch(plain))
         for request in requests:
-            if request.job.capture is None or request.job_id not in self._pending:
-                continue
-            # One by one: each has its lock, and the numbers of its tokens and blocks.
             if request.num_bytes > wire.MAX_FRAME_BYTES:
                 self._fail(self._pending[request.job_id], Refusal.BAD_HANDLE)
-                continue
-            self._send(JobBatch([request.job]), [request.lock_fd])
+        fitting = [each for each in requests if each.num_bytes <= wire.MAX_FRAME_BYTES]
+        plain = [each for each in fitting if each.job.capture is None]
+        # No store of a message takes the slot of a load, which comes no later.
+        plain.sort(key=lambda each: each.direction is not Direction.LOAD)
+        for jobs in batches(plain, wire.MAX_FRAME_BYTES):
+            self._send(JobBatch(jobs))
+        for request in fitting:
+            if request.job.capture is not None:
+                # One by one: each has its lock.
+                self._send(JobBatch([request.job]), [request.lock_fd])
 
     def _send(self, batch: JobBatch, lock_fds: Collection[int] = ()) -> None:
         if self._sock is None:

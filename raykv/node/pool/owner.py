@@ -189,6 +189,7 @@ class NodePool:
             store_share=facts.store_share,
             has_peers=facts.has_peers,
             naming=facts.naming,
+            has_more=not query.most or self._lacks(part.end, namespace),
         )
 
     def _no_part(self, position: Position) -> ListingPart:
@@ -211,14 +212,16 @@ class NodePool:
 
     def has_changes(self, query: ChangesQuery) -> bool:
         """Whether an answer would say anything that the last one to that engine has not said."""
-        namespace, position = Namespace(query.namespace), query.position
+        namespace = Namespace(query.namespace)
         engine = self._engines.get(query.life)
         if engine is None or engine.namespace != namespace:
             return True
         if self._facts(engine) != engine.answered:
             return True
-        if not query.most:
-            return False
+        return query.most > 0 and self._lacks(query.position, namespace)
+
+    def _lacks(self, position: Position, namespace: Namespace) -> bool:
+        """Whether a reader who is there is to read on."""
         listing = self.index.listing
         if position.life != listing.life or position.place != ALL_READ:
             return True

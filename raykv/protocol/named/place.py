@@ -130,6 +130,7 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
         store_share: one request of so many should store, since little of what is stored is loaded.
         has_peers: other nodes have engines or chunks of the namespace, or it is not known.
         naming: what the user calls the engine's weights, until it was `heard`.
+        has_more: there may be more to read at once.
     """
 
     part: ListingPart
@@ -140,6 +141,7 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
     store_share: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAME)] = 1
     has_peers: bool = True
     naming: Naming | None = None
+    has_more: bool = False
 
 
 EngineMessage = EngineHello | Tell | ChangesQuery

@@ -132,6 +132,25 @@ def test_line_that_broke_is_opened_again_with_all_that_is_there(
     assert caplog.text.count("no line to the NodeActor") == 1
 
 
+def test_line_that_broke_is_opened_again_while_ray_does_not_answer(
+    place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    def locate(is_lost: bool) -> NodeDescription:
+        if is_lost:
+            raise ClusterError("Ray does not answer")
+        return place.description()
+
+    session = session_at(place, scheduler, view, locate=locate)
+    try:
+        session.attach(LONG_S)
+        session.start()
+        place.hang_up()
+        place.store(key(1))
+        drained(session, lambda: view.num_ready == 1, "it is there again")
+    finally:
+        session.stop(LONG_S)
+
+
 def test_next_life_of_the_node_has_nothing_of_the_last_one(
     session: Session, place: PlayedPlace, view: EngineView
 ) -> None:

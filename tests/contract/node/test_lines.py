@@ -115,6 +115,22 @@ def test_each_query_has_one_answer_and_a_later_one_does_not_wait_behind(
     assert (first.part.begins, second.part.begins) == (False, True)
 
 
+def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is_nothing(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not know that it lacks nothing."""
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    line = opened(service, lines)
+    position = read(line)
+    line.send(ChangesQuery(LIFE, "ns", position, most=0))
+    line.send(ChangesQuery(LIFE, "ns", position))
+    first, second = line.receive(), line.receive()
+    assert isinstance(first, ChangesAnswer)
+    assert isinstance(second, ChangesAnswer)
+    assert (first.has_more, second.has_more) == (True, False)
+    assert second.part.end == position
+
+
 def test_engine_hears_of_orders_at_once(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,34 @@ def test_frozen_node_is_dead_before_its_load_is_reported_failed(
     assert worker.block(3) == before
 
 
+def test_jobs_that_do_not_fit_into_one_message_are_sent_with_several(
+    node: Node, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200 << 10)
+    kept, large = [worker.job(Direction.STORE, [at], [at]) for at in range(8)], job_of([0] * 30_000)
+    with worker.link._lock:
+        for job in (*kept, large):
+            worker.link.submit(job)
+    found: dict[int, NamedResult] = {}
+
+    def is_over() -> bool:
+        found.update((result.job_id, result) for result in worker.link.drain())
+        return len(found) == 9
+
+    wait_until(is_over, LONG_S, "all have ended")
+    assert failures(found.pop(large.job_id)) == [Refusal.BAD_HANDLE]
+    assert not any(result.failed_chunks for result in found.values())
+    assert node.process.poll() is None
+
+
+def job_of(blocks: list[int]) -> JobRequest:
+    """Of one chunk with many blocks."""
+    job = named_job(Direction.STORE, [numbered_key(9)], [blocks], job_id=next(job_ids))
+    return JobRequest(job)
+
+
 def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[Worker]) -> None:
     worker = Worker(node, [256], 1)
     workers.append(worker)

@@ -7,23 +7,26 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+import raykv.engine.session
 from raykv.base.ids import Key, Lookup, Stamp
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
-from raykv.engine.session import MAX_INBOX, EngineParts, Session, WorkerReport
+from raykv.engine.session import LEAST_ROWS, EngineParts, Session, WorkerReport
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
 from raykv.protocol.descriptions import Description
 from raykv.protocol.engine import Naming, Space
+from raykv.protocol.listing import ALL_READ, Position
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.named.place import ChangesAnswer
+from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.sessions import SessionWord
 from raykv.stream.descriptions import DescriptionOutbox
 from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 
 @pytest.fixture
@@ -132,16 +135,63 @@ def test_chunks_that_are_being_stored_are_asked_for_again_and_again(
     assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
 
 
-def test_engine_that_has_nothing_to_do_hoards_no_answers_and_knows_what_is_so_now(
+def store_one_by_one(place: PlayedPlace, count: int) -> None:
+    """Each with an answer of its own, while the engine has no step."""
+    for number in range(count):
+        place.store(key(number))
+        known = len(place.queries)
+        wait_until(lambda: len(place.queries) > known, DEADLINE_S, "it is asked")  # noqa: B023
+
+
+def test_what_is_being_stored_is_not_asked_for_again_before_the_answer_is_taken_in(
+    session: Session, scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    scheduler.is_being_stored = True
+    session.attach(DEADLINE_S)
+    session.start()
+    view.remote.has_peers = True
+    view.start_request("r", RequestOptions(prefilled=True))
+    view.ask("r", [key(1)])
+    drained(session, lambda: view.remote.has_repeats, "it is to be asked for again")
+    wait_until_quiet(lambda: len(scheduler.asked), DEADLINE_S, "it is asked for")
+    assert len(session._inbox) == 1
+
+
+def test_engine_that_has_nothing_to_do_reads_on(
     place: PlayedPlace, session: Session, view: EngineView
 ) -> None:
     session.attach(DEADLINE_S)
     session.start()
-    for number in range(20):
-        place.store(key(number))
-        known = len(place.queries)
-        wait_until(lambda: len(place.queries) > known, DEADLINE_S, "it is asked")  # noqa: B023
-    assert len(session._inbox) <= MAX_INBOX
+    store_one_by_one(place, 20)
+    wait_until(lambda: len(session._inbox) >= 20, DEADLINE_S, "all has come")
+    session.drain()
+    view.start_request("r", RequestOptions())
+    assert view.lookup("r", key(19), 0.0) is Lookup.HIT
+
+
+def test_engine_that_lacks_the_last_news_does_not_call_a_chunk_a_miss(
+    place: PlayedPlace, session: Session, view: EngineView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.engine.session, "MAX_UNREAD", 4 * LEAST_ROWS)
+    session.attach(DEADLINE_S)
+    session.start()
+    place.altered = lambda answer: msgspec.structs.replace(answer, has_peers=False)
+    store_one_by_one(place, 20)
+    session.drain()
+    view.start_request("r", RequestOptions())
+    assert view.lookup("r", key(19), 0.0) is Lookup.RETRY
+    drained(session, lambda: view.lookup("r", key(19), 0.0) is Lookup.HIT, "it has read on")
+    assert view.lookup("r", key(20), 0.0) is Lookup.MISS, "it knows that it has read all"
+
+
+def test_engine_that_has_nothing_to_do_hoards_no_answers_and_knows_what_is_so_now(
+    place: PlayedPlace, session: Session, view: EngineView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.engine.session, "MAX_UNREAD", 4 * LEAST_ROWS)
+    session.attach(DEADLINE_S)
+    session.start()
+    store_one_by_one(place, 20)
+    assert len(session._inbox) <= 4
     assert place.queries[-1].most == 0
     place.altered = lambda answer: msgspec.structs.replace(answer, is_paused=True)
     known = len(place.queries)
@@ -171,6 +221,35 @@ def test_clear_is_ordered_once_and_over_when_the_place_has_shown_its_number(
     place.take_orders(OrdersDocument(Stamp(1, 5), floors={"ns": 5}))
     drained(session, lambda: not view.is_clearing, "the place has shown it")
     assert (view.namespace, len(scheduler.clears)) == ("next", 1)
+
+
+def test_clear_is_ordered_anew_where_the_engine_has_gone_to(
+    place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    with PlayedPlace("second", life=3) as second:
+
+        def locate(is_lost: bool) -> NodeDescription:
+            return (second if is_lost else place).description()
+
+        session = session_at(place, scheduler, view, locate=locate)
+        try:
+            session.attach(DEADLINE_S)
+            session.start()
+            scheduler.orders = Stamp(9, 5)
+            view.reset()
+            drained(session, lambda: place.tells[-1].orders == Stamp(9, 5), "it is ordered")
+            scheduler.orders = Stamp(1, 2)
+            place.__exit__()
+            drained(session, lambda: len(scheduler.clears) == 2, "it is ordered again")
+            drained(
+                session,
+                lambda: second.tells and second.tells[-1].orders == Stamp(1, 2),
+                "the number is the later one's",
+            )
+            second.take_orders(OrdersDocument(Stamp(1, 2), floors={"ns": 2}))
+            drained(session, lambda: not view.is_clearing, "it is over")
+        finally:
+            session.stop(DEADLINE_S)
 
 
 def test_clear_that_was_refused_is_ordered_anew(
@@ -226,9 +305,7 @@ def test_name_that_was_ordered_before_the_weights_changed_is_not_theirs(
 
     session.attach(DEADLINE_S)
     session.change_weights()
-    wait_until(
-        lambda: bool(place.tells) and place.tells[-1].weights == 1, DEADLINE_S, "it is told"
-    )
+    wait_until(lambda: bool(place.tells) and place.tells[-1].weights == 1, DEADLINE_S, "it is told")
     place.altered = named
     place.store(key(1))
     drained(session, lambda: session._view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is heard")
@@ -272,6 +349,31 @@ def test_engine_in_another_namespace_knows_what_is_there_at_once(
     assert (view.has_left, view.num_ready, len(place.hellos)) == (False, 1, num_hellos)
 
 
+def test_session_is_told_with_all_its_chunks_in_another_namespace(
+    place: PlayedPlace, session: Session
+) -> None:
+    session.attach(DEADLINE_S)
+    session.start()
+
+    def told(request_id: str) -> list[Key]:
+        """With the first of its news that has any."""
+        place.tells.clear()
+        session.hints.begin(request_id, Hint(session="agent"))
+        session.hints.name_chunks(request_id, [[key(1), key(2)]])
+        session.hints.end(request_id)
+        drained(
+            session,
+            lambda: any(each.word is SessionWord.USED for t in place.tells for each in t.sessions),
+            "it is told",
+        )
+        return [Key(each) for tell in place.tells for news in tell.sessions for each in news.keys]
+
+    assert told("first") == [key(1), key(2)]
+    assert told("second") == []
+    session.enter(Space("next"))
+    assert told("third") == [key(1), key(2)]
+
+
 def test_answer_that_could_not_be_taken_in_costs_nothing_but_time(
     place: PlayedPlace, session: Session, view: EngineView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,5 +400,11 @@ def test_cleared_chunks_are_described_again(place: PlayedPlace, scheduler: Playe
         assert described.knows("ns", key(1))
         place.take_orders(OrdersDocument(Stamp(1, 5), floors={"ns": 5}))
         drained(session, lambda: not described.knows("ns", key(1)), "it is cleared")
+        described.add(Description("ns", key(1), None, b"", bytes(4), 1))
+        drained(session, lambda: not described.has_news, "it is told again")
+        behind = Position(place.life, 10**6, ALL_READ)
+        query = msgspec.structs.replace(session.query(0), position=behind)
+        session.answered(0, query, place.pool.changes(query, 0.0))
+        assert not described.knows("ns", key(1)), "what was cleared meanwhile is not said"
     finally:
         session.stop(DEADLINE_S)

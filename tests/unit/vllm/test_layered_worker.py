@@ -32,7 +32,7 @@ from raykv.vllm.transfers import (
     RayKVWorkerMetadata,
     RayOffloadingWorker,
 )
-from raykv.vllm.worker import NO_LINE, RayKVConnectorWorker
+from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.front import ALL_LAYERS
 from raykv.worker.job import JobRequest
 
@@ -65,6 +65,7 @@ class Link:
         self.waits: list[tuple[set[int], int]] = []
         self.refused: dict[int, list[int]] = {}
         self.failing = ""
+        self.breakers = BreakerReport()
         self._results: list[NamedResult] = []
 
     def submit(self, request: JobRequest) -> None:
@@ -90,7 +91,7 @@ class Link:
         return results
 
     def breaker_report(self) -> BreakerReport:
-        return BreakerReport()
+        return self.breakers
 
     def set_target(self, target: Any) -> None:
         pass
@@ -124,7 +125,8 @@ class Side:
         worker._unseen = {}
         worker._waited = set()
         worker._numbers = None
-        worker._reported_line = NO_LINE
+        worker._place_life = worker._failed_before = 0
+        worker._reported_line = (0, 0, 0, 0)
         worker._invalid_block_ids = set()
         worker._failed_recving = set()
         worker._stranded = set()
@@ -138,7 +140,7 @@ class Side:
         connector.connector_worker = worker
         self.connector = connector
 
-    def begin(self, **loads: list[int]) -> None:
+    def begin(self, place_life: int = 0, **loads: list[int]) -> None:
         """A step in which requests load into blocks; their jobs are numbered from 1 on."""
         jobs = {
             number: TransferJob(
@@ -148,7 +150,7 @@ class Side:
             )
             for number, (request_id, blocks) in enumerate(loads.items(), start=1)
         }
-        metadata = RayKVConnectorMetadata(load_jobs=jobs, store_jobs={}, jobs_to_flush=None)
+        metadata = RayKVConnectorMetadata(jobs, {}, None, place_life=place_life)
         self.connector._connector_metadata = metadata
         self.connector.handle_preemptions(metadata)
 
@@ -445,3 +447,23 @@ def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_t
     worker.start_kv_transfers(known)
     assert [job.job_id for job in side.link.submitted] == [4]
     assert worker.build_connector_worker_meta() is None
+
+
+def test_line_that_another_life_of_the_node_refuses_too_is_reported_again() -> None:
+    """What was said of it before counts for the last life."""
+    side = Side()
+
+    def step(place_life: int, num_failed: int) -> bool:
+        line = ["own node"], ["open"], [num_failed], [1.0], ["refused"]
+        side.link.breakers = BreakerReport(*line, opened=1, failed=num_failed)
+        side.begin(place_life)
+        side.connector.get_finished(set())
+        meta = side.connector.build_connector_worker_meta()
+        return meta is not None and bool(meta.lines)
+
+    assert step(7, 1)
+    step(7, 2)
+    assert not step(7, 3)
+    assert not step(8, 3), "it has not tried that one"
+    assert step(8, 4)
+    assert not step(8, 5)
