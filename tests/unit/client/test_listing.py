@@ -112,7 +112,7 @@ def test_first_ones_in_an_order_are_those_of_all_nodes(monkeypatch: pytest.Monke
     assert played.asked[-1].limit == 4
     # A limit is of the places that are looked at, too.
     for filters in ({"namespace": SPACE}, {"group": 0}, {"tier": RAM}):
-        list(played.reader.chunks(limit=1, **filters))  # type: ignore[arg-type]
+        list(played.reader.chunks(limit=1, **filters))
         assert played.asked[-1].limit == ChunkQuery(PROTOCOL_VERSION).limit
 
 
