@@ -77,7 +77,7 @@ HOUSE = {
         "handles limits pages pool region words cuda.bindings cuda.kv cuda.page_lock",
     ),
     "cluster": Room(
-        3, "numpy psutil ray", "ask bequest deaths join local_nodes logs processes warden"
+        3, "msgspec numpy psutil ray", "ask bequest deaths join local_nodes logs processes warden"
     ),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
     "prompts": Room(3, "cbor2 numpy transformers xxhash", "adapters"),
