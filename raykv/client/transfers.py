@@ -77,7 +77,7 @@ class Moving:
         self._bring(asked, pages)
         dropped, kept = self._drop(space, pages.there, target)
         if kept:
-            pinned = Pinning(self.scheduler).pinned_on(target, space)
+            pinned = Pinning(self.scheduler, self.reader).pinned_on(target, space)
             there = {key: pages.there[key] for key in pinned & pages.there.keys()}
             also, _ = self._drop(space, there, target, with_pinned=True)
             dropped, kept = dropped + also, kept - also
@@ -114,7 +114,12 @@ class Moving:
             pages.fetch(wanted, known, here)
 
     def _drop(
-        self, namespace: str, there: Mapping[bytes, Blocks], target: str, *, with_pinned: bool = False
+        self,
+        namespace: str,
+        there: Mapping[bytes, Blocks],
+        target: str,
+        *,
+        with_pinned: bool = False,
     ) -> tuple[int, int]:
         """Give up what others have in their pools of chunks that are there with these blocks;
         returns how many copies were given up, and how many were not.

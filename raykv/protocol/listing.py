@@ -42,6 +42,8 @@ class Reason(IntEnum):
     DAMAGED = 5
     QUOTA = 6
     """It was evicted while its tenant had more than is guaranteed to it."""
+    MOVED = 7
+    """An operator has had it moved to another node."""
 
 
 EVICTIONS = (Reason.EVICTED, Reason.QUOTA)

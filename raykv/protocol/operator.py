@@ -265,18 +265,26 @@ class Pinned(msgspec.Struct, frozen=True):
 
 
 class DropOrder(msgspec.Struct, frozen=True):
-    """Give up the copies of chunks that one node has in its pool, unless they are pinned."""
+    """Give up the copies of chunks that one node has in its pool, if they have no more blocks than
+    these, which are elsewhere; those that are pinned only `with_pinned`.
+    """
 
     version: int
     namespace: Named
     keys: Keys
+    first_block: Numbers
+    num_blocks: Numbers
+    with_pinned: bool = False
 
     def __post_init__(self) -> None:
         _check_ordered(self.keys)
+        check_column(self.keys, self.first_block, self.num_blocks)
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Answer to `DropOrder`, in copies: `kept` are pinned, `absent` not there."""
+    """Answer to `DropOrder`, in copies: `kept` are pinned, or have more blocks; `absent` are not
+    there.
+    """
 
     version: int
     dropped: int = 0

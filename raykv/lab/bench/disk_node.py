@@ -190,7 +190,7 @@ class Served:
     def read(self) -> float:
         """Seconds until all of them are in the pool again, which has none of them before."""
         with self._keeper.lock:
-            self._keeper.catalog.drop(NAMESPACE, self._keys)
+            self._keeper.catalog.drop(NAMESPACE, dict.fromkeys(self._keys, ALL_BLOCKS))
         count = len(self._keys)
         order = FetchOrderNamed(
             PROTOCOL_VERSION,

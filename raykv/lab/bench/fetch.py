@@ -30,7 +30,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Direction, Stamp
+from raykv.base.ids import ALL_BLOCKS, Direction, Stamp
 from raykv.base.settings import NodeOptions
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
@@ -319,7 +319,9 @@ class Pair:
 
     def drop(self, size: int) -> None:
         """Of chunks of that size together the second pool has none any more."""
-        order = DropOrder(PROTOCOL_VERSION, SPACE, _keys(size))
+        keys = _keys(size)
+        first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
+        order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
         ray.get(self._actors[1].drop.remote(encode(order)), timeout=DEADLINE_S)
 
     def fetched(

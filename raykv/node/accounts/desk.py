@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Blocks, Key, Namespace
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import ANYWHERE, STRETCH, ChunkRow, Cursor, Wanted, first_ones
@@ -108,10 +108,13 @@ class Desk:
         )
 
     def drop(self, order: DropOrder) -> Released:
-        """Give up copies in the pool, but those that are pinned."""
+        """Give up copies in the pool of what is elsewhere."""
         with self._lock:
-            keys = map(Key, order.keys)
-            gone = self._keeper.catalog.drop(Namespace(order.namespace), keys)
+            blocks = map(Blocks, order.first_block, order.num_blocks)
+            chunks = dict(zip(map(Key, order.keys), blocks, strict=True))
+            gone = self._keeper.catalog.drop(
+                Namespace(order.namespace), chunks, with_pinned=order.with_pinned
+            )
             self._lock.notify_all()
         return Released(PROTOCOL_VERSION, gone.dropped, gone.kept, gone.absent)
 
@@ -134,9 +137,9 @@ class Desk:
         held = {}
         with self._lock:
             pins = list(self._owner.pins())
-        for pin_id, names in pins:
+        for pin_id, pin in pins:
             with self._lock:
-                found = self._keeper.catalog.kept(names)
+                found = self._keeper.catalog.kept(pin.names, pin.standing)
             kept, waiting = Numbers.of(found.kept), Numbers.of(found.waiting)
             held[pin_id] = PinHere(kept, waiting, found.num_bytes)
         with self._lock:

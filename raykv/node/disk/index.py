@@ -77,8 +77,6 @@ class DiskIndex:
     def __init__(self, most_bytes: int, shelf: Shelf) -> None:
         self.most_bytes = most_bytes
         self.used_bytes = 0
-        # Whether files had to go for others.
-        self.is_full = False
         self._shelf = shelf
         # In the order in which they have to go.
         self._files: OrderedDict[str, DiskFile] = OrderedDict()
@@ -150,7 +148,7 @@ class DiskIndex:
         while self._is_over(tenant, num_bytes):
             gone.append(self.drop_oldest(self._holder_of(tenant)))
         while self._files and self.used_bytes + num_bytes > self.most_bytes:
-            self.is_full = True
+            self._shelf.is_full = True
             gone.append(self.drop_oldest(self._next_holder(tenant, num_bytes)))
         return gone
 

@@ -44,7 +44,8 @@ class DiskState:
 
     def __init__(self, place: DiskPlace, keeper: PoolKeeper) -> None:
         self.lock = keeper.lock
-        self.index = DiskIndex(place.most_bytes or 0, keeper.owner.index.shelf)
+        self._shelf = keeper.owner.index.shelf
+        self.index = DiskIndex(place.most_bytes or 0, self._shelf)
         self.folder: TierFolder | None = None
         self.is_open = False
         self._stats = DiskStats(path=place.path, problem=OPENING)
@@ -78,7 +79,7 @@ class DiskState:
                 num_files=index.num_files,
                 num_chunks=len(index),
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
-                is_full=index.is_full,
+                is_full=self._shelf.is_full,
                 tenant_bytes=index.tenant_bytes,
             )
 

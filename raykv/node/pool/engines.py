@@ -13,12 +13,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
+from raykv.prompts.prefixes import companions
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
@@ -99,14 +101,27 @@ class Facts(NamedTuple):
 
 @dataclass(slots=True)
 class LocalSpace:
-    """A namespace that an engine is in; so many of its chunks would fill the pool."""
+    """A namespace that an engine is in; so many of its chunks would fill the pool. `groups` are its
+    KV groups, as far as they are known.
+    """
 
     gauge: ReuseGauge
     capacity: int
+    groups: Sequence[ChunkGroup] = ()
 
     def count(self, stored: int, loaded: int) -> None:
-        """Chunks were stored here, or loaded here and by others."""
+        """Chunks were stored here, or what was loaded here or read by others was worth so many."""
         self.gauge.count(stored, loaded, self.capacity)
+
+    def loaded(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+        """Counters of an engine have risen, once there are any. A load is worth the chunks of all
+        the tokens that it saves: of a window it reads the last few.
+        """
+        if not before or not after:
+            return
+        name = "loaded_tokens" if self.groups else "chunks_loaded"
+        per_count = sum(1 / each.tokens for each in self.groups) or 1.0
+        self.count(0, round((after.get(name, 0) - before.get(name, 0)) * per_count))
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +169,13 @@ class LocalEngine:
         self.heard, self.weights = tell.heard, tell.weights
 
 
+def _groups_of(hello: EngineHello) -> list[ChunkGroup]:
+    try:
+        return parse_groups(hello.traits.get("chunks", ""))
+    except ValueError:
+        return []
+
+
 class LocalEngines:
     """See the module's docstring."""
 
@@ -176,7 +198,7 @@ class LocalEngines:
         capacity = self._geometry.pool_bytes * len(sizes) // sum(sizes)
         known = self.spaces.get(namespace)
         gauge = ReuseGauge() if known is None else known.gauge
-        self.spaces[namespace] = LocalSpace(gauge, capacity)
+        self.spaces[namespace] = LocalSpace(gauge, capacity, _groups_of(hello))
         self._forget_spaces()
         return ""
 
@@ -202,6 +224,13 @@ class LocalEngines:
         if hello.life not in self._engines and len(self._engines) >= MOST_ENGINES:
             return f"{MOST_ENGINES} engines are at this node already, the most that it takes"
         return ""
+
+    def companions(self, namespace: Namespace, keys: Iterable[Key]) -> list[Key]:
+        """What is worth nothing once chunks of a namespace are gone, as far as its KV groups are
+        known.
+        """
+        space = self.spaces.get(namespace)
+        return [] if space is None else companions(space.groups, keys)
 
     def get(self, life: int) -> LocalEngine | None:
         """The engine of that life, if it is here."""

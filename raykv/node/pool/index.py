@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,6 +49,7 @@ from raykv.node.pool.shelf import Shelf
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
+    EVICTIONS,
     ListedRow,
     ListedRows,
     ListingPart,
@@ -205,7 +206,7 @@ class PoolIndex:
         return sum(map(len, self._jobs.values()))
 
     def part_after(
-        self, position: Position, most: int, wanted: Container[Namespace] | None = None
+        self, position: Position, most: int, wanted: Collection[Namespace] | None = None
     ) -> ListingPart:
         """What a reader who is there reads next: at most so many names that have changed, and
         chunks of so many slots; of some namespaces only, the same ones for as long as it reads on.
@@ -222,6 +223,9 @@ class PoolIndex:
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
+        if wanted is not None and not any(map(self._has_any, wanted)):
+            # Nobody need walk through a pool of others.
+            place = ALL_READ
         if place != ALL_READ:
             names, place = self._page(place, most)
             for name in names:
@@ -233,6 +237,11 @@ class PoolIndex:
         ]
         end = Position(life, number, place, position.reader)
         return ListingPart(begins, start, end, ListedRows.of(rows))
+
+    def _has_any(self, namespace: Namespace) -> bool:
+        """Whether anything of a namespace is here, or coming."""
+        is_here = namespace in self._ready or self.shelf.has_any(namespace)
+        return is_here or any(name[0] == namespace for name in self._writing)
 
     def _page(self, place: int, most: int) -> tuple[list[Name], int]:
         """Names from a place on, of what is in RAM and behind it of what is on the disk."""
@@ -513,7 +522,8 @@ class PoolIndex:
         for record in records:
             record.readers -= 1
             chunks = self._ready.setdefault(record.namespace, {})
-            if record.key in chunks or self._is_void(record):
+            is_void = self.floors.is_void_of_earlier(record.namespace, record.stamp)
+            if record.key in chunks or is_void:
                 if not chunks:
                     del self._ready[record.namespace]
                 self._free_if_idle(record)
@@ -630,12 +640,12 @@ class PoolIndex:
 
         victims = self.room.victims(record, count, now, may_go)
         for each in victims or ():
-            self._drop(each, Reason.EVICTED)
+            self._drop(each, Reason.QUOTA if self.room.is_over(each) else Reason.EVICTED)
         return victims is not None
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A READY record is not found any more."""
-        self.room.order_of(record).leave(record, remember=reason is Reason.EVICTED)
+        self.room.order_of(record).leave(record, remember=reason in EVICTIONS)
         self.room.went(record)
         self.claims.went(record)
         chunks = self._ready[record.namespace]
@@ -643,8 +653,8 @@ class PoolIndex:
         if not chunks:
             del self._ready[record.namespace]
         record.state = ChunkState.VOID
-        if reason is Reason.EVICTED:
-            self.shelf.evicted(record)
+        if reason not in (Reason.CLEARED, Reason.DAMAGED):
+            self.shelf.left(record)
         self.listing.changed(record, reason)
         self._free_if_idle(record)
 

@@ -164,8 +164,8 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self._released, self._spare, self._kept = (RecordQueue() for _ in range(3))
-        self._stored, self._found = RecordQueue(), RecordQueue()
+        self._released, self._spare, self._stored, self._found = (RecordQueue() for _ in range(4))
+        self._kept = [RecordQueue() for _ in range(Standing.KEPT, Standing.PINNED)]
         # Of what is spare no more: each goes late until it is unmarked.
         self._unmarking: list[RecordQueue] = []
         self._num_entered = self._num_pinned = 0
@@ -255,9 +255,7 @@ class EvictionOrder:
         while found is not None:
             yield found
             found = found.after
-        for queue in self._unmarking:
-            yield from queue
-        yield from self._kept
+        yield from chain.from_iterable((*self._unmarking, *self._kept))
 
     @property
     def num_remembered(self) -> int:
@@ -311,8 +309,8 @@ class EvictionOrder:
                 queue.append(record)
         elif standing is Standing.PINNED:
             self._num_pinned += 1
-        elif standing is Standing.KEPT:
-            self._kept.append(record)
+        elif standing >= Standing.KEPT:
+            self._kept[standing - Standing.KEPT].append(record)
         else:
             (self._spare if standing is Standing.SPARE else self._released).append(record)
 

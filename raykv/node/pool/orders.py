@@ -29,7 +29,7 @@ from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrderedShare, OrdersDocument
 
 MOST_TENANTS = 4096
-"""That are told apart; all others are nobody in particular."""
+"""That are told apart; all others that have no share are nobody in particular."""
 
 SOON_S = 1.0
 """The end of a pin is moved only by more than that."""
@@ -44,12 +44,14 @@ class TenantNumbers:
 
     def of(self, label: str) -> int:
         """The number of a tenant, perhaps a new one."""
-        number = self._numbers.get(label)
-        if number is None:
-            if not is_label(label) or len(self._numbers) >= MOST_TENANTS:
-                return NOBODY
-            number = self._numbers[label] = next(self._next)
-        return number
+        is_full = len(self._numbers) >= MOST_TENANTS
+        return self._numbers.get(label, NOBODY) if is_full else self.of_share(label)
+
+    def of_share(self, label: str) -> int:
+        """The number of a tenant that has a share, however many others there are."""
+        if label not in self._numbers and is_label(label):
+            self._numbers[label] = next(self._next)
+        return self._numbers.get(label, NOBODY)
 
     def forget(self, used: Collection[int]) -> None:
         """Forget all but these."""
@@ -72,7 +74,8 @@ class LocalPin:
     @property
     def standing(self) -> Standing:
         """How its chunks stand."""
-        return Standing.PINNED if self.order.priority is None else Standing.KEPT
+        priority = self.order.priority
+        return Standing.PINNED if priority is None else Standing.kept(priority)
 
 
 class LocalOrders:
@@ -146,7 +149,7 @@ class LocalOrders:
     def _share(self, document: OrdersDocument) -> None:
         shares = {}
         for label, each in document.shares.items():
-            number = self._tenants.of(label)
+            number = self._tenants.of_share(label)
             if number != NOBODY or not label:
                 shares[number] = Share(each.guaranteed, each.most)
         self._shared = set(shares)
@@ -182,19 +185,26 @@ class LocalOrders:
                 self._index.claims.end(_owner(pin_id), before)
                 self._claim(pin_id, pin)
 
-    def pins(self) -> Iterator[tuple[str, Sequence[Name]]]:
-        """The names of each pin's chunks, as far as they are known, in the order of its keys."""
-        return ((pin_id, pin.names) for pin_id, pin in self._pins.items() if pin.names)
+    def pins(self) -> Iterator[tuple[str, LocalPin]]:
+        """The pins of which the chunks are known, by their ids."""
+        return ((pin_id, pin) for pin_id, pin in self._pins.items() if pin.names)
 
     def wanted(self) -> list[bytes]:
         """Digests of pins whose keys are not known."""
         return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.names))
 
     def expire(self, now: float) -> None:
-        """Forget pins whose time is over, whose claims end alone, and tenants that are gone."""
-        over = [pin_id for pin_id, pin in self._pins.items() if pin.until <= now]
-        for pin_id in over:
-            del self._pins[pin_id]
+        """Forget pins whose time is over, whose claims end alone, and tenants that are gone; claim
+        what there was no room for.
+        """
+        claims = self._index.claims
+        for pin_id, pin in list(self._pins.items()):
+            own, free = claims.names_of(_owner(pin_id)), claims.num_free(OwnerKind.OPERATOR)
+            if pin.until <= now:
+                del self._pins[pin_id]
+            elif len(own) < len(pin.names) and free:
+                missing = [name for name in pin.names if name not in own]
+                claims.claim(_owner(pin_id), missing[:free], pin.standing, pin.until)
         self._tenants.forget(self._shared | self._index.room.used.keys())
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 
 import msgspec
@@ -36,13 +37,13 @@ from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.tenants import OTHERS
 from raykv.base.version import __version__
 from raykv.node.accounts.accounts import NodeAccounts
-from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
+from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
 from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
 from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.orders import LocalOrders, TenantNumbers
+from raykv.node.pool.orders import LocalOrders, LocalPin, TenantNumbers
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.reporting import Reporting, valid
 from raykv.node.pool.room import NOBODY
@@ -95,9 +96,10 @@ class NodePool:
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self.index = PoolIndex(geometry, Listing(life), Floors(), pin_share=pin_share)
         self._tenants = TenantNumbers()
         self._engines = LocalEngines(geometry)
+        companions = self._engines.companions
+        self.index = PoolIndex(geometry, Listing(life), Floors(), companions, pin_share)
         self.sessions = LocalSessions(self.index.claims)
         self._jobs = Jobs(self.index, self._engines, self._tenants.of)
         self._landings = Landings(self.index)
@@ -111,6 +113,8 @@ class NodePool:
         """What is told of it and of its engines to people."""
         # The highest number of orders that an engine has named since the last document.
         self._told_orders = NOTHING_ORDERED
+        # Until when the chunks of each series stay.
+        self._series: dict[Owner, float] = {}
 
     # Engines
 
@@ -126,6 +130,7 @@ class NodePool:
         if engine is None or tell.seq <= engine.seq:
             return
         engine.seq = tell.seq
+        self._engines.spaces[engine.namespace].loaded(engine.counters, tell.counters)
         engine.take(tell)
         self._told_orders = max(self._told_orders, tell.orders)
         namespace = Namespace(tell.namespace)
@@ -151,7 +156,15 @@ class NodePool:
                 owned.setdefault(label, []).append(record)
         for label, some in owned.items():
             self.index.room.own(some, self._tenants.of(label))
-        self.index.touch(list(records), now)
+        # A request that waits says it again and again.
+        new = [
+            each
+            for each in records
+            if now - each.found_at >= FRESH_S or each.standing is Standing.RELEASED
+        ]
+        for record in records:
+            record.found_at = now
+        self.index.touch(new, now)
 
     def _hint(self, life: int, namespace: Namespace, hints: Hints, now: float) -> None:
         for pin_s, names in _alike(namespace, hints.pinned, hints.pin_s):
@@ -161,15 +174,20 @@ class NodePool:
         for priority, names in _alike(namespace, hints.favoured, hints.priorities):
             if 0 < priority <= MAX_PRIORITY:
                 owner = Owner(OwnerKind.REQUEST, f"{life} priority")
-                self._wish(owner, names, Standing.KEPT, now + FAVOUR_S)
+                self._wish(owner, names, Standing.kept(int(priority)), now + FAVOUR_S)
 
     def _wish(self, owner: Owner, names: list[Name], standing: Standing, until: float) -> None:
-        """Requests of an engine want this; what they have wanted before lasts as long as it did."""
+        """Requests of an engine want this; what they have wanted before lasts as long as it did,
+        and stands as high.
+        """
         claims = self.index.claims
-        known = ((name, claims.claim_of(owner, name)) for name in names)
-        new = [name for name, claim in known if claim is None or until - claim.until > SOON_S]
-        if new:
-            claims.claim(owner, new, standing, until)
+        raised: dict[Standing, list[Name]] = {}
+        for name in names:
+            known = claims.claim_of(owner, name) or Claim(standing, -inf)
+            if until - known.until > SOON_S or standing > known.standing:
+                raised.setdefault(max(standing, known.standing), []).append(name)
+        for each, some in raised.items():
+            claims.claim(owner, some, each, until)
 
     def changes(self, query: ChangesQuery, now: float) -> ChangesAnswer:
         """What is new at this place for an engine; see `ChangesQuery`."""
@@ -311,13 +329,10 @@ class NodePool:
         self, series: str, namespace: Namespace, keys: Iterable[Key], now: float
     ) -> None:
         """Chunks that an operator brings here stay until others of their series have come, too."""
-        owner, claims = Owner(OwnerKind.OPERATOR, f"series\n{series}"), self.index.claims
-        names = [(namespace, key) for key in keys]
-        earlier = claims.names_of(owner)
-        first = claims.claim_of(owner, next(iter(earlier))) if earlier else None
-        if first is not None and first.until - now < SERIES_S / 2:
-            names = [*earlier, *names]
-        claims.claim(owner, dict.fromkeys(names), Standing.KEPT, now + SERIES_S)
+        owner = Owner(OwnerKind.SERIES, series)
+        names = dict.fromkeys((namespace, key) for key in keys)
+        self.index.claims.claim(owner, names, Standing.KEPT, inf)
+        self._series[owner] = now + SERIES_S
 
     def begin_read(
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
@@ -462,8 +477,8 @@ class NodePool:
         owners = [*claims.owners(OwnerKind.REQUEST), *self.sessions.pausing()]
         return len(set().union(*map(claims.names_of, owners)))
 
-    def pins(self) -> Iterator[tuple[str, Sequence[Name]]]:
-        """The names of each ordered pin's chunks, as far as they are known here."""
+    def pins(self) -> Iterator[tuple[str, LocalPin]]:
+        """Ordered pins by their ids, as far as their chunks are known here."""
         return self._orders.pins()
 
     # Time
@@ -471,6 +486,9 @@ class NodePool:
     def expire(self, now: float) -> None:
         """End what is late or over; about once a second, and with a piece of what takes long."""
         self.sessions.expire(now)
+        for series in [each for each, until in self._series.items() if until <= now]:
+            del self._series[series]
+            self.index.claims.end(series)
         self.index.claims.expire(now)
         self.index.expire(now)
         self._orders.expire(now)
@@ -484,7 +502,7 @@ class NodePool:
         """Drop what tenants have above their greatest shares."""
         index = self.index
         for record in index.room.over(lambda r: not r.readers and now - r.found_at >= FRESH_S):
-            index.drop(record, Reason.EVICTED)
+            index.drop(record, Reason.QUOTA)
 
     def check(self) -> None:
         """Assert the invariants; for tests."""

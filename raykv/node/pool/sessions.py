@@ -37,23 +37,16 @@ MOST_SESSIONS = 4096
 MOST_KEYS = 16_384
 """Chunks of one session."""
 
-STANDINGS = {
-    SessionStage.ACTIVE: Standing.NORMAL,
-    SessionStage.PAUSED: Standing.KEPT,
-    SessionStage.GIVEN_UP: Standing.RELEASED,
-    SessionStage.OVER: Standing.RELEASED,
-}
-"""How chunks of a session stand."""
-
 
 @dataclass(slots=True)
 class LocalSession:
-    """`until`: of its latest pause, of `pause_s`, else infinite. `used_at`: by a request of this
-    node, of which so many have come.
+    """`standing`: of its chunks. `until`: of its latest pause, of `pause_s`, else infinite.
+    `used_at`: by a request of this node, of which so many have come.
     """
 
     owner: Owner
     stage: SessionStage = SessionStage.ACTIVE
+    standing: Standing = Standing.NORMAL
     until: float = inf
     pause_s: float = 0.0
     used_at: float = 0.0
@@ -91,12 +84,13 @@ class LocalSessions:
         name = namespace, news.session
         match news.word:
             case SessionWord.CAME:
-                self._become(name, SessionStage.ACTIVE, inf)
+                self._become(name, SessionStage.ACTIVE, Standing.NORMAL)
             case SessionWord.PAUSED:
                 self._sessions[name].pause_s = news.pause_s
-                self._become(name, SessionStage.PAUSED, now + news.pause_s)
+                standing = Standing.kept(news.priority or 1)
+                self._become(name, SessionStage.PAUSED, standing, now + news.pause_s)
             case SessionWord.OVER:
-                self._become(name, SessionStage.OVER, inf)
+                self._become(name, SessionStage.OVER, Standing.RELEASED)
             case SessionWord.USED:
                 pass
 
@@ -123,25 +117,31 @@ class LocalSessions:
         while self._claims.num_free(OwnerKind.SESSION) < len(new) and len(self._sessions) > 1:
             self._forget_oldest()
         if new:
-            self._claims.claim(session.owner, new, STANDINGS[session.stage], session.until)
+            self._claims.claim(session.owner, new, session.standing, session.until)
 
-    def _become(self, name: tuple[Namespace, str], stage: SessionStage, until: float) -> None:
+    def _become(
+        self,
+        name: tuple[Namespace, str],
+        stage: SessionStage,
+        standing: Standing,
+        until: float = inf,
+    ) -> None:
         """A session is in another stage. What is released once is not released again."""
         session = self._sessions[name]
-        is_same = STANDINGS[stage] is STANDINGS[session.stage] and until == session.until
-        session.stage, session.until = stage, until
+        is_same = (standing, until) == (session.standing, session.until)
+        session.stage, session.standing, session.until = stage, standing, until
         if stage is SessionStage.PAUSED:
             self._pausing[name] = session
         else:
             self._pausing.pop(name, None)
         if not is_same:
             names = list(self._claims.names_of(session.owner))
-            self._claims.claim(session.owner, names, STANDINGS[stage], until)
+            self._claims.claim(session.owner, names, standing, until)
 
     def expire(self, now: float) -> None:
         """Give up the sessions that were to go on by now; before claims of that time end."""
         for name in [name for name, each in self._pausing.items() if each.until <= now]:
-            self._become(name, SessionStage.GIVEN_UP, inf)
+            self._become(name, SessionStage.GIVEN_UP, Standing.RELEASED)
 
     def stage_of(self, namespace: Namespace, session: str) -> SessionStage | None:
         """Where a session is; None: it is not known."""
@@ -200,7 +200,7 @@ class LocalSessions:
                 claim = self._claims.claim_of(session.owner, chunk)
                 assert claim is not None, chunk
                 assert claim.until == session.until, (claim, session)
-                if claim.standing is not STANDINGS[session.stage]:
-                    assert STANDINGS[session.stage] is Standing.RELEASED, (claim, session)
+                if claim.standing is not session.standing:
+                    assert session.standing is Standing.RELEASED, (claim, session)
                     assert claim.standing is Standing.NORMAL, (claim, session)
         assert self._pausing.keys() <= self._sessions.keys()

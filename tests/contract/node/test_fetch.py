@@ -338,18 +338,18 @@ def test_chunks_of_a_series_stay_until_others_of_it_have_come(here: Node, source
     for record in held[:2]:
         here.fetch([wanted(record, source)], series="import 1", life=0)
     here.fetch([wanted(held[2], source)])
-    claims, now = here.keeper.owner.index.claims, here.keeper.now()
+    owner, now = here.keeper.owner, here.keeper.now()
 
     def standings() -> list[Standing]:
         return [each.standing for each in map(here.find, held) if each is not None]
 
     assert standings() == [Standing.KEPT, Standing.KEPT, Standing.NORMAL]
     with here.keeper.lock:
-        here.keeper.owner.keep_series("import 1", NAMESPACE, [key(9)], now + SERIES_S * 0.7)
-        claims.expire(now + SERIES_S * 1.5)
+        owner.keep_series("import 1", NAMESPACE, [key(9)], now + SERIES_S * 0.7)
+        owner.expire(now + SERIES_S * 1.5)
     assert standings() == [Standing.KEPT, Standing.KEPT, Standing.NORMAL]
     with here.keeper.lock:
-        claims.expire(now + SERIES_S * 1.8)
+        owner.expire(now + SERIES_S * 1.8)
     assert standings() == [Standing.NORMAL] * 3
 
 

@@ -142,6 +142,17 @@ def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -
     assert played.pins.chunks_of("old") == (SPACE, [key(0), key(1)])
 
 
+def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "other": [key(2)]})
+    played.held["two"]["old"] = PinHere(Numbers.of([1]), Numbers.of([0]))
+    played.held["one"]["other"] = PinHere(Numbers.of([0]))
+    assert played.pins.pinned_on("two", SPACE) == {key(1)}
+    assert played.pins.pinned_on("one", SPACE) == {key(2)}
+    assert played.pins.pinned_on("two", "another") == set()
+
+
 def test_pin_whose_keys_nobody_has_is_no_pin_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": []})
     with pytest.raises(ClusterError, match="keys of the pin 'old' are not known"):

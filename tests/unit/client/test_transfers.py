@@ -10,6 +10,7 @@ import ray
 
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client.listing import Reader
+from raykv.client.pins import Pinning
 from raykv.client.transfers import Moving, fetch_files
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -34,6 +35,8 @@ class PlayedNodes:
         self.places, self.refusals = places, refusals
         self.orders: list[FetchOrderNamed] = []
         self.dropped: list[bytes] = []
+        self.drops: list[DropOrder] = []
+        self.pinned: set[bytes] = set()
         self.gone: set[bytes] = set()
         target = {"fetch": self._fetch, "chunks": self._chunks}
         self.far: Methods = {"chunks": self._chunks, "drop": self._drop}
@@ -111,8 +114,11 @@ class PlayedNodes:
         )
 
     def _drop(self, raw: bytes) -> bytes:
-        self.dropped += list(decode(raw, DropOrder).keys)
-        return encode(Released(PROTOCOL_VERSION, dropped=len(self.dropped)))
+        order = decode(raw, DropOrder)
+        self.drops.append(order)
+        gone = [key for key in order.keys if order.with_pinned or key not in self.pinned]
+        self.dropped += gone
+        return encode(Released(PROTOCOL_VERSION, len(gone), len(order.keys) - len(gone)))
 
     def prefetch(self, *keys: bytes, deadline_s: float = 5.0, watch: Any = print) -> TransferResult:
         return self.moving.prefetch(list(keys), "target", SPACE, deadline_s, watch)
@@ -180,7 +186,29 @@ def test_move_drops_elsewhere_only_what_the_target_says_that_it_has(
     played = PlayedNodes(monkeypatch, places, c=Refusal.NO_ROOM)
     result = played.moving.move([A, B, C, D], "target", SPACE, 5.0, lambda _: None)
     assert played.dropped == [A, B]
+    assert list(played.drops[0].num_blocks) == [1, 1]
     assert (result.came, result.dropped) == (3, 2)
+
+
+def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedNodes(monkeypatch, {A: [FAR], B: [FAR], C: [FAR]})
+    played.pinned = {A, B}
+    asked: list[tuple[str, str]] = []
+
+    def pinned_on(_: Pinning, node_id: str, namespace: str) -> set[bytes]:
+        asked.append((node_id, namespace))
+        return {A, D}
+
+    monkeypatch.setattr(Pinning, "pinned_on", pinned_on)
+    result = played.moving.move([A, B, C], "target", SPACE, 5.0, lambda _: None)
+    assert asked == [("target", SPACE)]
+    assert [(list(each.keys), each.with_pinned) for each in played.drops] == [
+        ([A, B, C], False),
+        ([A], True),
+    ]
+    assert (result.dropped, result.kept) == (2, 1)
 
 
 def test_files_are_fetched_from_their_source_in_one_series(

@@ -147,7 +147,8 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     assert (list(told.held["p"].kept), list(told.held["p"].waiting)) == ([1, 2], [3])
     assert told.held["p"].num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
     assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 2)
-    gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, Keys.of([key(1), key(3), key(9)])))
+    keys, zeros = Keys.of([key(1), key(3), key(9)]), Numbers.of([0] * 3)
+    gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, keys, zeros, Numbers.of([2] * 3)))
     assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)
 
 

@@ -64,19 +64,21 @@ def test_file_of_whoever_is_furthest_above_its_share_goes_first() -> None:
 
 
 def test_tenant_at_its_greatest_share_gives_up_its_own_file_while_there_is_room() -> None:
-    disk = index()
+    shelf = pool_index().shelf
+    disk = DiskIndex(100, shelf)
     disk.shares = {"noisy": Share(0.0, 0.4)}
     for name in ("n1", "n2"):
         disk.add(name, 20, A, [chunk(name)], "noisy")
     assert disk.give_way(20, "noisy") == ["n1"]
     assert disk.give_way(20) == []
-    assert not disk.is_full
+    assert not shelf.is_full
     assert disk.can_hold(50)
     assert not disk.can_hold(50, "noisy")
 
 
 def test_file_that_was_read_has_a_second_chance_among_those_of_its_tenant() -> None:
-    disk = index()
+    shelf = pool_index().shelf
+    disk = DiskIndex(100, shelf)
     disk.shares = {"noisy": Share(0.0, 0.4)}
     for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
         disk.add(name, 20, A, [chunk(name)], tenant)
@@ -89,11 +91,12 @@ def test_file_that_was_read_has_a_second_chance_among_those_of_its_tenant() -> N
 
 
 def test_nothing_is_full_before_a_file_had_to_go() -> None:
-    disk = index()
+    shelf = pool_index().shelf
+    disk = DiskIndex(100, shelf)
     disk.add("x", 100, A, [chunk("x")])
-    assert not disk.is_full
+    assert not shelf.is_full
     assert disk.give_way(1) == ["x"]
-    assert disk.is_full
+    assert shelf.is_full
     assert not disk.can_hold(101)
 
 

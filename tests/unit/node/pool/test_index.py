@@ -27,7 +27,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import MOST_SIZES, Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
-from raykv.protocol.listing import Reason
+from raykv.protocol.listing import ALL_READ, Position, Reason, Where
 
 A = Namespace("a")
 ONE = Blocks(0, 1)
@@ -124,6 +124,56 @@ def test_slot_of_a_void_chunk_is_free_when_its_last_reader_has_ended(pool: Pool)
     assert pool.store(*map(key, range(2, 6)), stamp=2)[3] is Refusal.NO_ROOM
     pool.index.end_load(reader)
     assert pool.store(key(5), stamp=2) == [Refusal.NONE]
+
+
+def test_behind_a_chunk_without_room_none_of_its_group_is_stored(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    readers = [begun(pool.load(key(number))) for number in range(4)]
+    pool.now += 100
+    part = StorePart(1, 99)
+    assert pool.offer(key(10), part) is Refusal.NO_ROOM
+    for each in readers:
+        pool.index.end_load(each)
+    assert pool.offer(key(11), part) is Refusal.NO_ROOM
+    begun(pool.offer(key(12, group=1), part))
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool, most: int) -> None:
+    pool.num_slabs = 64
+    pool.__post_init__()
+    pool.store(*map(key, range(64)))
+    other = Namespace("b")
+    part = pool.index.part_after(Position(), most, {other})
+    assert part.end == Position(1, pool.index.listing.number, ALL_READ)
+    assert not part.rows.keys
+    # One that has come in the middle of it as well; what comes is a change.
+    chunk = OfferedChunk(other, key(1), PAGE, Stamp(1, 1))
+    record = begun(pool.index.begin_store(StorePart(1, 99), chunk, pool.now, pool.now + 30))
+    assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
+    (row,) = pool.index.part_after(part.end, 1, {other}).rows
+    assert (row.key, row.where) == (key(1), Where.COMING)
+    pool.index.end_store(record, 0, ok=False)
+    assert pool.index.part_after(Position(), 1, {other}).end.place == ALL_READ
+    pool.index.shelf.put(other, key(1), ALL_BLOCKS, Stamp(1, 1), PAGE)
+    assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
+
+
+def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(pool: Pool) -> None:
+    pool.index.share({1: Share(0.25)})
+    pool.store(*map(key, range(4)), owner=1)
+    pool.store(key(4), owner=2)
+    pool.index.share({1: Share(1.0)})
+    pool.store(key(5), owner=2)
+    changes = pool.index.listing.since(0, 100)
+    assert changes is not None
+    gone = {each.record.key: each.reason for each in changes[0]}
+    assert (gone[key(3)], gone[key(4)]) == (Reason.QUOTA, Reason.EVICTED)
+    # Both are remembered.
+    pool.store(key(3), owner=1)
+    record = pool.index.find(A, key(3))
+    assert record is not None
+    assert record.hits == 1
 
 
 def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:

@@ -7,7 +7,7 @@ from math import nan
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, NodeId, Refusal, Stamp
+from raykv.base.ids import Direction, Key, NodeId, Refusal, Stamp
 from raykv.node.accounts.requests import MOST_RECORDS
 from raykv.node.pool.engines import SILENT_S
 from raykv.node.pool.index import FRESH_S
@@ -30,6 +30,7 @@ from tests.fixtures.node.owned_pool import (
     OwnedPool,
     begun,
     key,
+    pin,
     share,
     stamp,
     where,
@@ -234,7 +235,8 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
     assert news().naming is None
     # What a directory says that is behind is no news, nor what is said of another life.
     pool.answer(namings={1: Naming(Stamp(1, 4), "v1"), 2: Naming(Stamp(1, 6), "v3")})
-    assert news().naming is None
+    assert not pool.node.has_changes(query)
+    assert pool.changes(query).naming is None
     # Somebody who introduces itself anew is told all.
     pool.hello()
     assert pool.node.has_changes(query)
@@ -278,6 +280,7 @@ def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPoo
         pool.found(1, seq=seq)
     pool.found(1, life=9)
     assert pool.record(1).hits == hits
+    pool.now += FRESH_S
     pool.found(1, seq=8)
     assert pool.record(1).hits == hits + 1
 
@@ -285,7 +288,7 @@ def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPoo
 def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     pool.store(1, 2, 3)
     pool.tell(hints=Hints(Keys.of([key(1)]), [50.0], Keys.of([key(2)]), [3]))
-    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.KEPT, Standing.NORMAL]
+    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.KEPT_3, Standing.NORMAL]
     # A shorter wish changes nothing, a longer one does.
     pool.tell(hints=Hints(Keys.of([key(1)]), [5.0]))
     pool.wait(20)
@@ -300,12 +303,60 @@ def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     assert pool.standings(1, 2) == [Standing.NORMAL] * 2
 
 
+def test_windows_of_a_place_go_with_what_they_need() -> None:
+    pool = OwnedPool()
+    pool.hello(slot_bytes={0: PAGE, 1: PAGE}, traits={"chunks": "0:16 1:16/2"})
+    assert not pool.hello(2, B, slot_bytes={0: PAGE}, traits={"chunks": "no groups"})
+    pool.end(pool.admit(pool.job_of(Direction.STORE, [key(1), key(1, 1)]))[0])
+    pool.store(*range(2, 16))
+    pool.now += FRESH_S
+    pool.found(1, *range(2, 16))
+    pool.found(1)
+    assert pool.node.index.find(A, key(1, 1)) is not None
+    pool.now += FRESH_S
+    pool.node.index.stand(pool.record(1), Standing.RELEASED)
+    pool.store(50)
+    assert 1 not in pool.held()
+    assert pool.node.index.find(A, key(1, 1)) is None
+
+
+def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
+    pool.store(1, 2)
+    for _ in range(5):
+        pool.found(1)
+        pool.now += 1.0
+    assert (pool.record(1).hits, pool.record(1).found_at) == (1, 104.0)
+    # What was released since is wanted again.
+    pool.say(SessionWord.USED, "s", 1)
+    pool.say(SessionWord.OVER, "s")
+    assert pool.standing(1) is Standing.RELEASED
+    pool.found(1)
+    assert pool.standing(1) is Standing.NORMAL
+    pool.now += FRESH_S
+    pool.found(1)
+    assert pool.record(1).hits == 3
+
+
+def test_priority_gives_way_last_and_lowest_first(pool: OwnedPool) -> None:
+    pool.store(*range(16))
+    pool.order(1, pins={"high": pin(b"h", priority=9), "low": pin(b"l", priority=1)})
+    pool.node.pin_keys(b"h", A, [key(1)])
+    pool.node.pin_keys(b"l", A, [key(2)])
+    pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[5]))
+    # The highest that was wished counts.
+    pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[2]))
+    for first, left in ((100, [1, 2, 3]), (200, [1, 3]), (300, [1])):
+        pool.now += 10
+        pool.store(*range(first, first + 16 - len(left)))
+        assert pool.held() == left
+
+
 def test_hints_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
-    pool.store(1, 2, 3)
+    pool.store(1, 2)
     keys = Keys.of(map(key, [1, 2, 3]))
     pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
     pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
-    assert pool.standings(1, 2, 3) == [Standing.KEPT] * 3
+    assert pool.standings(1, 2) == [Standing.KEPT] * 2
     pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
     assert pool.standing(1) is Standing.PINNED
 

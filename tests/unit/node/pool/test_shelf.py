@@ -257,6 +257,24 @@ def test_what_another_node_has_or_never_goes_is_not_written(pool: Pool, standing
     assert not set(found) & set(records[:4])
 
 
+def test_disk_that_is_full_takes_what_was_found_only(pool: Pool) -> None:
+    records = pool.fill()
+    pool.shelf.is_full = True
+    assert pool.take() == []
+    for record in records[1:3]:
+        record.hits = 1
+    pool.store("new")
+    assert records[0].state is ChunkState.VOID
+    assert pool.take() == records[1:3]
+
+
+def test_copy_of_a_chunk_that_was_moved_to_another_node_counts(pool: Pool) -> None:
+    records = pool.fill()
+    (first, *_) = pool.take()
+    pool.index.drop(records[0], Reason.MOVED)
+    assert pool.shelf.end_write(first, is_written=True)
+
+
 def test_what_is_released_is_written_before_all_others(pool: Pool) -> None:
     records = pool.fill()
     for record in records[10:13]:
