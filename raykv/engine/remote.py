@@ -155,10 +155,6 @@ class RemoteChunks:
             request.wondered.add(key)
             self._wondered.append(key)
 
-    def ask_again(self) -> None:
-        """Questions that were under way got lost: the engine has attached anew."""
-        self._questions.extend(self._askers)
-
     def take_questions(self, most: int, may_repeat: bool) -> list[bytes]:
         """Keys to ask for now; those that were being stored again, if `may_repeat`; and those of
         which the reason is wanted.
