@@ -24,7 +24,7 @@ from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.node import NixlEnd, NodeDescription
 from raykv.protocol.peer import Offer
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.node.nixl import NixlNetwork, OtherWay, needs_nixl
+from tests.fixtures.node.nixl import FutureCall, NixlNetwork, OtherWay, needs_nixl
 from tests.fixtures.node.nixl import agent as nixl_agent
 from tests.fixtures.node.peers import (
     Node,
@@ -109,6 +109,24 @@ def test_source_that_has_no_nixl_is_read_the_other_way(
     assert network.calls == [("source", "describe")]
     assert network.transport.bytes_read == 0
     network.has_another_way = True
+
+
+def test_nobody_waits_while_a_source_is_looked_for(
+    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: dict[str, bool] = {}
+    call = network.call
+
+    def seen(asked: Source, method: str, *arguments: Any) -> FutureCall:
+        locked[method] = network.transport._lock.locked()
+        return call(asked, method, *arguments)
+
+    monkeypatch.setattr(network, "call", seen)
+    assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [NONE]
+    assert here.fetch([wanted(source.store(key(1)), source)]).refusals == [NONE]
+    # At the end of an offer its source is known.
+    assert not locked["describe"]
+    assert not locked["offer"]
 
 
 def test_source_that_can_not_be_read_is_read_the_other_way_next_time(
