@@ -152,12 +152,7 @@ class PoolIndex:
         self.listing = listing
         self.places = Places(geometry)
         self.room = Room(self.places, self.find, companions)
-        self.claims = Claims(
-            geometry.pool_bytes,
-            self.find,
-            self.stand,
-            pin_share,
-        )
+        self.claims = Claims(geometry.pool_bytes, self.find, self.stand, pin_share)
         self.floors = floors
         self.shelf = Shelf(listing, floors, self.room, self.places)
         self._ready: dict[Namespace, dict[Key, ChunkRecord]] = {}
@@ -223,9 +218,11 @@ class PoolIndex:
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
-        if wanted is not None and not any(map(self._has_any, wanted)):
+        if place != ALL_READ and wanted is not None:
             # Nobody need walk through a pool of others.
-            place = ALL_READ
+            here = self.room.by_space
+            if not any(each in here or self.shelf.has_any(each) for each in wanted):
+                place = ALL_READ
         if place != ALL_READ:
             names, place = self._page(place, most)
             for name in names:
@@ -237,11 +234,6 @@ class PoolIndex:
         ]
         end = Position(life, number, place, position.reader)
         return ListingPart(begins, start, end, ListedRows.of(rows))
-
-    def _has_any(self, namespace: Namespace) -> bool:
-        """Whether anything of a namespace is here, or coming."""
-        is_here = namespace in self._ready or self.shelf.has_any(namespace)
-        return is_here or any(name[0] == namespace for name in self._writing)
 
     def _page(self, place: int, most: int) -> tuple[list[Name], int]:
         """Names from a place on, of what is in RAM and behind it of what is on the disk."""
@@ -632,11 +624,10 @@ class PoolIndex:
 
     def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
         """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
-        own = job.own
 
         def may_go(each: ChunkRecord) -> bool:
             # A prompt that has no room gives up its tail, not its head.
-            return not each.readers and now - each.found_at >= FRESH_S and each not in own
+            return not each.readers and now - each.found_at >= FRESH_S and each not in job.own
 
         victims = self.room.victims(record, count, now, may_go)
         for each in victims or ():
