@@ -40,7 +40,9 @@ def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Ite
 
 
 def _snapshot_rows(cluster: Cluster) -> Iterator[Row]:
-    for node_id, space, key in cluster.snapshot().chunks:
+    replay = cluster.snapshot()
+    order = {node_id: at for at, node_id in enumerate(replay.nodes)}
+    for node_id, space, key in sorted(replay.chunks, key=lambda place: order[place[0]]):
         yield {
             "key": key.hex(),
             "group": group_of(key),
