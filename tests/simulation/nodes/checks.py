@@ -79,8 +79,11 @@ def end_faults(cluster: Cluster) -> None:
             node.thaw()
     while cluster.ghosts:
         cluster.ghosts.pop().thaw()
+    for engine in cluster.engines:
+        engine.is_frozen = False
     if cluster.head.is_down:
         cluster.head.begin()
+    cluster.head.thaw()
     deliver_all(cluster)
     cluster.wire.lose_all_patience()
 

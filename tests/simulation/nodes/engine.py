@@ -118,7 +118,7 @@ class PlayedEngine:
         self.told: list[set[Stamp]] = [set() for _ in seats.node_ids]
         self.heard_at = [self.clock for _ in seats.node_ids]
         self.num_loads_failed = 0
-        self._is_calm = False
+        self._is_calm = self.is_frozen = False
         # Of chunks that were surely there, how many there were, and how many were found.
         self.num_expected = self.num_met = 0
         # Chunks of which other blocks were wanted than there are: nothing is heard of them until

@@ -117,13 +117,15 @@ class NodesWorld:
 
     def engine_steps(self) -> str | None:
         engine = self._any_engine()
+        if engine.is_frozen:
+            return None
         engine.step(self.rng)
         engine.talk.talk()
         return str(engine)
 
     def request_comes(self) -> str | None:
         engine = self._any_engine()
-        if len(engine.requests) >= MOST_REQUESTS or engine.view.has_left:
+        if len(engine.requests) >= MOST_REQUESTS or engine.view.has_left or engine.is_frozen:
             return None
         document = self.rng.randrange(self.nature.num_documents)
         prompt = Prompt.of(document, self.rng.randint(1, LONGEST_PROMPT))
@@ -136,6 +138,8 @@ class NodesWorld:
 
     def engine_talks(self) -> str | None:
         engine = self._any_engine()
+        if engine.is_frozen:
+            return None
         return str(engine) if engine.talk.talk() else None
 
     def node_copies(self) -> str | None:
@@ -190,7 +194,7 @@ class NodesWorld:
 
     def head_looks_at_its_clock(self) -> str | None:
         head = self.cluster.head
-        if head.is_down:
+        if head.is_away:
             return None
         return f"{head.directory.expire(head.clock)} are lost"
 
@@ -233,7 +237,7 @@ class NodesWorld:
 
     def reader_polls(self) -> str | None:
         head = self.cluster.head
-        if head.is_down:
+        if head.is_away:
             return None
         return "all read" if self.reader.poll(head.directory) else ""
 
@@ -434,7 +438,7 @@ class NodesWorld:
 
     def engine_dies(self) -> str | None:
         engine = self._any_engine()
-        return self._kill(engine, self.rng.choice([None, self.rng.choice(engine.ranks())]))
+        return self.kill(engine, self.rng.choice([None, self.rng.choice(engine.ranks())]))
 
     def engine_dies_while_it_stores(self) -> str | None:
         """Some of its ranks have stored their part of a chunk, and its node hears of no other."""
@@ -448,12 +452,13 @@ class NodesWorld:
         if not dying:
             return None
         engine = self.rng.choice(dying)
-        self._kill(engine, None)
+        self.kill(engine, None)
         for line in [line for line in self.cluster.closed_lines() if line.life == engine.life]:
             line.node.end_line(line, is_first=True)
         return str(engine)
 
-    def _kill(self, engine: PlayedEngine, frozen: tuple[int, int] | None) -> str:
+    def kill(self, engine: PlayedEngine, frozen: tuple[int, int] | None) -> str:
+        """An engine dies, but for a rank that is frozen; another one takes its place."""
         engine.die(frozen)
         self.cluster.engines.remove(engine)
         if frozen is not None:
