@@ -178,6 +178,18 @@ def test_checksum_of_a_chunk_that_is_gone_is_not_made(node: Node) -> None:
     assert node.keeper.num_quarantined == 0
 
 
+def test_checksum_of_a_chunk_that_is_gone_is_not_that_of_the_next_one_of_its_name(
+    node: Node,
+) -> None:
+    record = node.store(key(0))
+    node.evict(record)
+    again = node.store(key(0))
+    assert node.keeper.check_bytes(record, 1) is Refusal.NOT_HERE
+    assert (record.checksum, again.checksum) == (None, None)
+    assert node.ready() == {key(0)}
+    assert node.load(again) == content(again)
+
+
 # Other nodes
 
 

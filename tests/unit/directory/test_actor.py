@@ -30,6 +30,7 @@ from raykv.protocol.operator import (
     NameWeights,
     OperatorOrder,
     OrderAnswer,
+    OrderedPin,
     OrdersDocument,
     OrderState,
     PauseOrder,
@@ -187,6 +188,35 @@ def test_keys_that_are_about_to_be_forgotten_are_kept_with_a_new_pin() -> None:
     made.keep(Draft(OrdersDocument(Stamp(1, 1)), "order", b"digest", b"keys"))
     assert not made._unused
     assert not made.has_kept
+
+
+def test_keys_of_a_pin_are_kept_before_the_document_that_names_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(name: str, value: bytes) -> None:
+        if name == ORDERS:
+            for pin in decode(value, KeptOrders).document.pins.values():
+                lacking.extend([pin] if PIN + pin.digest.hex() not in store else [])
+        store.put(name, value)
+
+    lacking: list[OrderedPin] = []
+    monkeypatch.setattr(bequest, "put", put)
+    carry_out(start(), PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    assert decode(store[ORDERS], KeptOrders).document.pins
+    assert not lacking
+
+
+def test_clock_that_was_set_back_makes_no_pin_longer_and_no_life_lower(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    carry_out(first, PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    life, now = report(first).life, time.time()
+    monkeypatch.setattr(time, "time", lambda: now - YEAR)
+    later = start()
+    (pin,) = decode(later.pins(), PinPage).pins
+    assert pin.left_s <= 100.0
+    assert report(later).life > life
 
 
 def test_only_what_was_cleared_outlives_the_end_of_all_actors(store: Store) -> None:

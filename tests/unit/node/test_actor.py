@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from raykv.base.errors import SettingError
 from raykv.base.settings import NodeOptions
 from raykv.node.actor import NodeActor, is_draining
 from raykv.node.reports import Reports
+from raykv.node.service import boot_life
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -47,6 +49,15 @@ def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) ->
         assert has_reported.wait(10.0)
     finally:
         actor._service.stop()
+
+
+def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = boot_life()
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    monkeypatch.setattr(time, "time_ns", lambda: -(10**18))
+    life = boot_life()
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    assert before <= life < (up_s + 1.0) * 1e6
 
 
 def test_node_that_ray_drains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
