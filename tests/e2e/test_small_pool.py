@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from raykv.base.geometry import aligned
 from raykv.base.tenants import salt_label
 from raykv.cli import app
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.chaos.parts import frozen
+from tests.fixtures.truth import directory_of, inventories
 from tests.fixtures.waiting import fresh_prompt, stage, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -378,3 +385,37 @@ def test_tenant_that_floods_costs_another_hardly_any_hits(
         quiet = tenant_with_chunks(engine, cluster, turn)
         without += found_after_flood(engine, quiet, turn)
     assert without < 0.5 * TURNS * 2 * 8 * BLOCK
+
+
+AWAY_S = 75.0
+"""Longer than anything that the scheduler actor has said counts."""
+
+
+@pytest.mark.extended
+def test_full_pool_goes_on_while_the_scheduler_actor_is_frozen(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    def is_found(tokens: list[int]) -> bool:
+        engine.reset()
+        return engine.cached([tokens], max_tokens=1) == [2 * BLOCK]
+
+    actor = ask.find_scheduler_actor()
+    assert actor is not None
+    pid = int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10.0))
+    stored = cluster.status().nodes[0].chunks_stored
+    flood_until(
+        lambda: cluster.status().nodes[0].chunks_stored >= stored + POOL_CHUNKS,
+        engine,
+        "the pool is full",
+    )
+    with frozen(pid):
+        until = time.monotonic() + AWAY_S
+        while time.monotonic() < until:
+            tokens = fresh_prompt(2 * BLOCK + 1)
+            engine.tokens([tokens], max_tokens=2)
+            wait_until(partial(is_found, tokens), 10.0, "a new prompt is stored and found")
+    wait_until(
+        lambda: bool(inventories(cluster)) and directory_of(cluster) == inventories(cluster),
+        5.0,
+        "the directory knows what the node has",
+    )

@@ -277,6 +277,49 @@ def test_memory_of_others_is_not_in_forked_children() -> None:
     memory.close()
 
 
+def test_pool_file_of_a_node_that_was_killed_while_it_wrote_has_whole_chunks_only(
+    tmp_path: Path, workers: list[Worker]
+) -> None:
+    num_blocks = links.NUM_SLOTS // 2
+    node = links.Node(SLOT_BYTES, f"pool={tmp_path / 'pool'}")
+    try:
+        worker = Worker(node, [SLOT_BYTES], 1)
+        workers.append(worker)
+        blocks = list(range(num_blocks))
+        for first in (0, num_blocks):
+            chunks = [first + each for each in blocks]
+            assert failures(worker.run(worker.job(Direction.STORE, chunks, blocks))) == []
+        # It ends in order, with all chunks sealed.
+        node.process.communicate(timeout=LONG_S)
+        node.options = (*node.options, "endless")
+        node.start()
+        writer = Worker(node, [SLOT_BYTES], 1, settings=links.PATIENT)
+        workers.append(writer)
+        # The pool is full: this one takes another one's slot.
+        writer.link.submit(writer.job(Direction.STORE, [links.NUM_SLOTS], [num_blocks]))
+        assert node.process.stdout is not None
+        assert node.process.stdout.readline() == "copying\n"
+        node.end()
+        node.options = node.options[:1]
+        node.start()
+        reader = Worker(node, [SLOT_BYTES], 1)
+        workers.append(reader)
+        expected = [reader.block(each) for each in blocks]
+        missing = []
+        for chunk in range(links.NUM_SLOTS + 1):
+            refused = failures(reader.run(reader.job(Direction.LOAD, [chunk], [num_blocks])))
+            if refused:
+                missing.append((chunk, refused))
+            else:
+                assert reader.block(num_blocks) == expected[chunk % num_blocks], chunk
+        evicted = [each for each in missing if each[0] != links.NUM_SLOTS]
+        assert len(evicted) == 1
+        assert (links.NUM_SLOTS, [Refusal.NOT_HERE]) in missing
+        assert evicted[0][1] == [Refusal.NOT_HERE]
+    finally:
+        node.end()
+
+
 # The watch
 
 

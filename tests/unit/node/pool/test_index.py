@@ -520,3 +520,25 @@ def test_each_change_has_its_reason(pool: Pool) -> None:
         key(3): Reason.EVICTED,
         key(4): Reason.STORED,
     }
+
+
+def test_reader_comes_to_the_end_while_changes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listing.__init__, "__defaults__", (256,))
+    pool = Pool(num_slabs=500)
+    pool.store(*map(key, range(2000)))
+    position, parts = Position(), []
+    there: dict[Key, Where] = {}
+    while position.place != ALL_READ or position.number != pool.index.listing.number:
+        part = pool.index.part_after(position, 64)
+        parts.append(part)
+        assert part.follows(position)
+        there |= {row.key: row.where for row in part.rows}
+        position = part.end
+        if position.place != ALL_READ:
+            pool.now += 10
+            # 20 come, and as many go.
+            pool.store(*(key(2000 + 20 * len(parts) + each) for each in range(20)))
+    assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert len(parts) <= 2000 // 64 + 3
+    ready = {each.key for each in pool.index.places if each.state is ChunkState.READY}
+    assert {each for each, where in there.items() if where is Where.RAM} == ready
