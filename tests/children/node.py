@@ -64,11 +64,10 @@ def main() -> None:
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
     path = next((each.removeprefix(POOL) for each in sys.argv[4:] if each.startswith(POOL)), "")
     keeper = PoolKeeper(NodeId("node"), boot_life(), geometry, path)
-    if path:
-        keeper.recover()
-        keeper.take_orders(OrdersDocument(Stamp(1, 1)), 1.0)
     service = NodeService(ServiceSettings(name), keeper)
     service.start()
+    if path:
+        keeper.take_orders(OrdersDocument(Stamp(1, 1)), 1.0)
     if "limited" in sys.argv[4:]:
         if os.getuid() == 0:  # who has no limit
             os.setuid(65534)
