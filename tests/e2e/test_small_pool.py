@@ -23,6 +23,7 @@ from raykv.cluster import ask
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.chaos.parts import frozen
+from raykv.node.pool.index import FRESH_S
 from tests.fixtures.truth import directory_of, inventories
 from tests.fixtures.waiting import fresh_prompt, stage, wait_until
 
@@ -251,6 +252,8 @@ def test_session_that_is_over_is_evicted_before_older_prompts_and_what_it_shares
     wait_until(lambda: stage(cluster, "done") == "over", 10.0, "its end is told")
     assert cluster.session("done").status().private_chunks == 24
     assert (chunks_of(cluster, plain), chunks_of(cluster, done)) == (8, 28)
+    # What was just found does not go.
+    time.sleep(FRESH_S)
     flood_until(lambda: chunks_of(cluster, done) < 28, engine, "what is over goes")
     left = chunks_of(cluster, done)
     assert 4 <= left < 28
