@@ -20,17 +20,16 @@ TARGET = Path(__file__).with_name("settings.md")
 WIDTH = 100
 
 TOPICS = {
-    "The pool": "pool_bytes pool_path eviction_policy pin_share client_hints tenant_source",
+    "The pool": "pool_bytes pool_path pin_share client_hints tenant_source",
     "The disk tier": "disk_path disk_bytes disk_free_bytes",
     "Which cluster, which node, which weights": "ray_address node_id weights_version",
     "Storing and loading": (
-        "lease_slots kv_handover staging_bytes window_share layerwise_loads durable_stores "
-        "stop_unused_stores"
+        "kv_handover staging_bytes window_share layerwise_loads durable_stores stop_unused_stores"
     ),
     "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
     "Deadlines": (
         "load_deadline_s store_deadline_s flush_deadline_s lookup_deadline_s query_deadline_s "
-        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s heartbeat_s"
+        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s"
     ),
     "Metrics": "metrics_port metrics_address metrics_sd_path",
     "Hidden states": (

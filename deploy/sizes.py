@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from raykv.base.geometry import aligned
 from raykv.client.capacity import (
-    MOST_LEASE_SLOTS,
     GroupShape,
     KVShape,
     Plan,
@@ -114,11 +113,10 @@ class ContainerMemory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a worker: its container, the model that it serves, and the setting `lease_slots`."""
+    """Of a worker: its container, and the model that it serves."""
 
     container: ContainerMemory
     shape: KVShape
-    lease_slots: int = MOST_LEASE_SLOTS
 
     @property
     def plan(self) -> Plan:
@@ -126,11 +124,11 @@ class Sizes:
         return make_plan(
             self.shape,
             [stored_whole(self.shape, self.shape.max_model_len)],
-            PoolWishes(self.container.pool_bytes, self.lease_slots, staging_bytes=None),
+            PoolWishes(self.container.pool_bytes, staging_bytes=None),
         )
 
 
-CPU_TRIAL = Sizes(ContainerMemory(2 * GIB, 6 * GIB, 256 * MIB, 768 * MIB), SMOLLM2_135M, 64)
+CPU_TRIAL = Sizes(ContainerMemory(2 * GIB, 6 * GIB, 256 * MIB, 768 * MIB), SMOLLM2_135M)
 ONE_NODE = Sizes(ContainerMemory(64 * GIB, 16 * GIB, GIB, 2 * GIB), QWEN3_8B)
 SEVERAL_NODES = Sizes(ContainerMemory(128 * GIB, 16 * GIB, 8 * GIB, 9 * GIB), QWEN3_8B)
 

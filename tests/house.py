@@ -43,24 +43,23 @@ HOUSE = {
     "serve": Room(9, ALL, ALL),
     "vllm": Room(8, ALL, ALL),
     "inspect": Room(8, ALL, ALL),
-    "engine": Room(7, "msgspec ray", "fetches place runtime session"),
+    "engine": Room(7, "msgspec ray", "fetches lines place runtime session"),
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers xxhash",
-        "chunks cluster import_source listing pools scheduler sessions ship states transfers",
+        "chunks cluster import_source listing nodes pins pools scheduler sessions ship "
+        "states transfers",
     ),
     "directory": Room(
         6,
-        "llvmlite msgspec numba numpy ray",
-        "actor bequest launch steward table.flat.arrays table.flat.batches table.flat.cache "
-        "table.flat.kernels table.flat.lists "
-        "table.flat.order table.flat.prefetch table.flat.rows table.flat.shadows",
+        "msgspec ray",
+        "actor launch steward",
     ),
     "node": Room(
         5,
         "msgspec numpy psutil ray safetensors torch xxhash",
-        "actor attached copying devices fetch host integrity keeper lanes launch peers read "
-        "service disk.chunk_file disk.folder disk.reads disk.tier nixl.agent nixl.offers "
+        "actor attached copying devices fetch host integrity keeper lanes launch lines peers read "
+        "reports service disk.chunk_file disk.folder disk.reads disk.tier nixl.agent nixl.offers "
         "nixl.transport states.capturing states.file",
     ),
     "worker": Room(4, "msgspec torch", "export handover link staging"),
@@ -77,7 +76,9 @@ HOUSE = {
         "cuda msgspec numpy torch",
         "handles limits pages pool region words cuda.bindings cuda.kv cuda.page_lock",
     ),
-    "cluster": Room(3, "numpy psutil ray", "ask deaths join local_nodes logs processes warden"),
+    "cluster": Room(
+        3, "msgspec numpy psutil ray", "ask bequest deaths join local_nodes logs processes warden"
+    ),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
     "prompts": Room(3, "cbor2 numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),

@@ -44,24 +44,19 @@ USERS = 9
 KILLS_VLLM_CPU_WORKERS = {"llvmlite", "numba"}
 """vLLM's CPU worker dies if one of them is loaded already."""
 
-COMPILED = "raykv.directory.table.flat"
-"""Its modules load numba when they are imported."""
-LOADED_BY_NODES_ONLY = "raykv.copy.kernel"
-"""So does this one."""
-LOADERS = {
-    COMPILED: {"raykv.directory.table.choose", "raykv.lab.bench.directory_load"},
-    LOADED_BY_NODES_ONLY: {"raykv.copy.rows"},
-}
-"""Which modules may import one of those, inside a function."""
+COMPILED = "raykv.copy.kernel"
+"""It loads numba when it is imported."""
+LOADER = "raykv.copy.rows"
+"""The module that may import it, inside a function."""
 
 
 OTHERWISE_NAMED = {"deploy", "vllm"}
 """Folders of unit tests: of files beside the package, and of vLLM's hooks one by one."""
 SPANNING = {
     "base/test_hashes", "base/test_without_extras", "cli/test_commands", "cli/test_silent_commands",
-    "cluster/test_silent_actors", "directory/table/test_tables", "directory/test_spares",
-    "engine/test_miss_reasons", "lab/bench/test_eviction_orders", "lab/test_chaos",
-    "protocol/test_bad_events", "protocol/test_bad_messages", "protocol/test_named",
+    "cluster/test_silent_actors", "engine/test_miss_reasons", "lab/bench/test_eviction_orders",
+    "lab/test_chaos", "protocol/test_bad_events", "protocol/test_bad_messages",
+    "protocol/test_named",
 }  # fmt: skip
 """Unit tests of what several modules do together."""
 
@@ -126,12 +121,10 @@ def complaints(source: str, module: str, *, is_package: bool = False) -> list[st
 
 def _complaint(each: Import, module: str) -> str | None:
     package = each.target.partition(".")[0]
-    for late, loaders in LOADERS.items():
-        loads = is_in(each.target, late) and not is_in(module, late)
-        if loads and (each.at_start or module not in loaders):
-            return f"{late} may be imported inside a function of {', '.join(loaders)} only"
-    may_load = is_in(module, COMPILED) or module == LOADED_BY_NODES_ONLY
-    if each.at_start and package in KILLS_VLLM_CPU_WORKERS and not may_load:
+    loads = is_in(each.target, COMPILED) and module != COMPILED
+    if loads and (each.at_start or module != LOADER):
+        return f"{COMPILED} may be imported inside a function of {LOADER} only"
+    if each.at_start and package in KILLS_VLLM_CPU_WORKERS and module != COMPILED:
         return f"{package} may be imported inside a function only"
     room = room_of(module)
     if room is None:
@@ -201,9 +194,7 @@ def test_imports_of_every_module_point_down_the_house() -> None:
         ("raykv.copy.kernels", "import numba", "inside a function only"),
         ("raykv.copy.rows", "from raykv.copy.kernel import copy_rows", "inside a function of"),
         ("raykv.copy.cpu", "def f():\n    from raykv.copy import kernel", "inside a function of"),
-        ("raykv.directory.table.choose", "import numba", "inside a function only"),
-        ("raykv.directory.table.choose", "from .flat import rows", "inside a function of"),
-        ("raykv.directory.manager", "def f():\n    from .table.flat import rows", "a function of"),
+        ("raykv.directory.answers", "import numba", "inside a function only"),
         ("raykv.unheard_of", "", "has no room"),
     ],
 )
@@ -218,10 +209,8 @@ def test_complaints_name_an_import_that_points_up(module: str, source: str, expe
     [
         ("raykv.base.ids", "import enum, math"),
         ("raykv.base.threads", "import threading, time"),
-        ("raykv.node.slots", "from .wishes import Wishes\nfrom ..base.ids import Key"),
-        ("raykv.node.actor", "import ray\nimport raykv.node.slots"),
-        ("raykv.directory.table.flat.kernels", "import numba\nfrom .layout import KEY"),
-        ("raykv.directory.table.choose", "def f():\n    from .flat.flat_table import FlatTable"),
+        ("raykv.node.wishes", "from .wishes import Wishes\nfrom ..base.ids import Key"),
+        ("raykv.node.actor", "import ray\nimport raykv.node.wishes"),
         ("raykv.vllm.spec", "def compile():\n    import numba"),
         ("raykv.vllm.spec", "if TYPE_CHECKING:\n    import numba"),
         ("raykv.copy.kernel", "import numba"),

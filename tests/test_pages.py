@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,15 @@ def test_links_and_anchors_are_found() -> None:
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     named = set(re.findall(r"`((?:deploy|notebooks|raykv|tests)/[\w./-]*\w/?)`", page.read_text()))
     assert not {name for name in named if not (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("name", ["Makefile", "pyproject.toml"])
+def test_files_and_names_of_the_build_are_there(name: str) -> None:
+    text = (ROOT / name).read_text()
+    files = re.findall(r"\b(?:raykv|tests)/[\w/]*\w\.py\b", text)
+    assert not [each for each in files if not (ROOT / each).exists()]
+    for module, attribute in re.findall(r'^ +"(raykv[\w.]*)\.(\w+)",$', text, flags=re.MULTILINE):
+        assert hasattr(import_module(module), attribute), attribute
 
 
 @every_page

@@ -29,7 +29,6 @@ PLAIN = (
     "files",
     "jobs",
     "threads",
-    "leases",
     "stores",
     "requests",
     "events",
@@ -186,7 +185,7 @@ OPEN: dict[str, tuple[Panel, ...]] = {
             (_NOT_COMPUTED, "tokens not computed"),
             (
                 "max by (namespace) (raykv_reachable_hit_ratio{$N})",
-                "an endless pool, {{namespace}}",
+                "an endless pool of one node, {{namespace}}",
             ),
         ),
         _panel(
@@ -200,7 +199,10 @@ OPEN: dict[str, tuple[Panel, ...]] = {
                 _rate("raykv_wanted_chunks_total", "namespace", "$N"),
                 "wanted, {{namespace}}",
             ),
-            ("max by (namespace) (raykv_distinct_wanted_chunks{$N})", "different, {{namespace}}"),
+            (
+                "max by (namespace) (raykv_distinct_wanted_chunks{$N})",
+                "different, at one node, {{namespace}}",
+            ),
         ),
         _panel(
             "Nodes and engines",
@@ -210,6 +212,7 @@ OPEN: dict[str, tuple[Panel, ...]] = {
                 "engines of {{model}}",
             ),
             ("max (raykv_paused{$C})", "paused"),
+            ("max (raykv_orders_number{$C})", "number of the latest orders"),
         ),
         _panel(
             "Versions",
@@ -237,12 +240,11 @@ OPEN: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Chunks in the directory",
-            ("sum by (namespace) (raykv_directory_chunks{$N})", "{{namespace}}"),
+            ("sum by (namespace, tier) (raykv_directory_chunks{$N})", "{{namespace}}, {{tier}}"),
         ),
         _panel(
-            "Slots",
-            ("sum by (state) (raykv_directory_slots{$C})", "{{state}}"),
-            (_rate("raykv_granted_leases_total"), "leases granted"),
+            "Room that was not found",
+            (_rate("raykv_stores_without_room_total", "namespace", "$N"), "{{namespace}}"),
         ),
         _panel(
             "Age of evicted chunks",
@@ -278,9 +280,9 @@ OPEN: dict[str, tuple[Panel, ...]] = {
         _latency("Lookups at the scheduler actor", "raykv_lookup_seconds", choice="$N"),
         _latency("Scheduler actor, by call", "raykv_call_seconds", "call"),
         _panel(
-            "Waits and leases",
+            "Waits and pauses",
             (_rate("raykv_timed_out_waits_total", choice="$N"), "waits given up"),
-            (_rate("raykv_stores_without_lease_total", choice="$N"), "stores without a lease"),
+            ("max (raykv_report_pause_seconds{$C})", "pause between reports"),
         ),
     ),
     "Health": (
@@ -404,6 +406,7 @@ COLLAPSED: dict[str, tuple[Panel, ...]] = {
         _panel(
             "Sessions of requests",
             ("sum by (stage) (raykv_sessions{$C})", "{{stage}}"),
+            ("sum (raykv_known_sessions{$C})", "known to the scheduler actor"),
             (_rate("raykv_session_chunks_released_total"), "chunks released"),
         ),
     ),

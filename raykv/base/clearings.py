@@ -1,8 +1,7 @@
-"""Up to which generation chunks are void: of some namespaces, and of all, known or not.
+"""Floors: below which number of the orders chunks are void, of some namespaces and of all.
 
-Every part that has cleared something, or learned of it, keeps one of these and sends it with every
-message: the scheduler actor, the NodeActors, their disks and pool files. So what was away when the
-cache was cleared, or is taken up later, is void wherever it comes to.
+The orders' document has them, and NodeActors, disks and pool files keep them. So what was away when
+the cache was cleared, or is taken up later, is void wherever it comes to.
 
 Invariants:
 1. `of` never falls, whatever is taken in, in whatever order.
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 
-from raykv.base.ids import EVERY_NAMESPACE, NO_GENERATION, Generation, Namespace
+from raykv.base.ids import EVERY_NAMESPACE, Namespace
 
 MAX_NAMESPACES = 256
 """Floors of single namespaces: with them a report stays well under Ray's 100 KiB inline limit."""
@@ -26,32 +25,23 @@ class Clearings:
     """Floors, at first those that are given; see the module's docstring."""
 
     first: InitVar[Mapping[str, int] | None] = None
-    _floors: dict[Namespace, Generation] = field(default_factory=dict, init=False)
+    _floors: dict[Namespace, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self, first: Mapping[str, int] | None) -> None:
         self.take(first or {})
 
-    def of(self, namespace: Namespace) -> Generation:
-        """The generation up to which chunks of a namespace are void."""
-        every = self._floors.get(EVERY_NAMESPACE, NO_GENERATION)
-        return max(every, self._floors.get(namespace, NO_GENERATION))
-
-    def cover(self, namespace: Namespace, generation: int) -> bool:
-        """Whether a chunk of a namespace at a generation is void."""
-        return generation <= self.of(namespace)
-
-    @property
-    def highest(self) -> Generation:
-        """The highest of all floors."""
-        return max(self._floors.values(), default=NO_GENERATION)
+    def of(self, namespace: Namespace) -> int:
+        """The number below which copies of a namespace are void."""
+        every = self._floors.get(EVERY_NAMESPACE, 0)
+        return max(every, self._floors.get(namespace, 0))
 
     def take(self, told: Mapping[str, int]) -> set[Namespace]:
         """Take in floors by namespace, `EVERY_NAMESPACE` among them; returns what rose."""
         risen = set()
         for name, floor in told.items():
             namespace = Namespace(name)
-            if not self.cover(namespace, floor):
-                self._floors[namespace] = Generation(floor)
+            if floor > self.of(namespace):
+                self._floors[namespace] = floor
                 risen.add(namespace)
         while len(self._floors.keys() - {EVERY_NAMESPACE}) > MAX_NAMESPACES:
             own = (floor for name, floor in self._floors.items() if name != EVERY_NAMESPACE)
@@ -63,7 +53,7 @@ class Clearings:
         return risen
 
     def _drop_covered(self) -> None:
-        every = self._floors.get(EVERY_NAMESPACE, NO_GENERATION)
+        every = self._floors.get(EVERY_NAMESPACE, 0)
         for name, floor in list(self._floors.items()):
             if name != EVERY_NAMESPACE and floor <= every:
                 del self._floors[name]

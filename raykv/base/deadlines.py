@@ -70,16 +70,9 @@ NODE_TURN_AWAY_S = 0.5
 """The same for a worker that cannot be served: the thread that tells it so holds up all others."""
 
 NODE_SEND_S = 2.0
-"""A worker that does not read its results for this long is stuck; its connection is closed so that
+"""A worker or engine that does not read for this long is stuck; its connection is closed so that
 it does not hold up others' copies.
 """
-
-NODE_COPY_WAIT_S = 10.0
-"""How long a store waits for the readers of its slot: loads take milliseconds, and other nodes
-copy what they read first."""
-
-NODE_STORE_EXPIRY_S = 30.0
-"""How long a chunk waits for the parts of the other ranks, as long as a store may take."""
 
 NODE_LOOK_S = 1.0
 """How often expired stores are looked for, the end of a copy is checked (it ends for certain, since
@@ -113,6 +106,9 @@ with much memory takes seconds to exit.
 NODE_BIND_LOOK_S = 0.1
 """Between two attempts."""
 
+NODE_DRAIN_LOOK_S = 5.0
+"""Between two looks at whether Ray drains the node."""
+
 POOL_FILE_S = 10.0
 """The same for the file of its pool. If it is still held after that, another NodeActor has it."""
 
@@ -141,21 +137,31 @@ CUDA_LANE_LOOK_S = 0.01
 """How often a copy that waits for another one of its direction checks whether it was cancelled."""
 
 SLOT_LOOK_S = 0.05
-"""How often a store that waits for a slot's readers checks whether it was cancelled."""
+"""How often is looked whether all chunks have their checksums, at the end of a NodeActor."""
+
+LINE_SILENCE_S = 1.0
+"""An EngineCore that asks what is new at a node hears so often that the node is there."""
+
+LINE_PAUSE_S = 0.002
+"""Between two answers with rows: what changes meanwhile goes with one message."""
+
+POOL_FILE_ORDERS_S = 30.0
+"""How long chunks of a pool file wait for the operators' orders, which say what of them is void."""
 
 NODE_HEARTBEAT_S = 1.0
-"""The scheduler actor forgets a node after five missed ones."""
+"""The scheduler actor forgets a node after ten missed ones."""
 
 NODE_REPORT_S = 2.0
 """For one report, which is answered in milliseconds. A report to a scheduler actor that has just
 died may wait in vain; the next one finds its successor."""
 
+NODE_FLOORS_S = 1.0
+"""For the disk tier to keep what an order clears, which takes milliseconds; a disk that hangs is
+asked again before each report."""
+
 NODE_REPORT_PAUSES_S = (0.2, 1.0)
 """After reports without an answer, first and longest: a new scheduler actor knows nothing until
 its nodes have reported."""
-
-NODE_BATCH_PAUSE_S = 0.002
-"""How long new chunks are collected before they are reported."""
 
 NODE_ROOM_GRACE_S = 3.0
 """How long a new NodeActor waits for its predecessor's memory to be freed."""
@@ -209,6 +215,9 @@ HOST_DISK_S = 1.0
 DISK_LOOK_S = 1.0
 """The threads of a disk tier wake up at least this often."""
 
+DISK_NEXT_LOOK_S = 0.05
+"""Between two looks for chunks that go next, each of which walks over some thousands of them."""
+
 # Hidden states
 
 STATES_ROOM_S = 60.0
@@ -243,9 +252,6 @@ FETCH_GRACE_S = 2.0
 FETCH_LOOK_S = 0.2
 """Between two looks for requests that are overdue."""
 
-FETCH_SLOT_WAIT_S = 1.0
-"""A leased slot has no readers except those of its previous chunk."""
-
 SOURCE_PAUSES_S = (2.0, 30.0)
 """How long a source that did not answer is left alone, first and longest: asking in vain costs a
 request its fetch deadline, and Ray takes 12 to 64 s to notice that a node is gone.
@@ -254,28 +260,54 @@ request its fetch deadline, and Ray takes 12 to 64 s to notice that a node is go
 FETCHER_PAUSES_S = (0.1, 2.0)
 """The same for an engine's own NodeActor: Ray starts another one within seconds."""
 
-# The engine's exchange with the scheduler actor
+# The engine, its places and the scheduler actor
+
+PLACE_CONNECT_S = 5.0
+"""For a NodeActor to let an engine in, which it does in milliseconds."""
+
+PLACE_PAUSES_S = (0.05, 1.0)
+"""After a line to a NodeActor that broke, first and longest: Ray starts another one within seconds,
+and until then nothing is found."""
+
+PLACE_LOST_S = 4.0
+"""A NodeActor that answers nothing for so long is connected to anew: it answers each second."""
+
+PLACE_LOOK_S = 0.25
+"""How often the line's thread looks whether something is due."""
+
+PLACE_SEND_S = 1.0
+"""For a message to a NodeActor to make progress."""
+
+TELL_PAUSE_S = 0.01
+"""Between two messages of an engine to its node: news of some steps travel together."""
+
+TELL_S = 1.0
+"""At least so often an engine says how it is."""
 
 SCHEDULER_PAUSES_S = (0.1, 2.0)
-"""After an exchange without an answer, first and longest: a new scheduler actor is there within
+"""After a question without an answer, first and longest: a new scheduler actor is there within
 seconds, and only new requests wait for it.
 """
-
-ATTACH_PAUSE_S = 0.05
-"""Between two tries to attach at the start."""
 
 ENTER_S = 1.0
 """Until what is known of a namespace has come, after the call that has changed an engine's weights;
 else requests find it little by little."""
 
-EXCHANGE_PAUSE_S = 0.002
-"""Between two exchanges under load: news of some steps travel together."""
+ATTACH_LOOK_S = 0.005
+"""Between two looks of an engine that waits for what its node has."""
+
+ASK_PAUSE_S = 0.002
+"""Between two questions under load: those of some requests travel together."""
+
+ASK_LOOK_S = 1.0
+"""How often the thread that asks looks whether something is due."""
 
 REPEAT_PAUSE_S = 0.02
 """Between two questions about chunks that are being stored elsewhere."""
 
-WANT_PAUSE_S = 0.05
-"""Between two requests for leases when the last one was not granted."""
+CLEAR_LOOK_S = 0.02
+"""Between two looks whether what an engine has cleared is ordered: the store of Ray's head takes
+milliseconds."""
 
 SESSION_STOP_S = 2.0
 """For the session's thread at the engine's end; it may be waiting for an answer of Ray."""
@@ -347,9 +379,6 @@ KEEP_S = 600.0
 KEEP_GRACE_S = 5.0
 """For the NodeActors' answers after that."""
 
-EXPORT_READ_S = 30.0
-"""For 16 MiB out of a NodeActor's pool, which may have others to serve."""
-
 IMPORT_S = 600.0
 """For all chunks of an import, unless a caller says more."""
 
@@ -366,17 +395,14 @@ UP_ANSWER_S = 2.0
 """For the answers of one look."""
 
 TRANSFER_S = 60.0
-"""For a page of chunks to come to a node, as long as its slots are lent for it."""
-
-TRANSFER_EARLY_S = 10.0
-"""For a scheduler actor that has just begun to learn what a node holds: 2 s after its report."""
-
-TRANSFER_DEMOTE_S = 5.0
-"""What a page of chunks displaces is copied for the disk first, if there is one; what is not copied
-by then is lost."""
+"""For a page of chunks to come to a node."""
 
 TRANSFER_LOOK_S = 0.1
-"""Between two looks whether what has come is in the directory."""
+"""Between two looks whether an order is carried out: nodes report every tenth of that, if there is
+news."""
+
+PIN_HEARD_S = 2.0
+"""For all nodes to have the keys of a pin, which they ask for once they have heard of it."""
 
 CLIENT_S = 8.0
 """For one answer of an actor to a person or a program, who may have come during a restart. With
@@ -398,8 +424,8 @@ SILENCE_S = 1.0
 """A command that waits for actors says for which ones after so long."""
 
 LISTING_PAUSE_S = 0.005
-"""Between two pages of a listing, each of which takes the scheduler actor milliseconds: exchanges
-of engines come in between."""
+"""Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
+come in between."""
 
 CHUNK_READ_S = 30.0
 """For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four
@@ -439,6 +465,9 @@ floods the sockets, and 1 ms for a process with some hundred open files."""
 PUBLISH_LOOK_S = 0.1
 """The publisher's sockets are looked at so often when nothing is published: for questions for what
 was missed, and for the end."""
+
+PUBLISH_ASK_S = 1.0
+"""For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile."""
 
 PUBLISH_PUT_S = 1.0
 """For a batch to find room before the sockets; the log waits meanwhile."""

@@ -1,4 +1,4 @@
-"""Where slots can be in a pool: the arithmetic that scheduler actor and NodeActor share.
+"""Where slots can be in a pool: the arithmetic of a NodeActor, and of plans.
 
 A pool is cut into slabs of equal size. A slab holds slots of one size at a time, packed from its
 start, so that chunks of several models and KV groups live in one pool without fragmenting it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple, NewType
 
@@ -24,42 +23,14 @@ Key = NewType("Key", bytes)
 Slot = NewType("Slot", int)
 """A chunk-sized place in one node's pool: its byte offset divided by `SLOT_ALIGNMENT`."""
 
-Generation = NewType("Generation", int)
-"""The n-th use of a slot: scheduler epoch and counter in one ordered number."""
-
-Epoch = NewType("Epoch", int)
-"""The n-th life of an actor. Only the order of two epochs of the same actor means anything."""
-
 SLOT_ALIGNMENT = 4096
 """Bytes. Slots start on page boundaries, so that pieces of the pool can be pinned and mapped."""
-
-NO_GENERATION = Generation(0)
-"""Older than any generation that is ever granted: a load that names it is refused."""
 
 MAX_KEY_BYTES = 128
 """Bytes of an offload key; vLLM's longest has 36."""
 
 MAX_BLOCKS = 1 << 32
 """Blocks of a chunk."""
-
-_COUNTER_BITS = 32
-
-GENERATIONS_PER_EPOCH = 1 << 31
-"""So many are granted in an epoch before the next one begins: half of what the counter can count.
-At 85,000 a second, the most that one scheduler actor can grant, they last 7 hours.
-"""
-
-LAST_EPOCH = (1 << 31) - 2
-"""The last one whose generations, and the one after each, are below 2**63."""
-
-MAX_EPOCH = LAST_EPOCH - (1 << 20)
-"""A scheduler actor rises above the epochs that others claim to have heard of, up to this one. So
-whatever is claimed, later ones are left that only the actor itself can have named.
-"""
-
-MAX_GENERATION = Generation((LAST_EPOCH << _COUNTER_BITS) | ((1 << _COUNTER_BITS) - 1))
-"""The last one of `LAST_EPOCH`."""
-
 
 MAX_REQUEST_ID = 256
 """Characters of a request's id that are shown; vLLM's own ids have some 60."""
@@ -102,17 +73,6 @@ ALL_BLOCKS = Blocks(0, MAX_BLOCKS)
 NO_BLOCKS = Blocks(0, 0)
 
 
-def make_generation(epoch: Epoch, counter: int) -> Generation:
-    """Pack the scheduler actor's epoch and its grant counter; later grants compare higher."""
-    assert 0 <= counter < 1 << _COUNTER_BITS, counter
-    return Generation((epoch << _COUNTER_BITS) | counter)
-
-
-def epoch_of(generation: Generation) -> Epoch:
-    """The scheduler epoch under which `generation` was granted."""
-    return Epoch(generation >> _COUNTER_BITS)
-
-
 GROUP_BYTES = 4
 """At the end of a key: where vLLM packs the KV group index."""
 
@@ -144,9 +104,9 @@ class Direction(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What happened to the directory; see `raykv.directory.log`."""
+    """What happened to the directory; see `raykv.directory.known.events`."""
 
-    EPOCH_BEGAN = 0
+    LIFE_BEGAN = 0
     BLOCK_STORED = 1
     BLOCK_REMOVED = 2
     NODE_JOINED = 3
@@ -158,14 +118,12 @@ class Refusal(IntEnum):
     """Why one chunk of a copy job did not happen. `NONE` means that it did."""
 
     NONE = 0
-    STALE = 1
-    """The slot has moved on to another generation, or holds another key."""
     WRITING = 2
-    """The slot is being written; a load of it would read half a chunk."""
+    """It is being written: a load would read half a chunk, and another store has begun."""
     CLEARED = 3
-    """The namespace was cleared after this generation was granted."""
+    """The namespace was cleared after it was offered."""
     BAD_HANDLE = 4
-    """No slot can be at that place of the pool, or the node has another epoch."""
+    """No such chunk can be: of that size, of those blocks, of an engine that is not known."""
     CANCELLED = 5
     """The engine gave the job up before it was done."""
     QUEUE_FULL = 6
@@ -189,21 +147,7 @@ class Refusal(IntEnum):
     HERE = 15
     """Nothing is to be stored: the node has the chunk."""
     NO_ROOM = 16
-    """There is no slot for it, and nothing that may go for it."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether every engine should forget the chunk, not only this job's.
-
-        That is so of a chunk that lacks blocks, too: nobody would store it whole while it is known.
-        """
-        return self in (
-            Refusal.STALE,
-            Refusal.CLEARED,
-            Refusal.BAD_HANDLE,
-            Refusal.CORRUPT,
-            Refusal.PARTIAL,
-        )
+    """There is no room for it, and nothing that may go for it."""
 
 
 class TokenSource(StrEnum):
@@ -236,7 +180,7 @@ class MissReason(StrEnum):
     PAUSED = "paused"
     """The cache was switched off with `raykv pause`."""
     NOT_ATTACHED = "not_attached"
-    """The engine had not reached the scheduler actor yet."""
+    """The engine had not reached its NodeActor yet."""
     NEVER_STORED = "never_stored"
     """Nobody knows anything of the chunk: it was not stored, or long ago."""
     STORES_OFF = "stores_off"
@@ -244,15 +188,15 @@ class MissReason(StrEnum):
     STORE_FAILED = "store_failed"
     """It was computed here, and its store failed."""
     POOL_FULL = "pool_full"
-    """There was no slot to be had: to store it when it was computed, or to fetch it into."""
-    NO_LEASE = "no_lease"
-    """The engine held no free slot for it, though there may have been some in the pool."""
+    """There was no room: to store it when it was computed, or to fetch it."""
     EVICTED = "evicted"
     """It was given up for other chunks."""
     QUOTA = "quota"
     """It was given up since its tenant had more than its share."""
     CLEARED = "cleared"
     """The cache was emptied."""
+    CLEARING = "clearing"
+    """The engine had its cache emptied, and not all of its nodes knew of that yet."""
     OTHER_NAMESPACE = "other_namespace"
     """Only engines with another model, or another layout of the KV cache, have it."""
     PENDING_TOO_LONG = "pending_too_long"
@@ -277,11 +221,6 @@ class MissReason(StrEnum):
     """None of these; a failed hook of the connector, for example."""
 
 
-def known_as(reason: str) -> MissReason:
-    """What an engine takes for the reason where the scheduler actor knows this better one."""
-    return MissReason.EVICTED if reason == MissReason.QUOTA else MissReason.NEVER_STORED
-
-
 class Stamp(NamedTuple):
     """The number of an operators' document of orders; of a copy, that under which it was stored.
 
@@ -290,31 +229,3 @@ class Stamp(NamedTuple):
 
     history: int
     number: int
-
-
-class ChunkName(NamedTuple):
-    """What a chunk is called and where its bytes should be."""
-
-    namespace: Namespace
-    key: Key
-    slot: Slot
-    generation: Generation
-    slot_bytes: int
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether anybody could have been granted this; a key may have any bytes."""
-        is_key = 0 < len(self.key) <= MAX_KEY_BYTES
-        return is_key and NO_GENERATION < self.generation <= MAX_GENERATION
-
-
-@dataclass(frozen=True)
-class Seal:
-    """A READY chunk's checksum; `is_proven`: it has been compared with the bytes in this life.
-
-    `blocks` are those that were stored.
-    """
-
-    checksum: int
-    is_proven: bool
-    blocks: Blocks = ALL_BLOCKS

@@ -17,7 +17,6 @@ from raykv.base.errors import SettingError
 from raykv.base.parsing import (
     MAX_SHOWN,
     address,
-    count,
     endpoint,
     flag,
     one_of,
@@ -108,12 +107,13 @@ class DiskPlace:
 class NodeOptions:
     """What a NodeActor has beside its pool, and how it reads from others; see the settings.
 
-    `metrics` None: it shows none.
+    `metrics` None: it shows none. `pin_share`: of the pool, that pins may take.
     """
 
     metrics: MetricsPlace | None = None
     disk: DiskPlace = DiskPlace()
     transport: str = "ray"
+    pin_share: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,7 @@ class Settings:
     weights_version: str = _setting(
         "",
         text,
-        "Tells weights apart beside their content; needed where that can't be read: object storage",
-    )
-    eviction_policy: str = _setting(
-        "worth",
-        one_of("worth", "lru"),
-        "Order in which chunks are given up: worth or lru",
-    )
-    lease_slots: int = _setting(
-        1024,
-        count,
-        "Most free slots that an engine holds per KV group, to store into between two exchanges "
-        "with the scheduler actor; all engines of a node hold at most a quarter of its pool, or "
-        "what a step of each may store, up to half of it",
+        "Tells weights apart, with their content; needed where that can't be read: object storage",
     )
     kv_handover: str = _setting(
         "auto",
@@ -175,7 +163,7 @@ class Settings:
         5.0, seconds, "A load that takes longer is given up and the tokens are computed"
     )
     store_deadline_s: float = _setting(
-        30.0, seconds, "A store that takes longer is given up; nobody waits for it"
+        30.0, seconds, "A store that takes longer is given up; no request waits for it"
     )
     flush_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
@@ -207,8 +195,9 @@ class Settings:
     stop_unused_stores: bool = _setting(
         True,
         flag,
-        "While less than 3 of 100 stored chunks are loaded again, only one request in 16 stores; "
-        "never before the pools have been filled once, and 2,048 chunks were stored",
+        "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read "
+        "by other nodes, only one request in 16 stores there; never before its pool was filled "
+        "once, and 2,048 chunks were stored",
     )
     fetch_checksums: bool = _setting(
         True, flag, "Check every chunk that comes from another node (XXH3)"
@@ -257,9 +246,6 @@ class Settings:
     rpc_deadline_s: float = _setting(
         5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
     )
-    heartbeat_s: float = _setting(
-        1.0, seconds, "Pause between exchanges with the scheduler actor when there is no news"
-    )
     metrics_port: str = _setting(
         "auto",
         port,
@@ -285,7 +271,7 @@ class Settings:
         1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
     )
     hidden_states_ttl_s: float = _setting(
-        600.0, seconds, "How long they are kept, and their files too if nobody has cleaned them up"
+        600.0, seconds, "How long they are kept, and their files unless they are removed earlier"
     )
     hidden_states_client_paths: bool = _setting(
         False, flag, "Requests may name the file of their hidden states: any file of the server"
@@ -306,7 +292,7 @@ class Settings:
     describe_chunks: bool = _setting(
         False,
         flag,
-        "Tell the scheduler actor the token ids of stored chunks, for readers of events",
+        "Tell the NodeActors the token ids of stored chunks, for readers of events",
     )
     events_endpoint: str = _setting(
         "",
@@ -341,7 +327,7 @@ class Settings:
     def node_options(self) -> NodeOptions:
         """The settings of a NodeActor, but for those of its pool."""
         disk = DiskPlace(self.disk_path, self.disk_bytes, self.disk_free_bytes)
-        return NodeOptions(self.metrics_place, disk, self.transport)
+        return NodeOptions(self.metrics_place, disk, self.transport, self.pin_share)
 
     def labels(self) -> dict[str, str]:
         """All settings as labels of a metric; empty where RayKV chooses."""

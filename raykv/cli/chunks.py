@@ -66,8 +66,7 @@ def ls(  # noqa: PLR0913 - a command's options
 ) -> None:
     """List chunks: where they are, how old, when last used, how often.
 
-    The age of a chunk on a disk counts from when the directory learned of it; its reads are not
-    counted.
+    Of a chunk on a disk neither its age nor its reads are known.
 
     Exit code 1 if there are no such chunks.
 
@@ -119,7 +118,7 @@ def _chunk_table(chunks: Sequence[Chunk]) -> Table:
             *[chunk.tenant] * has_tenants,
             chunk.tier,
             human_bytes(chunk.num_bytes),
-            ago(chunk.age_s),
+            "" if chunk.tier == DISK else ago(chunk.age_s),
             "" if chunk.tier == DISK else ago(chunk.idle_s),
             "" if chunk.tier == DISK else f"{chunk.hits:,}",
             "more" if chunk.is_replicated else "1",
@@ -155,17 +154,20 @@ def show(
     raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
 
 
-def _print_chunk(replicas: list[Chunk], space: NamespaceStatus | None) -> None:
-    first = replicas[0]
+def _print_chunk(copies: list[Chunk], space: NamespaceStatus | None) -> None:
+    first = copies[0]
     say(f"key         {first.key.hex()}")
     say(f"block hash  {first.block_hash.hex()}")
     say(f"KV group    {group_text(first.group, {} if space is None else space.traits)}")
-    for chunk in replicas:
-        uses = f", unused for {ago(chunk.idle_s)}, {chunk.hits:,} hits"
-        where, uses = ("on disk, place", "") if chunk.tier == DISK else ("in slot", uses)
+    for chunk in copies:
+        where = "on its disk"
+        if chunk.tier != DISK:
+            where = (
+                f"in its pool, came {ago(chunk.age_s)} ago, unused for {ago(chunk.idle_s)}, "
+                f"{chunk.hits:,} hits"
+            )
         say(
-            f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where} {chunk.slot} at "
-            f"generation {chunk.generation}, came {ago(chunk.age_s)} ago{uses}, namespace "
+            f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where}, namespace "
             f"{chunk.namespace} ({chunk.model or 'model unknown'})"
             + (f", of tenant {chunk.tenant}" if chunk.tenant not in ("", OTHERS) else "")
         )

@@ -24,7 +24,7 @@ def events(
     since: Annotated[
         str | None,
         typer.Option(
-            help="Start after this event: its number, or EPOCH:NUMBER. Default: all that are "
+            help="Start after this event: its number, or LIFE:NUMBER. Default: all that are "
             "kept; with --follow only new ones."
         ),
     ] = None,
@@ -35,7 +35,7 @@ def events(
 ) -> None:
     """Print what happens to the directory: chunks stored and removed, nodes, clearings.
 
-    Each event has its place, EPOCH:NUMBER, from which a later call goes on without gaps. If some
+    Each event has its place, LIFE:NUMBER, from which a later call goes on without gaps. If some
     events are no longer kept, the first one is EventsMissed.
 
     Example: raykv events --follow --json | jq -r 'select(.event == "BlockStored").node_id'
@@ -62,7 +62,7 @@ def _place(since: str | None) -> int | tuple[int, int] | None:
         return (int(first), int(second)) if colon else int(first)
     except ValueError:
         raise SettingError(
-            f"--since {since!r}: give the number of an event, or EPOCH:NUMBER"
+            f"--since {since!r}: give the number of an event, or LIFE:NUMBER"
         ) from None
 
 
@@ -70,7 +70,7 @@ def _line(event: Event) -> str:
     import msgspec
 
     fields = msgspec.structs.asdict(event)
-    place = f"{fields.pop('epoch')}:{fields.pop('seq')}"
+    place = f"{fields.pop('life')}:{fields.pop('seq')}"
     happened = datetime.fromtimestamp(fields.pop("time")).astimezone()
     moment = [f"{happened:%Y-%m-%d %H:%M:%S}"] if event.time else []
     words = [f"{name}={_short(value)}" for name, value in fields.items()]

@@ -80,7 +80,8 @@ Simulate = Annotated[
     ),
 ]
 Replicas = Annotated[
-    list[int] | None, typer.Option(help="With --simulate: so many; repeatable. Default: 16.")
+    list[int] | None,
+    typer.Option(help="Number of simulated replicas; repeatable (needs --simulate). Default: 16."),
 ]
 Load = Annotated[
     list[float] | None,
@@ -244,7 +245,7 @@ def chaos(  # noqa: PLR0913 - a command's options
     hosts: Annotated[
         int | None,
         typer.Option(
-            help="Instead of nodes: so many hosts, which are namespaces of Linux and need root. "
+            help="Number of hosts, instead of nodes: namespaces of Linux, which need root. "
             "They are cut off, slowed, frozen and lose power, too."
         ),
     ] = None,

@@ -354,8 +354,8 @@ def _sentence(found: TransferResult) -> str:
     for count, what in (
         (found.nowhere, "are stored nowhere"),
         (found.no_room, "found no room"),
-        (found.dropped, "replicas were given up elsewhere"),
-        (found.kept, "replicas stay, because they are pinned there"),
+        (found.dropped, "copies were given up elsewhere"),
+        (found.kept, "copies stay, because they are pinned there"),
     ):
         if count:
             parts.append(f"{count} {what}")

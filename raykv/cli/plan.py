@@ -141,15 +141,11 @@ def _print(found: Plan) -> None:
         f"{shape.max_model_len:,} tokens, {shape.num_ranks} rank{'s' * (shape.num_ranks > 1)}"
     )
     console().print(_groups(shape.groups))
-    say(f"a slot      {human_bytes(shape.slot_bytes)}, whatever KV group its chunk is of")
+    say(f"a chunk     {human_bytes(shape.slot_bytes)}, of any KV group")
     if found.bytes_per_token:
         say(f"a token     {human_bytes(found.bytes_per_token)} of layers that need all of a prefix")
     if found.window_bytes:
         say(f"a window    {human_bytes(found.window_bytes)} of windows and states, with a prefix")
-    say(
-        f"lease_slots {found.lease_slots}: {human_bytes(found.lease_slots * shape.slot_bytes)} "
-        f"per engine and KV group at most; {found.sensible_lease_slots} would do"
-    )
     console().print(_prompts(found))
     console().print(_pools(found))
     for problem in found.problems:

@@ -75,11 +75,11 @@ def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Pro
         for engine in after.engines
         if engine.engine_id in old_engines
     )
-    old_nodes = {(node.node_id, node.epoch): transfers_of(node) for node in before.nodes}
+    old_nodes = {(node.node_id, node.life): transfers_of(node) for node in before.nodes}
     moved = {}
     for node in after.nodes:
         new = transfers_of(node)
-        old = old_nodes.get((node.node_id, node.epoch), new)
+        old = old_nodes.get((node.node_id, node.life), new)
         moved[node.node_id] = MovedBytes(
             _growth(old.stored, new.stored),
             _growth(old.loaded, new.loaded),

@@ -122,17 +122,17 @@ def over(
 @app.command()
 def pause(
     name: Name,
-    duration: Annotated[str, typer.Argument(help="For about so long, like 90s or 15m.")],
+    duration: Annotated[str, typer.Argument(help="How long it pauses, about: 90s or 15m.")],
     *,
     priority: Annotated[
         int | None,
-        typer.Option(help="1 to 9, beside others that are kept by preference.", min=1, max=9),
+        typer.Option(help="1 to 9, among all that is kept by preference.", min=1, max=9),
     ] = None,
     namespace: Namespace = "",
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
-    """Keep a session's chunks for so long by preference; then, if it has not gone on, give it up.
+    """Keep a session's chunks by preference for a time; give it up if it has not gone on by then.
 
     Example: raykv session pause agent-7 15m
     """

@@ -137,7 +137,7 @@ def percent(sources: TokenSources, tokens: int) -> str:
 
 def _engines(known: ClusterStatus) -> Table:
     engines = table(
-        "engine", "node", "namespace", "ranks", "leased", "failed", "fetch", "prefill", "versions"
+        "engine", "node", "namespace", "ranks", "failed", "fetch", "prefill", "versions"
     )
     for engine in known.engines:
         counters = engine.counters
@@ -146,7 +146,6 @@ def _engines(known: ClusterStatus) -> Table:
             engine.node_id[:12],
             engine.namespace[:12],
             str(engine.num_ranks),
-            f"{engine.leased_slots:,}",
             str(counters.get("loads_failed", 0)),
             _rate(counters.get("fetch_bytes_per_s", 0), "B/s"),
             _rate(counters.get("prefill_tokens_per_s", 0), "tokens/s"),

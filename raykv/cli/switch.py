@@ -31,7 +31,7 @@ def pause(*, as_json: AsJson = False, ray_address: Address = None) -> None:
         cluster.pause()
     _done(
         {"paused": True},
-        "paused: engines stop loading and storing within about a second",
+        "paused: engines load and store nothing any more",
         as_json=as_json,
     )
 
@@ -251,7 +251,7 @@ def refuse_without_place(kept: list[Kept]) -> None:
 
 def _tell_silent(nodes: list[str]) -> None:
     ids = ", ".join(node[:12] for node in nodes)
-    typer.echo(f"cleared; waiting for the NodeActor of {ids}, 15 s at most", err=True)
+    typer.echo(f"cleared; waiting for the NodeActor of {ids}, 8 s at most", err=True)
 
 
 def _done(facts: dict[str, object], sentence: str, *, as_json: bool) -> None:

@@ -39,7 +39,7 @@ ADVICE = {
     "update_weights, sleep of level 2), and this prefix was not computed with the new ones. If "
     "`raykv status` says that they have no name, nothing is loaded or stored.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
-    MissReason.NOT_ATTACHED: "The engine had not reached RayKV's actors: its log says why, and "
+    MissReason.NOT_ATTACHED: "The engine had not reached its NodeActor: its log says why, and "
     "`raykv status` shows whether it has since.",
     MissReason.NEVER_STORED: "No engine had stored this prefix, or RayKV forgot it long ago: if "
     "you expect it to be known, compare the prompts from their first token on, and cache_salt.",
@@ -47,14 +47,14 @@ ADVICE = {
     "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
     "and at store_deadline_s.",
-    MissReason.POOL_FULL: "Slots are used up faster than they are freed: set a larger pool_bytes, "
-    "or give the node fewer engines.",
-    MissReason.NO_LEASE: "A step stored more than the engine had leased. If it happens often, "
-    "raise lease_slots, or pool_bytes: half of it should hold what a step of each engine stores.",
+    MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
+    "pool_bytes, or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
     "quota list` shows who has what.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
+    MissReason.CLEARING: "The engine cleared its cache, which takes the scheduler actor: if this "
+    "lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
     MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "

@@ -12,11 +12,6 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.memory.room import human_bytes
 
-LEAST_SHARE = 8
-"""An engine should lease at most one of so many slots: leased ones hold nothing."""
-
-MOST_LEASE_SLOTS = 1024
-
 COMPARED = (8 << 30, 32 << 30, 128 << 30, 512 << 30)
 """Pools that are usual."""
 
@@ -32,7 +27,6 @@ class PoolWishes:
     """
 
     pool_bytes: int
-    lease_slots: int
     staging_bytes: int | None
     objection: str = ""
 
@@ -50,10 +44,8 @@ def make_plan(
     """
     prompts = [_prompt_size(shape, each) for each in stored]
     pool = _pool_size(shape, prompts, wishes.pool_bytes)
-    num_groups = len(shape.groups)
     problems = _problems(shape, wishes)
-    sensible = max(1, min(MOST_LEASE_SLOTS, pool.chunks // LEAST_SHARE // num_groups))
-    hints = [] if problems else _hints(shape, prompts[-1], pool, wishes, sensible)
+    hints = [] if problems else _hints(shape, prompts[-1], pool)
     return Plan(
         shape=shape,
         bytes_per_token=shape.bytes_per_token,
@@ -61,8 +53,6 @@ def make_plan(
         prompts=prompts,
         pool=pool,
         pools=[_pool_size(shape, prompts, size) for size in COMPARED],
-        lease_slots=wishes.lease_slots,
-        sensible_lease_slots=sensible,
         problems=problems,
         hints=[*hints, *([note] if note else [])],
     )
@@ -106,24 +96,15 @@ def _problems(shape: KVShape, wishes: PoolWishes) -> list[str]:
     return found
 
 
-def _hints(
-    shape: KVShape, longest: PromptSize, pool: PoolSize, wishes: PoolWishes, sensible: int
-) -> list[str]:
+def _hints(shape: KVShape, longest: PromptSize, pool: PoolSize) -> list[str]:
     found = []
     if longest.num_bytes > pool.chunks * shape.slot_bytes:
         found.append(
             f"a prompt of {longest.tokens:,} tokens takes {human_bytes(longest.num_bytes)}, more "
             "than the pool: it pushes its own beginning out"
         )
-    num_groups = len(shape.groups)
-    if wishes.lease_slots * num_groups > max(1, pool.chunks // 2):
-        each = f" for each of {num_groups} KV groups" if num_groups > 1 else ""
-        found.append(
-            f"lease_slots={wishes.lease_slots}{each} is more than half of the pool's "
-            f"{pool.chunks:,} slots, and leased slots hold nothing: {sensible} would do"
-        )
     windows = [each.window_tokens for each in shape.groups if each.window_tokens is not None]
-    if len(windows) == num_groups:
+    if len(windows) == len(shape.groups):
         found.append(
             f"attention looks back {max(windows):,} tokens only: of a prompt no more than the last "
             "of that is loaded"
@@ -155,7 +136,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         kind: of its layers, in words.
         layers: how many.
         tokens_per_chunk: from one chunk to the next.
-        chunk_bytes: what a chunk has of KV; the rest of its slot is empty.
+        chunk_bytes: what a chunk has of KV; the rest of `slot_bytes` is empty.
         window_tokens: how far attention looks back; None: to the beginning, or there is a state.
         window_chunks: how many of its last chunks a prefix needs; None: all.
     """
@@ -194,7 +175,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_bytes(self) -> int:
-        """Slots of the windows and states that a prefix needs beside that."""
+        """Of the windows and states that a prefix needs beside that."""
         return sum(each.window_chunks or 0 for each in self.groups) * self.slot_bytes
 
 
@@ -251,8 +232,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         prompts: what is stored of prompts of some lengths; the last one is the longest.
         pool: the one that the settings ask for, or the default on this machine.
         pools: others to compare it with.
-        lease_slots: as it is set; with `sensible_lease_slots` an engine leases an eighth of the
-            pool at most.
         problems: what would stop the start, or keep chunks from being stored.
         hints: what may be meant, and is worth a look.
     """
@@ -263,7 +242,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[PromptSize]
     pool: PoolSize
     pools: list[PoolSize]
-    lease_slots: int
-    sensible_lease_slots: int
     problems: list[str]
     hints: list[str]

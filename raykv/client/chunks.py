@@ -1,30 +1,32 @@
-"""What people who look into the cache ask its actors: requests, and the bytes of chunks.
+"""What people who look into the cache ask NodeActors: how KV lies in chunks, and their bytes.
 
-The source's NodeActor reads them as for another node: at a generation, with a checksum. Nothing
-here sees live bytes.
+A node reads them as for another node: by name, with a checksum. Nothing here sees live bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import numpy as np
 import ray
 import xxhash
 
 from raykv.base.deadlines import CHUNK_READ_S, CLIENT_S
-from raykv.base.errors import ClusterError, MessageError
-from raykv.base.ids import Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.base.errors import ClusterError
+from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.cluster import ask
+from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.memory.kv_form import objection
-from raykv.node.peers import Bytes, ObjectRefTransport, PeerError
-from raykv.protocol.columns import Handles, Keys, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, receive
-from raykv.protocol.peer import ReadReply, ReadRequest, check_read_reply
-from raykv.protocol.reader import RequestPage
+from raykv.node.disk.chunk_file import ChunkBytes
+from raykv.node.peers import Bytes
+from raykv.node.read import blocks_in
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
+from raykv.protocol.peer import check_read_reply
 from raykv.protocol.worker import KVForm
 
 MAX_READ_BYTES = 64 << 20
@@ -38,9 +40,6 @@ class ChunkPlace:
     namespace: Namespace
     key: Key
     node_id: NodeId
-    node_epoch: int
-    slot: Slot
-    generation: Generation
 
 
 def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
@@ -62,63 +61,82 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
     return KVForm()
 
 
-def read_requests(scheduler: Any, after: int) -> RequestPage:
-    """The requests that have ended after the one of that number, as many as a page takes.
+def read_chunks(
+    places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int = 1
+) -> Iterator[Bytes]:
+    """The bytes of each chunk; all are of one node and one namespace, and of so many blocks.
 
     Raises:
-        ClusterError: the scheduler actor does not answer in time.
+        ClusterError: the NodeActor does not answer, or a chunk is not there any more, or in part.
     """
-    return ask.answer_as(RequestPage, scheduler, "requests", after, timeout_s=CLIENT_S)
-
-
-def read_chunks(places: Sequence[ChunkPlace], slot_bytes: int) -> Iterator[Bytes]:
-    """The bytes of each chunk's slot; all are of one node and one namespace.
-
-    Raises:
-        ClusterError: the NodeActor does not answer, or a chunk is not there any more.
-    """
-    transport = ObjectRefTransport()
     at_once = max(1, MAX_READ_BYTES // slot_bytes)
     for first in range(0, len(places), at_once):
         some = places[first : first + at_once]
-        try:
-            read = transport.start_read(Source(some[0].node_id), _request(some, slot_bytes))
-            reply, data = read.wait(CHUNK_READ_S)
-            check_read_reply(reply, data.size, [slot_bytes] * len(some))
-        except (PeerError, MessageError) as error:
-            raise ClusterError(f"no chunks could be read: {error}") from error
-        _check(some, reply, data, slot_bytes)
-        yield from np.asarray(data).reshape(len(some), slot_bytes)
+        sizes = dict.fromkeys((place.key for place in some), slot_bytes)
+        came, refused = read_from(some[0].node_id, some[0].namespace, sizes)
+        for place in some:
+            if place.key in refused:
+                raise ClusterError(
+                    f"chunk {place.key.hex()} can't be read on node {place.node_id[:12]}: "
+                    f"{refused[place.key].name.lower()}; it may have been evicted meanwhile, try "
+                    "again"
+                )
+            chunk = came[place.key]
+            if not chunk.blocks.has(Blocks(0, num_blocks)):
+                raise ClusterError(
+                    f"chunk {place.key.hex()} was stored in part: only {chunk.blocks.length} of "
+                    f"its blocks, from number {chunk.blocks.first} on, have KV"
+                )
+            yield chunk.data
 
 
-def _request(places: Sequence[ChunkPlace], slot_bytes: int) -> ReadRequest:
-    return ReadRequest(
-        version=PROTOCOL_VERSION,
-        namespace=places[0].namespace,
-        node_epoch=places[0].node_epoch,
-        handles=Handles(
-            Keys.of([place.key for place in places]),
-            [place.slot for place in places],
-            [place.generation for place in places],
-        ),
-        slot_bytes=[slot_bytes] * len(places),
-    )
+def read_from(
+    node_id: str, namespace: str, sizes: Mapping[Key, int], *, from_disk: bool = False
+) -> tuple[dict[Key, ChunkBytes], dict[Key, Refusal]]:
+    """What a node has of chunks, in its pool or on its disk, and why it does not give the others.
+
+    Args:
+        node_id: Ray's.
+        namespace: of the chunks.
+        sizes: of all bytes of each, by key.
+        from_disk: not from the pool.
+
+    Raises:
+        ClusterError: the NodeActor does not answer, or what came is damaged.
+    """
+    actor = ask.ask_ray(ask.find_node_actor, node_id)
+    if actor is None:
+        raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
+    keys, slot_bytes = Keys.of(sizes), Numbers.of(sizes.values())
+    request = ReadNamed(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
+    with ask.answering(NODE_ACTOR):
+        raw, data = ray.get(actor.read.remote(encode(request)), timeout=CHUNK_READ_S)
+        reply = receive(raw, ReadNamedReply, NODE_ACTOR, HERE)
+        check_read_reply(reply, len(data), list(sizes.values()))
+        blocks = blocks_in(reply)
+        came: dict[Key, ChunkBytes] = {}
+        sealed = zip(reply.checksums, map(Stamp, reply.histories, reply.stamps), strict=True)
+        left = np.asarray(data)
+        for (key, size), refusal in zip(sizes.items(), reply.refusals, strict=True):
+            if refusal != Refusal.NONE:
+                continue
+            checksum, stamp = next(sealed)
+            chunk, left = left[:size].copy(), left[size:]
+            if xxhash.xxh3_64_intdigest(chunk.data) != checksum:
+                raise ClusterError(f"chunk {key.hex()} was damaged on its way; try again")
+            came[key] = ChunkBytes(key, stamp, checksum, chunk, blocks[key])
+    refused = zip(sizes, map(Refusal, reply.refusals), strict=True)
+    return came, {key: refusal for key, refusal in refused if refusal != Refusal.NONE}
 
 
-def _check(places: Sequence[ChunkPlace], reply: ReadReply, data: Bytes, slot_bytes: int) -> None:
-    """Refuse a valid answer that is not the bytes that were asked for, of all blocks."""
-    for place, refusal in zip(places, reply.refusals, strict=True):
-        if refusal:
-            raise ClusterError(
-                f"chunk {place.key.hex()} can't be read on node {place.node_id[:12]}: "
-                f"{Refusal(refusal).name.lower()}; it may have been evicted meanwhile, try again"
-            )
-    for number, blocks in reply.partial.items():
-        raise ClusterError(
-            f"chunk {places[number].key.hex()} was stored in part: only {blocks.length} of its "
-            f"blocks, from number {blocks.first} on, have KV"
-        )
-    chunks = np.asarray(data).reshape(len(places), slot_bytes)
-    for place, chunk, checksum in zip(places, chunks, reply.checksums, strict=True):
-        if xxhash.xxh3_64_intdigest(chunk.data) != checksum:
-            raise ClusterError(f"chunk {place.key.hex()} was damaged on its way; try again")
+def in_pieces(sizes: Mapping[Key, int], most_bytes: int) -> Iterator[dict[Key, int]]:
+    """Chunks in order, so many bytes at a time, or one."""
+    left = iter(sizes.items())
+    while piece := dict(islice(left, 1)):
+        num_bytes = sum(piece.values())
+        for key, size in left:
+            piece[key] = size
+            num_bytes += size
+            if num_bytes >= most_bytes:
+                break
+        yield piece

@@ -32,9 +32,9 @@ from raykv.base.deadlines import (
 )
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
-from raykv.client import pools, states
-from raykv.client.chunks import read_requests
+from raykv.client import accounts, pools, states
 from raykv.client.listing import Reader
+from raykv.client.nodes import ask_each
 from raykv.client.pins import PIN_S, Pinning
 from raykv.client.quotas import Quotas
 from raykv.client.scheduler import Scheduler, with_answers
@@ -49,13 +49,23 @@ from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.protocol.descriptions import Description
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.findings import Finding
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Kept
-from raykv.protocol.operator import Exported, NodeUp, Pinned, PinStatus, TransferResult
-from raykv.protocol.reader import Chunk, Explanation, PromptLookup, RequestPage
+from raykv.protocol.operator import (
+    ClearOrder,
+    Exported,
+    NameWeights,
+    NodeUp,
+    PauseOrder,
+    Pinned,
+    PinStatus,
+    TransferResult,
+)
+from raykv.protocol.reader import Chunk, EndedRequests, Explanation, PromptLookup
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus, MoreRoom
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
-from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
 
 WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
@@ -74,7 +84,7 @@ class Cluster:
         self.quotas = Quotas(self._scheduler)
         self._transfers = Moving(self._scheduler, self._reader)
         self._sessions = SessionDesk(self._scheduler, self._reader, self._transfers)
-        self._shipping = Shipping(self._scheduler, self._reader, self._pins, self._transfers)
+        self._shipping = Shipping(self._scheduler, self._reader, self._pins)
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
@@ -101,20 +111,21 @@ class Cluster:
         return diagnose(diagnosis.gather())
 
     def pause(self) -> None:
-        """Switch the cache off: engines see misses and store nothing within about a second.
+        """Switch the cache off: engines see misses and store nothing from now on.
 
         Raises:
-            ClusterError: RayKV does not run here, or does not answer.
+            ClusterError: RayKV does not run here, or does not answer; or a node has not heard of it
+                in time.
         """
-        self._scheduler.ask("set_paused", True)
+        self._scheduler.order(PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=True))
 
     def resume(self) -> None:
         """Switch the cache on again; what it holds is still there.
 
         Raises:
-            ClusterError: RayKV does not run here, or does not answer.
+            ClusterError: as for `pause`.
         """
-        self._scheduler.ask("set_paused", False)
+        self._scheduler.order(PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=False))
 
     def set_weights_version(self, engine: str, version: str) -> list[str]:
         """Give the weights that engines have now a name; the ids of those that have heard it.
@@ -134,19 +145,20 @@ class Cluster:
             ClusterError: RayKV does not run here, there is no such engine, or one has not heard of
                 it in time.
         """
-        order_id = uuid4().hex
-        told: list[str] = self._scheduler.ask("name_weights", engine, order_id, version)
-        if not told:
-            known = ", ".join(each.engine_id for each in self._scheduler.status().engines)
+        known = [each.engine_id for each in self._scheduler.status().engines]
+        if not any(engine_id.startswith(engine) for engine_id in known):
             raise NotFoundError(
-                f"the id of no engine begins with {engine!r}; there are {known or 'none'}"
+                f"the id of no engine begins with {engine!r}; there are "
+                f"{', '.join(known) or 'none'}"
             )
+        order = NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
+        told = self._scheduler.order(order)
         give_up_at = time.monotonic() + CLIENT_S
-        while not self._scheduler.ask("has_heard", order_id):
+        while not self._scheduler.ask("has_heard", order.order_id):
             if time.monotonic() > give_up_at:
                 raise ClusterError(
-                    f"not all of {', '.join(told)} have heard of it: they do not talk to the "
-                    "scheduler actor (`raykv status` says why); say it again when they do"
+                    f"not all of {', '.join(told)} have heard of it: they do not talk to their "
+                    "NodeActors (`raykv status` says why); say it again when they do"
                 )
             time.sleep(TRANSFER_LOOK_S)
         return told
@@ -159,10 +171,10 @@ class Cluster:
     ) -> None:
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
 
-        Engines see misses with their next exchange, and store anew; nothing that was stored or
-        begun before is ever loaded after that, nor what a node or a disk has that is away now and
-        comes later. `watch` is given the ids of nodes that have not noted it after a second, if
-        there are any: they are waited for, 15 s at most.
+        Engines see misses as soon as their nodes have heard of it, and store anew; nothing that was
+        stored or begun before is ever loaded after that, nor what a node or a disk has that is away
+        now and comes later. `watch` is given the ids of nodes that have not shown it after a
+        second, if there are any: they are waited for, 8 s at most.
 
         Args:
             namespace: as `status` shows it, or the beginning of it; a whole name (32 digits) need
@@ -170,25 +182,12 @@ class Cluster:
             watch: see above.
 
         Raises:
-            ClusterError: RayKV does not run here, or there is no such namespace; or a node has not
-                said that its disk has noted it: should all of RayKV end now, what is there may come
-                back. So it may for a NodeActor that is dead, which is no error.
+            ClusterError: RayKV does not run here, or there is no such namespace; or it is not kept
+                yet, or a node that reports has not shown it in time, and is named.
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
             namespace = self._reader.full_namespace(namespace)
-        # Before, so that nothing stands between the clearing and the nodes' hearing of it.
-        nodes = self._scheduler.status().nodes
-        diskless = {node.node_id for node in nodes if not node.disk.path}
-        cleared = self._scheduler.ask("clear", namespace)
-        pools.note_clearing(cleared, CLIENT_S, watch, diskless)
-        give_up_at = time.monotonic() + CLIENT_S
-        while not self._scheduler.ask("has_kept_clearings"):
-            if time.monotonic() > give_up_at:
-                raise ClusterError(
-                    "cleared, but Ray's head node has not noted it yet: should the scheduler actor "
-                    "end now, what is on nodes that are away may come back. Is the head node well?"
-                )
-            time.sleep(TRANSFER_LOOK_S)
+        self._scheduler.order(ClearOrder(PROTOCOL_VERSION, uuid4().hex, namespace or ""), watch)
 
     # Chunks
 
@@ -213,8 +212,8 @@ class Cluster:
             node: only on this one; the same.
             key: only those whose key, or its hexadecimal digits, begins so.
             group: only of this KV group.
-            order: by age, idle, hits or size, what has most of it first; "": by node and slot, and
-                each node's disk after its pool.
+            order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
+                turn, each node's disk after its pool.
             limit: the first ones only. An order without a limit has all in memory here.
             tier: only in pools ("ram"), or on disks ("disk").
 
@@ -224,7 +223,7 @@ class Cluster:
         return self._reader.chunks(namespace, node, key, group, order, limit, tier)
 
     def chunk(self, key: bytes | str) -> list[Chunk]:
-        """The replicas of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+        """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
 
         Raises:
             ClusterError: several keys begin so, or RayKV does not run here or does not answer.
@@ -254,7 +253,7 @@ class Cluster:
 
         Raises:
             ClusterError: RayKV does not run here or does not answer; there is not exactly one such
-                namespace; or none of its engines has been seen since the scheduler actor began.
+                namespace; or none of its engines is known.
             SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
         """
         return self._reader.lookup(tokens, text, messages, model, namespace, traits)
@@ -266,19 +265,14 @@ class Cluster:
             request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
 
         Returns:
-            The requests whose ids begin so, the newest first, at most 16 of the latest 4,096.
+            The requests whose ids begin so, the newest first, at most 16 of each node's latest
+            4,096.
 
         Raises:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
-        known = ask.why_miss(self._scheduler.find(), request_id, CLIENT_S)
-        if not known.found:
-            raise NotFoundError(
-                f"no request whose id begins with {request_id!r} is among the latest "
-                f"{known.num_known} that have ended: it may still run, be older than those or than "
-                "the scheduler actor, or have been answered by an engine without RayKV"
-            )
-        return known.found
+        self._scheduler.find()
+        return accounts.why_miss(ask_each, request_id)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
         """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
@@ -290,19 +284,22 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return ask.more_room(self._scheduler.find(), CLIENT_S)
+        self._scheduler.find()
+        return accounts.more_room(ask_each)
 
-    def requests(self, after: int = 0) -> RequestPage:
-        """Requests that have ended, all over the cluster, and what became of their tokens.
+    def requests(self, after: str | int = "") -> EndedRequests:
+        """Requests that have ended, all over the cluster, and what became of their tokens; some of
+        them if there are many.
 
         Args:
-            after: the number of the last one that is known; a page's `first` and the length of
-                its `found` give that of the next one.
+            after: the place behind the last one that is known, as an earlier answer has it;
+                empty, or 0: from the oldest one on that is remembered.
 
         Raises:
-            ClusterError: RayKV does not run here, or does not answer.
+            ClusterError: RayKV does not run here, or does not answer, or that is no place.
         """
-        return read_requests(self._scheduler.find(), after)
+        self._scheduler.find()
+        return accounts.ended_requests(ask_each, str(after or ""))
 
     # Events
 
@@ -313,11 +310,11 @@ class Cluster:
 
         When events before the next one are not kept any more, an `EventsMissed` comes first: what
         is known from earlier may be wrong then, and `snapshot` gives it anew. After a restart of
-        the scheduler actor its new life is told from its beginning, `EpochBegan`.
+        the scheduler actor its new life is told from its beginning, `LifeBegan`.
 
         Args:
-            since: the number of the last event that is known (0: from the epoch's beginning), or
-                its epoch and number. None: only what happens from now on.
+            since: the number of the last event that is known (0: from the beginning of this life),
+                or its life and number. None: only what happens from now on.
             follow: wait for more at the end; else stop there.
 
         Raises:
@@ -333,7 +330,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return take_snapshot(self._scheduler.find)
+        return take_snapshot(self._scheduler.find, ask.node_actors)
 
     def tokens_of(
         self, keys: Iterable[bytes], namespace: str | None = None
@@ -350,7 +347,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return {row.key: row for row in describe(self._scheduler.find, keys, namespace)}
+        return Insides(ask.node_actors).describe(keys, namespace)
 
     def publish(self, settings: PublisherSettings) -> PublisherStatus:
         """Have all events published in vLLM's format, from Ray's head node, until `down`.
@@ -470,7 +467,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return self._sessions.page(self._sessions.whole(namespace)).sessions
+        return self._sessions.found(self._sessions.whole(namespace))
 
     # Transfers
 
@@ -496,8 +493,7 @@ class Cluster:
             watch: called after every page with the result so far.
 
         Raises:
-            ClusterError: RayKV does not run here, or does not answer; the node has no pool, or
-                nothing can be lent there now.
+            ClusterError: RayKV does not run here, or does not answer; the node has no pool.
         """
         return self._transfers.prefetch(keys, node_id, namespace, deadline_s, watch)
 
@@ -510,10 +506,10 @@ class Cluster:
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
     ) -> TransferResult:
-        """`prefetch`, then give up the replicas that other nodes have of what is there now.
+        """`prefetch`, then give up the copies that other nodes have of what is there now.
 
-        A replica stays that is pinned where it is, unless it is pinned on the node too, and what is
-        on disks stays there.
+        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
+        more blocks. What is on disks stays there.
 
         Raises:
             ClusterError: as for `prefetch`.
@@ -569,7 +565,7 @@ class Cluster:
 
         Raises:
             ChunkFileError: a file is damaged, or none of these.
-            ClusterError: RayKV does not run here, or does not answer, or can lend nothing now.
+            ClusterError: RayKV does not run here, or does not answer.
             SettingError: there are no files, or the engines here can't use such KV.
         """
         return self._shipping.import_chunks(path, node_id, deadline_s, watch)

@@ -1,8 +1,8 @@
 """Files of chunks as the source of fetches: an actor that answers as a NodeActor does, and no more.
 
 It lives on the node where the files can be read, as long as an import runs. NodeActors fetch from
-it into slots that were lent to the import, so that all that holds for fetches holds here: leases,
-deadlines, checksums, and nothing is READY before all of it is there.
+it, so that all that holds for fetches holds here: deadlines, checksums, and nothing is READY before
+all of it is there. What it brings counts as stored when it was fetched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.deadlines import IMPORT_START_S
 from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
-from raykv.base.ids import ChunkName, Key, Refusal
+from raykv.base.ids import Key, Refusal
 from raykv.cluster import names
 from raykv.cluster.logs import level_for_actors, set_up_logging
 from raykv.node.disk.chunk_file import read_chunk, read_header
@@ -26,13 +26,8 @@ from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.peer import ReadRequest, check_read
-
-EPOCH = 1
-"""The epoch of every such actor: it has one life."""
-
-GENERATION = 1
-"""The generation of every chunk in files: these do not change."""
+from raykv.protocol.named.copies import ReadNamed
+from raykv.protocol.peer import check_read
 
 MAX_SLAB_BYTES = 1 << 40
 
@@ -52,23 +47,23 @@ class ImportSource:
         return len(self._chunks)
 
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
-        """`ReadRequest` → `ReadReply` and the bytes, as of a NodeActor."""
-        request = receive(raw, ReadRequest, "a NodeActor", "the import")
+        """`ReadNamed` → `ReadNamedReply` and the bytes, as of a NodeActor."""
+        request = receive(raw, ReadNamed, "a NodeActor", "the import")
         check_read(request, MAX_SLAB_BYTES)
-        reply, data = answer(request, EPOCH, self._read_one)
+        reply, data = answer(request, self._read_one)
         return encode(reply), data
 
-    def _read_one(self, name: ChunkName, into: Bytes) -> ChunkRead:
-        path, chunk = self._chunks.get(name.key, (None, None))
+    def _read_one(self, key: Key, into: Bytes) -> ChunkRead:
+        path, chunk = self._chunks.get(key, (None, None))
         if path is None or chunk is None or chunk.num_bytes != len(into):
-            return ChunkRead(Refusal.STALE)
+            return ChunkRead(Refusal.NOT_HERE)
         try:
             read_chunk(path, chunk, into)
         except ChunkFileError:
             return ChunkRead(Refusal.CORRUPT)
         except OSError:
             return ChunkRead(Refusal.COPY_FAILED)
-        return ChunkRead(Refusal.NONE, chunk.checksum, chunk.blocks)
+        return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
 
 @contextmanager

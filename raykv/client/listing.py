@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
-from raykv.base.errors import ClusterError, NotFoundError
-from raykv.base.ids import MAX_KEY_BYTES
+from raykv.base.errors import ClusterError, MessageError, NotFoundError
+from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
+from raykv.base.tenants import OTHERS
+from raykv.client.nodes import ask_each
 from raykv.cluster.ask import HERE, SCHEDULER, answer
 from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
@@ -22,6 +24,7 @@ from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol.columns import MAX_KEYS, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.listing import Where
 from raykv.protocol.reader import (
     DISK,
     MAX_PAGE,
@@ -34,9 +37,7 @@ from raykv.protocol.reader import (
     PromptLookup,
     WherePage,
     WhereQuery,
-    check_chunk_page,
     check_where_page,
-    chunks_of,
 )
 from raykv.protocol.status import ClusterStatus
 
@@ -46,7 +47,7 @@ LONG_KEY = 16
 S = TypeVar("S", bound=msgspec.Struct)
 
 MOST_FIRST = MAX_PAGE // 2
-"""Chunks that a listing in some order is for: of each page of slots so many may be among them."""
+"""Chunks that a listing in some order is for: of each page of places so many may be among them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ class Reader:
         query = ChunkQuery(
             PROTOCOL_VERSION,
             self.full_namespace(namespace) if namespace else "",
-            self.full_node(node) if node else "",
             whole_bytes(wanted),
             group,
             tier=tier,
@@ -85,12 +85,87 @@ class Reader:
         is_exact = len(wanted) % 2 == 0
         if order and is_exact and limit is not None and limit <= MOST_FIRST:
             query = msgspec.structs.replace(query, order=order, limit=limit)
-        elif limit is not None and not wanted:
+        elif limit is not None and not (wanted or query.namespace or tier) and group is None:
             query = msgspec.structs.replace(query, limit=min(limit, MAX_PAGE))
-        found = (
-            chunk for chunk in list_chunks(self.find, query) if chunk.key.hex().startswith(wanted)
-        )
+        of = [self.full_node(node)] if node else None
+        found = (chunk for chunk in self._listed(query, of) if chunk.key.hex().startswith(wanted))
         return _first(found, order, limit)
+
+    def _listed(self, query: ChunkQuery, of: list[str] | None) -> Iterator[Chunk]:
+        """The chunks of nodes that a query is for, a page of each at a time."""
+        models = {space.namespace: space.model for space in self.status().spaces}
+        cursors: dict[str, str] | None = None if of is None else dict.fromkeys(of, "")
+        while cursors is None or cursors:
+            asked = cursors or {}
+
+            def question(node_id: str, actor: Any, asked: Mapping[str, str] = asked) -> Any:
+                page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
+                return actor.chunks.remote(encode(page))
+
+            pages = ask_each(ChunkPage, question, cursors)
+            for node_id, page in sorted(pages.items()):
+                yield from self._chunks_of(node_id, page, models)
+            if any(page.cursor and page.cursor == asked.get(n) for n, page in pages.items()):
+                raise MessageError("a NodeActor sent a page of a listing again and again")
+            cursors = {node_id: page.cursor for node_id, page in pages.items() if page.cursor}
+            if cursors:
+                time.sleep(LISTING_PAUSE_S)
+
+    def _chunks_of(
+        self, node_id: str, page: ChunkPage, models: Mapping[str, str]
+    ) -> Iterator[Chunk]:
+        """The rows of a page; of what is in the pool and on the disk two."""
+        by_space: dict[int, list[bytes]] = {}
+        for at, key in zip(page.namespace_index, page.keys, strict=True):
+            by_space.setdefault(at, []).append(key)
+        sources = {
+            (at, key): found
+            for at, keys in by_space.items()
+            for key, found in zip(
+                keys, sources_of(self.find, page.namespaces[at], keys), strict=True
+            )
+        }
+        columns = zip(
+            page.namespace_index,
+            page.keys,
+            page.where,
+            page.slot_bytes,
+            page.ages,
+            page.idles,
+            page.hits,
+            page.tenant_index,
+            strict=True,
+        )
+        for at, key, where, size, age, idle, hits, whose in columns:
+            namespace = page.namespaces[at]
+            known = sources.get((at, key), ())
+            is_elsewhere = any(source.node_id != node_id for source in known)
+            chunk = Chunk(
+                key=key,
+                node_id=node_id,
+                namespace=namespace,
+                model=models.get(namespace, ""),
+                group=group_of(Key(key)),
+                num_bytes=size,
+                age_s=age,
+                idle_s=idle,
+                hits=hits,
+                is_replicated=is_elsewhere,
+                tenant=page.tenants[whose] or OTHERS,
+            )
+            if where & Where.RAM:
+                yield chunk
+            if where & Where.DISK:
+                is_here = bool(where & Where.RAM) or Source(node_id) in known
+                yield msgspec.structs.replace(
+                    chunk,
+                    age_s=0.0,
+                    idle_s=0.0,
+                    hits=0,
+                    is_replicated=is_elsewhere or is_here,
+                    tier=DISK,
+                    tenant="",
+                )
 
     def chunk(self, key: bytes | str) -> list[Chunk]:
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
@@ -196,28 +271,6 @@ def _rank(order: str, chunk: Chunk) -> tuple[float, str, bytes, str]:
         "size": -chunk.num_bytes,
     }
     return first[order], chunk.namespace, chunk.key, chunk.node_id
-
-
-def list_chunks(find: Callable[[], Any], query: ChunkQuery) -> Iterator[Chunk]:
-    """The chunks that a query is for, in the order of nodes, tiers and slots.
-
-    Args:
-        find: returns the scheduler actor.
-        query: the first page's.
-    """
-    while True:
-        page = _ask(find(), "chunks", query, ChunkPage)
-        check_chunk_page(page, query)
-        yield from chunks_of(page)
-        if page.is_last:
-            return
-        query = msgspec.structs.replace(
-            query,
-            from_node=page.from_node,
-            from_disk=page.from_disk,
-            from_slot=page.from_slot,
-        )
-        time.sleep(LISTING_PAUSE_S)
 
 
 def sources_of(

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from raykv.base.deadlines import PIN_HEARD_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.client.listing import Reader, sources_of
+from raykv.client.nodes import ask_each, warn_of
+from raykv.client.scheduler import Scheduler
+from raykv.cluster import ask
+from raykv.cluster.ask import HERE, SCHEDULER
+from raykv.memory.room import human_bytes
+from raykv.protocol.columns import Keys
+from raykv.protocol.framing import PROTOCOL_VERSION, receive
+from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.operator import (
     MAX_ORDERED,
     MAX_PIN_S,
     MAX_PRIORITY,
-    PinAnswer,
+    PinHere,
     Pinned,
     PinOrder,
+    PinPage,
+    PinsHere,
     PinStatus,
+    ToldPin,
+    UnpinOrder,
 )
-
-if TYPE_CHECKING:
-    from raykv.client.listing import Reader
-    from raykv.client.scheduler import Scheduler
 
 PIN_S = 3600.0
 """How long a pin lasts if nobody says it."""
@@ -46,36 +57,150 @@ class Pinning:
         check_pin(ttl_s, priority)
         order = PinOrder(
             version=PROTOCOL_VERSION,
+            order_id=uuid.uuid4().hex,
             pin_id=pin_id or uuid.uuid4().hex[:8],
             namespace=self.reader.full_namespace(namespace),
-            keys=ordered(keys),
+            keys=Keys.of(ordered(keys)),
             ttl_s=ttl_s,
             priority=priority,
         )
-        answer = self.scheduler.ask_for(PinAnswer, "pin", encode(order))
-        if answer.pin is None:
-            raise ClusterError(f"nothing was pinned: {answer.error}")
-        return answer.pin
+        if priority is None:
+            self._check_room(order)
+        self.scheduler.order(order, refused="nothing was pinned")
+        return self._made(order)
+
+    def _made(self, order: PinOrder) -> PinStatus:
+        """A pin as soon as all nodes have its keys, or what is known then."""
+        give_up_at = time.monotonic() + PIN_HEARD_S
+        asked: Collection[str] | None = None
+        while True:
+            nodes, silent = ask.ask_nodes(PinsHere, _question, asked, PIN_HEARD_S)
+            warn_of(silent)
+            asked = nodes.keys()
+            is_done = all(order.pin_id in node.held for node in nodes.values())
+            # What the others said before a silent node was given up may be old.
+            if not silent and (is_done or time.monotonic() > give_up_at):
+                pin = ToldPin(
+                    order.pin_id, order.namespace, b"", len(order.keys), order.ttl_s, order.priority
+                )
+                return _status(pin, nodes.values())
+            time.sleep(TRANSFER_LOOK_S)
+
+    def _check_room(self, order: PinOrder) -> None:
+        """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
+        node answers.
+
+        Raises:
+            ClusterError: it names the node.
+        """
+        space = next(
+            (s for s in self.scheduler.status().spaces if s.namespace == order.namespace), None
+        )
+        if space is None or not space.chunks or not space.num_bytes:
+            return
+        chunk_bytes = space.num_bytes // space.chunks
+        pinned = self._pinned(order)
+        needed: Counter[str] = Counter()
+        found = sources_of(self.scheduler.find, order.namespace, list(order.keys))
+        for key, sources in zip(order.keys, found, strict=True):
+            if key not in pinned:
+                needed.update(source.node_id for source in sources if not source.is_disk)
+        nodes, silent = ask.ask_nodes(PinsHere, _question, needed, PIN_HEARD_S)
+        warn_of(silent)
+        for node_id, node in nodes.items():
+            earlier = node.held.get(order.pin_id, PinHere())
+            kept = node.node.kept_bytes - earlier.num_bytes
+            wanted = needed[node_id] * chunk_bytes
+            if kept + wanted > node.node.quota_bytes:
+                raise ClusterError(
+                    f"nothing was pinned: that takes {human_bytes(wanted)} more of node "
+                    f"{node_id[:12]}, where pins take {human_bytes(kept)} of the "
+                    f"{human_bytes(node.node.quota_bytes)} that they may (pin_share): pin fewer "
+                    "chunks, unpin something, or set a larger pin_share"
+                )
+
+    def _pinned(self, order: PinOrder) -> set[bytes]:
+        """Chunks that other pins keep already."""
+        return {
+            key
+            for pin in self._told()
+            if (pin.namespace, pin.priority) == (order.namespace, None)
+            if pin.pin_id != order.pin_id
+            for key in self._keys_of(pin)
+        }
 
     def unpin(self, pin_id: str) -> None:
-        if not self.scheduler.ask("unpin", pin_id):
-            known = ", ".join(sorted(pin.pin_id for pin in self.pins().pins))
-            raise NotFoundError(f"there is no pin {pin_id!r}; there are {known or 'none'}")
+        known = sorted(pin.pin_id for pin in self._told())
+        if pin_id not in known:
+            raise NotFoundError(
+                f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}"
+            )
+        self.scheduler.order(UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
 
     def pins(self) -> Pinned:
-        return self.scheduler.ask_for(Pinned, "pins")
+        told = self._told()
+        nodes = list(ask_each(PinsHere, _question).values())
+        return Pinned(
+            PROTOCOL_VERSION,
+            [_status(pin, nodes) for pin in told],
+            [node.node for node in nodes],
+            client_chunks=sum(node.client_chunks for node in nodes),
+            hints_refused=sum(node.hints_refused for node in nodes),
+        )
 
-    def order(self, pin_id: str) -> PinOrder:
-        """What a pin was ordered as.
+    def chunks_of(self, pin_id: str) -> tuple[str, list[bytes]]:
+        """The namespace and the keys of a pin.
 
         Raises:
             NotFoundError: there is no such pin.
-            ClusterError: RayKV does not run here or does not answer.
+            ClusterError: its keys are not known, or RayKV does not run here or does not answer.
         """
-        raw = self.scheduler.ask("pin_order", pin_id)
-        if not raw:
+        pin = next((each for each in self._told() if each.pin_id == pin_id), None)
+        if pin is None:
             raise NotFoundError(f"there is no pin {pin_id!r}")
-        return receive(raw, PinOrder, "the scheduler actor", "this process")
+        if not (keys := self._keys_of(pin)):
+            raise ClusterError(f"the keys of the pin {pin_id!r} are not known: pin them again")
+        return pin.namespace, keys
+
+    def pinned_on(self, node_id: str, namespace: str) -> set[bytes]:
+        """Chunks of a namespace that pins without a priority keep on a node."""
+        nodes = ask_each(PinsHere, _question, [node_id]).values()
+        return {
+            keys[at]
+            for pin in self._told()
+            if (pin.namespace, pin.priority) == (namespace, None)
+            for node in nodes
+            if pin.pin_id in node.held and (keys := self._keys_of(pin))
+            for at in node.held[pin.pin_id].kept
+        }
+
+    def _told(self) -> list[ToldPin]:
+        return self.scheduler.ask_for(PinPage, "pins").pins
+
+    def _keys_of(self, pin: ToldPin) -> list[bytes]:
+        raw = self.scheduler.ask("pin_keys", pin.digest)
+        return [key for _, key in receive(raw, NamedKeys, SCHEDULER, HERE)] if raw else []
+
+
+def _question(_: str, actor: Any) -> Any:
+    return actor.pins.remote()
+
+
+def _status(pin: ToldPin, nodes: Iterable[PinsHere]) -> PinStatus:
+    """A pin, put together from what nodes say."""
+    there = [node.held[pin.pin_id] for node in nodes if pin.pin_id in node.held]
+    kept = {at for here in there for at in here.kept}
+    waiting = {at for here in there for at in here.waiting}
+    return PinStatus(
+        pin.pin_id,
+        pin.namespace,
+        chunks=pin.chunks,
+        held_chunks=len(kept),
+        kept_bytes=sum(here.num_bytes for here in there),
+        left_s=pin.left_s,
+        priority=pin.priority,
+        waiting_chunks=len(waiting - kept),
+    )
 
 
 def check_pin(ttl_s: float, priority: int | None) -> None:

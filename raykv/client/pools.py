@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +17,7 @@ from raykv.base.settings import Settings
 from raykv.cluster import ask, names
 from raykv.cluster.ask import ask_all, ask_ray
 from raykv.cluster.join import resolve_node_id
-from raykv.directory import bequest
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.launch import forget_orders, forget_wish, scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import RayNode, usual_nodes, wants
@@ -62,6 +61,7 @@ def wish_of(
         metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
         disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
         transport=settings.transport,
+        pin_share=settings.pin_share,
     )
 
 
@@ -69,9 +69,7 @@ def up(
     address: str, settings: Settings, wish: PoolWish, deadline_s: float, watch: Watch
 ) -> list[NodeUp]:
     give_up_at = time.monotonic() + deadline_s
-    scheduler = scheduler_actor(
-        address, settings.eviction_policy, settings.pin_share, settings.metrics_place
-    )
+    scheduler = scheduler_actor(address, settings.metrics_place)
     found = bring_up(address, wish, deadline_s, watch)
     left_s = max(CLIENT_S, give_up_at - time.monotonic())
     try:
@@ -184,84 +182,21 @@ def keep_pools(deadline_s: float) -> list[Kept]:
     Raises:
         ClusterError: Ray does not answer.
     """
-    actors = node_actors()
-    questions = {name: lambda actor: actor.keep.remote(deadline_s) for name in actors}
-    answers = ask_all(actors, questions, deadline_s + KEEP_GRACE_S)
-    found = []
-    for name, answer in sorted(answers.items()):
-        if answer.error:
-            node_id = name.removeprefix(names.NODE_PREFIX)
-            found.append(Kept(node_id, problem=answer.error))
-        else:
-            found.append(receive(answer.value, Kept, "the NodeActor", "the client"))
-    return found
-
-
-def note_clearing(
-    cleared: Mapping[str, int],
-    deadline_s: float,
-    watch: Callable[[list[str]], None] = lambda _: None,
-    diskless: Collection[str] = (),
-) -> None:
-    """Have all nodes discard namespaces up to generations, and note it on their disks.
-
-    `watch` is given the nodes that have not answered after a second, if there are any. Those of
-    `diskless` have no disk, and hear of it from the scheduler actor too.
-
-    Raises:
-        ClusterError: a node that is alive has not said in time that its disk has noted it.
-    """
-    actors = node_actors()
-    floors = dict(cleared)
-    questions = {
-        name: lambda actor: actor.note_clearing.remote(floors, deadline_s) for name in actors
-    }
-    answers = ask_all(
-        actors,
-        questions,
-        deadline_s + KEEP_GRACE_S,
-        lambda waiting: watch([name.removeprefix(names.NODE_PREFIX) for name in waiting]),
+    found, silent = ask.ask_nodes(
+        Kept, lambda _, actor: actor.keep.remote(deadline_s), deadline_s=deadline_s + KEEP_GRACE_S
     )
-    # One that is dead learns of it when it is back, if anybody is left who knows.
-    late = {
-        name.removeprefix(names.NODE_PREFIX)
-        for name, answer in answers.items()
-        if answer.value is not True and not answer.is_dead
-    }.difference(diskless)
-    if late and (late := late & {node.node_id for node in live_nodes()}):
-        raise ClusterError(
-            f"cleared, but the disks of {', '.join(sorted(late))} have not noted it yet: `raykv "
-            "status` or `raykv doctor` say why. Should all of RayKV end now, what is there may "
-            "come back"
-        )
-
-
-def node_actors() -> dict[str, Any]:
-    """All NodeActors by name.
-
-    Raises:
-        ClusterError: Ray does not answer.
-    """
-    return ask_ray(_node_actors)
-
-
-def _node_actors() -> dict[str, Any]:
-    return {
-        name: actor
-        for name in ask.named_actors()
-        if name.startswith(names.NODE_PREFIX)
-        and (actor := ask.find_node_actor(name.removeprefix(names.NODE_PREFIX))) is not None
-    }
+    problems = {node_id: Kept(node_id, problem=why) for node_id, why in silent.items()}
+    return [kept for _, kept in sorted({**found, **problems}.items())]
 
 
 def stop_actors(timeout_s: float) -> int:
     """End all of RayKV's actors in the cluster; returns how many there were.
 
-    The scheduler actor goes first, and what it has left to its next life, since it would make
+    The scheduler actor goes first, and the wish for pools, since its next life would make
     NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
     """
     ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
-    bequest.forget_all(but=[bequest.LIFE])
+    forget_wish()
     for name in ours:
         try:
             ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
@@ -270,6 +205,5 @@ def stop_actors(timeout_s: float) -> int:
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
         time.sleep(RAY_LOOK_S)
-    # It may have written meanwhile.
-    bequest.forget_all(but=[bequest.LIFE])
+    forget_orders()
     return len(ours)

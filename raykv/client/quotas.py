@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raykv.base.errors import ClusterError, NotFoundError, SettingError
+from raykv.base.errors import NotFoundError, SettingError
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label, salt_label
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import Quota, QuotaAnswer, TenantPage, TenantStatus
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.operator import EndQuota, Quota, TenantPage, TenantStatus
 
 if TYPE_CHECKING:
     from raykv.client.scheduler import Scheduler
@@ -46,9 +47,7 @@ class Quotas:
             ClusterError: too much would be guaranteed.
         """
         quota = quota_of(name, guaranteed, most, salt, tenant)
-        answer = self.scheduler.ask_for(QuotaAnswer, "set_quota", encode(quota))
-        if answer.error:
-            raise ClusterError(f"the quota was not set: {answer.error}")
+        self.scheduler.order(quota, refused="the quota was not set")
 
     def remove(self, name: str) -> None:
         """End a quota: its tenant is one of the others again.
@@ -56,9 +55,11 @@ class Quotas:
         Raises:
             NotFoundError: there is no such quota.
         """
-        if not self.scheduler.ask("remove_quota", name):
-            known = ", ".join(sorted(each.name for each in self.tenants() if each.has_quota))
-            raise NotFoundError(f"there is no quota {name!r}; there are {known or 'none'}")
+        known = sorted(each.name for each in self.tenants() if each.has_quota)
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise NotFoundError(f"there is no quota {name!r}; there are {there}")
+        self.scheduler.order(EndQuota(PROTOCOL_VERSION, uuid.uuid4().hex, name))
 
     def tenants(self) -> list[TenantStatus]:
         """Tenants that have a quota, and others that have chunks in pools."""
@@ -87,4 +88,4 @@ def quota_of(name: str, guaranteed: float, most: float, salt: str, tenant: str) 
     label = salt_label(salt) or tenant or ("" if name == OTHERS else name)
     if label and not is_label(label):
         raise SettingError(f"{label!r} is no tenant's label: see `raykv quota list`")
-    return Quota(PROTOCOL_VERSION, name, label, guaranteed, most)
+    return Quota(PROTOCOL_VERSION, uuid.uuid4().hex, name, label, guaranteed, most)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
+from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S, SILENCE_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.cluster import ask
-from raykv.protocol.framing import S, receive
+from raykv.protocol.framing import S, encode, receive
 from raykv.protocol.node import NodeDescription
+from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState
 from raykv.protocol.status import ClusterStatus
+
+WatchNodes = Callable[[list[str]], None]
+"""Is given the nodes that are waited for."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,46 @@ class Scheduler:
         """What it knows."""
         return ask.status(self.find(), CLIENT_S)
 
+    def order(
+        self,
+        order: OperatorOrder,
+        watch: WatchNodes = lambda _: None,
+        refused: str = "it was not done",
+    ) -> list[str]:
+        """Have an order carried out: it is kept, and each node that reports has heard of it.
+
+        Args:
+            order: the same one again changes nothing.
+            watch: is given the nodes that have not heard of it after a second, once, if any.
+            refused: what a refusal means, in words.
+
+        Returns:
+            The ids of the engines that it is for; of a naming of weights only.
+
+        Raises:
+            ClusterError: it is refused, or it is not done in time; nodes that are behind are named.
+        """
+        answer = self.ask_for(OrderAnswer, "order", encode(order))
+        if answer.error:
+            raise ClusterError(f"{refused}: {answer.error}")
+        began, is_told = time.monotonic(), False
+        while True:
+            state = self.ask_for(OrderState, "order_state", order.order_id)
+            if state.error:
+                raise ClusterError(f"{refused}: {state.error}")
+            if not state.is_known:
+                # The scheduler actor has begun anew meanwhile.
+                answer = self.ask_for(OrderAnswer, "order", encode(order))
+            elif state.orders is not None and not state.behind:
+                return state.told
+            passed = time.monotonic() - began
+            if passed > CLIENT_S:
+                raise ClusterError(_not_done(state))
+            if state.behind and passed > SILENCE_S and not is_told:
+                is_told = True
+                watch(state.behind)
+            time.sleep(TRANSFER_LOOK_S)
+
     def log(self, node_id: str, *, follow: bool) -> Iterator[bytes]:
         """The log of a node's NodeActor, or of the scheduler actor, piece by piece."""
         actor, who = self.find(), ask.SCHEDULER
@@ -77,6 +121,19 @@ class Scheduler:
                 f"the id of {what} begins with {beginning!r}; there are {ids}"
             )
         return found[0]
+
+
+def _not_done(state: OrderState) -> str:
+    if state.orders is None:
+        return (
+            "ordered, but Ray's head node has not kept it yet: should the scheduler actor end now, "
+            "it is forgotten. Is the head node well?"
+        )
+    nodes = ", ".join(sorted(state.behind))
+    return (
+        f"ordered and kept, but {nodes} have not heard of it yet: `raykv status` or `raykv doctor` "
+        "say why; they go by it as soon as they do"
+    )
 
 
 def with_answers(

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
-from raykv.base.deadlines import TRANSFER_S
+import msgspec
+
+from raykv.base.deadlines import CLIENT_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.client.listing import Reader
+from raykv.client.listing import Reader, sources_of
+from raykv.client.nodes import ask_each
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
+from raykv.cluster import ask
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.operator import MAX_PRIORITY, TransferResult
 from raykv.protocol.sessions import (
     MAX_PAUSE_S,
     MAX_SESSION_NAME,
+    MAX_SESSIONS_LISTED,
     SessionAnswer,
     SessionOrder,
     SessionPage,
     SessionQuery,
+    SessionStage,
     SessionStatus,
     SessionWord,
     check_session_page,
@@ -27,17 +36,62 @@ from raykv.protocol.sessions import (
 
 @dataclass(frozen=True)
 class SessionDesk:
-    """Asks the scheduler actor of a cluster about sessions."""
+    """Asks the NodeActors of a cluster about sessions, and the directory where chunks are."""
 
     scheduler: Scheduler
     reader: Reader
     transfers: Moving
 
-    def page(self, namespace: str, session: str = "", first: int = 0) -> SessionPage:
-        query = SessionQuery(PROTOCOL_VERSION, namespace, session, first)
-        page = self.scheduler.ask_for(SessionPage, "sessions", encode(query))
-        check_session_page(page)
-        return page
+    def found(
+        self, namespace: str, session: str = "", of: Collection[str] | None = None
+    ) -> list[SessionStatus]:
+        """What all nodes know of sessions, or these, the one that was used last first; of each what
+        the node says that has used it last, and the requests of all.
+        """
+        self.scheduler.find()
+        pages = ask_each(SessionPage, _question(namespace, session, 0), of)
+        by_name: dict[tuple[str, str], list[SessionStatus]] = {}
+        for page in pages.values():
+            for each in page.sessions:
+                by_name.setdefault((each.namespace, each.session), []).append(each)
+        merged = []
+        for same in by_name.values():
+            latest = min(same, key=lambda each: each.idle_s)
+            requests = sum(each.requests for each in same)
+            merged.append(msgspec.structs.replace(latest, requests=requests))
+        return sorted(merged, key=lambda each: each.idle_s)[:MAX_SESSIONS_LISTED]
+
+    def keys(self, known: SessionStatus) -> list[bytes]:
+        """Those of a session, in the order in which prompts have them, by the node that has used it
+        last.
+
+        Raises:
+            ClusterError: that node does not answer.
+        """
+        keys: list[bytes] = []
+        while True:
+            question = _question(known.namespace, known.session, len(keys))
+            pages, silent = ask.ask_nodes(SessionPage, question, {known.node_id})
+            if silent:
+                raise ClusterError(
+                    f"node {known.node_id[:12]}, which has used the session last, does not answer: "
+                    f"{silent[known.node_id]}"
+                )
+            page = pages[known.node_id]
+            check_session_page(page)
+            if not page.keys:
+                return keys
+            keys += page.keys
+
+    def placed(self, known: SessionStatus) -> SessionStatus:
+        """A session, with where its chunks are."""
+        places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        for sources in sources_of(self.scheduler.find, known.namespace, self.keys(known)):
+            for source in sources:
+                places[source.is_disk][source.node_id] += 1
+        return msgspec.structs.replace(
+            known, in_pools=dict(places[False]), on_disks=dict(places[True])
+        )
 
     def whole(self, namespace: str) -> str:
         """The namespace that begins so; empty: any."""
@@ -61,7 +115,7 @@ class ClientSession:
 
     def status(self) -> SessionStatus:
         """What is known of it, and where its chunks are now."""
-        return self._found(self._desk.page(self._whole, self.name))
+        return self._desk.placed(self._known())
 
     def over(self) -> SessionStatus:
         """It is over: chunks that no other session has used are the next to be evicted, on every
@@ -86,7 +140,7 @@ class ClientSession:
 
     def keys(self) -> list[bytes]:
         """The offload keys of its chunks, in the order in which prompts have them."""
-        return self._keys(self.status().namespace)
+        return self._desk.keys(self._known())
 
     def prefetch(
         self,
@@ -104,21 +158,18 @@ class ClientSession:
             deadline_s: for all of them.
             watch: called after every page with the result so far.
         """
-        known = self.status()
+        known = self._known()
         node_id = self._node(to or known.node_id)
-        keys = self._keys(known.namespace)
+        keys = self._desk.keys(known)
         give_up_at = time.monotonic() + deadline_s
         return self._desk.transfers.bring(keys, node_id, known.namespace, give_up_at, watch)
 
-    @property
-    def _whole(self) -> str:
-        return self._desk.whole(self.namespace)
-
-    def _found(self, page: SessionPage) -> SessionStatus:
-        if len(page.sessions) == 1:
-            return page.sessions[0]
-        if page.sessions:
-            spaces = ", ".join(each.namespace[:12] for each in page.sessions)
+    def _known(self, of: Collection[str] | None = None) -> SessionStatus:
+        found = self._desk.found(self._desk.whole(self.namespace), self.name, of)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            spaces = ", ".join(each.namespace[:12] for each in found)
             raise ClusterError(f"there is a session {self.name!r} in several namespaces: {spaces}")
         raise NotFoundError(
             f"there is no session {self.name!r}: either no request with raykv_session has ended "
@@ -126,18 +177,24 @@ class ClientSession:
         )
 
     def _order(self, word: SessionWord, pause_s: float, priority: int) -> SessionStatus:
-        namespace = self.status().namespace
-        order = SessionOrder(PROTOCOL_VERSION, namespace, self.name, word, pause_s, priority)
+        """Say something of it, and wait until the node that has used it last has heard: who does
+        not answer is asked once.
+        """
+        asked = self._known()
+        order = SessionOrder(PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority)
         answer = self._desk.scheduler.ask_for(SessionAnswer, "order_session", encode(order))
-        if answer.session is None:
+        if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
-        return answer.session
-
-    def _keys(self, namespace: str) -> list[bytes]:
-        keys: list[bytes] = []
-        while page := self._desk.page(namespace, self.name, len(keys)).keys:
-            keys += page
-        return keys
+        stage = SessionStage.PAUSED if word is SessionWord.PAUSED else SessionStage.OVER
+        give_up_at = time.monotonic() + CLIENT_S
+        while (known := self._known({asked.node_id})).stage != stage:
+            if time.monotonic() > give_up_at:
+                raise ClusterError(
+                    f"the session {self.name!r} is {known.stage} at node {known.node_id[:12]}: it "
+                    "has gone on meanwhile, or that node does not hear (`raykv status`)"
+                )
+            time.sleep(TRANSFER_LOOK_S)
+        return self._desk.placed(msgspec.structs.replace(known, requests=asked.requests))
 
     def _node(self, beginning: str) -> str:
         known = self._desk.scheduler.status()
@@ -146,6 +203,15 @@ class ClientSession:
         if len(engines | nodes) == 1:
             return (engines | nodes).pop()
         return self._desk.scheduler.node(beginning)
+
+
+def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
+    query = encode(SessionQuery(PROTOCOL_VERSION, namespace, session, first))
+
+    def question(_: str, actor: Any) -> Any:
+        return actor.sessions.remote(query)
+
+    return question
 
 
 def check_session(name: str) -> None:

@@ -14,43 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import ray
 
-from raykv.base.deadlines import (
-    EXPORT_READ_S,
-    IMPORT_NODE_S,
-    TRANSFER_LOOK_S,
-    TRANSFER_S,
-)
-from raykv.base.errors import (
-    ChunkFileError,
-    ClusterError,
-    NotFoundError,
-    SettingError,
-    cause_of,
-    first_line,
-)
+from raykv.base.deadlines import IMPORT_NODE_S, TRANSFER_LOOK_S
+from raykv.base.errors import ChunkFileError, ClusterError, NotFoundError, SettingError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, Generation, Key, Namespace, Refusal
+from raykv.base.ids import Key, Namespace
 from raykv.base.version import __version__
-from raykv.client.import_source import EPOCH, import_source
+from raykv.client.chunks import in_pieces, read_from
+from raykv.client.import_source import import_source
 from raykv.client.listing import Reader
 from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import PAGE_CHUNKS, Moving, Watch, too_late
+from raykv.client.transfers import PAGE_CHUNKS, Watch, fetch_files
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.protocol.columns import Handles, Keys, Replicas, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.operator import (
-    Exported,
-    TransferOrder,
-    TransferResult,
-)
-from raykv.protocol.peer import ReadReply, ReadRequest, check_read_reply
+from raykv.protocol.operator import Exported, TransferResult
 from raykv.protocol.reader import DISK, Chunk
 from raykv.protocol.status import NamespaceStatus
 
@@ -70,7 +49,6 @@ class Shipping:
     scheduler: Scheduler
     reader: Reader
     pins: Pinning
-    transfers: Moving
 
     # Out
 
@@ -84,18 +62,17 @@ class Shipping:
     ) -> Exported:
         target = Path(path)
         if pin_id:
-            order = self.pins.order(pin_id)
-            space, wanted = order.namespace, {Key(key) for key in order.keys}
+            space, keys = self.pins.chunks_of(pin_id)
         else:
             space = self.reader.full_namespace(namespace)
-            wanted = set() if keys is None else _chosen(keys)
+        wanted = None if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:
             raise NotFoundError(f"no chunk of that kind is in namespace {space[:12]}")
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
         refuse_used(target)
-        written = Exported(str(target), space, asked=len(wanted) or len(found))
+        written = Exported(str(target), space, asked=len(wanted or found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
         for part in _parts(found, limit):
             chunks = self._read(space, part)
@@ -116,16 +93,20 @@ class Shipping:
             )
         return written
 
-    def _found(self, space: str, wanted: set[Key], most_bytes: int | None) -> list[list[Chunk]]:
-        """Replicas of each chunk, those in pools first; the most used chunks first."""
-        replicas: dict[bytes, list[Chunk]] = {}
+    def _found(
+        self, space: str, wanted: set[Key] | None, most_bytes: int | None
+    ) -> list[list[Chunk]]:
+        """Copies of each chunk that is wanted (None: of all), those in pools first; the most used
+        chunks first.
+        """
+        copies: dict[bytes, list[Chunk]] = {}
         for chunk in self.reader.chunks(space):
-            if not wanted or chunk.key in wanted:
-                replicas.setdefault(chunk.key, []).append(chunk)
-        for each in replicas.values():
+            if wanted is None or chunk.key in wanted:
+                copies.setdefault(chunk.key, []).append(chunk)
+        for each in copies.values():
             each.sort(key=lambda chunk: chunk.tier == DISK)
         found = sorted(
-            replicas.values(),
+            copies.values(),
             key=lambda each: (-sum(one.hits for one in each), min(one.idle_s for one in each)),
         )
         if most_bytes is None:
@@ -152,7 +133,6 @@ class Shipping:
 
     def _read(self, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
         """The bytes of chunks, from whichever node still has them."""
-        epochs = {node.node_id: node.epoch for node in self.scheduler.status().nodes}
         read: list[ChunkBytes] = []
         waiting = [list(each) for each in part]
         while waiting:
@@ -160,11 +140,12 @@ class Shipping:
             for each in waiting:
                 by_source.setdefault((each[0].node_id, each[0].tier), []).append(each)
             waiting = []
-            for (node_id, _), chunks in by_source.items():
-                came = _read_from(node_id, epochs.get(node_id, 0), space, [c[0] for c in chunks])
+            for (node_id, tier), chunks in by_source.items():
+                sizes = {Key(copies[0].key): copies[0].num_bytes for copies in chunks}
+                came = _read_from(node_id, space, sizes, is_disk=tier == DISK)
                 read += came.values()
-                missed = [each[1:] for each in chunks if each[0].key not in came]
-                waiting += [each for each in missed if each]
+                missed = [copies[1:] for copies in chunks if copies[0].key not in came]
+                waiting += [copies for copies in missed if copies]
         return read
 
     # In
@@ -172,7 +153,6 @@ class Shipping:
     def import_chunks(
         self, path: str | Path, node_id: str, deadline_s: float, watch: Watch
     ) -> TransferResult:
-        began = time.monotonic()
         files = files_at(path)
         refuse_foreign(files, self.scheduler.status().spaces)
         target = self.scheduler.node(node_id) if node_id else self._roomiest()
@@ -181,31 +161,10 @@ class Shipping:
         files = first_that_fit(files, self._geometry(target))
         no_room = asked - sum(len(file.chunks) for file in files)
         result = TransferResult(asked=asked, no_room=no_room)
-        name = uuid.uuid4().hex
         here = ask.ask_ray(cluster.resolve_node_id, "")
-        with import_source(name, [file.path for file in files], here) as source:
-            for number, file in enumerate(files):
-                for start in range(0, len(file.chunks), PAGE_CHUNKS):
-                    left_s = deadline_s - (time.monotonic() - began)
-                    page = file.chunks[start : start + PAGE_CHUNKS]
-                    if left_s <= 0:
-                        result = too_late(result, len(page))
-                        continue
-                    order = TransferOrder(
-                        PROTOCOL_VERSION,
-                        f"{name}-{number}-{start}",
-                        str(file.namespace),
-                        target,
-                        [chunk.key for chunk in page],
-                        [chunk.num_bytes for chunk in page],
-                        series_id=name,
-                    )
-                    left_s = min(left_s, TRANSFER_S)
-                    result = self.transfers.fetch_lent(order, _only(source), left_s, result)
-                    seconds = time.monotonic() - began
-                    result = msgspec.structs.replace(result, seconds=seconds)
-                    watch(result)
-        return result
+        with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
+            find = self.scheduler.find
+            return fetch_files(find, _pages(files), source, target, deadline_s, watch, result)
 
     def _geometry(self, node_id: str) -> PoolGeometry | None:
         """Geometry of a node's pool, if it is known."""
@@ -223,8 +182,11 @@ class Shipping:
         return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 
-def _only(source: Source) -> Replicas:
-    return Replicas([source], [EPOCH])
+def _pages(files: Iterable[ChunkFile]) -> Iterator[tuple[str, dict[bytes, int]]]:
+    for file in files:
+        for start in range(0, len(file.chunks), PAGE_CHUNKS):
+            page = file.chunks[start : start + PAGE_CHUNKS]
+            yield str(file.namespace), {chunk.key: chunk.num_bytes for chunk in page}
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
@@ -257,45 +219,16 @@ def _parts(found: Sequence[list[Chunk]], most_bytes: int) -> Iterator[list[list[
 
 
 def _read_from(
-    node_id: str, epoch: int, space: str, chunks: Sequence[Chunk]
-) -> dict[bytes, ChunkBytes]:
+    node_id: str, space: str, sizes: dict[Key, int], *, is_disk: bool
+) -> dict[Key, ChunkBytes]:
     """What a node still has of chunks, all in its pool or all on its disk."""
-    actor = ask.ask_ray(ask.find_node_actor, node_id)
-    came: dict[bytes, ChunkBytes] = {}
-    if actor is None:
-        return came
-    for part in _parts([[chunk] for chunk in chunks], PIECE_BYTES):
-        page = [each[0] for each in part]
-        handles = Handles(
-            Keys.of([chunk.key for chunk in page]),
-            [chunk.slot for chunk in page],
-            [chunk.generation for chunk in page],
-        )
-        sizes = [chunk.num_bytes for chunk in page]
-        on_disk = page[0].tier == DISK
-        request = ReadRequest(PROTOCOL_VERSION, space, epoch, handles, sizes, from_disk=on_disk)
-        try:
-            raw, data = ray.get(actor.read.remote(encode(request)), timeout=EXPORT_READ_S)
-        except ray.exceptions.RayError as error:
-            # Another node may have them.
-            what = first_line(cause_of(error))
-            logger.warning("node %s can't be read: %s", node_id[:12], what)
-            return came
-        reply = receive(raw, ReadReply, NODE_ACTOR, HERE)
-        check_read_reply(reply, len(data), sizes)
-        checksums = iter(reply.checksums)
-        end = 0
-        for number, (chunk, refusal) in enumerate(zip(page, reply.refusals, strict=True)):
-            if refusal == Refusal.NONE:
-                part_of = np.array(data[end : end + chunk.num_bytes])
-                came[chunk.key] = ChunkBytes(
-                    Key(chunk.key),
-                    Generation(chunk.generation),
-                    next(checksums),
-                    part_of,
-                    reply.partial.get(number, ALL_BLOCKS),
-                )
-                end += chunk.num_bytes
+    came: dict[Key, ChunkBytes] = {}
+    try:
+        for piece in in_pieces(sizes, PIECE_BYTES):
+            came |= read_from(node_id, space, piece, from_disk=is_disk)[0]
+    except ClusterError as error:
+        # Another node may have them.
+        logger.warning("node %s can't be read: %s", node_id[:12], error)
     return came
 
 

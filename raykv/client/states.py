@@ -7,8 +7,7 @@ from typing import Any
 
 from raykv.base.deadlines import CLIENT_S, STATES_FIND_PAUSE_S
 from raykv.base.errors import HiddenStatesError
-from raykv.client import pools as deployment
-from raykv.cluster import ask, names
+from raykv.cluster import ask
 from raykv.cluster.ask import ask_all
 
 
@@ -29,7 +28,7 @@ def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
             )
         return actor.hidden_states.remote(request_id, deadline_s)
     while True:
-        actors = deployment.node_actors()
+        actors = ask.node_actors()
         left = give_up_at - time.monotonic()
         questions = {
             name: lambda actor: actor.has_hidden_states.remote(request_id) for name in actors
@@ -39,7 +38,7 @@ def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:
             if answer.value is True:
                 return actors[name].hidden_states.remote(request_id, max(left, 0.0))
         if left <= 0:
-            asked = ", ".join(name.removeprefix(names.NODE_PREFIX) for name in actors) or "none"
+            asked = ", ".join(actors) or "none"
             raise HiddenStatesError(
                 f"no node knows hidden states of request {request_id} (NodeActors: {asked}): it "
                 "has not ended, its engine has no RayKVHiddenStatesConnector, or they have expired "

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
 import msgspec
 import ray
 
-from raykv.base.deadlines import (
-    FETCH_GRACE_S,
-    TRANSFER_DEMOTE_S,
-    TRANSFER_EARLY_S,
-    TRANSFER_LOOK_S,
-    TRANSFER_S,
-)
+from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
-from raykv.base.ids import Refusal
-from raykv.client.import_source import GENERATION
-from raykv.client.listing import Reader
-from raykv.client.pins import ordered
+from raykv.base.ids import Blocks, Key, Refusal, group_of
+from raykv.client.listing import Reader, sources_of
+from raykv.client.nodes import ask_each, warn_of
+from raykv.client.pins import Pinning, ordered
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER
-from raykv.protocol.columns import LostReplicas, Numbers, Replicas
+from raykv.cluster.ask import HERE, NODE_ACTOR
+from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.node import Demotions
-from raykv.protocol.operator import (
-    Released,
-    ReleaseOrder,
-    TransferEnd,
-    TransferGrant,
-    TransferOrder,
-    TransferResult,
-)
-from raykv.protocol.peer import FetchRequest, FetchResult
-
-logger = logging.getLogger("raykv")
+from raykv.protocol.listing import Where
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
+from raykv.protocol.operator import DropOrder, Released, TransferResult
+from raykv.protocol.reader import ChunkPage, ChunkQuery
 
 PAGE_CHUNKS = 256
 """Chunks of a transfer that go at once: progress is reported after each page."""
 
+MOST_TRIED = 16
+"""Chunks of a KV group that are looked for, until one says how large they are."""
+
+OPERATOR = 0
+"""The life of who orders a fetch and is no engine."""
+
 Watch = Callable[[TransferResult], None]
+
+SourcesOf = Mapping[bytes, Sequence[Source]]
 
 
 @dataclass(frozen=True)
 class Moving:
-    """Has slots lent in a node's pool, and chunks fetched into them."""
+    """Has chunks fetched by the NodeActor that is to have them."""
 
     scheduler: Scheduler
     reader: Reader
@@ -78,165 +73,220 @@ class Moving:
         target = self.scheduler.node(node_id)
         asked, space = ordered(keys), self.reader.full_namespace(namespace)
         give_up_at = time.monotonic() + deadline_s
-        result = self.bring(asked, target, space, give_up_at, watch)
-        wanted = result.came + result.there
-        order = ReleaseOrder(PROTOCOL_VERSION, space, target, asked)
-        dropped = 0
-        while True:
-            answer = self.scheduler.ask("release", encode(order))
-            released = receive(answer, Released, SCHEDULER, HERE)
-            dropped += released.dropped
-            is_known = len(asked) - released.absent >= wanted
-            if is_known or time.monotonic() > give_up_at:
-                return msgspec.structs.replace(result, dropped=dropped, kept=released.kept)
-            # What has come is reported by its NodeActor within milliseconds.
-            time.sleep(TRANSFER_LOOK_S)
+        pages = _Pages(target, space, give_up_at, watch, TransferResult(asked=len(asked)))
+        self._bring(asked, pages)
+        dropped, kept = self._drop(space, pages.there, target)
+        if kept:
+            pinned = Pinning(self.scheduler, self.reader).pinned_on(target, space)
+            there = {key: pages.there[key] for key in pinned & pages.there.keys()}
+            also, _ = self._drop(space, there, target, with_pinned=True)
+            dropped, kept = dropped + also, kept - also
+        return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
 
     def bring(
         self, keys: list[bytes], node_id: str, namespace: str, give_up_at: float, watch: Watch
     ) -> TransferResult:
         """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
-        began = time.monotonic()
-        result = TransferResult(asked=len(keys))
-        series_id = uuid.uuid4().hex
-        for page in _pages(keys):
-            left_s = give_up_at - time.monotonic()
-            if left_s <= 0:
-                result = too_late(result, len(page))
-                continue
-            order = TransferOrder(
-                version=PROTOCOL_VERSION,
-                transfer_id=uuid.uuid4().hex,
-                namespace=namespace,
-                node_id=node_id,
-                keys=page,
-                series_id=series_id,
-            )
-            result = self.fetch_lent(order, Replicas(), min(left_s, TRANSFER_S), result)
-            result = msgspec.structs.replace(result, seconds=time.monotonic() - began)
-            watch(result)
-        return result
+        pages = _Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
+        self._bring(keys, pages)
+        return pages.result
 
-    def fetch_lent(
-        self, order: TransferOrder, sources: Replicas, deadline_s: float, so_far: TransferResult
-    ) -> TransferResult:
-        """Have slots lent and chunks fetched into them, from `sources` or who is said to have them.
-
-        Raises:
-            ClusterError: nothing is lent now.
-        """
-        began = time.monotonic()
-        give_up_at = began + min(deadline_s, TRANSFER_EARLY_S)
-        grant = receive(self.scheduler.ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE)
-        while grant.is_early and time.monotonic() < give_up_at:
+    def _bring(self, keys: list[bytes], pages: _Pages) -> None:
+        sizes: dict[int, int] = {}
+        silent: set[str] = set()
+        if not all(sources_of(self.scheduler.find, pages.namespace, keys)):
+            # What was just stored is reported within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
-            grant = receive(
-                self.scheduler.ask("lend", encode(order)), TransferGrant, SCHEDULER, HERE
+        for start in range(0, len(keys), PAGE_CHUNKS):
+            page = keys[start : start + PAGE_CHUNKS]
+            found = sources_of(self.scheduler.find, pages.namespace, page)
+            known = {
+                key: sorted(sources, key=lambda each: each.is_disk)
+                for key, sources in zip(page, found, strict=True)
+                if sources
+            }
+            for group in {group_of(Key(key)) for key in known} - sizes.keys():
+                some = {key: known[key] for key in known if group_of(Key(key)) == group}
+                sizes |= _size_of(pages.namespace, group, some, silent)
+            wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
+            here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
+            pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
+            pages.fetch(wanted, known, here)
+
+    def _drop(
+        self,
+        namespace: str,
+        there: Mapping[bytes, Blocks],
+        target: str,
+        *,
+        with_pinned: bool = False,
+    ) -> tuple[int, int]:
+        """Give up what others have in their pools of chunks that are there with these blocks;
+        returns how many copies were given up, and how many were not.
+        """
+        asked = list(there)
+        elsewhere: dict[str, list[bytes]] = {}
+        found = sources_of(self.scheduler.find, namespace, asked)
+        for key, sources in zip(asked, found, strict=True):
+            for source in sources:
+                if source.node_id != target and not source.is_disk:
+                    elsewhere.setdefault(source.node_id, []).append(key)
+
+        def question(node_id: str, actor: Any) -> Any:
+            keys = elsewhere[node_id]
+            order = DropOrder(
+                PROTOCOL_VERSION,
+                namespace,
+                Keys.of(keys),
+                Numbers.of(there[key].first for key in keys),
+                Numbers.of(there[key].length for key in keys),
+                with_pinned,
             )
-        if grant.error:
-            raise ClusterError(f"nothing more was fetched: {grant.error}")
-        grant = msgspec.structs.replace(grant, sources=_with_rows(sources, grant))
-        fetched: FetchResult | None = None
-        refusals = Counter(so_far.refusals)
-        try:
-            if len(grant.demoted):
-                _demote(grant.demoted, order.node_id, deadline_s - (time.monotonic() - began))
-            left_s = deadline_s - (time.monotonic() - began)
-            if len(grant.handles) and left_s <= 0:
-                refusals[Refusal.TOO_LATE.name] += len(grant.handles)
-            elif len(grant.handles):
-                fetched = _fetch(grant, order.node_id, order.namespace, left_s)
-                refusals.update(Refusal(each).name for each in fetched.refusals if each)
-        except (RayKVError, ray.exceptions.RayError) as error:
-            refusals[first_line(cause_of(error))] += len(grant.handles)
-        came = 0 if fetched is None else fetched.refusals.count(int(Refusal.NONE))
-        self._end(order.transfer_id, order.namespace, fetched)
-        return msgspec.structs.replace(
-            so_far,
-            came=so_far.came + came,
-            num_bytes=so_far.num_bytes + (0 if fetched is None else fetched.num_bytes),
-            there=so_far.there + grant.there,
-            nowhere=so_far.nowhere + grant.nowhere,
-            no_room=so_far.no_room + grant.no_room,
-            refusals=dict(refusals),
+            return actor.drop.remote(encode(order))
+
+        released = ask_each(Released, question, elsewhere).values() if elsewhere else ()
+        return sum(each.dropped for each in released), sum(each.kept for each in released)
+
+
+class _Pages:
+    """A transfer to a node, page by page.
+
+    Args:
+        node_id: of the node.
+        namespace: of all chunks.
+        give_up_at: on this process's monotonic clock.
+        watch: is called with the result so far.
+        result: to begin with.
+    """
+
+    def __init__(
+        self, node_id: str, namespace: str, give_up_at: float, watch: Watch, result: TransferResult
+    ) -> None:
+        self.node_id = node_id
+        self.namespace = namespace
+        self._give_up_at = give_up_at
+        self._watch = watch
+        self._began_at = time.monotonic()
+        self._series = uuid.uuid4().hex
+        self._number = 0
+        self._refusals: Counter[str] = Counter()
+        self.result = result
+        self.there: dict[bytes, Blocks] = {}
+        """Chunks that the node has said that it has in its pool, and with which blocks."""
+
+    def lost(self, *, nowhere: int, gone: int) -> None:
+        """So many of the next page's chunks are stored nowhere, or not where they were."""
+        self._add(nowhere=nowhere)
+        self._refusals += Counter({Refusal.NOT_HERE.name: gone})
+
+    def fetch(
+        self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
+    ) -> None:
+        """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
+        to have some already.
+        """
+        left_s = min(self._give_up_at - time.monotonic(), TRANSFER_S)
+        if sizes and left_s <= 0:
+            self._refusals[Refusal.TOO_LATE.name] += len(sizes)
+        elif sizes:
+            try:
+                self._take(list(sizes), here, self._ordered(sizes, sources, left_s))
+            except (RayKVError, ray.exceptions.RayError) as error:
+                self._refusals[first_line(cause_of(error))] += len(sizes)
+        seconds = time.monotonic() - self._began_at
+        self.result = msgspec.structs.replace(
+            self.result, refusals=dict(self._refusals), seconds=seconds
         )
+        self._watch(self.result)
 
-    def _lend(self, order: TransferOrder) -> TransferGrant:
-        raw = self.scheduler.ask("lend", encode(order))
-        return receive(raw, TransferGrant, SCHEDULER, HERE)
+    def _ordered(
+        self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
+    ) -> NamedResult:
+        places = {source: at for at, source in enumerate(_all_of(sources))}
+        rows = [(at, places[source]) for at, key in enumerate(sizes) for source in sources[key]]
+        self._number += 1
+        order = FetchOrderNamed(
+            PROTOCOL_VERSION,
+            self._number,
+            OPERATOR,
+            self.namespace,
+            Keys.of(sizes),
+            Numbers.of(sizes.values()),
+            sources=list(places),
+            key_index=Numbers.of(at for at, _ in rows),
+            source_index=Numbers.of(place for _, place in rows),
+            deadline_s=deadline_s,
+            series=self._series,
+        )
+        actor = ask.ask_ray(ask.find_node_actor, self.node_id)
+        if actor is None:
+            raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
+        raw = ray.get(actor.fetch.remote(encode(order)), timeout=deadline_s + FETCH_GRACE_S)
+        return receive(raw, NamedResult, NODE_ACTOR, HERE)
 
-    def _end(self, transfer_id: str, namespace: str, fetched: FetchResult | None) -> None:
-        came: list[int] = []
-        lost = LostReplicas()
-        if fetched is not None:
-            columns = zip(fetched.refusals, fetched.slots, strict=True)
-            came = [slot for refusal, slot in columns if refusal == Refusal.NONE]
-            lost = fetched.lost
-        message = TransferEnd(PROTOCOL_VERSION, transfer_id, namespace, came, lost)
-        self.scheduler.ask("end_transfer", encode(message))
+    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: NamedResult) -> None:
+        failed = dict(zip(fetched.failed_chunks, map(Refusal, fetched.refusals), strict=True))
+        counts = Counter(failed.values())
+        no_room = counts.pop(Refusal.NO_ROOM, 0)
+        self._refusals.update({refusal.name: count for refusal, count in counts.items()})
+        there = sum(key in here for at, key in enumerate(keys) if at not in failed)
+        came = len(keys) - len(failed) - there
+        self._add(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
+        self.there |= {row.key: row.blocks for row in fetched.rows if row.where & Where.RAM}
 
-
-def too_late(result: TransferResult, count: int) -> TransferResult:
-    """`result`, and so many chunks that there was no time for."""
-    refusals = Counter(result.refusals)
-    refusals[Refusal.TOO_LATE.name] += count
-    return msgspec.structs.replace(result, refusals=dict(refusals))
-
-
-def _demote(demoted: Demotions, node_id: str, deadline_s: float) -> None:
-    """Have chunks copied for a node's disk; that it does not work is logged only."""
-    actor = ask.ask_ray(ask.find_node_actor, node_id)
-    deadline_s = min(deadline_s, TRANSFER_DEMOTE_S)
-    if actor is None or deadline_s <= 0:
-        return
-    what = "it has a problem, or no room for them, or was too slow"
-    try:
-        waiting = actor.demote.remote(encode(demoted), deadline_s)
-        if ray.get(waiting, timeout=deadline_s + FETCH_GRACE_S):
-            return
-    except ray.exceptions.RayError as error:
-        what = first_line(cause_of(error))
-    logger.warning(
-        "not all of %d evicted chunks got to the disk of node %s: %s",
-        len(demoted),
-        node_id[:12],
-        what,
-    )
+    def _add(self, **more: int) -> None:
+        sums = {name: getattr(self.result, name) + count for name, count in more.items()}
+        self.result = msgspec.structs.replace(self.result, **sums)
 
 
-def _fetch(grant: TransferGrant, node_id: str, namespace: str, deadline_s: float) -> FetchResult:
-    """Have a NodeActor fetch into what was lent."""
-    request = FetchRequest(
-        version=PROTOCOL_VERSION,
-        namespace=namespace,
-        node_epoch=grant.node_epoch,
-        handles=grant.handles,
-        slot_bytes=grant.slot_bytes,
-        sources=grant.sources,
-        deadline_s=deadline_s,
-    )
-    actor = ask.ask_ray(ask.find_node_actor, node_id)
-    if actor is None:
-        raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
-    raw = ray.get(actor.fetch.remote(encode(request)), timeout=deadline_s + FETCH_GRACE_S)
-    return receive(raw, FetchResult, NODE_ACTOR, HERE)
+def fetch_files(
+    find: Callable[[], Any],
+    pages: Iterator[tuple[str, Mapping[bytes, int]]],
+    source: Source,
+    node_id: str,
+    deadline_s: float,
+    watch: Watch,
+    result: TransferResult,
+) -> TransferResult:
+    """Chunks of an import's files into the pool of a node.
+
+    Args:
+        find: returns the scheduler actor.
+        pages: namespaces, and the sizes of chunks by key.
+        source: of all of them.
+        node_id: Ray's.
+        deadline_s: for all.
+        watch: is called with the result so far.
+        result: to begin with.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    transfer = _Pages(node_id, "", give_up_at, watch, result)
+    for namespace, sizes in pages:
+        transfer.namespace = namespace
+        known = zip(sizes, sources_of(find, namespace, list(sizes)), strict=True)
+        here = {key for key, sources in known if Source(node_id) in sources}
+        transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
+    return transfer.result
 
 
-def _with_rows(sources: Replicas, grant: TransferGrant) -> Replicas:
-    """The one source for all that was granted, or what the grant says itself."""
-    if not sources.sources:
-        return grant.sources
-    count = len(grant.handles)
-    return Replicas(
-        sources.sources,
-        sources.node_epochs,
-        key_index=Numbers.of(range(count)),
-        source_index=Numbers.of([0] * count),
-        slots=Numbers.of([0] * count),
-        generations=Numbers.of([GENERATION] * count),
-    )
+def _all_of(sources: SourcesOf) -> list[Source]:
+    return list(dict.fromkeys(source for some in sources.values() for source in some))
 
 
-def _pages(keys: list[bytes]) -> Iterator[list[bytes]]:
-    for start in range(0, len(keys), PAGE_CHUNKS):
-        yield keys[start : start + PAGE_CHUNKS]
+def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -> Mapping[int, int]:
+    """Bytes of a chunk of a KV group, by the group: all its chunks have the same, so that any will
+    do; nothing if none is where it was. Nodes that do not answer are `silent` from then on.
+    """
+    for key, some in islice(sources.items(), MOST_TRIED):
+        query = ChunkQuery(PROTOCOL_VERSION, namespace, key)
+
+        def question(_: str, actor: Any, raw: bytes = encode(query)) -> Any:
+            return actor.chunks.remote(raw)
+
+        of = {source.node_id for source in some} - silent
+        found, lost = ask.ask_nodes(ChunkPage, question, of, CLIENT_S)
+        warn_of(lost)
+        silent |= lost.keys()
+        for size in chain.from_iterable(page.slot_bytes for page in found.values()):
+            return {group: size}
+    return {}

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
 
-from raykv.base.deadlines import ASK_RAY_S, DOCTOR_TAKE_S, SILENCE_S
+from raykv.base.deadlines import ASK_RAY_S, CLIENT_S, DOCTOR_TAKE_S, SILENCE_S
 from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
 from raykv.base.threads import within
 from raykv.cluster import names
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.reader import Explanations
-from raykv.protocol.status import ClusterStatus, MoreRoom
+from raykv.protocol.status import ClusterStatus
 
 T = TypeVar("T")
 
@@ -118,24 +118,6 @@ def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
     return answer_as(ClusterStatus, scheduler, "status", timeout_s=timeout_s)
 
 
-def more_room(scheduler: Any, timeout_s: float) -> MoreRoom:
-    """What larger pools would have saved.
-
-    Raises:
-        ClusterError: the scheduler actor does not answer in time.
-    """
-    return answer_as(MoreRoom, scheduler, "more_room", timeout_s=timeout_s)
-
-
-def why_miss(scheduler: Any, beginning: str, timeout_s: float) -> Explanations:
-    """What became of the tokens of requests whose ids begin so.
-
-    Raises:
-        ClusterError: the scheduler actor does not answer in time.
-    """
-    return answer_as(Explanations, scheduler, "why_miss", beginning, timeout_s=timeout_s)
-
-
 def named_actors() -> list[str]:
     """Names of RayKV's actors in the cluster."""
     found = ray.util.list_named_actors(all_namespaces=True)
@@ -194,6 +176,61 @@ def ask_all(
     for ref in waiting:
         answers[refs[ref]] = Answer(error=f"no answer within {deadline_s:g} s")
     return answers
+
+
+def node_actors() -> dict[str, Any]:
+    """The NodeActors by node, but for those of nodes that Ray says are dead.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    dead = {node["NodeID"] for node in ask_ray(ray.nodes) if not node["Alive"]}
+    return {n: actor for n, actor in ask_ray(_node_actors).items() if n not in dead}
+
+
+def _node_actors() -> dict[str, Any]:
+    there = (name for name in named_actors() if name.startswith(names.NODE_PREFIX))
+    node_ids = sorted(name.removeprefix(names.NODE_PREFIX) for name in there)
+    found = {node_id: find_node_actor(node_id) for node_id in node_ids}
+    return {node_id: actor for node_id, actor in found.items() if actor is not None}
+
+
+NodeQuestion = Callable[[str, Any], Any]
+"""Calls a method of a node's actor, and gives Ray's reference."""
+
+
+def ask_nodes(
+    kind: type[S],
+    question: NodeQuestion,
+    of: Collection[str] | None = None,
+    deadline_s: float = CLIENT_S,
+) -> tuple[dict[str, S], dict[str, str]]:
+    """What NodeActors answer, all asked at the same time, by node; and why others do not.
+
+    Args:
+        kind: of the answers.
+        question: asks one.
+        of: these nodes only; None: all that live.
+        deadline_s: for all answers.
+
+    Raises:
+        ClusterError: Ray does not answer.
+    """
+    actors = node_actors()
+    silent = {node_id: "it has no NodeActor" for node_id in of or () if node_id not in actors}
+    questions = {
+        node_id: partial(question, node_id) for node_id in actors if of is None or node_id in of
+    }
+    found: dict[str, S] = {}
+    for node_id, answer in ask_all(actors, questions, deadline_s).items():
+        if answer.error:
+            silent[node_id] = answer.error
+            continue
+        try:
+            found[node_id] = receive(answer.value, kind, NODE_ACTOR, HERE)
+        except RayKVError as error:
+            silent[node_id] = str(error)
+    return found, silent
 
 
 def ask_ray(call: Callable[..., T], *arguments: Any, deadline_s: float = ASK_RAY_S) -> T:

@@ -17,15 +17,14 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Direction
+from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Direction, Key, Slot, group_of
 from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
-from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.worker import KVLayout, TensorLayout
 
 Column = npt.NDArray[np.int64]
-
-MAX_SLOTS = 1 << 32
-"""Slots of a pool; with them all arithmetic stays within 63 bits."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -100,19 +99,18 @@ class Planner:
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
 
-    def blocks(self, job: CopyJob, chunk: int) -> Blocks:
-        """The blocks of one chunk of a job that was planned."""
-        first, count = job.first_block[chunk], job.num_blocks[chunk]
-        return ALL_BLOCKS if count == self._blocks_per_chunk else Blocks(first, count)
+    def is_whole(self, job: NamedJob, chunk: int) -> bool:
+        """Whether all blocks of a chunk of a job are copied."""
+        return job.num_blocks[chunk] == self._blocks_per_chunk
 
-    def left_out(self, job: CopyJob, chunk: int) -> Column:
+    def left_out(self, job: NamedJob, chunk: int, slot: Slot) -> Column:
         """Where in the pool this rank's part of the blocks would be that one chunk of a store does
         not have, as [[offset, size], …].
         """
-        group = self._groups[Direction.STORE][job.groups[chunk]]
+        group = self._groups[Direction.STORE][group_of(Key(job.keys[chunk]))]
         first, end = job.first_block[chunk], job.first_block[chunk] + job.num_blocks[chunk]
         places = np.concatenate([np.arange(first), np.arange(end, self._blocks_per_chunk)])
-        start = job.handles.slots[chunk] * SLOT_ALIGNMENT + group.base
+        start = slot * SLOT_ALIGNMENT + group.base
         offsets = start[:, None] + group.pitch[:, None] * places
         sizes = np.broadcast_to(group.size[:, None], offsets.shape)
         return np.stack([offsets.ravel(), sizes.ravel()], axis=1)
@@ -170,34 +168,19 @@ class Planner:
         kv = layer.offset + blocks * layer.block_stride
         return CopyRuns(kv, to + count * size, np.full_like(count, size), count[-1:] + 1)
 
-    def plan(self, job: CopyJob) -> JobPlan:
+    def plan(self, job: NamedJob) -> JobPlan:
         """How a job is carried out.
 
         Raises:
-            PlanError: its columns are inconsistent or point outside of the KV cache, or it is by
-                layer and has chunks of several groups.
+            PlanError: it points outside of the KV cache, or it is by layer and has chunks of
+                several groups.
         """
-        num_chunks = len(job.handles.keys)
-        columns: list[Sequence[int]] = [
-            job.handles.slots,
-            job.handles.generations,
-            job.groups,
-            job.num_blocks,
-            job.first_block,
-        ]
-        if any(len(column) != num_chunks for column in columns):
-            raise PlanError(f"job {job.job_id}: columns of different lengths")
-        slots = job.handles.slots
-        if slots and not 0 <= min(slots) <= max(slots) < MAX_SLOTS:
-            raise PlanError(f"job {job.job_id}: slots from {min(slots)} to {max(slots)}")
-        for group_id in set(job.groups):
+        groups = _groups_of(job.keys)
+        for group_id in set(groups.tolist()):
             self.part_bytes(group_id)
-        if job.by_layer and len(set(job.groups)) > 1:
-            raise PlanError(f"job {job.job_id}: layer by layer, of {len(set(job.groups))} groups")
-        try:
-            plan = JobPlan(job, self._groups[Direction(job.direction)])
-        except OverflowError as error:
-            raise PlanError(f"job {job.job_id}: a number of more than 63 bits") from error
+        if job.by_layer and len(set(groups.tolist())) > 1:
+            raise PlanError(f"job {job.job_id}: layer by layer, of several KV groups")
+        plan = JobPlan(job, groups, self._groups[Direction(job.direction)])
         plan.check(self._blocks_per_chunk)
         return plan
 
@@ -205,26 +188,26 @@ class Planner:
 class JobPlan:
     """The runs of a job's chunks, any of them, at any time; of `Planner.plan`.
 
-    `ends`: bytes of the chunks up to each of them.
+    `ends`: bytes of the chunks up to each of them. `groups`: KV groups of its chunks.
     """
 
-    def __init__(self, job: CopyJob, groups: Mapping[int, _Group]) -> None:
+    def __init__(self, job: NamedJob, groups: Column, known: Mapping[int, _Group]) -> None:
         self._job_id = job.job_id
-        self._kinds = [
-            (groups[group_id], group_id, count)
-            for group_id, count in sorted(set(zip(job.groups, job.num_blocks, strict=True)))
-        ]
-        self._slots, self._first = _column(job.handles.slots), _column(job.first_block)
-        self._groups, self._counts = _column(job.groups), _column(job.num_blocks)
-        self._blocks = _column(job.block_ids)
+        self._first, self._counts = _column(job.first_block), _column(job.num_blocks)
+        self._groups, self._blocks = groups, _column(job.block_ids)
+        each = list(zip(groups.tolist(), self._counts.tolist(), strict=True))
+        self._kinds = [(known[id_], id_, count) for id_, count in sorted(set(each))]
         if len(self._kinds) == 1:
             ((group, _, count),) = self._kinds
             size = group.block_bytes * count
-            self.ends = [size * number for number in range(1, len(self._slots) + 1)]
+            self.ends = [size * number for number in range(1, len(each) + 1)]
         else:
             sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
-            each = zip(job.groups, job.num_blocks, strict=True)
             self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
+
+    @property
+    def groups(self) -> set[int]:
+        return {group_id for _, group_id, _ in self._kinds}
 
     def check(self, blocks_per_chunk: int) -> None:
         """Whether its blocks are there.
@@ -250,10 +233,10 @@ class JobPlan:
         """What is copied of one chunk."""
         return self.ends[chunk] - (self.ends[chunk - 1] if chunk else 0)
 
-    def runs(self, chunks: Sequence[int], slab_bytes: int) -> CopyRuns:
-        """The runs of some chunks, one after the other, in a pool with such slabs."""
-        wanted = _column(chunks)
-        slots, first = self._slots[wanted], self._first[wanted]
+    def runs(self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int) -> CopyRuns:
+        """The runs of some chunks, one after the other, at these slots."""
+        wanted, slots = _column(chunks), _column(at)
+        first = self._first[wanted]
         if len(self._kinds) == 1 and len(wanted):
             ((group, _, count),) = self._kinds
             rows = _rows(group, slots, first, self._blocks.reshape(-1, count)[wanted])
@@ -274,23 +257,26 @@ class JobPlan:
             rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
         return _merged(rows, _edges(slots, num_rows, slab_bytes))
 
-    def layers(self, chunks: Sequence[int], slab_bytes: int) -> Iterator[CopyRuns]:
+    def layers(
+        self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int
+    ) -> Iterator[CopyRuns]:
         """The runs of some chunks of a job by layer, for each layer of its KV group; of one layer
         the chunks come in any order.
         """
-        wanted = _column(chunks)
+        wanted, places = _column(chunks), _column(at)
         starts = np.cumsum(self._counts) - self._counts
         kinds, slots = [], []
         num_layers = 1
         for group, _, count in self._kinds:
             num_layers = group.num_layers
-            some = wanted[self._counts[wanted] == count]
+            is_like = self._counts[wanted] == count
+            some = wanted[is_like]
             if not len(some):
                 continue
             theirs = self._blocks[starts[some, None] + np.arange(count)]
-            rows = _rows(group, self._slots[some], self._first[some], theirs)
+            rows = _rows(group, places[is_like], self._first[some], theirs)
             kinds.append(rows.reshape(3, len(some), num_layers, -1))
-            slots.append(self._slots[some])
+            slots.append(places[is_like])
         all_slots = np.concatenate(slots)
 
         def layer_of(layer: int) -> CopyRuns:
@@ -331,7 +317,18 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
 
 
 def _column(numbers: Sequence[int]) -> Column:
+    if isinstance(numbers, Numbers):
+        return np.frombuffer(numbers.raw, np.int64)
     return np.asarray(numbers, dtype=np.int64)
+
+
+def _groups_of(keys: Keys) -> Column:
+    """The KV group of each key."""
+    width = keys.width
+    if width is None or width < GROUP_BYTES:
+        return _column([group_of(Key(key)) for key in keys])
+    ends = np.frombuffer(keys.raw, np.uint8).reshape(-1, width)[:, -GROUP_BYTES:]
+    return np.ascontiguousarray(ends).view(">u4").ravel().astype(np.int64)
 
 
 def _chunk(layout: KVLayout, index: int) -> _ChunkSizes:

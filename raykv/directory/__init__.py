@@ -1,1 +1,1 @@
-"""The scheduler actor: who holds which chunk, leases, pins, transfers, listings, the log."""
+"""The scheduler actor: who has which chunk, events, what operators order, who is told what."""

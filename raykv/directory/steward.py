@@ -1,8 +1,12 @@
-"""The scheduler actor's own thread: it remembers orders for the actor's next life, and has every
-node that an operator wished for get its NodeActor, also those that join later.
+"""The scheduler actor's own thread: it has the store of Ray's head keep what is to outlive the
+actor, and every node that an operator wished for get its NodeActor, also those that join later.
 
-The actor itself never waits for it. While Ray's head node does not answer nothing is lost: what is
-to be written waits here, the latest value of each name.
+```
+   the actor ── keep ──► pin's keys, then the document that names them ──► has_kept
+```
+
+The actor itself never waits for it. If it is not known whether the store has kept a document, this
+process ends: the next life begins with what the store has.
 """
 
 from __future__ import annotations
@@ -10,24 +14,46 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import ray
 
 from raykv.base.deadlines import GCS_S, INHERIT_S, RECONCILE_PAUSES_S
 from raykv.base.errors import ClusterError, first_line
-from raykv.base.threads import OnFailure, start_thread, within
-from raykv.cluster import ask
-from raykv.directory import bequest
+from raykv.base.threads import OnFailure, end_process, start_thread, within
+from raykv.cluster import ask, bequest
+from raykv.cluster.bequest import ORDERS, PIN, WISH
+from raykv.directory.known.desk import Draft
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import wants
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.operator import KeptLife, KeptPin, PinOrder, PoolWish, Quota
+from raykv.protocol.operator import OrdersDocument, PoolWish
 
 logger = logging.getLogger("raykv.scheduler")
 
-PIN, WISH, QUOTA = "pin:", "wish", "quota:"
+T = TypeVar("T")
+
+ZERO = 1_735_689_600
+"""2025-01-01 in Unix time: lives are numbered by the milliseconds since then."""
+
+
+@dataclass
+class Inheritance:
+    """What earlier lives have left. `life` is that of this one."""
+
+    life: int
+    orders: OrdersDocument | None = None
+    pin_keys: dict[bytes, bytes] = field(default_factory=dict)
+
+
+def next_life(wall_time: float, last: int) -> int:
+    """Above every earlier one, also where the clock has gone back or the store has lost it."""
+    return max(int((wall_time - ZERO) * 1000), last + 1, 1)
 
 
 class Steward:
@@ -39,123 +65,117 @@ class Steward:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._lock = threading.Lock()
-        # What is to be written; bounded by the numbers of pins and quotas that there may be.
-        self._unwritten: dict[str, bytes | None] = {}
         self._wish: PoolWish | None = None
-        # As the last life has left it, and as it is left now.
-        self.life = KeptLife()
-        # Those of the last life.
-        self.quotas: list[Quota] = []
+        self._has_new_wish = False
+        self._draft: Draft | None = None
+        self._unused: list[bytes] = []
         self._news = threading.Event()
         self._first_pause_s, self._longest_pause_s = RECONCILE_PAUSES_S
 
-    def start(self) -> list[PinOrder]:
-        """Begin; returns the pins of the actor's last life, with the time that is left of each.
-
-        `life` and `quotas` are what else it has left.
+    def start(self) -> Inheritance:
+        """Begin.
 
         Raises:
-            ClusterError: what it has left can't be had. Ray makes the actor anew.
+            ClusterError: what earlier lives have left can't be had. Ray makes the actor anew.
         """
-        orders: list[PinOrder] = []
-        for entry in _left():
+        left = _patiently(lambda: dict(bequest.entries()))
+        last = left.pop(bequest.LIFE, b"")
+        inherited = Inheritance(next_life(time.time(), int(last) if last.isdigit() else 0))
+        _patiently(partial(bequest.put, bequest.LIFE, str(inherited.life).encode()))
+        for name, value in left.items():
             try:
-                self._inherit(entry, orders)
-            except msgspec.MsgspecError as error:
-                logger.warning("what is left as %s can't be read: %s", entry.name, error)
+                self._inherit(name, value, inherited)
+            except (msgspec.MsgspecError, ValueError) as error:
+                logger.warning("what is left as %s can't be read: %s", name, error)
         start_thread("raykv-steward", self._run, OnFailure.END_PROCESS)
-        return orders
+        return inherited
 
-    def _inherit(self, entry: bequest.Entry, orders: list[PinOrder]) -> None:
-        if entry.name == WISH:
-            wish = decode(entry.value, PoolWish)
+    def _inherit(self, name: str, value: bytes, inherited: Inheritance) -> None:
+        if name == WISH:
+            wish = decode(value, PoolWish)
             self._wish = wish if wish.version == PROTOCOL_VERSION else None
-        elif entry.name == bequest.LIFE:
-            self.life = decode(entry.value, KeptLife)
-        elif entry.name.startswith(QUOTA):
-            quota = decode(entry.value, Quota)
-            self.quotas.append(msgspec.structs.replace(quota, version=PROTOCOL_VERSION))
-        elif entry.name.startswith(PIN):
-            kept = decode(entry.value, KeptPin)
-            left_s = kept.ends_at - time.time()
-            if left_s > 0 and kept.order.version == PROTOCOL_VERSION:
-                orders.append(msgspec.structs.replace(kept.order, ttl_s=left_s))
-            else:
-                self._write(entry.name, None)
+        elif name == ORDERS:
+            inherited.orders = bequest.aged(value)
+        elif name.startswith(PIN):
+            inherited.pin_keys[bytes.fromhex(name.removeprefix(PIN))] = value
 
     # The actor's thread
 
-    def keep_pin(self, order: PinOrder) -> None:
-        """Remember a pin."""
-        self._write(PIN + order.pin_id, encode(KeptPin(order, time.time() + order.ttl_s)))
+    def keep(self, draft: Draft) -> None:
+        """Have the store keep a document; the next one only when that `has_kept`."""
+        assert self._draft is None, self._draft
+        # Its own thread may just have taken it out, and puts the keys there again after that.
+        with suppress(ValueError):
+            self._unused.remove(draft.digest)
+        self._draft = draft
+        self._news.set()
 
-    def forget_pin(self, pin_id: str) -> None:
-        """Forget a pin that has ended."""
-        self._write(PIN + pin_id, None)
+    @property
+    def has_kept(self) -> bool:
+        """Whether the store has kept what it was given."""
+        return self._draft is None
 
-    def keep_quota(self, quota: Quota) -> None:
-        """Remember a quota."""
-        self._write(QUOTA + quota.name, encode(quota))
-
-    def forget_quota(self, name: str) -> None:
-        """Forget a quota that has ended."""
-        self._write(QUOTA + name, None)
+    def forget_pins(self, digests: Collection[bytes]) -> None:
+        """No document names these any more."""
+        self._unused += digests
 
     def set_wish(self, wish: PoolWish) -> None:
         """Have nodes that match it get a NodeActor from now on; it takes an earlier one's place."""
-        self._wish = wish
-        self._write(WISH, encode(wish))
-
-    def keep_life(self, life: KeptLife) -> None:
-        """Remember how far generations have come, and what was cleared."""
-        if life != self.life:
-            self.life = life
-            self._write(bequest.LIFE, encode(life))
-
-    @property
-    def has_kept_life(self) -> bool:
-        """Whether the next life will know it."""
-        with self._lock:
-            return bequest.LIFE not in self._unwritten
-
-    def _write(self, name: str, value: bytes | None) -> None:
-        with self._lock:
-            self._unwritten[name] = value
+        self._wish, self._has_new_wish = wish, True
         self._news.set()
 
     # Its own thread
 
     def _run(self) -> None:
         has_complained, pause_s = False, self._first_pause_s
+        look_at = 0.0
         while True:
-            self._news.wait(self._first_pause_s)
+            self._news.wait(max(0.0, look_at - time.monotonic()))
             self._news.clear()
+            self._keep()
+            if time.monotonic() < look_at and not self._has_new_wish:
+                continue
             try:
-                self._write_all()
+                self._keep_wish()
+                self._forget()
                 self._look()
             except Exception as error:
                 if not has_complained:
                     has_complained = True
                     logger.warning(
-                        "orders wait, and new nodes get no pool (said once): %s", first_line(error)
+                        "new nodes get no pool for now (said once): %s", first_line(error)
                     )
-                time.sleep(pause_s)
+                look_at = time.monotonic() + pause_s
                 pause_s = min(2 * pause_s, self._longest_pause_s)
             else:
                 has_complained, pause_s = False, self._first_pause_s
+                look_at = time.monotonic() + pause_s
 
-    def _write_all(self) -> None:
-        while True:
-            with self._lock:
-                if not self._unwritten:
-                    return
-                name, value = next(iter(self._unwritten.items()))
-            within(GCS_S, partial(bequest.leave, name, value))
-            with self._lock:
-                # Unless there is a later value.
-                if self._unwritten.get(name) is value:
-                    self._unwritten.pop(name, None)
+    def _keep(self) -> None:
+        draft = self._draft
+        if draft is None:
+            return
+        try:
+            if draft.keys:
+                within(GCS_S, partial(bequest.put, _pin_name(draft.digest), draft.keys))
+            within(GCS_S, partial(bequest.put_orders, draft.document))
+        except Exception as error:
+            # It may be kept later, over what is ordered next.
+            end_process(f"it is not known whether orders were kept: {first_line(error)}")
+        self._draft = None
+
+    def _keep_wish(self) -> None:
+        if self._has_new_wish and self._wish is not None:
+            self._has_new_wish = False
+            try:
+                within(GCS_S, partial(bequest.put, WISH, encode(self._wish)))
+            except Exception:
+                self._has_new_wish = True
+                raise
+
+    def _forget(self) -> None:
+        while self._unused:
+            within(GCS_S, partial(bequest.delete, _pin_name(self._unused.pop())))
 
     def _look(self) -> None:
         """Make the NodeActors that are missing."""
@@ -174,8 +194,12 @@ class Steward:
                 logger.warning("%s", error)
 
 
-def _left() -> list[bequest.Entry]:
-    """All that an earlier life has left; asks again where the head node is slow.
+def _pin_name(digest: bytes) -> str:
+    return PIN + digest.hex()
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """What the store says; asks again where the head node is slow.
 
     Raises:
         ClusterError: it does not answer.
@@ -183,7 +207,7 @@ def _left() -> list[bequest.Entry]:
     give_up_at = time.monotonic() + INHERIT_S
     while True:
         try:
-            return within(GCS_S, lambda: list(bequest.entries()))
+            return within(GCS_S, call)
         except Exception as error:
             what = f"what an earlier life has left can't be read: {first_line(error)}"
             if time.monotonic() > give_up_at:

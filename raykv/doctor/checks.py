@@ -59,7 +59,7 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
 
 def _missing(check: str, facts: ClusterFacts) -> str:
     """Why a check can't be complete: who has not answered; empty if everybody has."""
-    if check in ("placement", "hashes") and facts.scheduler.presence is Presence.SILENT:
+    if check in ("placement", "orders", "hashes") and facts.scheduler.presence is Presence.SILENT:
         return "the scheduler actor does not answer"
     silent = [
         _node(node)
@@ -135,8 +135,8 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
                 "placement",
                 f"{_engine(engine)} is attached at node {_short(engine.node_id)}, which has no "
                 "NodeActor: it can neither load nor store",
-                "the engine makes one with its next exchange; if that does not happen, see its "
-                "log and whether Ray can start an actor on that node",
+                "the engine makes one within seconds; if that does not happen, see its log and "
+                "whether Ray can start an actor on that node",
             )
     for engine_id, node_id in facts.status.waiting.items() if facts.status else ():
         yield _waiting(engine_id, node_id, facts)
@@ -200,6 +200,20 @@ def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
                 f"actor: it {since}",
                 "see its log for 'no report to the scheduler actor'; the two can't reach each "
                 "other, or are of different versions",
+            )
+
+
+def _orders(facts: ClusterFacts) -> Iterator[Finding]:
+    status = facts.status
+    for node in status.nodes if status else ():
+        if status and node.orders < status.orders and node.age_s <= SILENT_S:
+            yield _warn(
+                "orders",
+                f"node {_short(node.node_id)} goes by orders number {node.orders.number} of "
+                f"operators, and number {status.orders.number} is in force: what was cleared, "
+                "pinned or switched since does not hold there yet",
+                "a node hears within a second; if this stays, see its log, and whether its disk "
+                "can be written: it shows an order when its disk has noted it",
             )
 
 
@@ -533,8 +547,8 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
     most = max(reasons, key=lambda each: reasons[each], default="")
     why = f"; {reasons[most]:,} prompt tokens were computed for the reason {most}" if most else ""
     mend = (
-        "`raykv why-miss` of a request says why its tokens were computed: evicted, pool_full or "
-        "no_lease need a larger pool_bytes; never_stored means that no two prompts begin alike"
+        "`raykv why-miss` of a request says why its tokens were computed: evicted or "
+        "pool_full need a larger pool_bytes; never_stored means that no two prompts begin alike"
     )
     what = f"{names} have stored {stored:,} chunks and loaded none{why}"
     return _warn("use", what, _MORE_WINDOWS if most == MissReason.WINDOW_MISSING else mend)
@@ -543,6 +557,7 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
 CHECKS = {
     "scheduler": _scheduler,
     "placement": _placement,
+    "orders": _orders,
     "versions": _versions,
     "hashes": _hashes,
     "memory": _memory,
@@ -559,6 +574,7 @@ CHECKS = {
 _FINE = {
     "scheduler": "the scheduler actor answers",
     "placement": "every engine has its NodeActor, and all of them report",
+    "orders": "every node goes by the operators' latest orders",
     "versions": "all parts are of one version",
     "hashes": "engines of the same model share their chunks",
     "memory": "every pool fits into what limits its node",

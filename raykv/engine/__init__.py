@@ -1,1 +1,1 @@
-"""What runs in EngineCore: the view of its node, remote chunks, accounts, the exchange."""
+"""What runs in EngineCore: the view of its places, chunks of other nodes, accounts, the session."""

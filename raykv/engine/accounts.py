@@ -10,7 +10,7 @@ vLLM asks for a request's chunks until there is an answer (`look`, then lookups)
 (`admit`), and, if something was loaded, gives it its turn later (`admit` again). What comes after
 that, pre-emptions for example, changes nothing any more: its first prefill is what counts.
 
-Threads: `take_records` alone may run on the exchange thread.
+Threads: `take_records` alone may run on another thread.
 
 Invariant: in each record, prompt = own + loaded + the sum of missed, and none is negative.
 """
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 
-from raykv.base.ids import MissReason, known_as, shown_id
-from raykv.engine.outbox import take
+from raykv.base.ids import Key, MissReason, shown_id
+from raykv.engine.remote import take
 from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
 
 MAX_WAITING = 1024
-"""Records that wait for an exchange; beyond it the oldest are lost, and remain in the counters."""
+"""Records that wait to be told; beyond it the oldest are lost, and remain in the counters."""
 
 MAX_RECORDS = 128
 """Records in one message: some 20 KiB, and their chunks' names."""
@@ -181,7 +181,6 @@ class Accounts:
     num_disk: int = 0
     missed: Counter[str] = field(default_factory=Counter)
     _open: dict[str, TokenAccount] = field(default_factory=dict)
-    _refined: Counter[str] = field(default_factory=Counter)
     _records: deque[MissRecord] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
     # Bytes of names since no record was waiting.
     _named: int = 0
@@ -194,6 +193,13 @@ class Accounts:
     def get(self, request_id: str) -> TokenAccount | None:
         """The account of a request that has not ended."""
         return self._open.get(request_id)
+
+    def explain(self, why: Mapping[Key, MissReason]) -> None:
+        """It has turned out why chunks were missing of which nothing was known."""
+        for account in self._open.values() if why else ():
+            miss = account.miss
+            if miss is not None and miss.reason is MissReason.NEVER_STORED:
+                account.miss = replace(miss, reason=why.get(miss.key, miss.reason))
 
     def close(
         self, request_id: str, keys: Sequence[bytes] = (), parting: Parting | None = None
@@ -226,21 +232,14 @@ class Accounts:
         self._named += len(names)
         return names
 
-    def refine(self, better: Mapping[str, int]) -> None:
-        """Tokens were missed for those reasons, and not for the one that the engine knew."""
-        for reason, count in better.items():
-            self.missed[reason] += count
-            self.missed[known_as(reason)] -= count
-            self._refined[reason] += count
-
-    def take_refined(self) -> Counter[str]:
-        """What `refine` was given since the last call."""
-        refined, self._refined = self._refined, Counter()
-        return refined
-
     def take_records(self) -> list[MissRecord]:
-        """Records that go to the scheduler actor now."""
+        """Records that are to be told now."""
         return take(self._records, MAX_RECORDS)
+
+    @property
+    def has_records(self) -> bool:
+        """Whether something waits for `take_records`."""
+        return bool(self._records)
 
     def counter_values(self) -> dict[str, int]:
         """Tokens since the engine's start, by name; reasons that have occurred only."""

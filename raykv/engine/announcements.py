@@ -1,92 +1,142 @@
-"""What an engine has announced to vLLM's own subscribers: chunks that it can load from its node.
+"""What an engine says of chunks: to vLLM's own subscribers which it can load from its node, and to
+its places which its requests have found.
 
-           expect            came, or found there by a look            found missing by a look
- (absent) ───────► expected ────────────────────────────────► told ──────────────────────► (absent)
-                      └──────────────────── overdue ──────────────────────────────────────────┘
+           expect          came, or found there            went
+ (absent) ───────► expected ───────────────────► told ─────────────► (absent)
+                      └──── has not come ──────────────────────────────┘
 
-What goes from the node is found by looking at a few chunks with each step of the engine, so that a
-step does not take longer the more chunks there are: subscribers learn of it seconds late.
-
-Invariants:
-1. A key is in the round exactly once while it is expected or told.
+The view says what comes and goes. Of what others store on the node only what this engine has found
+is announced.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable
+from itertools import chain, islice
+from typing import NamedTuple
 
 from raykv.base.ids import Key
+from raykv.engine.remote import MAX_ASKED, take
+from raykv.engine.requests import RequestState
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.place import FoundKeys
 
-MAX_LOOKS = 256
-"""Chunks that are checked with each step: about 20 microseconds."""
+MAX_TOUCHES = 65_536
+"""Found chunks that wait to be told; beyond it the oldest are lost, which only ages them."""
 
-EXPECTED_S = 60.0
-"""Beyond it a store has failed: twice the longest usual time."""
+TOUCH_S = 1.0
+"""Until what a request has found is told again while it waits: a place keeps it for 3 s. Of all
+requests `MAX_ASKED` chunks are told again in this time."""
 
 
-@dataclass(frozen=True)
-class News:
+class News(NamedTuple):
     """Chunks that came, chunks that went, and those that were expected and have not come."""
 
-    stored: list[Key] = field(default_factory=list)
-    removed: list[Key] = field(default_factory=list)
-    missing: list[Key] = field(default_factory=list)
+    stored: list[Key]
+    removed: list[Key]
+    missing: list[Key]
 
 
 class Announcements:
-    """See the module's docstring. Times are seconds of one clock of the caller."""
+    """See the module's docstring."""
 
     def __init__(self) -> None:
-        # Until when a key is expected; None: it was announced.
-        self._known: dict[Key, float | None] = {}
-        self._round: deque[Key] = deque()
-        self._news = News()
+        # Whether each was told.
+        self._known: dict[Key, bool] = {}
+        self._stored: dict[Key, None] = {}
+        self._removed: list[Key] = []
+        self._missing: list[Key] = []
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def expect(self, key: Key, now: float) -> None:
-        """A chunk is being stored."""
-        if key not in self._known:
-            self._known[key] = now + EXPECTED_S
-            self._round.append(key)
-
-    def came(self, keys: Iterable[Key], loadable: Container[Key]) -> None:
-        """Chunks were stored, or found; those that can't be loaded count for nothing."""
+    def expect(self, keys: Iterable[Key]) -> None:
+        """Chunks are being stored."""
         for key in keys:
-            if key not in loadable or self._known.get(key, 0.0) is None:
-                continue
-            if key not in self._known:
-                self._round.append(key)
-            self._tell(key)
+            self._known.setdefault(key, False)
 
-    def _tell(self, key: Key) -> None:
-        self._known[key] = None
-        self._news.stored.append(key)
+    def come(self, keys: Iterable[Key]) -> None:
+        """Chunks are there."""
+        for key in keys:
+            if not self._known.get(key, False):
+                self._known[key] = True
+                self._stored[key] = None
 
-    def take(self, loadable: Collection[Key], now: float) -> News:
-        """Take what to announce; looks at the next few chunks of the round."""
-        for _ in range(min(MAX_LOOKS, len(self._round))):
-            key = self._round.popleft()
-            until = self._known[key]
-            if key in loadable:
-                if until is not None:
-                    self._tell(key)
-                self._round.append(key)
-            elif until is None or until < now:
-                del self._known[key]
-                (self._news.removed if until is None else self._news.missing).append(key)
-            else:
-                self._round.append(key)
-        news, self._news = self._news, News()
-        # What came and went in between is not announced.
-        stored = [key for key in news.stored if key in self._known]
-        return News(stored, news.removed, news.missing)
+    def changed(self, key: Key, *, is_there: bool) -> None:
+        """A chunk has come or gone, or a store of it has ended; others are nobody's business."""
+        if key not in self._known:
+            return
+        if is_there:
+            self.come([key])
+        elif not self._known.pop(key):
+            self._missing.append(key)
+        elif key in self._stored:
+            # It came and went in between.
+            del self._stored[key]
+        else:
+            self._removed.append(key)
+
+    def lose_all(self) -> None:
+        """None of them can be loaded any more."""
+        for key in list(self._known):
+            self.changed(key, is_there=False)
+
+    def take(self) -> News:
+        """What to announce: what is gone before what came."""
+        news = News(list(self._stored), self._removed, self._missing)
+        self._stored, self._removed, self._missing = {}, [], []
+        return news
 
     def clear(self) -> None:
         """The cache was emptied, and vLLM announces that."""
         self._known.clear()
-        self._round.clear()
-        self._news = News()
+        self.take()
+
+
+class FoundChunks:
+    """What requests have found, with whose they are, until the places are told.
+
+    `take` and `len` may be called on another thread.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[str, Key]] = deque(maxlen=MAX_TOUCHES)
+        # So many may be told again until then.
+        self._left, self._until = 0, 0.0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def note(self, request: RequestState, keys: Iterable[Key]) -> None:
+        """A request has found chunks."""
+        found = list(keys)
+        request.told.update(found)
+        self._rows.extend((request.options.tenant, key) for key in found)
+
+    def note_again(self, request: RequestState, ready: Container[Key], now: float) -> None:
+        """A request waits: every `TOUCH_S` what is `ready` of its chunks is told again, as far as
+        other requests have left room.
+        """
+        if now < request.touch_at:
+            return
+        request.touch_at = now + TOUCH_S
+        if now >= self._until:
+            self._left, self._until = MAX_ASKED, now + TOUCH_S
+        keys = chain.from_iterable(request.chunks.values())
+        again = list(islice((key for key in keys if key in ready), self._left))
+        self.note(request, again)
+        self._left -= len(again)
+
+    def take(self, most: int) -> FoundKeys:
+        """What is to be told now."""
+        rows = take(self._rows, most)
+        tenants = list(dict.fromkeys(tenant for tenant, _ in rows))
+        at = {tenant: number for number, tenant in enumerate(tenants)}
+        return FoundKeys(
+            Keys.of(key for _, key in rows), tenants, Numbers.of(at[tenant] for tenant, _ in rows)
+        )
+
+    def clear(self) -> None:
+        """What was found is void."""
+        self._rows.clear()

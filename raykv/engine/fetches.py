@@ -26,10 +26,10 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Handles, Numbers, Replicas, Source, numbered
+from raykv.protocol.columns import Keys, Numbers, Source, numbered
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.peer import FetchRequest, FetchResult, check_fetched
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 
 logger = logging.getLogger("raykv.fetch")
 
@@ -48,7 +48,7 @@ class FetchEnded:
     """Orders that have ended; `result` None: the outcome is unknown."""
 
     orders: list[FetchOrder]
-    result: FetchResult | None
+    result: NamedResult | None
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,16 @@ class _Flying:
 
 
 @contextmanager
-def _one_connection() -> Iterator[int]:
+def one_connection() -> Iterator[int]:
+    """The context of calls of a process that has one connection to Ray for all its life."""
     yield 1
 
 
-class FetchClient:
-    """See the module's docstring.
+class RayActor:
+    """An actor that is found when it is called.
 
     Args:
-        find: returns the node's NodeActor.
-        deadline_s: for each request.
-        with_checksums: whether the NodeActor checks what arrives.
+        find: returns it.
         calling: the context of calls to Ray; gets the number of the connection, each of which has
             its own handles.
     """
@@ -77,14 +76,36 @@ class FetchClient:
     def __init__(
         self,
         find: Callable[[], Any],
-        deadline_s: float,
-        *,
-        with_checksums: bool,
-        calling: Callable[[], AbstractContextManager[int]] = _one_connection,
+        calling: Callable[[], AbstractContextManager[int]] = one_connection,
     ) -> None:
-        self._calling = calling
+        self._find, self._calling = find, calling
+        self._actor: Any = None
+        self._connection = 0
+
+    def begin(self, method: str, argument: bytes | str) -> Any:
+        """The future of a call. One thread calls this."""
+        with self._calling() as connection:
+            if self._actor is None or connection != self._connection:
+                self._actor, self._connection = self._find(), connection
+            return getattr(self._actor, method).remote(argument).future()
+
+    def forget(self) -> None:
+        """It is looked for again."""
+        self._actor = None
+
+
+class FetchClient:
+    """See the module's docstring.
+
+    Args:
+        actor: the node's NodeActor.
+        deadline_s: for each request.
+        with_checksums: whether the NodeActor checks what arrives.
+    """
+
+    def __init__(self, actor: RayActor, deadline_s: float, *, with_checksums: bool) -> None:
+        self._actor = actor
         self._with_checksums = with_checksums
-        self._find = find
         self._deadline_s = deadline_s
         self._queue: queue.Queue[tuple[int, int, str]] = queue.Queue(MAX_QUEUED)
         self._flying: dict[int, _Flying] = {}
@@ -92,8 +113,6 @@ class FetchClient:
         self._lock = threading.Lock()
         self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
         self._counter = 0
-        self._actor: Any = None
-        self._connection = 0
         self._stopped = threading.Event()
         self._is_started = False
         self._threads = [
@@ -117,11 +136,11 @@ class FetchClient:
         """End the threads; nobody waits for what is under way."""
         self._stopped.set()
 
-    def submit(self, orders: list[FetchOrder], node_epoch: int, namespace: str) -> None:
-        """Have chunks fetched; on the engine's thread, returns at once."""
+    def submit(self, orders: list[FetchOrder], life: int, namespace: str) -> None:
+        """Have chunks fetched for an engine of that life; on its thread, returns at once."""
         now = time.monotonic()
         if orders and not self._revive():
-            self._deliver(FetchEnded(orders, _refused(node_epoch, len(orders))))
+            self._deliver(FetchEnded(orders, _refused(len(orders))))
             return
         for part in split(orders):
             self._counter += 1
@@ -132,10 +151,10 @@ class FetchClient:
                     overdue_at = now + self._deadline_s + FETCH_GRACE_S
                     self._flying[number] = _Flying(part, overdue_at, call)
             if call is None:
-                self._deliver(FetchEnded(part, _refused(node_epoch, len(part))))
+                self._deliver(FetchEnded(part, _refused(len(part))))
                 continue
             try:
-                self._queue.put_nowait((number, node_epoch, namespace))
+                self._queue.put_nowait((number, life, namespace))
             except queue.Full:
                 self._answer(number, None)
 
@@ -147,28 +166,24 @@ class FetchClient:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                number, node_epoch, namespace = self._queue.get(timeout=FETCH_LOOK_S)
+                number, life, namespace = self._queue.get(timeout=FETCH_LOOK_S)
             except queue.Empty:
                 continue
             with self._lock:
                 flying = self._flying.get(number)
             if flying is not None:
-                self._begin(
-                    number,
-                    fetch_request(namespace, flying.orders, node_epoch, self._deadline_s),
-                )
+                order = fetch_order(namespace, flying.orders, life, self._deadline_s)
+                self._begin(msgspec.structs.replace(order, number=number))
 
     def _watch(self) -> None:
         while not self._stopped.wait(FETCH_LOOK_S):
             self._give_up_overdue()
 
-    def _begin(self, number: int, request: FetchRequest) -> None:
-        request = msgspec.structs.replace(request, with_checksums=self._with_checksums)
+    def _begin(self, order: FetchOrderNamed) -> None:
+        order = msgspec.structs.replace(order, with_checksums=self._with_checksums)
+        number = order.number
         try:
-            with self._calling() as connection:
-                if self._actor is None or connection != self._connection:
-                    self._actor, self._connection = self._find(), connection
-                future = self._actor.fetch.remote(encode(request)).future()
+            future = self._actor.begin("fetch", encode(order))
         except Exception as error:
             self._fail(number, error)
             return
@@ -177,11 +192,7 @@ class FetchClient:
     def _end(self, number: int, done: Any) -> None:
         """Take the NodeActor's answer; called in a thread of Ray."""
         try:
-            result = receive(done.result(), FetchResult, "the NodeActor", "the engine")
-            with self._lock:
-                flying = self._flying.get(number)
-            if flying is not None:
-                check_fetched(result, len(flying.orders))
+            result = receive(done.result(), NamedResult, "the NodeActor", "the engine")
         except Exception as error:
             self._fail(number, error)
             return
@@ -192,7 +203,7 @@ class FetchClient:
         self._answer(number, result)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        self._actor = None
+        self._actor.forget()
         self._count_failure(number, what_failed(error))
         self._answer(number, None)
 
@@ -205,7 +216,7 @@ class FetchClient:
         if is_new:
             logger.warning("the NodeActor does not fetch: %s", reason)
 
-    def _answer(self, number: int, result: FetchResult | None) -> None:
+    def _answer(self, number: int, result: NamedResult | None) -> None:
         with self._lock:
             flying = self._flying.pop(number, None)
             if flying is not None:
@@ -222,18 +233,21 @@ class FetchClient:
             self._answer(number, None)
 
 
-def _refused(node_epoch: int, num_chunks: int) -> FetchResult:
+def _refused(num_chunks: int) -> NamedResult:
     """Result of orders that were never begun."""
-    none = [0] * num_chunks
-    return FetchResult(node_epoch, [int(Refusal.BREAKER_OPEN)] * num_chunks, none, none)
+    refusals = bytes([Refusal.BREAKER_OPEN]) * num_chunks
+    return NamedResult(0, 0, 0, failed_chunks=Numbers.of(range(num_chunks)), refusals=refusals)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
-    """Orders in parts of at most `MAX_CHUNKS` and, except for single ones, `MAX_BYTES`."""
+    """Orders in parts of one tenant each, of at most `MAX_CHUNKS` and, except for single ones,
+    `MAX_BYTES`.
+    """
     part: list[FetchOrder] = []
     num_bytes = 0
     for order in orders:
-        if part and (len(part) == MAX_CHUNKS or num_bytes + order.num_bytes > MAX_BYTES):
+        is_full = len(part) == MAX_CHUNKS or num_bytes + order.num_bytes > MAX_BYTES
+        if part and (is_full or order.tenant != part[0].tenant):
             yield part
             part, num_bytes = [], 0
         part.append(order)
@@ -242,27 +256,23 @@ def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
         yield part
 
 
-def fetch_request(
-    namespace: str, orders: list[FetchOrder], node_epoch: int, deadline_s: float
-) -> FetchRequest:
-    """Orders as columns."""
-    rows = [(at, replica) for at, order in enumerate(orders) for replica in order.replicas]
-    lives: list[tuple[Source, int]] = []
-    index = numbered(lives, [(replica.source, int(replica.node_epoch)) for _, replica in rows])
-    sources = Replicas(
-        sources=[source for source, _ in lives],
-        node_epochs=[epoch for _, epoch in lives],
+def fetch_order(
+    namespace: str, orders: list[FetchOrder], life: int, deadline_s: float
+) -> FetchOrderNamed:
+    """Orders of one tenant as columns, without a number."""
+    rows = [(at, source) for at, order in enumerate(orders) for source in order.sources]
+    sources: list[Source] = []
+    index = numbered(sources, [source for _, source in rows])
+    return FetchOrderNamed(
+        version=PROTOCOL_VERSION,
+        number=0,
+        life=life,
+        namespace=namespace,
+        keys=Keys.of(order.key for order in orders),
+        slot_bytes=Numbers.of(order.num_bytes for order in orders),
+        sources=sources,
         key_index=Numbers.of(at for at, _ in rows),
         source_index=Numbers.of(index),
-        slots=Numbers.of(replica.handle.slot for _, replica in rows),
-        generations=Numbers.of(replica.handle.generation for _, replica in rows),
-    )
-    return FetchRequest(
-        version=PROTOCOL_VERSION,
-        namespace=namespace,
-        node_epoch=node_epoch,
-        handles=Handles.of((order.key, order.handle) for order in orders),
-        slot_bytes=[order.num_bytes for order in orders],
-        sources=sources,
+        tenant=orders[0].tenant,
         deadline_s=deadline_s,
     )

@@ -1,13 +1,13 @@
-"""What requests ask for their chunks, on its way from the engine to the scheduler actor.
+"""What requests ask for their chunks, on its way from the engine to its node.
 
            begin            add (keys of the prompt)         take
-  (none) ────────► hinting ──────────────────────────► queued ────► sent with the next exchange
+  (none) ────────► hinting ──────────────────────────► queued ────► told with the next message
                       │ name_chunks (all keys), end                ▲
                       └───────────────────────────► news of its session
 
 What the server does not allow is ignored and counted. A hint may be lost: it costs an eviction.
 
-Threads: `take`, `take_sessions` and `tell_again` alone run on the exchange thread; they only pop
+Threads: `take`, `take_sessions` and `tell_again` alone run on the line's thread; they only pop
 from the left of the queues.
 """
 
@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from raykv.base.ids import Key
-from raykv.engine.outbox import take
+from raykv.engine.remote import take
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints
 from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
@@ -28,22 +28,22 @@ from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 T = TypeVar("T")
 
 MAX_QUEUED = 8192
-"""Chunks of hints of each kind that wait for an exchange; further ones are dropped."""
+"""Chunks of hints of each kind that wait to be told; further ones are dropped."""
 
 MAX_TOLD = 512
-"""Chunks of each kind in one exchange."""
+"""Chunks of each kind in one message."""
 
 MAX_HINT_S = 3600.0
 """Longest pin of a request; a longer one is cut to it."""
 
 MAX_SESSIONS_TOLD = 64
-"""Pieces of news of sessions in one exchange."""
+"""Pieces of news of sessions in one message."""
 
 MAX_SESSIONS_KNOWN = 1024
 """Sessions of which it is remembered what was told; of others, all is told again."""
 
 MAX_SESSION_KEYS = 65_536
-"""Chunks of sessions that wait for an exchange; news of further ones is dropped."""
+"""Chunks of sessions that wait to be told; news of further ones is dropped."""
 
 
 class Allowed(StrEnum):
@@ -97,7 +97,7 @@ class _Said:
 class SessionBox:
     """News of sessions. Prompts grow from request to request: only what is new of them is told.
 
-    Threads: `add` runs on the engine's thread, all else on the exchange thread.
+    Threads: `add` runs on the engine's thread, all else on the line's thread.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class SessionBox:
         # By session: how many keys of each column were told, and the last of them. A key stands for
         # all before it.
         self._told: OrderedDict[str, list[tuple[int, Key]]] = OrderedDict()
-        # What is left of the news that was begun with an earlier exchange.
+        # What is left of the news that was begun with an earlier message.
         self._rest: list[Key] = []
 
     def add(self, hint: Hint, columns: list[list[Key]], word: SessionWord) -> None:
@@ -125,7 +125,7 @@ class SessionBox:
         return bool(self._queue)
 
     def take(self) -> list[SessionNews]:
-        """What the next exchange tells."""
+        """What the next message tells."""
         taken: list[SessionNews] = []
         room = MAX_TOLD
         while self._queue and room and len(taken) < MAX_SESSIONS_TOLD:
@@ -142,7 +142,7 @@ class SessionBox:
         return taken
 
     def _new_keys(self, said: _Said) -> list[Key]:
-        """The keys that the scheduler actor does not know of the session; it will know them."""
+        """The keys that the node does not know of the session; it will know them."""
         if not said.columns:
             return []
         session = said.hint.session
@@ -161,7 +161,7 @@ class SessionBox:
         return new
 
     def tell_again(self) -> None:
-        """The scheduler actor may have forgotten what was told."""
+        """The node may have forgotten what was told."""
         self._told.clear()
 
 
@@ -252,19 +252,19 @@ class HintBox:
 
     @property
     def has_news(self) -> bool:
-        """Whether something waits for an exchange."""
+        """Whether something waits to be told."""
         return bool(self._pinned or self._favoured or self._sessions.has_news)
 
     def take_sessions(self) -> list[SessionNews]:
-        """What the next exchange tells of sessions."""
+        """What the next message tells of sessions."""
         return self._sessions.take()
 
     def tell_again(self) -> None:
-        """The scheduler actor may have forgotten what was told of sessions."""
+        """The node may have forgotten what was told of sessions."""
         self._sessions.tell_again()
 
     def take(self) -> Hints:
-        """What the next exchange tells."""
+        """What the next message tells."""
         pinned, favoured = take(self._pinned, MAX_TOLD), take(self._favoured, MAX_TOLD)
         return Hints(
             pinned=Keys.of([key for key, _ in pinned]),

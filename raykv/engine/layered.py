@@ -111,6 +111,13 @@ class LayeredLoads:
                 self._to_evict.update(lost)
         return self._to_evict | invalid
 
+    def lose_step(self, step: int) -> None:
+        """How a step ended is not known: nothing that it loaded counts as come. What must leave the
+        prefix cache does with the next one that ends.
+        """
+        loads = self._steps.get(step, {}).values()
+        self.end_step(step, {block for load in loads for block in load.blocks})
+
     def lost(self) -> dict[str, tuple[int, ...]]:
         """Requests of which some block did not come, and all their blocks, until `evicted`."""
         return {load.request_id: load.blocks for load in self._lost}

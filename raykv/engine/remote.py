@@ -1,6 +1,6 @@
 """What an engine knows of other nodes' chunks: its questions, the answers, what it has fetched.
 
-                ask                    answer                 order (a lease is there)
+                ask                    answer                     order
    (unknown) ────────► UNANSWERED ─────────────► FOUND ────────────────────► FETCHING ──► READY
                         ▲      │                                                │
                  asked  │      ├──► PENDING (somebody is storing it)            ▼
@@ -9,37 +9,25 @@
 
 Answers belong to the requests that asked: a later request asks again. A fetch belongs to all.
 
-Threads: as in `EngineView`; `take_questions` and `take_announced` may run on the exchange thread.
-
-Invariant: a key that is FETCHING has a lease of its own.
+Threads: as in `EngineView`; `take_questions` and `take_announced` may run on another thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeVar
 
-from raykv.base.ids import (
-    Epoch,
-    Generation,
-    Key,
-    Lookup,
-    MissReason,
-    NodeId,
-    Refusal,
-    Slot,
-    TokenSource,
-    group_of,
-)
+from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, TokenSource, group_of
 from raykv.engine.cost import FetchCost
-from raykv.engine.outbox import take
 from raykv.engine.requests import RequestState, token_source
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
-from raykv.protocol.columns import Handle, Handles, LostReplicas, Replica, Replicas, Source
+from raykv.protocol.columns import Source
 from raykv.protocol.descriptions import ChunkGroup
-from raykv.protocol.peer import FetchResult
+
+T = TypeVar("T")
 
 MAX_QUESTIONS = 65_536
 """Keys that wait to be asked for; beyond it the oldest are lost, and count as unanswered until the
@@ -48,10 +36,13 @@ deadline of their request."""
 MAX_ASKED = 16_384
 """Keys that one request asks for at its start: 2 million tokens in chunks of 128."""
 
+MAX_WONDERED = 64
+"""Keys that wait to be asked for, or that one request asks for, for the reason alone."""
+
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Size of a KV group's chunks: bytes of a slot, tokens whose KV it holds, and how many chunks a
+    """Size of a KV group's chunks: bytes, tokens whose KV it holds, and how many chunks a
     prefix needs (None: all).
     """
 
@@ -59,64 +50,34 @@ class ChunkSize:
     num_tokens: int = 1
     window: int | None = None
 
-    def most_of(self, num_tokens: int) -> int:
-        """Chunks that a prefix of so many tokens needs."""
-        count = -(-num_tokens // self.num_tokens)
-        return count if self.window is None else min(count, self.window)
-
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Times in seconds; sizes by KV group index; how many tokens one step computes at most."""
+    """Times in seconds; sizes by KV group index."""
 
     query_deadline_s: float = 1.0
     fetch_deadline_s: float = 10.0
     pending_deadline_s: float = 2.0
     sizes: Mapping[int, ChunkSize] = field(default_factory=dict)
-    step_tokens: int = 0
 
     def size_of(self, key: Key) -> ChunkSize:
         """Size of the chunks of a key's group."""
         return self.sizes.get(group_of(key), ChunkSize())
 
-    def step_chunks(self) -> dict[int, int]:
-        """Chunks that one step may store and that its prompt's prefix needs, by KV group."""
-        return {group: size.most_of(self.step_tokens) for group, size in self.sizes.items()}
-
 
 @dataclass(frozen=True)
 class FetchOrder:
-    """A chunk to be fetched into a leased slot, the best source first."""
+    """A chunk to be fetched for a tenant's request, the best source first."""
 
     key: Key
-    handle: Handle
     num_bytes: int
-    replicas: tuple[Replica, ...]
-
-
-@dataclass(frozen=True)
-class EndedFetch:
-    """A fetch that has ended, and where the chunk is now; None: nowhere, for that reason."""
-
-    order: FetchOrder
-    place: Handle | None
-    reason: MissReason = MissReason.FETCH_FAILED
-
-
-class Slots(Protocol):
-    """Where a fetch gets its slot; one that has none to give may be dry."""
-
-    def take(self, group: int) -> Handle | None:
-        """A free slot for a chunk of a KV group."""
-
-    def is_dry(self, group: int) -> bool:
-        """Whether there will not be one soon."""
+    sources: tuple[Source, ...]
+    tenant: str = ""
 
 
 _LATE = MissReason.FETCH_FAILED
 
 _REASONS = {
-    Refusal.STALE: MissReason.EVICTED,
     Refusal.CLEARED: MissReason.CLEARED,
     Refusal.BAD_HANDLE: MissReason.NODE_LOST,
     Refusal.NODE_LOST: MissReason.NODE_LOST,
@@ -134,10 +95,8 @@ class RemoteChunks:
         self.cost = cost
         # Whether there is anybody else who may have chunks of this namespace.
         self.has_peers = False
-        # Whether calls to the scheduler actor fail; set by the exchange thread.
+        # Whether calls to the scheduler actor fail; set by the thread that makes them.
         self.is_cut_off = False
-        # Found keys that no lease was left for.
-        self.unleased: set[Key] = set()
         self.num_asked = 0
         self.num_declined = 0
         self.num_timed_out = 0
@@ -145,13 +104,14 @@ class RemoteChunks:
         self._fetching: dict[Key, FetchOrder] = {}
         self._orders: list[FetchOrder] = []
         self._questions: deque[Key] = deque(maxlen=MAX_QUESTIONS)
+        # Of which nobody waits for the answer.
+        self._wondered: deque[Key] = deque(maxlen=MAX_WONDERED)
         # Who waits for the answer about a key, and for a key that is being stored elsewhere.
         self._askers: dict[Key, list[RequestState]] = {}
         self._repeated: dict[Key, None] = {}
         # By identity, requests for which the present answer lacks a key that must come.
         self._doubting: dict[int, RequestState] = {}
-        self._announced: deque[tuple[Key, Handle]] = deque(maxlen=MAX_QUESTIONS)
-        self._lost: deque[tuple[Source, bytes, int]] = deque(maxlen=MAX_QUESTIONS)
+        self._announced: deque[Key] = deque(maxlen=MAX_QUESTIONS)
 
     def counter_values(self) -> dict[str, int]:
         """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
@@ -170,8 +130,8 @@ class RemoteChunks:
         """Have the scheduler actor asked which nodes have `keys`, unless this request has asked
         before.
         """
-        # The router that had the prompt prefilled knows of a peer of which the last heartbeat could
-        # not.
+        # The router that had the prompt prefilled knows of a peer of which this node may not
+        # have heard.
         has_peers = self.has_peers or request.options.prefilled
         if not has_peers or not request.is_known:
             return
@@ -186,16 +146,23 @@ class RemoteChunks:
                 self.num_asked += 1
             askers.append(request)
 
-    def ask_again(self) -> None:
-        """Questions that were under way got lost: the engine has attached anew."""
-        self._questions.extend(self._askers)
+    def wonder(self, request: RequestState, key: Key) -> None:
+        """Have the scheduler actor asked why nobody has a chunk, unless it was. Nobody waits for
+        the answer, which is for people.
+        """
+        is_asked = key in request.asked or key in request.wondered
+        if request.is_known and not is_asked and len(request.wondered) < MAX_WONDERED:
+            request.wondered.add(key)
+            self._wondered.append(key)
 
     def take_questions(self, most: int, may_repeat: bool) -> list[bytes]:
-        """Keys to ask for now; those that were being stored again, if `may_repeat`."""
+        """Keys to ask for now; those that were being stored again, if `may_repeat`; and those of
+        which the reason is wanted.
+        """
         taken: list[bytes] = [*take(self._questions, most)]
         if may_repeat:
             taken += list(self._repeated)[: most - len(taken)]
-        return taken
+        return taken + take(self._wondered, most - len(taken))
 
     @property
     def has_questions(self) -> bool:
@@ -203,71 +170,33 @@ class RemoteChunks:
         return bool(self._questions)
 
     @property
-    def num_unleased(self) -> Counter[int]:
-        """Chunks found elsewhere that wait for a lease, by KV group; any thread may ask."""
-        return Counter(map(group_of, list(self.unleased)))
-
-    @property
     def has_news(self) -> bool:
-        """Whether something should not wait for the next heartbeat."""
-        return bool(self._questions or self._announced or self._lost)
+        """Whether the scheduler actor is to be asked, or told, something."""
+        return bool(self._questions or self._announced or self._wondered)
 
     @property
     def has_repeats(self) -> bool:
         """Whether there are keys to ask for again and again."""
         return bool(self._repeated)
 
-    def announce(self, key: Key, handle: Handle) -> None:
+    def announce(self, key: Key) -> None:
         """Note that the chunk is being stored, so that whoever asks for it waits."""
         if self.has_peers:
-            self._announced.append((key, handle))
+            self._announced.append(key)
 
-    def take_announced(self, most: int) -> Handles:
+    def take_announced(self, most: int) -> list[Key]:
         """Announcements to be sent now."""
-        return Handles.of(take(self._announced, most))
-
-    def take_answer(
-        self, asked: Iterable[bytes], replicas: Replicas, own_epoch: Epoch, own_id: NodeId | None
-    ) -> list[tuple[Key, Handle]]:
-        """Give the answer to the requests that wait for it.
-
-        Returns:
-            What is on the own node after all: another engine stored it there meanwhile.
-        """
-        own = None if own_id is None else Source(own_id)
-        found: dict[int, list[Replica]] = {}
-        for position, replica in replicas.rows():
-            found.setdefault(position, []).append(replica)
-        pending = set(replicas.pending)
-        local: list[tuple[Key, Handle]] = []
-        for position, raw in enumerate(asked):
-            key = Key(raw)
-            known = found.get(position, [])
-            local += [
-                (key, each.handle)
-                for each in known
-                if each.source == own and each.node_epoch == own_epoch
-            ]
-            others = tuple(each for each in known if each.source != own)
-            self.settle(key, others, own_id, is_pending=position in pending, is_there=bool(known))
-        self.end_answer()
-        return local
+        return take(self._announced, most)
 
     def end_answer(self) -> None:
-        """All keys of an answer are settled."""
+        """An answer has told all that it had to tell."""
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
 
-    def settle(
-        self,
-        key: Key,
-        sources: tuple[Replica, ...],
-        own_id: NodeId | None,
-        *,
-        is_pending: bool,
-        is_there: bool,
+    def take_place(
+        self, key: Key, sources: tuple[Source, ...], own: Collection[NodeId], *, is_pending: bool
     ) -> None:
-        """An answer says where a key is besides on the own node, and whether it is anywhere."""
+        """An answer says where a key is besides on the engine's `own` nodes."""
         if is_pending:
             if key in self._askers:
                 self._repeated[key] = None
@@ -278,11 +207,11 @@ class RemoteChunks:
         self._repeated.pop(key, None)
         for request in self._askers.pop(key, ()):
             request.pending.discard(key)
-            if not is_there and request.repeats_left:
+            if not sources and request.repeats_left:
                 self._doubt(request, key)
                 continue
             request.unanswered.discard(key)
-            request.find(key, sources, own_id)
+            request.find(key, sources, own)
 
     def _doubt(self, request: RequestState, key: Key) -> None:
         """Ask again: the announcement is on its way."""
@@ -308,7 +237,6 @@ class RemoteChunks:
         request: RequestState,
         key: Key,
         now: float,
-        stock: Slots,
         is_here: Callable[[Key], bool] = lambda _key: False,
     ) -> Lookup:
         """Answer for a key that this node does not have; a fetch begins if another node has it.
@@ -317,7 +245,6 @@ class RemoteChunks:
             request: who wants it.
             key: what is wanted.
             now: seconds, for deadlines.
-            stock: a fetch takes its lease from there.
             is_here: whether the own node has a chunk, or will have it.
         """
         if key in self._fetching:
@@ -329,7 +256,7 @@ class RemoteChunks:
                 request.is_decided = True
                 request.declined = self._objection(request, key, is_here)
                 self.num_declined += len(request.found) if request.declined else 0
-            return self._fetch(request, key, now, stock)
+            return self._fetch(request, key, now)
         if key not in request.asked:
             self.ask(request, [key])
         if key in request.pending:
@@ -347,27 +274,13 @@ class RemoteChunks:
         self.num_timed_out += 1
         return request.missed(key, reason)
 
-    def _fetch(
-        self,
-        request: RequestState,
-        key: Key,
-        now: float,
-        stock: Slots,
-    ) -> Lookup:
+    def _fetch(self, request: RequestState, key: Key, now: float) -> Lookup:
         if request.declined:
             return request.missed(key, request.declined)
         if request.has_waited(now, self.settings.fetch_deadline_s):
             return request.missed(key, _LATE)
-        handle = stock.take(group_of(key))
-        if handle is None:
-            self.unleased.add(key)
-            if stock.is_dry(group_of(key)):
-                return request.missed(key, MissReason.POOL_FULL)
-            may_ask = request.may_ask(now, self.settings.query_deadline_s)
-            return Lookup.RETRY if may_ask else request.missed(key, MissReason.NO_LEASE)
-        self.unleased.discard(key)
         size = self.settings.size_of(key).num_bytes
-        order = FetchOrder(key, handle, size, request.found[key])
+        order = FetchOrder(key, size, request.found[key], request.options.tenant)
         self._fetching[key] = order
         self._orders.append(order)
         self.fetching_bytes += size
@@ -447,85 +360,57 @@ class RemoteChunks:
         orders, self._orders = self._orders, []
         return orders
 
+    def measure(self, orders: Iterable[FetchOrder], num_bytes: int, seconds: float) -> None:
+        """A fetch was answered: it has brought so many bytes in so long."""
+        sources = {token_source(order.sources[0]) for order in orders}
+        if sources == {TokenSource.DISK}:
+            self.cost.came_from_disk(num_bytes, seconds)
+        elif sources == {TokenSource.OTHER_NODE}:
+            self.cost.fetched(num_bytes, seconds)
+
     def finish(
-        self, orders: Iterable[FetchOrder], result: FetchResult | None
-    ) -> Iterator[EndedFetch]:
-        """A fetch has ended; gives for each order where the chunk is now.
+        self, orders: Iterable[FetchOrder], refusals: Iterable[Refusal]
+    ) -> Iterator[tuple[FetchOrder, MissReason | None]]:
+        """A fetch has ended; gives for each order why it did not come, None if it did.
 
         Orders that were forgotten meanwhile are left out.
         """
-        orders = list(orders)
-        if result is not None:
-            sources = {token_source(order.replicas[0]) for order in orders}
-            if sources == {TokenSource.DISK}:
-                self.cost.came_from_disk(result.num_bytes, result.seconds)
-            elif sources == {TokenSource.OTHER_NODE}:
-                self.cost.fetched(result.num_bytes, result.seconds)
-            lost = result.lost
-            self._lost.extend(zip(lost.sources, lost.keys, lost.generations, strict=True))
-        for position, order in enumerate(orders):
-            known = self._fetching.get(order.key)
-            if known is None or known.handle != order.handle:
-                continue
-            self._drop(order)
-            refusal = Refusal.TOO_LATE if result is None else Refusal(result.refusals[position])
-            if result is None or refusal is not Refusal.NONE:
-                yield EndedFetch(order, None, _REASONS.get(refusal, MissReason.FETCH_FAILED))
-                continue
-            slot, generation = result.slots[position], result.generations[position]
-            yield EndedFetch(order, Handle(Slot(slot), Generation(generation)))
-
-    def take_lost(self, most: int) -> LostReplicas:
-        """What sources reported they do not have."""
-        return LostReplicas.of(take(self._lost, most))
+        for order, refusal in zip(orders, refusals, strict=True):
+            if self._fetching.get(order.key) is order:
+                self._drop(order)
+                came = refusal is Refusal.NONE
+                yield order, None if came else _REASONS.get(refusal, MissReason.FETCH_FAILED)
 
     def _drop(self, order: FetchOrder) -> None:
         del self._fetching[order.key]
         self.fetching_bytes -= order.num_bytes
 
-    def abandon(self, condition: Callable[[FetchOrder], bool]) -> None:
-        """Forget fetches: their leases are not ours any more."""
-        for order in [order for order in self._fetching.values() if condition(order)]:
-            self._drop(order)
-        self._orders = [order for order in self._orders if order.key in self._fetching]
-
-    def abandon_at(self, key: Key, handle: Handle) -> None:
-        """Forget the fetch of a key into that very slot: it was given up again already."""
-        order = self._fetching.get(key)
-        if order is not None and order.handle == handle:
-            self._drop(order)
-
-    def leases(self) -> list[tuple[int, Handle]]:
-        """Leases of fetches under way, with their KV groups."""
-        return [(group_of(order.key), order.handle) for order in list(self._fetching.values())]
-
     def forget_all(self) -> None:
-        """The namespace was cleared, or the node has a new life: what was known is void."""
-        self.abandon(lambda _: True)
+        """The namespace was cleared, or the node is another one: what was known is void."""
+        self._fetching.clear()
+        self._orders.clear()
         self._announced.clear()
-        self.unleased.clear()
+        self.fetching_bytes = 0
 
     def forget_found(self, requests: Iterable[RequestState]) -> None:
         """The answers that requests were given are void."""
         for request in requests:
             request.found.clear()
 
-    def forget_cleared(self, requests: Iterable[RequestState], cleared: Generation) -> None:
-        """The namespace was cleared up to a generation, perhaps while nobody could say so."""
-        for request in requests:
-            for key, sources in list(request.found.items()):
-                left = tuple(each for each in sources if each.handle.generation > cleared)
-                if left:
-                    request.found[key] = left
-                else:
-                    del request.found[key]
-                    request.unfetched[key] = MissReason.CLEARED
-
     def forget_source(self, requests: Iterable[RequestState], key: Key, reason: MissReason) -> None:
         """A chunk did not come: it is a MISS for the requests that know of it."""
         for request in requests:
             if request.found.pop(key, None) is not None:
                 request.unfetched[key] = reason
+
+
+def take(queue: deque[T], most: int) -> list[T]:
+    """Take up to `most` off the left end; another thread may empty the queue meanwhile."""
+    taken: list[T] = []
+    with suppress(IndexError):
+        while len(taken) < most:
+            taken.append(queue.popleft())
+    return taken
 
 
 def _chunks_before(

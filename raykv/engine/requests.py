@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, ValuesView
+from collections.abc import Collection, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raykv.base.departures import Departures
-from raykv.base.ids import Epoch, Generation, Key, Lookup, MissReason, NodeId, TokenSource
-from raykv.protocol.columns import Handle, Replica
+from raykv.base.ids import Key, Lookup, MissReason, NodeId, TokenSource
+from raykv.protocol.columns import Source
 
 PREFILLED_REPEATS = 10
 """Answers that a `prefilled` request does not believe. An announcement leaves the engine before the
@@ -16,9 +16,9 @@ step that computes the chunk, so that it is late by milliseconds at most. With o
 `REPEAT_PAUSE_S` it is a fifth of a second, which is what a prompt costs that was not stored."""
 
 
-def token_source(replica: Replica) -> TokenSource:
-    """What a replica that is not in the own pool counts as."""
-    return TokenSource.DISK if replica.source.is_disk else TokenSource.OTHER_NODE
+def token_source(source: Source) -> TokenSource:
+    """What a chunk counts as that is not in the own pool."""
+    return TokenSource.DISK if source.is_disk else TokenSource.OTHER_NODE
 
 
 class Tier(NamedTuple):
@@ -76,7 +76,9 @@ class RequestState:
     `miss` is what the latest lookup that was a MISS did not find. `repeats_left`: how many more
     answers without a sign of some key are not believed. `fetches_since`: when a lookup first found
     a chunk that is fetched, since the request was admitted. `no_room`: by KV group, the first chunk
-    that found no slot: behind it nothing is stored, unless it comes.
+    that found no room: behind it nothing is stored, unless it comes. `told`: what its
+    places were told that it has found, and `touch_at`, when they are to be told again. `wondered`:
+    what nobody knew of when it was looked up.
     """
 
     options: RequestOptions
@@ -85,7 +87,7 @@ class RequestState:
     asked: set[Key] = field(default_factory=set)
     unanswered: set[Key] = field(default_factory=set)
     pending: set[Key] = field(default_factory=set)
-    found: dict[Key, tuple[Replica, ...]] = field(default_factory=dict)
+    found: dict[Key, tuple[Source, ...]] = field(default_factory=dict)
     asking_since: float | None = None
     chunks: dict[int, Sequence[Key]] = field(default_factory=dict)
     is_decided: bool = False
@@ -96,6 +98,9 @@ class RequestState:
     repeats_left: int = 0
     fetches_since: float | None = None
     no_room: dict[int, Key] = field(default_factory=dict)
+    told: set[Key] = field(default_factory=set)
+    touch_at: float = 0.0
+    wondered: set[Key] = field(default_factory=set)
 
     def barrier(self, key: Key) -> MissReason | None:
         """Why this request must not have a chunk, even if it is here."""
@@ -103,24 +108,24 @@ class RequestState:
             return self.options.no_load
         return MissReason.LOAD_FAILED if key in self.barred else None
 
-    def find(self, key: Key, replicas: tuple[Replica, ...], own_id: NodeId | None) -> None:
-        """Note where a chunk is, as far as the request may have it from there."""
-        tiers, allowed = self.options.tiers, replicas
+    def find(self, key: Key, sources: tuple[Source, ...], own: Collection[NodeId]) -> None:
+        """Note where a chunk is, as far as the request may have it from there; `own` are the
+        engine's nodes.
+        """
+        tiers, allowed = self.options.tiers, sources
         if tiers is not None:
             allowed = tuple(
-                each
-                for each in replicas
-                if Tier(each.source.is_disk, each.source.node_id != own_id) in tiers
+                each for each in sources if Tier(each.is_disk, each.node_id not in own) in tiers
             )
         if allowed:
             self.found[key] = allowed
-        elif replicas:
+        elif sources:
             self.unfetched[key] = MissReason.OPTED_OUT
 
     def source_of(self, key: Key) -> TokenSource:
         """Where a chunk was before this request wanted it."""
-        replicas = self.found.get(key)
-        return token_source(replicas[0]) if replicas else TokenSource.SAME_NODE
+        sources = self.found.get(key)
+        return token_source(sources[0]) if sources else TokenSource.SAME_NODE
 
     def missed(self, key: Key, reason: MissReason) -> Lookup:
         """Remember a lookup's MISS and its reason."""
@@ -149,34 +154,6 @@ class RequestState:
         return now - self.asking_since < deadline_s
 
 
-@dataclass(frozen=True)
-class FailedLoad:
-    """One chunk that a request did not get.
-
-    `is_gone`: the NodeActor says that it no longer exists there. `node_epoch` is that of the
-    NodeActor from which it should have come.
-    """
-
-    request_id: str
-    key: Key
-    generation: Generation
-    node_epoch: Epoch
-    is_gone: bool
-
-    @property
-    def reason(self) -> MissReason:
-        """Why later requests won't have the chunk."""
-        return MissReason.EVICTED if self.is_gone else MissReason.LOAD_FAILED
-
-
-@dataclass(frozen=True)
-class StorePlan:
-    """Chunks to store, in the order in which they were offered."""
-
-    keys: list[Key]
-    handles: list[Handle]
-
-
 @dataclass(slots=True)
 class ViewCounters:
     """Counters since the engine's start."""
@@ -188,21 +165,18 @@ class ViewCounters:
     chunks_loaded: int = 0
     loads_failed: int = 0
     stores_failed: int = 0
-    stores_without_lease: int = 0
+    stores_without_room: int = 0
     lookups_timed_out: int = 0
     chunks_fetched: int = 0
     bytes_fetched: int = 0
     fetches_failed: int = 0
 
 
-def explain(
-    request: RequestState, departures: Departures[MissReason], *, is_attached: bool
-) -> None:
+def explain(request: RequestState, departures: Departures[MissReason]) -> None:
     """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
     miss = request.miss
     if miss is not None and miss.reason is MissReason.NEVER_STORED:
-        unknown = MissReason.NEVER_STORED if is_attached else MissReason.NOT_ATTACHED
-        request.missed(miss.key, departures.get(miss.key) or unknown)
+        request.missed(miss.key, departures.get(miss.key) or miss.reason)
 
 
 @dataclass(slots=True)

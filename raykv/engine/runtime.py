@@ -1,4 +1,4 @@
-"""What an engine does at its start: join the cluster, get the actors, attach, say so.
+"""What an engine does at its start: join the cluster, get the actors, hear what is there, say so.
 
 The only place where an engine's thread waits for Ray, apart from an explicit flush.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -32,14 +32,15 @@ from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
-from raykv.engine.fetches import FetchClient
+from raykv.engine.fetches import FetchClient, RayActor
 from raykv.engine.hints import HintBox
 from raykv.engine.place import EnginePlace
-from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.session import EngineParts, RayCalls, Session
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.node.launch import node_actor
+from raykv.protocol.named.place import EngineHello
 from raykv.protocol.node import NodeDescription
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import ensure_publisher
@@ -47,20 +48,9 @@ from raykv.stream.publishing import ensure_publisher
 logger = logging.getLogger("raykv")
 
 
-@dataclass(frozen=True)
-class EngineIdentity:
-    """What the engine tells the actors of itself; `slot_bytes` by KV group index.
-
-    `versions` is for people: of RayKV, vLLM and Ray. `traits` as in `AttachEngine`.
-    """
-
-    engine_id: str
-    namespace: str
-    model: str
-    num_ranks: int
-    slot_bytes: dict[int, int]
-    versions: str
-    traits: dict[str, str] = field(default_factory=dict)
+def new_life() -> int:
+    """The life of an EngineCore that begins now."""
+    return secrets.randbits(63) or 1
 
 
 class EngineRuntime:
@@ -70,7 +60,7 @@ class EngineRuntime:
         self,
         settings: Settings,
         view: EngineView,
-        identity: EngineIdentity,
+        hello: EngineHello,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
         node_of_ranks: Callable[[], str] = lambda: "",
@@ -84,7 +74,7 @@ class EngineRuntime:
             SettingError: the pool that is asked for is impossible.
         """
         self._settings = settings
-        self._identity = identity
+        self._hello = hello
         self._check_sizes()
         is_ours = not ray.is_initialized()
         self._stopped = threading.Event()
@@ -101,23 +91,21 @@ class EngineRuntime:
                 cluster.stop_started(found.address)
             raise
         self.node: NodeDescription | None = None
-        self._calls = RayCalls(self._find_all, settings.rpc_deadline_s)
+        calling = self._place.calling
         fetches = FetchClient(
-            self._find_node_actor,
+            RayActor(self._find_node_actor, calling),
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
-            calling=self._place.calling,
         )
         self.session = Session(
             view,
-            self._calls,
-            self._session_settings(),
+            hello,
+            NodeId(self.node_id),
+            RayCalls(RayActor(self._find_scheduler, calling), settings.rpc_deadline_s),
+            self._locate,
             fetches,
-            hints=hints,
-            described=described,
-            follow=self._follow,
+            EngineParts(hints or HintBox(), described),
         )
-        view.node_id = NodeId(self.node_id)
         self._view = view
 
     @property
@@ -134,7 +122,7 @@ class EngineRuntime:
         """Refuse a pool that this machine cannot hold, before anything is started."""
         if self._settings.pool_bytes is not None:
             limit = memory_limit()
-            largest = max(self._identity.slot_bytes.values())
+            largest = max(self._hello.slot_bytes.values())
             check_pool_bytes(self._settings.pool_bytes, largest, limit.total_bytes, limit.source)
 
     def _join(self) -> cluster.Joined:
@@ -146,28 +134,13 @@ class EngineRuntime:
             cluster.join(found.address)
         return found
 
-    def _session_settings(self) -> SessionSettings:
-        identity = self._identity
-        return SessionSettings(
-            engine_id=identity.engine_id,
-            node_id=self.node_id,
-            namespace=identity.namespace,
-            model=identity.model,
-            num_ranks=identity.num_ranks,
-            slot_bytes=identity.slot_bytes,
-            versions=identity.versions,
-            traits=identity.traits,
-            heartbeat_s=self._settings.heartbeat_s,
-            rpc_deadline_s=self._settings.rpc_deadline_s,
-        )
-
     def _choose_geometry(self) -> PoolGeometry:
         """Sizes of the pool, should this engine be the one that makes it.
 
         What is free counts where the pool is made, which may be another control group: the
         NodeActor looks again, at Ray's memory monitor and at the disk of a pool file too.
         """
-        chunk_bytes = max(self._identity.slot_bytes.values())
+        chunk_bytes = max(self._hello.slot_bytes.values())
         limit = memory_limit()
         pool_bytes = self._settings.pool_bytes
         if pool_bytes is None:
@@ -192,41 +165,39 @@ class EngineRuntime:
         if self._stopped.is_set():
             raise ClusterError("the engine is shutting down")
 
-    def _follow(self) -> str:
-        """The node that the engine is at, which may be the next one of its host."""
+    def _locate(self, is_lost: bool) -> NodeDescription:
+        """The NodeActor of the node that the engine is at, which may be the next one of its host;
+        asked anew if it `is_lost`.
+
+        Raises:
+            ClusterError: there is none.
+        """
+        node = self.node
+        if node is not None and not is_lost:
+            return node
         self._refuse_after_end()
         before = self.node_id
-        self._calls.let_go()
-        self._place.follow()
+        if not self._place.follow():
+            raise ClusterError("this engine has no Ray node")
         if self.node_id != before:
-            self.node = None
             with contextlib.suppress(Exception):
                 ask.end_node_actor(before)
-        return self.node_id
+        self._find_actors()
+        give_up_at = time.monotonic() + self._settings.rpc_deadline_s
+        self.node = self._describe_node(give_up_at)
+        return self.node
 
-    def _find_all(self) -> Any:
-        """The scheduler actor, for an engine that attaches; where the NodeActor listens is known
-        from then on.
-        """
-        if self._place.is_gone:
-            # The scheduler actor is told all the same, for people, who waits for a node.
-            scheduler = ask.find_scheduler_actor()
-            if scheduler is None:
-                raise ClusterError("there is no scheduler actor")
-            return scheduler
-        scheduler = self._find_actors()
-        if self.node is None:
-            self.node = self._describe_node(time.monotonic() + self._settings.rpc_deadline_s)
-        return scheduler
+    def _find_scheduler(self) -> Any:
+        self._refuse_after_end()
+        found = ask.find_scheduler_actor()
+        return self._find_actors() if found is None else found
 
     def _find_actors(self) -> Any:
         """The scheduler actor; both actors are made if they are not there."""
         self._refuse_after_end()
         geometry = self._geometry
         settings = self._settings
-        scheduler = scheduler_actor(
-            self.address, settings.eviction_policy, settings.pin_share, settings.metrics_place
-        )
+        scheduler = scheduler_actor(self.address, settings.metrics_place)
         node_actor(
             self.address,
             self.node_id,
@@ -239,7 +210,7 @@ class EngineRuntime:
         return scheduler
 
     def start(self) -> None:
-        """Attach within the attach deadline; otherwise go on trying in the background.
+        """Hear what the node has within the attach deadline; else go on trying in the background.
 
         Raises:
             SettingError: this node's NodeActor can't have the pool.
@@ -319,13 +290,13 @@ class EngineRuntime:
         logger.info(
             "%s: Ray cluster %s, node %s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
             "%d chunks cached",
-            self._identity.versions,
+            self._hello.versions,
             self.address,
             self.node_id[:12],
             human_bytes(node.pool_bytes),
             100 * node.prefaulted_bytes / node.pool_bytes,
-            self._identity.namespace[:12],
-            self._identity.model,
+            self._hello.namespace[:12],
+            self._hello.model,
             self._view.num_ready,
         )
 

@@ -1,8 +1,12 @@
-"""An engine's session with the scheduler actor: one background thread, one message at a time.
+"""What an engine says and hears while it runs: one line to its place, one thread that asks.
 
-While a message is out the next one fills up in the view's outbox. The engine's thread never waits:
-answers land in an inbox that it drains between steps. Every Ray call has a deadline; a breaker
-keeps a dead actor from being asked more often than its pause allows.
+                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it
+  engine's thread ───┼─ asking ─────► scheduler actor: who else has chunks │ clears
+   nudge │ drain     └─ FetchClient ► NodeActor: chunks of other nodes
+
+The engine's thread never waits: what is to be said gathers in the view, and answers land in an
+inbox that is drained between steps. Every call has a deadline; breakers keep a dead actor from
+being asked more often than their pauses allow.
 """
 
 from __future__ import annotations
@@ -12,285 +16,278 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
-import ray
 
 from raykv.base.deadlines import (
-    ATTACH_PAUSE_S,
+    ASK_LOOK_S,
+    ASK_PAUSE_S,
+    ATTACH_LOOK_S,
+    CLEAR_LOOK_S,
     ENTER_S,
-    EXCHANGE_PAUSE_S,
     REPEAT_PAUSE_S,
     SCHEDULER_PAUSES_S,
-    WANT_PAUSE_S,
+    TELL_S,
 )
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Epoch, NodeId
-from raykv.base.settings import Settings
+from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.directory.meter.engines import WANTED
-from raykv.engine.fetches import FetchClient, FetchEnded
+from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
 from raykv.engine.hints import HintBox
+from raykv.engine.lines import PlaceLine
 from raykv.engine.view import EngineView
+from raykv.metrics.engines import WANTED
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import WantedKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import (
-    AttachEngine,
-    EngineAttached,
-    Naming,
-    Space,
-    SyncReply,
-    SyncRequest,
-    check_attached,
-    check_reply,
-)
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.descriptions import Descriptions
+from raykv.protocol.engine import Naming, Space
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.listing import Position, Reason
 from raykv.protocol.measures import BreakerReport
+from raykv.protocol.named.ask import MOST_ASKED, Ask, AskAnswer
+from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    Tell,
+)
+from raykv.protocol.node import NodeDescription
+from raykv.protocol.operator import ClearOrder, OrderAnswer, OrderState
 from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")
 
 SENDER = "the scheduler actor"
 
-MAX_INBOX = 4
-"""Answers that the engine has not taken in; while there are so many, exchanges are heartbeats."""
+THE_PLACE = 0
+"""An engine has one place so far."""
+
+MAX_UNREAD = 65_536
+"""Rows of answers that the engine has not taken in; while there are so many, none is asked for."""
+
+LEAST_ROWS = 64
+"""As so many rows counts an answer: it takes as long to take in."""
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """What the engine tells of itself, and times in seconds; `traits` as in `AttachEngine`.
+class WorkerReport(NamedTuple):
+    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
 
-    Namespace and traits are those of its start.
-    """
-
-    engine_id: str
-    node_id: str
-    namespace: str
-    model: str
-    num_ranks: int
-    slot_bytes: dict[int, int]
-    versions: str = ""
-    traits: dict[str, str] = field(default_factory=dict)
-    heartbeat_s: float = Settings.heartbeat_s
-    rpc_deadline_s: float = Settings.rpc_deadline_s
+    life: int
+    breakers: BreakerReport
 
 
 class SchedulerCalls(Protocol):
     """How a session reaches the scheduler actor; Ray is one way, tests have another."""
 
-    def attach(self, raw: bytes) -> bytes:
-        """`AttachEngine` → `EngineAttached`."""
-
-    def sync(self, raw: bytes) -> bytes:
-        """`SyncRequest` → `SyncReply`."""
-
-    def detach(self, engine_id: str) -> None:
-        """End the session; no answer is waited for."""
+    def call(self, method: str, argument: bytes | str) -> bytes:
+        """The answer of one of its methods."""
 
 
 class RayCalls:
-    """Calls through Ray.
+    """Calls through Ray; `deadline_s` is for each of them."""
 
-    Args:
-        find: returns the actor, creating both it and the NodeActor when they are gone.
-        deadline_s: for each call.
-    """
-
-    def __init__(self, find: Callable[[], Any], deadline_s: float) -> None:
-        self._find = find
+    def __init__(self, actor: RayActor, deadline_s: float) -> None:
+        self._actor = actor
         self._deadline_s = deadline_s
-        self._actor: Any = None
 
-    def let_go(self) -> None:
-        """Keep no handle: the connection to Ray may be another one soon."""
-        self._actor = None
-
-    def attach(self, raw: bytes) -> bytes:
-        self._actor = self._find()
-        return self._get(self._actor.attach.remote(raw))
-
-    def sync(self, raw: bytes) -> bytes:
-        if self._actor is None:
-            self._actor = self._find()
-        return self._get(self._actor.sync.remote(raw))
-
-    def detach(self, engine_id: str) -> None:
-        if self._actor is not None:
-            self._actor.detach.remote(engine_id)
-
-    def _get(self, ref: Any) -> bytes:
-        answer: bytes = ray.get(ref, timeout=self._deadline_s)
+    def call(self, method: str, argument: bytes | str) -> bytes:
+        try:
+            answer: bytes = self._actor.begin(method, argument).result(timeout=self._deadline_s)
+        except Exception:
+            self._actor.forget()
+            raise
         return answer
 
 
-@dataclass(frozen=True)
-class EngineMoved:
-    """The engine is at another node; what comes behind it in the inbox is about that one."""
+class QuietAnswer(NamedTuple):
+    """An answer of the place that has no rows, and when it came."""
 
-    node_id: NodeId
-
-
-@dataclass(frozen=True)
-class Attached:
-    """The scheduler actor has taken the engine in, as one of that namespace."""
-
-    namespace: str
-    answer: EngineAttached
+    answer: ChangesAnswer
+    at: float
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """A message and its answer."""
+class EngineParts:
+    """What is told beside what the view has: wishes of requests, and what is inside of chunks."""
 
-    request: SyncRequest
-    reply: SyncReply
+    hints: HintBox
+    described: DescriptionOutbox | None = None
 
 
-_News = EngineMoved | Attached | Exchanged | FetchEnded
-"""What the engine's thread is told between steps, in order."""
+def _weight(answer: ChangesAnswer) -> int:
+    """As how many rows an answer counts."""
+    return max(LEAST_ROWS, len(answer.part.rows.keys))
 
 
 class Session:
-    """See the module's docstring.
+    """See the module's docstring. The view is the engine's thread's, except for what it allows
+    others to call.
 
-    `start` and `drain` are for the engine's thread; the view belongs to that thread, except for
-    what `EngineView` allows the exchange thread to call.
+    Args:
+        view: of the engine; the session begins it.
+        hello: who the engine is.
+        node_id: where it is.
+        calls: of the scheduler actor.
+        locate: see `PlaceLine`.
+        fetches: None: nothing is fetched.
+        parts: see there.
     """
 
     def __init__(
         self,
         view: EngineView,
+        hello: EngineHello,
+        node_id: NodeId,
         calls: SchedulerCalls,
-        settings: SessionSettings,
+        locate: Callable[[bool], NodeDescription],
         fetches: FetchClient | None = None,
-        *,
-        hints: HintBox | None = None,
-        described: DescriptionOutbox | None = None,
-        follow: Callable[[], str] | None = None,
+        parts: EngineParts | None = None,
     ) -> None:
-        """`hints`: the wishes of requests. `described`: descriptions of chunks' tokens. `follow`:
-        asked before each attach at which node the engine is.
-        """
+        view.begin(hello, [node_id], time.monotonic())
+        parts = parts or EngineParts(HintBox())
+        self.hints, self.described = parts.hints, parts.described
         self._view = view
+        self._first = hello
         self._calls = calls
-        self._settings = settings
-        self._inbox: deque[_News] = deque()
-        self._node_id = NodeId(settings.node_id)
-        # Where the engine's thread has gone, where it is about to go, and as what the engine is
-        # attached; of which all that is known has come.
-        self._space = Space(settings.namespace, settings.traits)
-        view.namespace = settings.namespace
-        self._next: Space | None = None
-        self._attached_as: Space | None = None
-        self._complete: Space | None = None
-        self._follow = follow
-        # The latest answer to a heartbeat after the last of the inbox: an engine that has nothing
-        # to do reads neither, but with its next request it is to know what is so now.
-        self._standing: SyncReply | None = None
-        # What the user calls the weights, until the engine's thread takes it; and the last order.
-        self._naming: Naming | None = None
-        self._heard = ""
-        self._stood: SyncReply | None = None
         self._fetches = fetches
-        self.hints = hints or HintBox()
-        self.described = described
-        self._repeat_at = 0.0
-        # How long the scheduler actor takes to say where requested chunks are.
+        self._line = PlaceLine(THE_PLACE, self, node_id, locate)
+        # What the engine's thread is to do between steps, in order.
+        self._inbox: deque[Callable[[], None]] = deque()
+        # Rows of answers that were put there, and those that were taken; where the last one ends.
+        self._num_put = self._num_taken = 0
+        self._read_to = Position()
+        # The last answer that has only facts, if none with rows came behind it.
+        self._standing: QuietAnswer | None = None
+        # Where the engine is, and where it is about to go.
+        self._space = Space(hello.namespace, hello.traits)
+        self._next: Space | None = None
+        # What the user calls the weights, until the engine's thread takes it; the latest number.
+        self._naming: Naming | None = None
+        self._heard = NOTHING_ORDERED
+        # How often these have changed.
+        self._weights = 0
+        # By rank, what the workers have said, and when; since when the place has its present life.
+        self._workers: dict[int, tuple[float, WorkerReport]] = {}
+        self._life, self._life_since = 0, 0.0
+        # Of the line's thread.
+        self._seq = 0
+        self._tell_at = 0.0
+        self._introduced = ""
+        self._welcomed = 0, ""
+        self._said = (NOTHING_ORDERED, 0, NOTHING_ORDERED)
         self._wanted = WantedKeys()
+        # Of the thread that asks.
+        self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
+        self._question: Ask | None = None
+        self._repeat_at = 0.0
+        # The engine has not taken in the last answer: what it repeats is not asked for again.
+        self._has_answer = False
+        self._clear: tuple[int, str] = (0, "")
+        self._num_clears = 0
+        self._cleared = 0
+        self._orders = NOTHING_ORDERED
         self._lookups = Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._arrived = threading.Event()
-        self._epoch = Epoch(0)
-        # Only the exchange thread touches it, save for the attach before that begins.
-        self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
-        # By rank, what the workers report of their connections to the NodeActor, and when.
-        self._lines: dict[int, tuple[float, BreakerReport]] = {}
-        self._unanswered: SyncRequest | None = None
-        self._refused_until = 0.0
-        # Whether an answer was rejected.
-        self._has_lost = False
         self._is_started = False
-        self._thread = SupervisedThread("raykv-session", self._run, OnFailure.RUN_AGAIN)
+        self._asking = SupervisedThread("raykv-ask", self._ask_on, OnFailure.RUN_AGAIN)
 
     # The engine's thread
 
     def attach(self, deadline_s: float) -> None:
-        """Attach now, waiting at most `deadline_s`.
+        """Take in all that the place has, waiting for it at most `deadline_s`, so that the first
+        request finds what is there.
 
         Raises:
-            ClusterError: there was no answer in time, or the actor refuses this engine.
+            ClusterError: the place has said nothing by then, or refuses this engine.
         """
         give_up_at = time.monotonic() + deadline_s
-        while True:
-            try:
-                self._attach()
-                break
-            except Exception as error:
-                if time.monotonic() > give_up_at:
-                    raise ClusterError(f"cannot attach: {first_line(cause_of(error))}") from error
-                time.sleep(ATTACH_PAUSE_S)
-        self._fill(give_up_at)
-
-    def _fill(self, give_up_at: float) -> None:
-        """Take in the whole mirror, so that the first request finds what is there."""
-        while True:
-            is_complete = self._exchange_quietly()
+        self._line.revive()
+        while not self._view.is_whole and time.monotonic() < give_up_at:
+            if self._line.refusal:
+                raise ClusterError(self._line.refusal)
+            time.sleep(ATTACH_LOOK_S)
             self.drain()
-            is_hopeless = not self._breakers.is_closed(names.SCHEDULER)
-            if is_complete or is_hopeless or time.monotonic() > give_up_at:
-                return
+        if not self._view.life_of(THE_PLACE):
+            raise ClusterError("cannot attach: the NodeActor does not answer")
 
     def start(self) -> None:
-        """Begin the background exchange; `nudge` tries again if there is no thread for it now."""
+        """Begin with the rest; `nudge` tries again if there is no thread for it now."""
         if self._fetches is not None:
-            self._fetches.start(self._inbox.append)
+            self._fetches.start(lambda ended: self._inbox.append(partial(self._finish, ended)))
         self._is_started = True
-        self._thread.revive()
+        self._line.revive()
+        self._asking.revive()
 
     def drain(self) -> None:
-        """Apply the answers that have come. Only between engine steps."""
-        standing = self._standing
-        self._read_inbox()
-        # Otherwise the inbox had something newer, and another one will come.
-        if standing is not None and standing is self._standing and standing is not self._stood:
-            self._stood = standing
-            self._view.apply(standing)
+        """Apply what has come. Only between engine steps."""
+        was_full = self._is_full
+        while self._inbox:
+            self._inbox.popleft()()
+        standing, now = self._standing, time.monotonic()
+        if standing is not None and not self._inbox:
+            self._view.take(THE_PLACE, standing.answer, standing.at)
+            self._view.hear(THE_PLACE, standing.at)
+        self._follow_workers(now)
+        self._view.look(now)
+        if was_full:
+            self._line.wake()
         self._go_on()
 
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            try:
-                self._take(message)
-            except Exception:
-                # What it said is lost: an engine that attaches gets everything anew.
-                self._has_lost = True
-                self._wake.set()
-                raise
+    @property
+    def _is_full(self) -> bool:
+        """Whether the engine has to take something in before more is read."""
+        return self._num_put - self._num_taken >= MAX_UNREAD
 
-    def _take(self, message: _News) -> None:
-        match message:
-            case EngineMoved():
-                self._view.move(message.node_id)
-            case Attached():
-                # Else the engine's thread has gone on meanwhile, and it attaches again.
-                if message.namespace == self._view.namespace:
-                    self._view.attached(message.answer)
-            case Exchanged():
-                had_repeats = self._view.remote.has_repeats
-                self._view.apply(message.reply, message.request)
-                if self._view.remote.has_repeats and not had_repeats:
-                    # The exchange thread may be waiting for the next heartbeat already.
-                    self._wake.set()
-            case FetchEnded():
-                self._view.finish_fetch(message.orders, message.result)
+    def _finish(self, ended: FetchEnded) -> None:
+        self._view.finish_fetch(ended.orders, [ended.result], time.monotonic())
+
+    def _move(self, node_id: NodeId) -> None:
+        self._workers.clear()
+        self._view.move(THE_PLACE, node_id, time.monotonic())
+
+    def _take_answer(self, question: Ask, answer: AskAnswer) -> None:
+        self._has_answer = False
+        self._view.take_answer(question, answer)
+        if self._view.remote.has_repeats:
+            self._wake.set()
+
+    def _take_stamp(self, reset: int, orders: Stamp) -> None:
+        self._view.cleared(reset, orders, time.monotonic())
+
+    def _take_changes(self, answer: ChangesAnswer, at: float) -> None:
+        try:
+            self._view.take(THE_PLACE, answer, at)
+        except Exception:
+            # What it said is lost: all is read anew.
+            self._view.move(THE_PLACE, self._view.node_ids[THE_PLACE], at)
+            raise
+        finally:
+            self._num_taken += _weight(answer)
+
+    def _follow_workers(self, now: float) -> None:
+        """The view hears to which life the workers are connected. What they said before the place
+        had its present life does not count: those that say nothing are believed to be there.
+        """
+        life = self._view.life_of(THE_PLACE)
+        if life != self._life:
+            self._life, self._life_since = life, now
+        since = [each for at, each in self._workers.values() if at >= self._life_since]
+        is_there = all(each.life == life for each in since)
+        self._view.set_line(THE_PLACE, life if is_there else None, now)
+
+    @property
+    def place_life(self) -> int:
+        """The life of the place since which reports of workers count."""
+        return self._life
 
     def enter(self, space: Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -298,29 +295,32 @@ class Session:
         give_up_at = time.monotonic() + ENTER_S
         while True:
             self.drain()
-            is_there = self._view.namespace == space.namespace and self._complete is self._space
-            is_hopeless = not self._is_started or not self._breakers.is_closed(names.SCHEDULER)
-            if (is_there and not self._inbox) or is_hopeless or time.monotonic() > give_up_at:
+            is_there = self._next is None and self._view.is_whole
+            is_hopeless = not self._is_started or self._line.is_left_alone
+            if is_there or is_hopeless or time.monotonic() > give_up_at:
                 return
-            self._wake.set()
-            self._arrived.wait(EXCHANGE_PAUSE_S)
-            self._arrived.clear()
+            time.sleep(ATTACH_LOOK_S)
 
     def take_naming(self) -> Naming | None:
         """What the user has called the weights since this was asked the last time."""
         naming, self._naming = self._naming, None
-        return naming
+        return naming if naming is not None and naming.weights == self._weights else None
+
+    def change_weights(self) -> None:
+        """What was called somehow until now are other weights."""
+        self._weights += 1
+        self._line.wake()
 
     def _go_on(self) -> None:
-        """A clearing is the last namespace's: first that has to be confirmed."""
+        """A clearing is the last namespace's: first that has to be ordered."""
         if self._next is None or self._view.is_clearing:
             return
         space, self._next = self._next, None
         if space.namespace == self._view.namespace:
             space = self._space
-        self._view.enter(space.namespace)
         self._space = space
-        self._wake.set()
+        self._view.enter(Namespace(space.namespace), time.monotonic())
+        self._line.wake()
 
     def note_wanted(self, keys: Sequence[bytes]) -> None:
         """A new request's prompt consists of these chunks; the caller must not change `keys` any
@@ -328,234 +328,239 @@ class Session:
         """
         self._wanted.note(keys)
 
-    def take_lines(self, reports: dict[int, BreakerReport]) -> None:
-        """Take what the workers report of their connections to the NodeActor, by rank."""
+    def take_lines(self, reports: dict[int, WorkerReport]) -> None:
+        """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
-        self._lines |= {rank: (now, report) for rank, report in reports.items()}
+        self._workers |= {rank: (now, report) for rank, report in reports.items()}
 
     def nudge(self) -> None:
-        """Something is in the outbox, or was taken out of the inbox."""
-        if self._view.has_news or self._view.wants_leases or self.hints.has_news:
+        """Something is to be said, or was taken out of the inbox."""
+        view = self._view
+        if view.has_found or view.accounts.has_records or self.hints.has_news:
+            self._line.wake()
+        if view.remote.has_news or view.wanted_clear:
             self._wake.set()
         if self._is_started:
-            self._thread.revive()
+            self._line.revive()
+            self._asking.revive()
         if self._fetches is not None:
-            orders = self._view.remote.take_orders()
-            self._fetches.submit(orders, self._view.node_epoch, self._view.namespace)
+            self._fetches.submit(view.remote.take_orders(), view.life, view.namespace)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread and the session; the leases return to the pool."""
+        """End the threads, and the line."""
         self._stopped.set()
         self._wake.set()
         if self._fetches is not None:
             self._fetches.stop()
-        self._thread.join(timeout_s)
-        try:
-            self._calls.detach(self._settings.engine_id)
-        except Exception as error:
-            logger.debug("could not detach from the scheduler actor: %s", error)
+        self._line.stop(timeout_s)
+        self._asking.join(timeout_s)
 
-    # The exchange thread
+    # The line's thread
 
-    def _run(self) -> None:
+    def hello(self) -> EngineHello:
+        """See `LineOwner.hello`."""
+        space = self._space
+        self._introduced = space.namespace
+        return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
+
+    def query(self, place: int) -> ChangesQuery:
+        """See `LineOwner.query`: from where the view is, or the last answer before it."""
+        is_full = self._is_full
+        query = self._view.query(place)
+        if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
+            query = msgspec.structs.replace(query, position=self._read_to)
+        most = query.most if self._is_started else MAX_KEYS
+        return msgspec.structs.replace(query, most=0 if is_full else most)
+
+    def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
+        """See `LineOwner.answered`."""
+        del place
+        now = time.monotonic()
+        naming = answer.naming
+        is_mine = naming is not None and naming.weights == self._weights
+        if naming is not None and is_mine and naming.stamp > self._heard:
+            self._naming, self._heard = naming, naming.stamp
+        part = answer.part
+        if part.end == query.position:
+            self._standing = QuietAnswer(answer, now)
+            return
+        # Comes first, so that nothing older is applied after something newer.
+        self._standing = None
+        if part.end.reader == query.position.reader:
+            self._read_to = part.end
+        is_relisted = part.begins and part.end.life == query.position.life
+        if self.described is not None and (is_relisted or Reason.CLEARED in part.rows.reasons):
+            # What is stored again is described again; who begins anew hears of no reasons.
+            self.described.clear()
+        self._num_put += _weight(answer)
+        if self._is_full:
+            # Nothing is read on until it has been taken in.
+            answer = msgspec.structs.replace(answer, has_more=True)
+        self._inbox.append(partial(self._take_changes, answer, now))
+
+    def welcomed(self, place: int, life: int) -> None:
+        """See `LineOwner.welcomed`."""
+        del place
+        self._wanted.tell_all_again()
+        self._tell_at = 0.0
+        last, self._welcomed = self._welcomed, (life, self._introduced)
+        if last != self._welcomed:
+            # Sessions are of a namespace.
+            self.hints.tell_again()
+        if last[0] != life and self.described is not None:
+            self.described.tell_again()
+
+    def moved(self, place: int, node_id: NodeId) -> None:
+        """See `LineOwner.moved`."""
+        del place
+        self._standing = None
+        # Of another cluster, perhaps, whose numbers say nothing here.
+        self._orders = NOTHING_ORDERED
+        self._inbox.append(partial(self._move, node_id))
+
+    def next_tell(self, place: int) -> Tell | None:
+        """See `LineOwner.next_tell`."""
+        del place
+        view, now = self._view, time.monotonic()
+        knows = (self._heard, self._weights, max(self._orders, view.orders))
+        has_news = view.has_found or view.accounts.has_records or self.hints.has_news
+        has_described = self.described is not None and self.described.has_news
+        if not (has_news or has_described or knows != self._said or now >= self._tell_at):
+            return None
+        self._tell_at, self._said = now + TELL_S, knows
+        self._seq += 1
+        found = view.take_found()
+        return Tell(
+            view.life,
+            self._seq,
+            view.namespace,
+            found,
+            self.hints.take(),
+            # What is told of a session's end comes after all touches of its chunks.
+            sessions=[] if view.has_found else self.hints.take_sessions(),
+            finished=view.accounts.take_records(),
+            counters=self._counters(),
+            latencies={LOOKUPS: self._lookups.data()},
+            wanted_keys=self._wanted.take(self._welcomed[0]),
+            breakers=self._breaker_report(now),
+            described=Descriptions() if self.described is None else self.described.take(),
+            heard=knows[0],
+            weights=knows[1],
+            orders=knows[2],
+        )
+
+    def _counters(self) -> dict[str, int]:
+        counters = {**self._view.counter_values(), **self.hints.counter_values()}
+        counters[WANTED] = self._wanted.num_wanted
+        if self.described is not None:
+            counters |= self.described.counter_values()
+        return counters
+
+    def _breaker_report(self, now: float) -> BreakerReport:
+        """All breakers of the engine's processes."""
+        reports = [self._breakers.report(now), self._line.breaker_report(now)]
+        if self._fetches is not None:
+            reports.append(self._fetches.breaker_report(now))
+        workers = list(self._workers.values())
+        return joined([*reports, *(aged(each.breakers, now - at) for at, each in workers)])
+
+    # The thread that asks
+
+    def _ask_on(self) -> None:
         while not self._stopped.is_set():
             self._wake.wait(self._pause())
             self._wake.clear()
             if self._stopped.is_set():
                 return
-            started = time.monotonic()
-            self._exchange_quietly()
-            self._stopped.wait(max(0.0, EXCHANGE_PAUSE_S - (time.monotonic() - started)))
+            self._say_quietly()
+            self._stopped.wait(ASK_PAUSE_S)
 
     def _pause(self) -> float:
-        """How long to wait before the next heartbeat if there is no news."""
+        """How long to wait for news."""
+        now = time.monotonic()
         if not self._breakers.is_closed(names.SCHEDULER):
-            self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, time.monotonic()))
+            self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, now))
             return 0.0
-        if self._unanswered is not None:
-            return 0.0
-        pause = self._settings.heartbeat_s
-        if self._view.wants_leases and not self._num_unread:
-            pause = self._refused_until - time.monotonic()
-        if self._view.remote.has_repeats:
-            pause = min(pause, self._repeat_at - time.monotonic())
+        pause = ASK_LOOK_S
+        if self._wants_clear:
+            pause = CLEAR_LOOK_S
+        if self._view.remote.has_repeats and not self._has_answer:
+            pause = min(pause, self._repeat_at - now)
         return max(0.0, pause)
 
     @property
-    def _num_unread(self) -> int:
-        """Answers that the engine has not taken in."""
-        return len(self._inbox)
+    def _wants_clear(self) -> bool:
+        reset = self._view.wanted_clear
+        return bool(reset) and reset != self._cleared
 
-    @property
-    def _may_grow(self) -> bool:
-        """Whether the engine keeps up, so that a message is more than a heartbeat."""
-        return self._has_arrived and self._num_unread < MAX_INBOX
-
-    def _exchange_quietly(self) -> bool:
-        """One exchange; a failure opens the breaker and is logged once. True: nothing is left."""
+    def _say_quietly(self) -> None:
+        """Ask and order what is due; a failure opens the breaker and is logged once."""
+        is_closed = self._breakers.is_closed(names.SCHEDULER)
+        question = self._next_question()
+        if question is None and not self._wants_clear and is_closed:
+            return
         call = self._breakers.begin(names.SCHEDULER, time.monotonic())
         if call is None:
-            return False
-        if self._has_lost:
-            self._has_lost = False
-            self._epoch = Epoch(0)
-        if self._space is not self._attached_as:
-            self._epoch = Epoch(0)
+            return
         try:
-            if not self._epoch:
-                self._attach()
-            space = self._attached_as
-            is_complete = self._exchange()
-            if is_complete and space is self._attached_as:
-                self._complete = space
+            if question is not None or not is_closed:
+                self._ask(question or self._view.question(PROTOCOL_VERSION, [], []))
+            if self._wants_clear:
+                self._order_clear(self._view.wanted_clear)
         except Exception as error:
             self._view.remote.is_cut_off = True
             reason = first_line(cause_of(error))
             if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
-                logger.warning("no exchange with the scheduler actor: %s", reason)
-            if self._breakers.failures_of(names.SCHEDULER) > 1:
-                self._epoch = Epoch(0)
-            return False
-        if self._breakers.worked(names.SCHEDULER):
-            logger.warning("the exchange with the scheduler actor works again")
-        self._view.remote.is_cut_off = False
-        self._arrived.set()
-        return is_complete
-
-    def _attach(self) -> None:
-        self._follow_node()
-        settings, space = self._settings, self._space
-        node_epoch, leases = Epoch(0), Leases()
-        if self._has_arrived:
-            node_epoch, leases = self._view.declared_leases()
-        message = AttachEngine(
-            version=PROTOCOL_VERSION,
-            engine_id=settings.engine_id,
-            node_id=self._node_id,
-            namespace=space.namespace,
-            model=settings.model,
-            num_ranks=settings.num_ranks,
-            slot_bytes=settings.slot_bytes,
-            leases=leases,
-            versions=settings.versions,
-            traits=space.traits,
-            node_epoch=node_epoch,
-        )
-        raw = self._calls.attach(encode(message))
-        answer = receive(raw, EngineAttached, SENDER, "the engine")
-        if answer.error:
-            raise ClusterError(answer.error)
-        check_attached(answer)
-        if self.described is not None:
-            self.described.tell_again()
-        self._epoch = Epoch(answer.epoch)
-        self._unanswered = None
-        self._wanted.tell_all_again()
-        if space is not self._attached_as:
-            self._attached_as, self._standing = space, None
-        self._inbox.append(Attached(space.namespace, answer))
-        self.hints.tell_again()
-
-    def _follow_node(self) -> None:
-        if self._follow is None:
+                logger.warning("the scheduler actor does not answer: %s", reason)
             return
-        node_id = NodeId(self._follow())
-        if node_id != self._node_id:
-            self._node_id = node_id
-            self._standing = None
-            self._inbox.append(EngineMoved(node_id))
+        self._view.remote.is_cut_off = False
+        if self._breakers.worked(names.SCHEDULER):
+            logger.warning("the scheduler actor answers again")
 
-    @property
-    def _has_arrived(self) -> bool:
-        """Whether the engine's thread knows at which node it is: until then, what the view has is
-        of another one's pool.
-        """
-        return self._follow is None or self._view.node_id == self._node_id
-
-    def _exchange(self) -> bool:
-        """Send the outbox, or again what got no answer; fetch what is left. True: all of it."""
-        while True:
-            request = self._unanswered
-            if request is None:
-                request = self._next_request()
-            self._unanswered = request
-            began = time.monotonic()
-            reply = receive(self._calls.sync(encode(request)), SyncReply, SENDER, "the engine")
-            if request.asked:
-                self._lookups.observe(time.monotonic() - began)
-            check_reply(reply, request, self._settings.slot_bytes)
-            self._unanswered = None
-            self._hear(reply)
-            if reply.attach:
-                self._epoch = Epoch(0)
-                self._attach()
-                continue
-            self._keep(request, reply)
-            if request.wanted and not reply.granted.slots:
-                self._refused_until = time.monotonic() + WANT_PAUSE_S
-            if self.described is not None and reply.void:
-                self.described.clear()
-            has_more = reply.more or self._view.remote.has_questions or self.hints.has_news
-            if not (has_more and self._may_grow) and not self._has_descriptions:
-                return not reply.more
-            if self._stopped.is_set():
-                return not reply.more
-
-    def _hear(self, reply: SyncReply) -> None:
-        if reply.naming is not None and reply.naming.order_id != self._heard:
-            self._naming, self._heard = reply.naming, reply.naming.order_id
-            # The user waits for it.
-            self._wake.set()
-
-    def _keep(self, request: SyncRequest, reply: SyncReply) -> None:
-        """Keep an answer for the engine's thread: of those without changes, the last one only."""
-        if request.idle:
-            self._standing = reply
-        else:
-            # Comes first, so that nothing older is applied after something newer.
-            self._standing = None
-            self._inbox.append(Exchanged(request, reply))
-
-    @property
-    def _has_descriptions(self) -> bool:
-        """Heartbeats carry them too: their answers are not for the engine's thread."""
-        return self.described is not None and self.described.has_news
-
-    def _next_request(self) -> SyncRequest:
+    def _next_question(self) -> Ask | None:
+        """The question that has no answer yet, or the next one."""
+        view = self._view
+        if self._question is not None and self._question.namespace == view.namespace:
+            return self._question
         now = time.monotonic()
-        may_repeat = now >= self._repeat_at
+        may_repeat = now >= self._repeat_at and not self._has_answer
         if may_repeat:
             self._repeat_at = now + REPEAT_PAUSE_S
-        request = self._view.take_request(
-            self._epoch,
-            may_grow=self._may_grow,
-            may_want=not self._num_unread,
-            may_repeat=may_repeat,
-        )
-        breakers = self._breaker_report(now)
-        request = msgspec.structs.replace(request, breakers=breakers, heard=self._heard)
-        if self.described is not None:
-            request = msgspec.structs.replace(request, described=self.described.take())
-        if request.idle:
-            return request
-        counters = {**request.counters, **self.hints.counter_values()}
-        counters[WANTED] = self._wanted.num_wanted
-        if self.described is not None:
-            counters |= self.described.counter_values()
-        return msgspec.structs.replace(
-            request,
-            hints=self.hints.take(),
-            # What is told of a session's end comes after all touches of its chunks.
-            sessions=[] if self._view.has_touches else self.hints.take_sessions(),
-            counters=counters,
-            latencies={LOOKUPS: self._lookups.data()},
-            wanted_keys=self._wanted.take(self._epoch),
-        )
+        keys = view.remote.take_questions(MOST_ASKED, may_repeat)
+        coming = view.remote.take_announced(MOST_ASKED)
+        has_some = bool(keys or coming)
+        self._question = view.question(PROTOCOL_VERSION, keys, coming) if has_some else None
+        return self._question
 
-    def _breaker_report(self, now: float) -> BreakerReport:
-        """All breakers of the engine's processes."""
-        reports = [self._breakers.report(now)]
-        if self._fetches is not None:
-            reports.append(self._fetches.breaker_report(now))
-        reports += [aged(report, now - said_at) for said_at, report in list(self._lines.values())]
-        return joined(reports)
+    def _ask(self, question: Ask) -> None:
+        began = time.monotonic()
+        answer = receive(self._calls.call("ask", encode(question)), AskAnswer, SENDER, "the engine")
+        self._question = None
+        if question.keys:
+            self._lookups.observe(time.monotonic() - began)
+            self._has_answer = True
+            self._inbox.append(partial(self._take_answer, question, answer))
+        if self._view.remote.has_questions:
+            self._wake.set()
+
+    def _order_clear(self, reset: int) -> None:
+        """Have the namespace cleared for a reset, and wait for that to be ordered."""
+        if self._clear[0] != reset:
+            self._num_clears += 1
+            order_id = f"reset {self._num_clears} of {self._view.life:x}"
+            raw = encode(ClearOrder(PROTOCOL_VERSION, order_id, self._view.namespace))
+            taken = receive(self._calls.call("order", raw), OrderAnswer, SENDER, "the engine")
+            if taken.error:
+                raise ClusterError(taken.error)
+            self._clear = (reset, order_id)
+        raw = self._calls.call("order_state", self._clear[1])
+        state = receive(raw, OrderState, SENDER, "the engine")
+        if state.orders is not None:
+            self._orders = max(self._orders, state.orders)
+            self._cleared = reset
+            self._inbox.append(partial(self._take_stamp, reset, state.orders))
+            self._line.wake()
+        elif state.error or not state.is_known:
+            # It is ordered anew.
+            self._clear = (0, "")
+            raise ClusterError(state.error or "the clearing was forgotten")

@@ -1,139 +1,297 @@
-"""The engine's view: a mirror of its own node's chunks, its leases, and what it has in flight.
+"""What an engine believes that it can load, and what it stores: the view, over all its places.
 
-              prepare_store            complete_store
-   (absent) ───────────────► PENDING ─────────────────► READY ──► (absent)
-                                │ failed                  failed, removed, reset
-                                ▼
-                            (absent), the slot is released
+              prepare_store            its result, complete_store
+   (absent) ───────────────► PENDING ──────────────────────────► (absent)
+       │                                                             │
+       │         every place's listing, or a result, has it          ▼
+       └──────────────────────────────────────────────────────────► READY
 
-vLLM's scheduler thread drives it; a lookup is a dict access. What the scheduler actor should know
-is appended to the outbox; its answers are applied between engine steps only, so that a HIT is
-still there when the load is prepared.
+vLLM's scheduler thread drives it; a lookup is a dict access. What is READY is what its places have
+said, and nothing else; it changes between engine steps only, so that a HIT is still there when the
+load is prepared. Where it is wrong, a load fails and vLLM computes.
 
-Threads: `take_request` and `declared_leases` alone may run on the exchange thread. They only pop
-from the left of the outbox's deques, read lengths and copy whole containers at once.
+Threads: `query`, `take_found`, `question`, `remote.take_questions` and `remote.take_announced` may
+run on another thread. They only pop from the left of queues.
 
 Invariants:
-1. A key is PENDING or READY, never both. A lease is free or belongs to one PENDING key.
-2. A key that failed at a generation is not READY again at that generation or an older one, as
-   long as the NodeActor lives.
-3. For one request a key that failed is a MISS for good, and once its deadline has passed every
-   key that is not READY is a MISS.
-4. After `reset` nothing is READY until the scheduler actor has confirmed the clearing.
+1. A key is READY if every place has it, by what it has said last; where one is silent, or its
+   workers and its listing name different lives, none is.
+2. For one request a key that failed is a MISS for good, and once its deadline has passed every key
+   that is not READY is a MISS.
+3. After `reset` nothing is READY or stored until every place has shown orders at least as new as
+   that reset's.
+4. Behind a chunk of a request that found no room, none of its KV group is offered, unless it comes.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from raykv.base.departures import Departures
 from raykv.base.ids import (
-    NO_GENERATION,
+    NO_BLOCKS,
+    Blocks,
     EngineId,
-    Epoch,
-    Generation,
     Key,
     Lookup,
     MissReason,
+    Namespace,
     NodeId,
-    Slot,
+    Refusal,
+    Stamp,
     group_of,
 )
 from raykv.engine.accounts import Accounts
+from raykv.engine.announcements import TOUCH_S, Announcements, FoundChunks
 from raykv.engine.cost import FetchCost
-from raykv.engine.outbox import Outbox, lease_columns, rows
+from raykv.engine.listed import ListedPlace, PlaceChange
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import (
-    FailedLoad,
     Miss,
     RequestOptions,
+    RequestState,
     RequestTable,
-    StorePlan,
     StoreSampler,
     ViewCounters,
     explain,
 )
-from raykv.engine.stock import LeaseStock
-from raykv.protocol.columns import MAX_KEYS, Handle, Keys, Leases, Replicas
-from raykv.protocol.engine import EngineAttached, SyncReply, SyncRequest
-from raykv.protocol.peer import FetchResult
+from raykv.protocol.columns import MAX_KEYS, Keys, Source, SourceKind
+from raykv.protocol.listing import ALL_READ, Reason
+from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    FoundKeys,
+)
 
-_OF_WINDOWS = (MissReason.NEVER_STORED, MissReason.WINDOW_MISSING, MissReason.EVICTED)
+_OF_WINDOWS = (
+    MissReason.NEVER_STORED,
+    MissReason.WINDOW_MISSING,
+    MissReason.EVICTED,
+    MissReason.QUOTA,
+)
 """Why a window is missing that was not there when its prefix was; other reasons are the prefix's
 too.
 """
 
-MAX_TOMBSTONES = 65_536
-"""Keys that are remembered; the oldest are forgotten first (it costs one refused load)."""
+_WENT: Mapping[Reason | None, MissReason] = {
+    Reason.COMING: MissReason.EVICTED,
+    Reason.STORED: MissReason.EVICTED,
+    Reason.FAILED: MissReason.EVICTED,
+    Reason.EVICTED: MissReason.EVICTED,
+    Reason.QUOTA: MissReason.QUOTA,
+    Reason.MOVED: MissReason.EVICTED,
+    Reason.CLEARED: MissReason.CLEARED,
+    Reason.DAMAGED: MissReason.LOAD_FAILED,
+    None: MissReason.NODE_LOST,
+}
+"""Why a chunk is missing that a place does not have any more; its life may be over."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A node of the engine.
+
+    `line`: the life that all workers there are connected to; None: not all are, or it is not known.
+    `orders`: the number that the node has shown. `has_more`: not all that it had was read.
+    """
+
+    node_id: NodeId
+    listed: ListedPlace
+    line: int | None = None
+    orders: Stamp = NOTHING_ORDERED
+    is_paused: bool = False
+    is_leaving: bool = False
+    store_share: int = 1
+    has_peers: bool = True
+    has_more: bool = True
+
+    def is_up(self, now: float) -> bool:
+        """Whether its chunks can be loaded."""
+        return self.line == self.listed.position.life and not self.listed.is_silent(now)
 
 
 class EngineView:
-    """See the module's docstring.
+    """See the module's docstring. Times are of one clock that never goes back.
 
     Args:
-        engine_id: vLLM's engine id.
-        groups: the KV group indices that are offloaded.
         lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
-        lease_slots: most free slots to hold per group.
         remote: chunks of other nodes.
         sampler: chooses the requests that store; None: all do.
-        node_id: the engine's own node.
+        announcements: of chunks that come and go, for vLLM's subscribers; None: there are none.
     """
 
     def __init__(
         self,
-        engine_id: EngineId,
-        groups: Iterable[int],
         lookup_deadline_s: float,
-        lease_slots: int,
+        *,
         remote: RemoteChunks | None = None,
         sampler: StoreSampler | None = None,
-        node_id: NodeId | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
-        # Of all chunks; empty: that of the workers' lines.
-        self.namespace = ""
+        self.engine_id, self.life, self.namespace = EngineId(""), 0, Namespace("")
         self.sampler = sampler or StoreSampler()
         self.remote = remote or RemoteChunks(RemoteSettings(), FetchCost())
-        self.node_id = node_id
-        self.engine_id = engine_id
+        self.announcements = announcements
         self.counters = ViewCounters()
-        self.paused = False
-        self.epoch = Epoch(0)
-        self.node_epoch = Epoch(0)
-        self._lookup_deadline_s = lookup_deadline_s
-        self._stock = LeaseStock(groups, lease_slots, self.remote.settings.step_chunks())
-        self._ready: dict[Key, Handle] = {}
-        self._pending: dict[Key, Handle] = {}
-        self._tombstones = Tombstones()
         self.requests = RequestTable()
-        # Requests of which every chunk that is READY may be loaded, and those chunks (none while
-        # the cache is paused or the link is down): what a caller may look at before `lookup`.
-        self.plain_requests = self.requests.plain
-        self.loadable: Mapping[Key, Handle] = self._ready
-        self.plain_hits = 0
-        # PENDING keys that won't be READY when vLLM completes their job; their slots are not ours.
-        self._failed_stores: set[Key] = set()
-        self._orphans = Orphans()
-        # What the last attach message claimed.
-        self._declared: frozenset[Handle] = frozenset()
-        # Resets so far, and how many of them the scheduler actor has confirmed.
-        self._resets = 0
-        self._resets_confirmed = 0
-        self._link_up = True
+        self.accounts = Accounts()
         # The engine has left its namespace, and is in no other one yet.
         self.has_left = False
         # It has come to its namespace while it ran, and no request has begun there.
         self.is_new = False
-        # Why no chunk may be loaded or stored now.
-        self._off: MissReason | None = None
-        self._seq = 0
-        self._outbox = Outbox()
-        # For people: what became of requests' tokens, and why chunks are missing.
-        self.accounts = Accounts()
+        self._lookup_deadline_s = lookup_deadline_s
         self._departures: Departures[MissReason] = Departures()
+        self._readers = 0
+        self._places: list[_Place] = []
+        self._ready: Mapping[Key, Blocks] = {}
+        # What this engine is storing.
+        self._pending: set[Key] = set()
+        self._found = FoundChunks()
+        # When `look` was called last.
+        self._looked_at = 0.0
+        # Resets so far, and of how many the number of their orders is known; what every place has
+        # to show.
+        self._resets = self._resets_numbered = 0
+        self._reset: Stamp | None = None
+        # Why no chunk may be loaded or stored now; and the requests of which every chunk that is
+        # READY may be loaded, and those chunks: what a caller may look at before `lookup`.
+        self._off: MissReason | None = MissReason.NOT_ATTACHED
+        self.plain_requests = self.requests.plain
+        self.loadable: Mapping[Key, Blocks] = {}
+        self.plain_hits = 0
+
+    def begin(self, hello: EngineHello, node_ids: Sequence[NodeId], now: float) -> None:
+        """Who the engine is, and the nodes that its ranks run on: at least one. Once."""
+        self.engine_id, self.life = EngineId(hello.engine_id), hello.life
+        self.namespace = Namespace(hello.namespace)
+        self._places = [_Place(each, self._read_anew(now)) for each in node_ids]
+        self._ready = self._common()
+        self.look(now)
+
+    def _read_anew(self, now: float) -> ListedPlace:
+        self._readers += 1
+        return ListedPlace(self.namespace, self._readers, now)
+
+    def _common(self) -> Mapping[Key, Blocks]:
+        """What every place has; of one place, that goes on changing by itself."""
+        first, *others = (each.listed.ready for each in self._places)
+        if not others:
+            return first
+        return {k: blocks for k, blocks in first.items() if all(k in each for each in others)}
+
+    # Places
+
+    @property
+    def node_ids(self) -> list[NodeId]:
+        """Where the engine's ranks run."""
+        return [each.node_id for each in self._places]
+
+    def query(self, place: int) -> ChangesQuery:
+        """What to ask a place for next; on any thread."""
+        listed = self._places[place].listed
+        return ChangesQuery(self.life, listed.namespace, listed.position)
+
+    def take(self, place: int, answer: ChangesAnswer, now: float) -> None:
+        """A place's answer to a `query`, which came then. Only between engine steps."""
+        at = self._places[place]
+        if answer.is_known:
+            at.orders, at.is_paused = answer.orders, answer.is_paused
+            at.is_leaving, at.has_peers = answer.is_leaving, answer.has_peers
+            at.store_share, at.has_more = answer.store_share, answer.has_more
+        self._changed(at.listed.take(answer.part, now))
+        self.remote.has_peers = any(each.has_peers for each in self._places)
+        self.sampler.share = max(each.store_share for each in self._places)
+        self.look(now)
+
+    def hear(self, place: int, now: float) -> None:
+        """A place was heard of then."""
+        self._places[place].listed.hear(now)
+
+    def set_line(self, place: int, life: int | None, now: float) -> None:
+        """All workers at a place are connected to that life of its NodeActor; None: not all are."""
+        self._places[place].line = life
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """Once per engine step: whether the places can be used, as of now."""
+        self._looked_at = now
+        if not self._places:
+            return
+        if self._reset is not None and self.orders >= self._reset:
+            self._reset = None
+        self._off = self._why_off(now)
+        self.loadable = {} if self._off else self._ready
+
+    def _why_off(self, now: float) -> MissReason | None:
+        if self.has_left:
+            return MissReason.WEIGHTS_CHANGED
+        if any(each.is_paused for each in self._places):
+            return MissReason.PAUSED
+        if not all(each.listed.position.life for each in self._places):
+            return MissReason.NOT_ATTACHED
+        if not all(each.is_up(now) for each in self._places):
+            return MissReason.NODE_LOST
+        return MissReason.CLEARING if self.is_clearing else None
+
+    def _changed(self, changes: Iterable[PlaceChange]) -> None:
+        """A place has something new, or does not have something any more."""
+        for keys, blocks, reason in changes:
+            if blocks is None:
+                self._note_gone(keys, reason)
+            if len(self._places) > 1:
+                for key in keys:
+                    self._compare(key)
+            if self.announcements is not None:
+                for key in keys:
+                    self.announcements.changed(key, is_there=key in self._ready)
+
+    def _note_gone(self, keys: Iterable[Key], reason: Reason | None) -> None:
+        """Chunks are not at a place any more: why, if it says that, or else why they were to go."""
+        if reason is Reason.FAILED:
+            cleared = MissReason.CLEARED
+            keys = (key for key in keys if self._departures.get(key) is not cleared)
+        self._departures.note(keys, _WENT[reason])
+
+    def _compare(self, key: Key) -> None:
+        """Whether every place has a key, of several."""
+        assert isinstance(self._ready, dict)
+        found = [each.listed.ready.get(key) for each in self._places]
+        if all(found):
+            self._ready[key] = found[0]
+        else:
+            self._ready.pop(key, None)
+
+    @property
+    def orders(self) -> Stamp:
+        """The number of the orders that every place has shown: what is offered now is stored under
+        it.
+        """
+        return min((each.orders for each in self._places), default=NOTHING_ORDERED)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is known that the places have."""
+        return all(each.listed.position.place == ALL_READ for each in self._places)
+
+    @property
+    def num_ready(self) -> int:
+        """Chunks that every place has."""
+        return len(self._ready)
+
+    def life_of(self, place: int) -> int:
+        """The life of a place's listing; 0: nothing has been heard of it."""
+        return self._places[place].listed.position.life
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an operator has switched the cache off."""
+        return any(each.is_paused for each in self._places)
 
     # Requests
 
@@ -150,37 +308,81 @@ class EngineView:
             self.remote.finish_request(request)
 
     def ask(self, request_id: str, keys: Sequence[Key]) -> None:
-        """Find out early which nodes have what this one does not; nothing for an unknown request.
+        """Find out early which nodes have what the places do not, and have these keep what they
+        have; nothing for an unknown request.
 
         `keys` are all of one KV group that the prompt has.
         """
         request = self.requests.find(request_id)
-        if request is None or self.paused or self.has_left or not request.options.load:
+        if request is None or self._off or not request.options.load:
             return
         if keys:
             request.chunks[group_of(keys[0])] = keys
+        request.touch_at = self._looked_at + TOUCH_S
+        self._found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
-        self.remote.ask(request, islice(absent, MAX_ASKED))
+        elsewhere = (key for key in absent if not self._find_on_disks(request, key))
+        self.remote.ask(request, islice(elsewhere, MAX_ASKED))
+
+    def touch(self, request_id: str, now: float) -> None:
+        """A request waits to be admitted: its places are to keep what it has found."""
+        if not self._off:
+            self._found.note_again(self.requests.get(request_id), self._ready, now)
+
+    def _find_on_disks(self, request: RequestState, key: Key) -> bool:
+        """Whether the places have a chunk that they lack in RAM on their own disks."""
+        places = [each.listed for each in self._places]
+        if not all(key in each.on_disk or key in each.ready for each in places):
+            return False
+        if key not in request.found and key not in request.unfetched:
+            disks = [each.node_id for each in self._places if key in each.listed.on_disk]
+            sources = tuple(Source(node_id, SourceKind.DISK) for node_id in disks)
+            request.find(key, sources, self.node_ids)
+        return True
 
     def lookup(self, request_id: str, key: Key, now: float) -> Lookup:
-        """HIT if the chunk can be loaded now, HIT_PENDING while this engine stores it."""
+        """HIT if the chunk can be loaded now, HIT_PENDING while it comes."""
         request = self.requests.get(request_id)
         if (barrier := self._off or request.barrier(key)) is not None:
             return request.missed(key, barrier)
         if key in self._ready:
             self.counters.hits += 1
             return Lookup.HIT
-        if key in self._pending:
-            if request.may_wait(now, self._lookup_deadline_s):
+        if (deadline_s := self._wait_s(key)) is not None:
+            if request.may_wait(now, deadline_s):
                 return Lookup.HIT_PENDING
             self.counters.lookups_timed_out += 1
             self.counters.misses += 1
             return request.missed(key, MissReason.PENDING_TOO_LONG)
-        found = self.remote.lookup(request, key, now, self._stock, self._has)
+        if self._may_read_on(request, now):
+            return Lookup.RETRY
+        self._find_on_disks(request, key)
+        found = self.remote.lookup(request, key, now, self._has)
         if found is Lookup.MISS:
             self.counters.misses += 1
-            explain(request, self._departures, is_attached=self.epoch != 0)
+            explain(request, self._departures)
+            if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
+                self.remote.wonder(request, key)
         return found
+
+    def _may_read_on(self, request: RequestState, now: float) -> bool:
+        """Whether places have chunks that are not known yet, and a request may wait for that."""
+        is_behind = not self.is_whole or any(each.has_more for each in self._places)
+        may_wait = request.is_known and is_behind
+        return may_wait and request.may_ask(now, self.remote.settings.query_deadline_s)
+
+    def _wait_s(self, key: Key) -> float | None:
+        """How long a request may wait for a chunk that is being stored; None: it is not."""
+        if key in self._pending:
+            return self._lookup_deadline_s
+        if self.remote.is_fetching(key):
+            # What is coming is this.
+            return None
+        return self.remote.settings.pending_deadline_s if self._is_coming(key) else None
+
+    def _is_coming(self, key: Key) -> bool:
+        """Whether every place that does not have a chunk is getting it from another engine."""
+        return all(key in each.listed.ready or each.listed.is_coming(key) for each in self._places)
 
     def reach(self, request_id: str, keys: Iterable[Key]) -> int:
         """How many chunks of a prefix are known, without a gap: here, on their way, or elsewhere as
@@ -210,397 +412,266 @@ class EngineView:
             request.missed(request.miss.key, reason)
             return
         rest = self._departures.get(behind) or MissReason.NEVER_STORED
+        if rest is MissReason.NEVER_STORED:
+            self.remote.wonder(request, behind)
         request.miss = Miss(behind, rest, num_tokens, reason)
 
     def _has(self, key: Key) -> bool:
-        """Whether the node has a chunk, or will have it."""
-        return key in self._ready or key in self._pending or self.remote.is_fetching(key)
+        """Whether the places have a chunk, or will have it."""
+        return key in self._ready or self._comes(key)
 
-    # Fetches
+    def _comes(self, key: Key) -> bool:
+        return key in self._pending or self.remote.is_fetching(key) or self._is_coming(key)
 
-    def finish_fetch(self, orders: Iterable[FetchOrder], result: FetchResult | None) -> None:
-        """A fetch has ended; None: there was no answer. What arrived is READY.
+    # What others have
+
+    def question(self, version: int, keys: Sequence[bytes], coming: Sequence[Key]) -> Ask:
+        """The next question to the scheduler actor."""
+        return Ask(
+            version,
+            self.engine_id,
+            self.life,
+            self.namespace,
+            [*self.node_ids],
+            Keys.of(keys),
+            Keys.of(coming),
+        )
+
+    def take_answer(self, question: Ask, answer: AskAnswer) -> None:
+        """The scheduler actor's answer to a question; an invalid one counts as nothing found."""
+        if question.namespace != self.namespace:
+            return
+        asked = [Key(key) for key in question.keys]
+        try:
+            sources = answer.sources(question.keys)
+        except ValueError:
+            sources = {}
+        coming = {asked[at] for at in answer.coming if at < len(asked)}
+        gone = zip(answer.gone, answer.reasons, strict=True)
+        why = {asked[at]: _WENT[Reason(each)] for at, each in gone if at < len(asked)}
+        others = [asked[at] for at in answer.other if at < len(asked)]
+        why |= dict.fromkeys(others, MissReason.OTHER_NAMESPACE)
+        for reason in set(why.values()):
+            self._departures.note([key for key in why if why[key] is reason], reason)
+        self.accounts.explain(why)
+        for key in asked:
+            known = tuple(sources.get(key, ()))
+            self.remote.take_place(key, known, self.node_ids, is_pending=key in coming)
+        self.remote.end_answer()
+
+    def finish_fetch(
+        self, orders: Sequence[FetchOrder], results: Sequence[NamedResult | None], now: float
+    ) -> None:
+        """A fetch has ended at each place; None: there was no answer. What arrived everywhere is
+        READY, if the places say so.
 
         What did not is a MISS for the requests that know of it; a later one asks anew.
         """
-        self.counters.bytes_fetched += 0 if result is None else result.num_bytes
-        for ended in self.remote.finish(orders, result):
-            order, place = ended.order, ended.place
-            if place != order.handle:
-                self._outbox.released.append((group_of(order.key), order.handle))
-            if place is None:
-                self.counters.fetches_failed += 1
-                self.remote.forget_source(self.requests.values(), order.key, ended.reason)
+        refusals = [Refusal.NONE] * len(orders)
+        num_bytes, seconds = 0, 0.0
+        for place, result in zip(self._places, results, strict=True):
+            if result is None:
+                refusals = [Refusal.TOO_LATE] * len(orders)
                 continue
-            self.counters.chunks_fetched += 1
-            is_current = result is not None and result.node_epoch == self.node_epoch
-            if is_current and not self.is_clearing:
-                self._tombstones.lift(order.key)
-                self._add(order.key, place)
+            self._believe(place, result, now)
+            num_bytes += result.num_bytes
+            seconds = max(seconds, result.seconds)
+            for at, refusal in _failed(result, len(orders)):
+                refusals[at] = Refusal.NONE if refusal is Refusal.HERE else refusal
+        self.counters.bytes_fetched += num_bytes
+        if None not in results:
+            self.remote.measure(orders, num_bytes, seconds)
+        for order, reason in self.remote.finish(orders, refusals):
+            if reason is None:
+                self.counters.chunks_fetched += 1
+                continue
+            self.counters.fetches_failed += 1
+            self.remote.forget_source(self.requests.values(), order.key, reason)
+
+    def _believe(self, place: _Place, result: NamedResult, now: float) -> None:
+        self._changed(place.listed.learn(result.life, result.number, result.rows, now))
 
     # Loads
 
-    def prepare_load(self, keys: Collection[Key], request_id: str = "") -> list[Handle]:
-        """Handles of chunks that `lookup` called HIT; they are asked not to be evicted. Those that
-        are nobody's belong to the request's tenant from now on.
+    def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
+        """Chunks that `lookup` called HIT are about to be loaded."""
+        request = self.requests.get(request_id)
+        self._found.note(request, (key for key in keys if key not in request.told))
+        if self.announcements is not None:
+            self.announcements.come(key for key in keys if key in self._ready)
 
-        A key that is not READY gets a handle that every NodeActor refuses.
+    def take_found(self, most: int = MAX_KEYS // 2) -> FoundKeys:
+        """What requests have found since the last call, to be told to the places."""
+        return self._found.take(most)
+
+    @property
+    def has_found(self) -> bool:
+        """Whether something waits for `take_found`."""
+        return len(self._found) > 0
+
+    def end_load(
+        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+    ) -> None:
+        """A rank's load job has ended, before vLLM completes it.
+
+        What failed is barred for its request; for all, if the place says that it is gone.
         """
-        self._outbox.pinned.extend(keys)
-        self._outbox.touched.extend(reversed(list(keys)))
-        refused = Handle(Slot(0), NO_GENERATION)
-        handles = [self._ready.get(key, refused) for key in keys]
-        self._belong(request_id, handles)
-        return handles
+        at = self._places[place]
+        self._believe(at, result, now)
+        there = {row.key: row.blocks for row in result.rows if row.namespace == self.namespace}
+        failed = _failed(result, len(keys))
+        self.bar(request_id, [keys[number] for number, _ in failed])
+        for number, refusal in failed:
+            if refusal is Refusal.PARTIAL:
+                blocks = there.get(keys[number], NO_BLOCKS)
+                self._changed(at.listed.distrust(keys[number], blocks))
 
-    def _belong(self, request_id: str, handles: Iterable[Handle]) -> None:
-        if tenant := self.requests.get(request_id).options.tenant:
-            self._outbox.owned.extend((tenant, handle) for handle in handles)
+    def bar(self, request_id: str, keys: Collection[Key]) -> None:
+        """A request did not get chunks: they are a MISS for it from now on."""
+        self.counters.loads_failed += len(keys)
+        request = self.requests.bar(request_id) if keys else None
+        if request is not None:
+            request.barred.update(keys)
 
     def complete_load(self, keys: Collection[Key]) -> None:
-        """A load job has ended; failures were reported by `fail_load` before."""
+        """vLLM has completed a load job on all ranks."""
         self.counters.chunks_loaded += len(keys)
-
-    def fail_load(self, failed: FailedLoad) -> None:
-        """A chunk could not be loaded: bar it for this request, and at this generation for all.
-
-        A failure in an earlier life of the NodeActor says nothing about this one's chunks.
-        """
-        self.counters.loads_failed += 1
-        request = self.requests.bar(failed.request_id)
-        if request is not None:
-            request.barred.add(failed.key)
-        handle = self._ready.get(failed.key)
-        is_this_life = failed.node_epoch == self.node_epoch
-        if handle is not None and handle.generation == failed.generation and is_this_life:
-            del self._ready[failed.key]
-            self._tombstones.bury(failed.key, failed.generation)
-            self._departures.note([failed.key], failed.reason)
-            if failed.is_gone:
-                self._outbox.dropped.append((failed.key, handle))
 
     # Stores
 
-    def prepare_store(self, request_id: str, keys: Collection[Key]) -> StorePlan | None:
-        """Lease slots to the keys that are not cached yet, while there are leases.
+    def prepare_store(self, request_id: str, keys: Collection[Key]) -> list[Key]:
+        """Which of the keys are to be stored: those that not every place has or is getting.
 
-        Per KV group the longest prefix of the new keys is taken, never a later one: vLLM does not
-        offer skipped chunks again. None when there are new keys and no slot for any; then nothing
-        has changed.
+        The others count as found: a prompt that is larger than a pool keeps its head.
         """
-        plan = StorePlan([], [])
-        if self._off or not self.requests.get(request_id).options.store:
+        request = self.requests.get(request_id)
+        is_leaving = any(each.is_leaving for each in self._places)
+        if self._off or is_leaving or not request.options.store:
             self._departures.note(keys, MissReason.STORES_OFF)
-            return plan
-        exhausted: set[int] = set()
-        present: list[Key] = []
-        skipped: list[Key] = []
-        ready, pending, is_fetching = self._ready, self._pending, self.remote.is_fetching
+            return []
+        present = [key for key in keys if self._has(key)]
+        self._found.note(request, present)
+        known = set(present)
+        offered = [key for key in keys if key not in known and self._may_have_room(request, key)]
+        self._pending.update(offered)
+        for key in offered:
+            self.remote.announce(key)
+        if self.announcements is not None:
+            self.announcements.expect(offered)
+            self.announcements.come(key for key in present if key in self._ready)
+        self.counters.chunks_offered += len(offered)
+        return offered
+
+    def _may_have_room(self, request: RequestState, key: Key) -> bool:
+        group = group_of(key)
+        first = request.no_room.get(group)
+        if first is None:
+            return True
+        if not self._has(first):
+            self._departures.note([key], MissReason.POOL_FULL)
+            return False
+        del request.no_room[group]
+        return True
+
+    def end_store(
+        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+    ) -> None:
+        """A rank's store job has ended, before vLLM completes it."""
+        self._believe(self._places[place], result, now)
+        request = self.requests.get(request_id)
+        for number, refusal in _failed(result, len(keys)):
+            key = keys[number]
+            self.counters.stores_failed += 1
+            if refusal is Refusal.NO_ROOM:
+                self.counters.stores_without_room += 1
+                request.no_room.setdefault(group_of(key), key)
+            full = refusal is Refusal.NO_ROOM
+            self._departures.note([key], MissReason.POOL_FULL if full else MissReason.STORE_FAILED)
+
+    def complete_store(self, keys: Iterable[Key]) -> None:
+        """vLLM has completed a store job on all ranks: what became of it the places have said."""
         for key in keys:
-            if key in ready or key in pending or is_fetching(key):
-                present.append(key)
-            elif (group := group_of(key)) in exhausted or not (lease := self._stock.take(group)):
-                exhausted.add(group)
-                skipped.append(key)
-            else:
-                plan.keys.append(key)
-                plan.handles.append(lease)
-        if exhausted:
-            self.counters.stores_without_lease += 1
-            for group in exhausted:
-                of_group = [key for key in skipped if group_of(key) == group]
-                self._departures.note(of_group, self._why_no_lease(group))
-            if not plan.keys:
-                return None
-        self._outbox.touched.extend(reversed(present))
-        for key, handle in zip(plan.keys, plan.handles, strict=True):
-            self._pending[key] = handle
-            self.remote.announce(key, handle)
-        self._belong(request_id, plan.handles)
-        self.counters.chunks_offered += len(plan.keys)
-        return plan
+            if key in self._pending:
+                self._pending.discard(key)
+                self.counters.chunks_stored += key in self._ready
+                if self.announcements is not None:
+                    self.announcements.changed(key, is_there=key in self._ready)
 
-    def _why_no_lease(self, group: int) -> MissReason:
-        if not self.epoch:
-            return MissReason.NOT_ATTACHED
-        if self.remote.is_cut_off:
-            return MissReason.BREAKER_OPEN
-        return MissReason.POOL_FULL if self._stock.is_dry(group) else MissReason.NO_LEASE
-
-    def fail_store(self, key: Key, generation: Generation) -> None:
-        """A chunk could not be stored: it won't become READY, and its slot is given back."""
-        self.counters.stores_failed += 1
-        handle = self._pending.get(key)
-        if handle is None or handle.generation != generation or key in self._failed_stores:
-            return
-        self._failed_stores.add(key)
-        self._departures.note([key], MissReason.STORE_FAILED)
-        self._outbox.released.append((group_of(key), handle))
-
-    def pending_handle(self, key: Key) -> Handle | None:
-        """Where a chunk is being stored."""
-        return self._pending.get(key)
-
-    def complete_store(self, keys: Collection[Key]) -> None:
-        """A store job has ended on all ranks; what did not fail is READY."""
-        for key in keys:
-            if self._orphans.end(key):
-                continue
-            handle = self._pending.pop(key, None)
-            if handle is None:
-                continue
-            if key in self._failed_stores:
-                self._failed_stores.discard(key)
-                continue
-            self.counters.chunks_stored += 1
-            if not self.is_clearing:
-                self._tombstones.lift(key)
-                self._ready[key] = handle
+    def keep_stores(self, flying: Iterable[Key]) -> None:
+        """vLLM completes store jobs of these keys, and no others that it has begun."""
+        self._pending &= set(flying)
 
     # Whole-cache events
 
     def reset(self) -> None:
-        """Empty the view at once and have the namespace cleared in the whole cluster.
-
-        vLLM does not complete the jobs that it has begun before.
+        """Nothing that is here now may be loaded any more, and the namespace is to be cleared in
+        the whole cluster. vLLM does not complete the jobs that it has begun before.
         """
         self._resets += 1
-        self._forget_all(MissReason.CLEARED)
-        self._orphans.clear()
+        self._off, self.loadable = self._off or MissReason.CLEARING, {}
+        if self.announcements is not None:
+            self.announcements.clear()
+        self._forget(MissReason.CLEARED)
 
-    def drop_stores(self) -> None:
-        """vLLM does not complete the jobs that it has begun: what was being stored is given back.
+    @property
+    def wanted_clear(self) -> int:
+        """The number of the last reset, if it has not been ordered yet; else 0."""
+        return self._resets if self._resets != self._resets_numbered else 0
 
-        Chunks that are READY stay. A store that ends all the same is known by the next exchange.
-        """
-        self.keep_stores(Counter())
+    def cleared(self, reset: int, orders: Stamp, now: float) -> None:
+        """The orders that clear the namespace for a reset have that number."""
+        if reset == self.wanted_clear:
+            self._resets_numbered, self._reset = reset, orders
+            self.look(now)
 
-    def keep_stores(self, flying: Counter[Key]) -> None:
-        """vLLM completes so many jobs of each key, and no others: see `drop_stores`."""
-        lost = {key: at for key, at in self._pending.items() if not flying[key]}
-        released = {key: at for key, at in lost.items() if key not in self._failed_stores}
-        self._departures.note(released, MissReason.STORE_FAILED)
-        self._outbox.released.extend((group_of(key), at) for key, at in released.items())
-        for key in lost:
-            del self._pending[key]
-        self._failed_stores &= self._pending.keys()
-        # The last job of a key that is PENDING is the view's own.
-        self._orphans.clear()
-        self._orphans.add((flying - Counter(self._pending.keys())).elements())
+    @property
+    def is_clearing(self) -> bool:
+        """Whether not every place has shown the orders of the last reset."""
+        return self._resets != self._resets_numbered or self._reset is not None
 
-    def leave(self) -> None:
+    def _forget(self, why: MissReason) -> None:
+        self._departures.note(chain(self._pending, reversed(list(self._ready))), why)
+        self._pending.clear()
+        self._found.clear()
+        if self.announcements is not None:
+            self.announcements.lose_all()
+        self.remote.forget_all()
+        self.remote.forget_found(self.requests.values())
+
+    def leave(self, now: float) -> None:
         """The engine is about to have other weights: nothing is loaded or stored until `enter`.
-
-        What it is storing was computed before, and may end; free leases go back.
+        What it is storing was computed before, and may end.
         """
         self.has_left = True
-        self._set_paused(self.paused)
-        self._return_leases()
+        self.look(now)
 
-    def enter(self, namespace: str) -> None:
-        """The engine goes on in a namespace, of whose chunks it learns when it attaches there. In
-        the one that it has left everything is as it was.
+    def enter(self, namespace: Namespace, now: float) -> None:
+        """The engine goes on in a namespace, of whose chunks it learns from its places. In the one
+        that it has left everything is as it was.
 
         Not while `is_clearing`: the clearing would be another namespace's.
         """
         assert not self.is_clearing, self.namespace
         self.has_left = False
         if namespace != self.namespace:
-            self.namespace = namespace
-            self.is_new = True
-            self.epoch = Epoch(0)
-            self._declared = frozenset()
-            self._forget_all(MissReason.WEIGHTS_CHANGED)
-            self._tombstones.clear()
+            self.namespace, self.is_new = namespace, True
+            self._forget(MissReason.WEIGHTS_CHANGED)
+            for place in self._places:
+                place.listed = self._read_anew(now)
+            self._ready = self._common()
             # Somebody may, until it is known.
             self.remote.has_peers = True
-        self._set_paused(self.paused)
+        self.look(now)
 
-    def _return_leases(self) -> None:
-        self._outbox.released.extend(self._stock.rows())
-        self._stock.clear()
-
-    @property
-    def is_clearing(self) -> bool:
-        """Whether the last reset is still unconfirmed by the scheduler actor."""
-        return self._resets != self._resets_confirmed
-
-    def _forget_all(self, why: MissReason) -> None:
-        flying, ready = list(self._pending), list(self._ready)
-        self.drop_all()
-        self._orphans.add(flying)
-        self._outbox.clear()
-        self.remote.forget_all()
-        self.remote.forget_found(self.requests.values())
-        self._departures.note(chain(flying, reversed(ready)), why)
-
-    def drop_all(self) -> None:
-        """Hold no chunk and no lease any more; others have them."""
-        self._stock.clear()
-        self._ready.clear()
-        self._pending.clear()
-        self._failed_stores.clear()
-
-    def set_link(self, up: bool) -> None:
-        """Whether the workers reach their NodeActor; while they don't, everything is a MISS."""
-        self._link_up = up
-        self._set_paused(self.paused)
-
-    def _set_paused(self, paused: bool) -> None:
-        self.paused = paused
-        self._off = MissReason.PAUSED if paused else None if self._link_up else MissReason.NODE_LOST
-        if self.has_left:
-            self._off = MissReason.WEIGHTS_CHANGED
-        self.loadable = {} if self._off else self._ready
-
-    def node_restarted(self, node_epoch: Epoch) -> None:
-        """The node's pool began anew: no chunk and no lease of the old one is any good."""
-        if node_epoch > self.node_epoch:
-            self.node_epoch = node_epoch
-            self._forget_all(MissReason.NODE_LOST)
-            self._tombstones.clear()
-
-    def move(self, node_id: NodeId) -> None:
-        """The engine is at another node, whose pool has nothing that the view knows of.
-
-        Its NodeActor's epoch may be any: it runs on another raylet.
-        """
-        self.node_id = node_id
-        self.node_epoch = Epoch(0)
-        self._declared = frozenset()
-        self._forget_all(MissReason.NODE_LOST)
-        self._tombstones.clear()
-
-    def attached(self, message: EngineAttached) -> None:
-        """The scheduler actor has taken the engine in; a snapshot of the mirror will follow."""
-        self.epoch = Epoch(message.epoch)
-        self._set_paused(message.paused)
-        self._stock.capacity.update(message.capacity)
-        self._stock.set_shares(message.lease_share, message.step_share)
-        self._declared -= {h for h in self._declared if h.slot in set(message.rejected)}
-        self._forget_undeclared()
-        self.node_restarted(Epoch(message.node_epoch))
-        # A present lease must not get earlier bytes.
-        self.remote.forget_cleared(self.requests.values(), Generation(message.cleared))
-        self.remote.ask_again()
-
-    def _forget_undeclared(self) -> None:
-        """Leases that came in while the engine attached, or were not believed: others have them."""
-        self._stock.keep(self._declared)
-        self._give_up(lambda handle: handle not in self._declared)
-
-    def _give_up(self, is_lost: Callable[[Handle], bool]) -> None:
-        """What is on its way to such places will not become READY."""
-        self._failed_stores.update(key for key, held in self._pending.items() if is_lost(held))
-        self.remote.abandon(lambda order: is_lost(order.handle))
-
-    def apply(self, reply: SyncReply, request: SyncRequest | None = None) -> None:
-        """Take in an answer of the scheduler actor to `request`. Only between engine steps."""
-        if reply.epoch != self.epoch:
-            return
-        self._set_paused(reply.paused)
-        self.accounts.refine(reply.refined)
-        self.remote.has_peers, self.sampler.share = reply.has_peers, reply.store_share
-        self.node_restarted(Epoch(reply.node_epoch))
-        is_uncleared = self.is_clearing and reply.cleared < self._resets
-        if is_uncleared or reply.node_epoch < self.node_epoch:
-            # The answer is from before the clearing, or about the pool's last life.
-            self._take_answer(Replicas(), request)
-            return
-        self._resets_confirmed = self._resets
-        if reply.void:
-            self._forget_all(MissReason.CLEARED)
-        if reply.reset:
-            self._departures.note(reversed(self._ready), MissReason.EVICTED)
-            self._ready.clear()
-        self._departures.note(reply.removed.keys, MissReason.EVICTED)
-        for key, handle in rows(reply.removed):
-            self._remove(key, handle)
-        for key, handle in rows(reply.stored):
-            self._add(key, handle)
-        # A slot that is granted again while a store into it is under way: the chunk came, and was
-        # evicted.
-        if regranted := set(reply.granted.slots):
-            self._give_up(lambda handle: handle.slot in regranted)
-        self._stock.add(reply.granted, {} if request is None else request.wanted)
-        self._stock.set_shares(reply.lease_share, reply.step_share)
-        self._outbox.released.extend(self._stock.take_surplus())
-        if self.has_left:
-            self._return_leases()
-        if request is not None and request.wanted:
-            self.remote.unleased.clear()
-        self._take_answer(reply.replicas, request)
-
-    def _take_answer(self, replicas: Replicas, request: SyncRequest | None) -> None:
-        asked = [] if request is None else request.asked
-        local = self.remote.take_answer(asked, replicas, self.node_epoch, self.node_id)
-        for key, handle in local:
-            self._add(key, handle)
-
-    def _add(self, key: Key, handle: Handle) -> None:
-        if key in self._pending:
-            return
-        if self._tombstones.covers(key, handle.generation):
-            return
-        known = self._ready.get(key)
-        if known is None or known.generation < handle.generation:
-            self._ready[key] = handle
-
-    def _remove(self, key: Key, handle: Handle) -> None:
-        if self._pending.get(key) == handle:
-            self._failed_stores.add(key)
-        self.remote.abandon_at(key, handle)
-        known = self._ready.get(key)
-        if known is not None and known.generation <= handle.generation:
-            del self._ready[key]
-
-    # The exchange
-
-    def declared_leases(self) -> tuple[Epoch, Leases]:
-        """All leases, free and in flight, and the life of the pool that they are of: what an engine
-        claims when it attaches again.
-        """
-        # First: what comes in between is of a later life, and then not believed.
-        node_epoch = self.node_epoch
-        leases = self._lease_rows()
-        self._declared = frozenset(handle for _, handle in leases)
-        return node_epoch, lease_columns(leases)
-
-    def _lease_rows(self) -> list[tuple[int, Handle]]:
-        flying = [
-            (group_of(key), handle)
-            for key, handle in list(self._pending.items())
-            if key not in self._failed_stores
-        ]
-        return [*self._stock.rows(), *flying, *self.remote.leases()]
-
-    def take_request(
-        self, epoch: Epoch, may_grow: bool, may_want: bool, *, may_repeat: bool = True
-    ) -> SyncRequest:
-        """Build the next message of an exchange out of the outbox, for the actor's `epoch`.
-
-        `may_grow` is False while earlier answers have not been applied: then nothing is asked
-        for, and the outbox stays as it is. `may_want` is False while leases may be among them,
-        `may_repeat` for some time after keys were asked for again.
-        """
-        may_want = may_want and self._may_lease
-        self._seq += 1
-        clear = self._resets if self.is_clearing else 0
-        if not may_grow:
-            return SyncRequest(self.engine_id, epoch, self._seq, clear=clear, idle=True)
-        return SyncRequest(
-            engine_id=self.engine_id,
-            epoch=epoch,
-            seq=self._seq,
-            wanted=self._stock.wanted(self.remote.num_unleased) if may_want else {},
-            **self._outbox.fields(),
-            lost=self.remote.take_lost(MAX_KEYS // 4),
-            asked=Keys.of(self.remote.take_questions(MAX_ASKED, may_repeat)),
-            announced=self.remote.take_announced(MAX_KEYS // 2),
-            clear=clear,
-            counters=self.counter_values(),
-            finished=self.accounts.take_records(),
-        )
+    def move(self, place: int, node_id: NodeId, now: float) -> None:
+        """A place is another node, of which nothing is known."""
+        self._forget(MissReason.NODE_LOST)
+        if self.is_clearing:
+            # The next node may know other orders: the clearing is another one, and ordered anew.
+            self._resets, self._reset = self._resets + 1, None
+        self._places[place] = _Place(node_id, self._read_anew(now))
+        self._ready = self._common()
+        self.look(now)
 
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
@@ -610,84 +681,16 @@ class EngineView:
         own["weights_changed"] = int(self.has_left)
         return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
 
-    @property
-    def _may_lease(self) -> bool:
-        return not (self.paused or self.has_left)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the outbox has something that should not wait for the next heartbeat."""
-        return self.is_clearing or self._outbox.has_news or self.remote.has_news
-
-    @property
-    def has_touches(self) -> bool:
-        """Whether some touches of chunks wait for an exchange; any thread may ask."""
-        return bool(self._outbox.touched)
-
-    @property
-    def wants_leases(self) -> bool:
-        """Whether some group's leases have run low."""
-        return self._may_lease and self._stock.is_low(self.remote.num_unleased)
-
-    @property
-    def num_ready(self) -> int:
-        """Chunks that a lookup would find."""
-        return len(self._ready)
-
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""
-        assert not self._ready.keys() & self._pending.keys(), self._ready.keys()
-        slots = [handle.slot for _, handle in self._lease_rows()]
-        assert len(set(slots)) == len(slots), slots
-        for key, handle in self._ready.items():
-            assert not self._tombstones.covers(key, handle.generation), key
+        assert not self.is_clearing or not self.loadable, self._reset
+        for place in self._places:
+            assert self._ready.keys() <= place.listed.ready.keys(), place.node_id
+        common = set.intersection(*(set(each.listed.ready) for each in self._places))
+        assert common == self._ready.keys(), common ^ self._ready.keys()
 
 
-@dataclass
-class Tombstones:
-    """Up to which generation keys of failed loads are distrusted; bounded."""
-
-    _generations: OrderedDict[Key, Generation] = field(default_factory=OrderedDict)
-
-    def bury(self, key: Key, generation: Generation) -> None:
-        """A chunk was missing at a generation."""
-        self._generations[key] = generation
-        self._generations.move_to_end(key)
-        if len(self._generations) > MAX_TOMBSTONES:
-            self._generations.popitem(last=False)
-
-    def lift(self, key: Key) -> None:
-        """A chunk has certainly arrived."""
-        self._generations.pop(key, None)
-
-    def covers(self, key: Key, generation: Generation) -> bool:
-        """Whether a chunk at that generation is distrusted."""
-        return generation <= self._generations.get(key, NO_GENERATION)
-
-    def clear(self) -> None:
-        """Forget everything: it was of an earlier life."""
-        self._generations.clear()
-
-
-@dataclass
-class Orphans:
-    """Stores that a view forgot while they were under way: it ignores their ends. It counts by key
-    how many are still to end; jobs of one key end in order.
-    """
-
-    _left: Counter[Key] = field(default_factory=Counter)
-
-    def add(self, keys: Iterable[Key]) -> None:
-        """Stores are forgotten now."""
-        self._left.update(list(keys))
-
-    def end(self, key: Key) -> bool:
-        """A store of the key has ended; returns whether it was a forgotten one."""
-        left = self._left.pop(key, 0)
-        if left > 1:
-            self._left[key] = left - 1
-        return left > 0
-
-    def clear(self) -> None:
-        """Their ends will not come any more."""
-        self._left.clear()
+def _failed(result: NamedResult, num_chunks: int) -> list[tuple[int, Refusal]]:
+    """Chunks that did not come, and why."""
+    rows = zip(result.failed_chunks, result.refusals, strict=True)
+    return [(at, Refusal(refusal)) for at, refusal in rows if 0 <= at < num_chunks]

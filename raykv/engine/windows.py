@@ -61,8 +61,8 @@ def plan_windows(
     Args:
         groups: all KV groups of the engine.
         sliding: those with a sliding window that vLLM stores in part.
-        share: slots for the windows between, per slot of full attention; without full attention,
-            per slot that all chunks of the windows would take. 0: nothing is kept.
+        share: chunks of the windows between, per chunk of full attention; without full attention,
+            per chunk that all of the windows would be. 0: nothing is kept.
     """
     known = {each.group: each for each in groups}
     wanted = {number: known[number] for number in sliding}

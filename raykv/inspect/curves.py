@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.errors import SettingError
-from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES
 from raykv.inspect.frames import pandas
 from raykv.inspect.hits import prefix_hits, unlimited_hits
+from raykv.inspect.orders import DEFAULT_POLICY, POLICIES
 from raykv.inspect.traces import Trace, prompts_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def sizing(
         trace: which chunks were asked for.
         chunk_bytes: of a chunk with its share of windows and states, as `bytes_per_chunk` has it.
         pool_bytes: sizes to try; None: some, up to where everything has room.
-        policies: worth, lru.
+        policies: node (the one that pools have), lru.
 
     Returns:
         Columns pool_bytes, policy, hit_rate (of the prompts' chunks, 0 to 1) and hit_tokens; the
@@ -187,25 +187,25 @@ def occupancy(events: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.Dat
     """How many chunks each node has after each event that changes that.
 
     Args:
-        events: from `events` or a `Recorder`, from the beginning of an epoch on, or
+        events: from `events` or a `Recorder`, from the beginning of a life on, or
         start: the chunks that were there before the first of them, from `chunks` or a `Recorder`.
 
     Returns:
-        Columns epoch, seq, time_s, node_id and chunks.
+        Columns life, seq, time_s, node_id and chunks.
     """
-    held: dict[str, dict[Chunk, int]] = {}
+    held: dict[str, set[Chunk]] = {}
     if start is not None:
-        names = ["node_id", "namespace", "key", "generation"]
-        for node, namespace, key, generation in start[names].itertuples(index=False):
-            held.setdefault(node, {})[namespace, key] = int(generation)
+        names = ["node_id", "namespace", "key"]
+        for node, namespace, key in start[names].itertuples(index=False):
+            held.setdefault(node, set()).add((namespace, key))
     rows = []
     for event in _rows(events):
-        place = (event["epoch"], event["seq"], event["time_s"])
+        place = (event["life"], event["seq"], event["time_s"])
         rows += [(*place, node, len(held[node])) for node in _apply(held, event)]
     return _table(
         rows,
         {
-            "epoch": "Int64",
+            "life": "Int64",
             "seq": "Int64",
             "time_s": "Float64",
             "node_id": "string",
@@ -215,45 +215,33 @@ def occupancy(events: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.Dat
 
 
 def _rows(events: pd.DataFrame) -> Iterator[Mapping[str, Any]]:
-    wanted = ["epoch", "seq", "time_s", "event", "node_id", "namespace", "key", "generation"]
+    wanted = ["life", "seq", "time_s", "event", "node_id", "namespace", "key"]
     for values in events[wanted].itertuples(index=False):
         yield dict(zip(wanted, values, strict=True))
 
 
-def _apply(held: dict[str, dict[Chunk, int]], event: Mapping[str, Any]) -> Iterable[str]:
-    """Take an event in; the nodes of which something has changed."""
+def _apply(held: dict[str, set[Chunk]], event: Mapping[str, Any]) -> Iterable[str]:
+    """Take an event in; the nodes of which something has changed. What a clear makes void goes by
+    each node's own events.
+    """
     node, name = event["node_id"], (event["namespace"], event["key"])
     match event["event"]:
         case "BlockStored":
-            held.setdefault(node, {})[name] = int(event["generation"])
+            held.setdefault(node, set()).add(name)
         case "BlockRemoved":
-            known = held.setdefault(node, {})
-            if known.get(name, int(event["generation"]) + 1) > int(event["generation"]):
+            if name not in held.setdefault(node, set()):
                 return ()
-            del known[name]
+            held[node].remove(name)
         case "NodeJoined":
-            held.setdefault(node, {})
+            held.setdefault(node, set())
         case "NodeLost":
-            held[node] = {}
-        case "EpochBegan":
-            held.update({each: {} for each in held})
+            held[node] = set()
+        case "LifeBegan":
+            held.update({each: set() for each in held})
             return list(held)
-        case "CacheCleared":
-            return [each for each in held if _clear(held[each], event)]
         case _:
             return ()
     return (node,)
-
-
-def _clear(chunks: dict[Chunk, int], event: Mapping[str, Any]) -> bool:
-    gone = [
-        name
-        for name, generation in chunks.items()
-        if name[0] == event["namespace"] and generation <= int(event["generation"])
-    ]
-    for name in gone:
-        del chunks[name]
-    return bool(gone)
 
 
 def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
@@ -270,8 +258,12 @@ def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for event in _rows(events):
         name = (event["node_id"], (event["namespace"], event["key"]))
-        if event["event"] == "EpochBegan":
+        if event["event"] == "LifeBegan":
             stored.clear()
+        elif event["event"] == "CacheCleared":
+            # Its chunks go by events of their nodes, like others.
+            of = event["namespace"]
+            stored = {name: each for name, each in stored.items() if of not in ("", name[1][0])}
         elif event["event"] == "BlockStored":
             stored[name] = event
         elif event["event"] == "BlockRemoved" and name in stored:

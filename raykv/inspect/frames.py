@@ -68,24 +68,20 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _NAMESPACE,
         _MODEL,
         _NODE,
-        Column("bytes", WHOLE, "bytes of its slot"),
+        Column("bytes", WHOLE, "bytes that it takes in the pool"),
         Column("age_s", REAL, "seconds since it came to the node"),
         Column("idle_s", REAL, "seconds since it was used, or came"),
         Column("hits", WHOLE, "how often it was used on that node"),
         Column("is_replicated", TRUTH, "whether another node has it too"),
         Column("tenant", TEXT, "whose it is"),
-        Column("slot", WHOLE, "its place in the pool, in pages of 4,096 bytes"),
-        Column("generation", WHOLE, "the n-th use of the slot"),
     ),
     "nodes": (
         _NODE,
         Column("hostname", TEXT, "of the node"),
         Column("pool_bytes", WHOLE, "bytes of RAM that it lends"),
         Column("prefaulted_bytes", WHOLE, "bytes of the pool whose pages are there already"),
-        Column("used_bytes", WHOLE, "bytes of slots that have a chunk"),
+        Column("used_bytes", WHOLE, "bytes of the pool that chunks take"),
         Column("chunks", WHOLE, "chunks in the pool"),
-        Column("free_slots", WHOLE, "slots that are neither leased nor hold a chunk"),
-        Column("leased_slots", WHOLE, "slots that engines may store into"),
         *_MOVED,
         Column("chunks_refused", WHOLE, "chunks of copy jobs that were refused"),
         Column("quarantined", WHOLE, "damaged chunks that were set aside"),
@@ -98,11 +94,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("engines", WHOLE, "attached engines"),
         Column("nodes", WHOLE, "nodes that have chunks of it"),
         Column("chunks", WHOLE, "chunks on all nodes, replicas counted each"),
-        Column("bytes", WHOLE, "bytes of their slots"),
+        Column("bytes", WHOLE, "bytes that they take in pools"),
     ),
     "requests": (
         Column("request_id", TEXT, "vLLM's, which begins as the API's does"),
-        Column("age_s", REAL, "seconds since the scheduler actor heard that it has ended"),
+        Column("age_s", REAL, "seconds since its node heard that it has ended"),
         _NAMESPACE,
         _MODEL,
         _NODE,
@@ -119,16 +115,18 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("tenant", TEXT, "whose it was; nothing if it named no tenant"),
     ),
     "events": (
-        Column("epoch", WHOLE, "n-th life of the scheduler actor"),
-        Column("seq", WHOLE, "place in that epoch"),
+        Column("life", WHOLE, "of the scheduler actor"),
+        Column("seq", WHOLE, "place in that life"),
         _TIME,
         Column("event", TEXT, "BlockStored, BlockRemoved, NodeJoined, NodeLost, CacheCleared, …"),
         _NODE,
         _NAMESPACE,
         Column("key", TEXT, "of the chunk"),
         Column("group", WHOLE, "vLLM's KV group index"),
-        Column("slot", WHOLE, "the chunk's place in the pool"),
-        Column("generation", WHOLE, "of that slot"),
+        Column("node_life", WHOLE, "of the node's listing"),
+        Column("number", WHOLE, "of that listing, by which it has the event"),
+        Column("history", WHOLE, "of the orders that cleared"),
+        Column("floor", WHOLE, "their number there: what was stored under an earlier one is void"),
         Column("missed", WHOLE, "events before this one that are no longer kept"),
     ),
     "transfers": (_TIME, _NODE, *_MOVED),
@@ -186,7 +184,7 @@ def namespaces(cluster: Cluster) -> pd.DataFrame:
 
 
 def requests(cluster: Cluster) -> pd.DataFrame:
-    """A row for each of the latest requests (up to 4,096), the oldest first.
+    """A row for each of the latest requests (up to 4,096 of a node), the oldest first.
 
     A request is known about a second after it has ended.
     """
@@ -198,7 +196,7 @@ def events(cluster: Cluster, since: int | tuple[int, int] = 0) -> pd.DataFrame:
 
     Args:
         cluster: from `raykv.connect()`.
-        since: the number of the last event that is known, or its epoch and number.
+        since: the number of the last event that is known, or its life and number.
     """
     return frame("events", map(event_row, cluster.events(since=since, follow=False)))
 

@@ -2,8 +2,7 @@
 
 The longest prefix of a request's chunks that is held is its hit. All of its chunks that are held
 are touched; then the pool stores the missing ones, and gives up others for them as the policy says,
-never chunks of this very request. Both go from the tail of the prompt to its head, as the table of
-chunks has it.
+never chunks of this very request. Both go from the tail of the prompt to its head, as in a pool.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 
-from raykv.directory.table.policies import EvictionPolicy
+from raykv.inspect.orders import EvictionPolicy
 from raykv.inspect.trace_files import Request
 
 UNIT = "hit rate"
-NAMESPACE = "bench"
 
 
 def num_distinct(requests: Sequence[Request]) -> int:
@@ -44,58 +42,49 @@ def held_prefix(request: Request, held: Container[int]) -> int:
 
 @dataclass
 class _Pool:
-    """What is held, and the policy, which is called as the block manager would call it."""
+    """What is held, and the policy, which is called as a pool would call it."""
 
-    policy: EvictionPolicy[tuple[str, bytes]]
+    policy: EvictionPolicy[int]
     capacity: int
 
     def __post_init__(self) -> None:
         self.held: set[int] = set()
-        # As in the table: no longer the policy's, which may remember them.
+        # No longer the policy's, which may remember them.
         self._released: dict[int, None] = {}
-        self._names: dict[int, tuple[str, bytes]] = {}
-        self._chunks: dict[tuple[str, bytes], int] = {}
 
     def touch(self, chunks: Sequence[int]) -> None:
         for chunk in reversed(chunks):
             if chunk in self._released:
                 del self._released[chunk]
-                self.policy.add(self._names[chunk], len(chunks))
+                self.policy.add(chunk)
             else:
-                self.policy.touch(self._names[chunk], len(chunks))
+                self.policy.touch(chunk)
 
     def release(self, chunks: Sequence[int]) -> None:
         """Those that are held are the next to be given up, from the last to the first."""
         for chunk in reversed(chunks):
             if chunk in self.held:
-                self.policy.evicted(self._names[chunk])
+                self.policy.evicted(chunk)
                 self._released[chunk] = None
 
     def store(self, chunks: Sequence[int]) -> None:
         for chunk in reversed(chunks):
             self.held.add(chunk)
-            self.policy.add(self._name(chunk), len(chunks), is_tail=chunk == chunks[-1])
-
-    def _name(self, chunk: int) -> tuple[str, bytes]:
-        name = self._names.get(chunk)
-        if name is None:
-            name = self._names[chunk] = (NAMESPACE, chunk.to_bytes(8, "big"))
-            self._chunks[name] = chunk
-        return name
+            self.policy.add(chunk)
 
     def make_room(self, count: int, keep: set[int]) -> None:
         """Give up `count` chunks, none of `keep`."""
-        ordered = chain(self._released, (self._chunks[name] for name in self.policy.candidates()))
+        ordered = chain(self._released, self.policy.candidates())
         others = (chunk for chunk in ordered if chunk not in keep)
         for chunk in list(islice(others, max(count, 0))):
             self._released.pop(chunk, None)
-            self.policy.evicted(self._names[chunk])
+            self.policy.evicted(chunk)
             self.held.discard(chunk)
 
 
 def replay(
     requests: Sequence[Request],
-    policy: EvictionPolicy[tuple[str, bytes]],
+    policy: EvictionPolicy[int],
     capacity: int,
     endings: Sequence[Request] = (),
 ) -> float:
@@ -105,7 +94,7 @@ def replay(
 
 def prefix_hits(
     requests: Sequence[Request],
-    policy: EvictionPolicy[tuple[str, bytes]],
+    policy: EvictionPolicy[int],
     capacity: int,
     endings: Sequence[Request] = (),
 ) -> list[int]:

@@ -35,7 +35,7 @@ class Recorder:
     """Records events, requests and transfers in a thread, from its start until `stop`.
 
     Use it as a context manager. What is kept is bounded: half a million rows of each kind, the
-    latest. While the scheduler actor does not answer nothing is recorded; `errors` says so, and
+    latest. While the cluster does not answer nothing is recorded; `errors` says so, and
     events that were missed are rows of their own (`EventsMissed`).
 
     Args:
@@ -52,8 +52,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._start_rows = list(chunk_rows(cluster, None, None))
         self._place = cluster.snapshot().place
-        known = cluster.requests(after=0)
-        self._epoch, self._after = known.epoch, known.last
+        self._after = cluster.requests().last
         self._events: deque[Row] = deque(maxlen=MAX_ROWS)
         self._requests: deque[Row] = deque(maxlen=MAX_ROWS)
         self._transfers: deque[Row] = deque(maxlen=MAX_ROWS)
@@ -118,7 +117,7 @@ class Recorder:
     def _take_events(self) -> None:
         for event in self._cluster.events(since=self._place, follow=False):
             if not isinstance(event, EventsMissed):
-                self._place = (event.epoch, event.seq)
+                self._place = (event.life, event.seq)
             row = {**event_row(event), "time_s": time.time()}
             with self._lock:
                 self._events.append(row)
@@ -126,17 +125,12 @@ class Recorder:
     def _take_requests(self) -> None:
         while True:
             page = self._cluster.requests(self._after)
-            if page.epoch != self._epoch:
-                # Another life of the scheduler actor counts from 1.
-                self._epoch, self._after = page.epoch, 0
-                continue
             now = time.time()
             rows = [{**row, "at": now - row["age_s"]} for row in request_rows(page.found)]
             with self._lock:
                 self._requests.extend(rows)
-            if page.found:
-                self._after = page.first + len(page.found) - 1
-            if not page.found or self._after >= page.last:
+            self._after = page.following
+            if page.following == page.last:
                 return
 
     def _take_transfers(self) -> None:

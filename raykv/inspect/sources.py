@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot, group_of, in_group
+from raykv.base.ids import Key, Namespace, NodeId, group_of, in_group
 from raykv.client.chunks import ChunkPlace
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import CHUNK_NAME_BYTES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus
 
 MAX_PAGES = 1024
-"""Pages of requests that are read at once: more than the scheduler actor remembers."""
+"""Pages of requests that are read at once: more than nodes remember."""
 
 Row = dict[str, Any]
 
@@ -40,14 +40,14 @@ def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Ite
 
 
 def _snapshot_rows(cluster: Cluster) -> Iterator[Row]:
-    for (node_id, space, key), (slot, generation) in cluster.snapshot().chunks.items():
+    replay = cluster.snapshot()
+    order = {node_id: at for at, node_id in enumerate(replay.nodes)}
+    for node_id, space, key in sorted(replay.chunks, key=lambda place: order[place[0]]):
         yield {
             "key": key.hex(),
             "group": group_of(key),
             "namespace": space,
             "node_id": node_id,
-            "slot": slot,
-            "generation": generation,
         }
 
 
@@ -58,19 +58,13 @@ def _listed_row(chunk: Any) -> Row:
 
 def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> list[ChunkPlace]:
     """The same chunks as `chunk_rows`, for callers that read them."""
-    rows = list(chunk_rows(cluster, namespace, node))
-    epochs = {known.node_id: known.epoch for known in cluster.status().nodes}
     return [
         ChunkPlace(
             namespace=Namespace(row["namespace"]),
             key=Key(bytes.fromhex(row["key"])),
             node_id=NodeId(row["node_id"]),
-            # A node that has just gone refuses nothing, it does not answer.
-            node_epoch=epochs.get(row["node_id"], 0),
-            slot=Slot(row["slot"]),
-            generation=Generation(row["generation"]),
         )
-        for row in rows
+        for row in chunk_rows(cluster, namespace, node)
     ]
 
 
@@ -133,14 +127,15 @@ def chunk_names(chunks: bytes) -> tuple[str, ...]:
     return tuple(chunks[at : at + step].hex() for at in range(0, len(chunks), step))
 
 
-def all_requests(cluster: Cluster, after: int = 0) -> list[Explanation]:
-    """Requests after the one of that number, the oldest first."""
+def all_requests(cluster: Cluster) -> list[Explanation]:
+    """All requests that are remembered, the oldest first."""
     found: list[Explanation] = []
+    place = ""
     for _ in range(MAX_PAGES):
-        page = cluster.requests(after)
+        page = cluster.requests(place)
         found += page.found
-        after = page.first + len(page.found) - 1
-        if not page.found or after >= page.last:
+        place = page.following
+        if place == page.last:
             break
     return found
 

@@ -214,10 +214,10 @@ def _readable_form(cluster: Cluster, places: Sequence[ChunkPlace]) -> tuple[KVFo
 
 
 def _bytes(places: Sequence[ChunkPlace], form: KVForm) -> Iterator[Any]:
-    """The bytes of each chunk's slot, in order."""
+    """The bytes of each chunk, in order."""
     slot_bytes = form.slot_bytes[group_of(places[0].key)]
     for _, same in groupby(places, key=lambda place: place.node_id):
-        yield from read_chunks(list(same), slot_bytes)
+        yield from read_chunks(list(same), slot_bytes, form.blocks_per_chunk)
 
 
 def _tensors(parts: list[list[LayerElements]], dtype: str) -> Iterator[tuple[str, LayerKV]]:

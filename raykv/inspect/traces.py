@@ -77,8 +77,8 @@ def trace(
 ) -> Trace:
     """The trace of a frame of requests.
 
-    An engine names at most 4,096 chunks, and 2,048 of one request, between two exchanges with the
-    scheduler actor, at most a second: a request beyond that has its first chunks only, or none.
+    An engine names at most 4,096 chunks, and 2,048 of one request, between two things that it tells
+    its node, at most a second: a request beyond that has its first chunks only, or none.
 
     Args:
         requests: from `requests` or a `Recorder`; those without names of chunks are left out.

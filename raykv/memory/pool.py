@@ -5,13 +5,13 @@ but not a crash, so a journal that another boot of the host wrote is ignored. A 
 *before* its bytes are overwritten and entered *after* they have arrived; a process that is killed
 in between leaves a slot that is not trusted. A journal that is damaged anywhere, or that could not
 be written, is not trusted at all: what is missing may be that a slot was struck off. It is set
-aside, so that one can find out why.
+aside, so that one can find out why. One that another version of RayKV wrote is given up.
 
-It also has what was cleared, which a scheduler actor that does not know it learns from here.
+It also has what was cleared, by history, so that a chunk does not come back that was.
 
-An entry has which of the chunk's blocks were stored, and the checksum of its bytes. Nothing here
-reads those: that would make the start of a large pool slow. A chunk that was found is compared
-before it is first served.
+An entry has which of the chunk's blocks were stored, under which orders, and the checksum of its
+bytes. Nothing here reads those: that would make the start of a large pool slow. A chunk that was
+found is compared before it is first served.
 """
 
 from __future__ import annotations
@@ -25,28 +25,17 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.clearings import Clearings
 from raykv.base.deadlines import NODE_ROOM_LOOK_S
 from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    ALL_BLOCKS,
-    SLOT_ALIGNMENT,
-    Blocks,
-    ChunkName,
-    Generation,
-    Key,
-    Namespace,
-    Seal,
-    Slot,
-)
+from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Slot, Stamp
 from raykv.base.ownership import open_own
 from raykv.memory.pages import place_near_gpus, pool_region
 from raykv.memory.region import ROOM_CHECK_BYTES, Region
 
 logger = logging.getLogger("raykv.node")
 
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 4
 COMPACT_FACTOR = 4
 """The journal is rewritten when it has so many times more records than the pool has chunks."""
 
@@ -63,27 +52,31 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     slab_bytes: int
 
 
-class _JournalRecord(msgspec.Struct, frozen=True, array_like=True):
-    """`slot_bytes` 0 strikes the slot off, or with a generation says up to which one the chunks of
-    its namespace were cleared.
-    """
+class PoolEntry(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A slot has a chunk, with that checksum, which was stored under orders of that number."""
 
     slot: int
-    slot_bytes: int = 0
-    generation: int = 0
-    namespace: str = ""
-    key: bytes = b""
-    checksum: int = 0
+    slot_bytes: int
+    namespace: str
+    key: bytes
+    checksum: int
+    stamp: Stamp
     blocks: Blocks = ALL_BLOCKS
 
-    @property
-    def is_clearing(self) -> bool:
-        return not self.slot_bytes and self.generation > 0
 
-    @property
-    def name(self) -> ChunkName:
-        namespace, generation = Namespace(self.namespace), Generation(self.generation)
-        return ChunkName(namespace, Key(self.key), Slot(self.slot), generation, self.slot_bytes)
+class _Struck(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What a slot has is not to be believed."""
+
+    slot: int
+
+
+class _Floors(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What was cleared, by history and namespace; the last record of these counts."""
+
+    floors: dict[int, dict[str, int]]
+
+
+_Record = PoolEntry | _Struck | _Floors
 
 
 class _DamagedError(ValueError):
@@ -98,14 +91,15 @@ class Journal:
         self._header = _Header(
             JOURNAL_VERSION, _BOOT_ID.read_text().strip(), geometry.pool_bytes, geometry.slab_bytes
         )
-        self._entries: dict[int, _JournalRecord] = {}
-        self._clearings = Clearings()
+        self._entries: dict[int, PoolEntry] = {}
         self._num_records = 0
         self._file = -1
         self.num_set_aside = 0
+        self.floors: dict[int, dict[str, int]] = {}
+        """What was cleared, by history, the latest last, in earlier lives too."""
 
-    def open(self) -> list[_JournalRecord]:
-        """Read what an earlier life left, and start a compact journal with it.
+    def open(self) -> list[PoolEntry]:
+        """Read what an earlier life left, the oldest first, and start a compact journal with it.
 
         Raises:
             HandleError: it can't be written, or one that is not believed is in the way.
@@ -129,10 +123,11 @@ class Journal:
             ) from error
         return list(self._entries.values())
 
-    def _read(self) -> dict[int, _JournalRecord]:
-        """Entries of the file by slot; none if there is no file, or the host has booted since.
+    def _read(self) -> dict[int, PoolEntry]:
+        """Entries of the file by slot; none if there is no file, the host has booted since, or
+        another version wrote it.
 
-        What was cleared is remembered in any case.
+        What was cleared is remembered in any case that can be read.
 
         Raises:
             ValueError: it is damaged, or of another pool.
@@ -148,25 +143,30 @@ class Journal:
             return {}
         header = msgspec.msgpack.decode(payloads[0], type=_Header)
         expected = self._header
+        if header.version != expected.version:
+            logger.warning(
+                "the journal %s is given up: it is of version %d, and this RayKV writes version "
+                "%d: starting empty",
+                *(self._path, header.version, expected.version),
+            )
+            return {}
         if msgspec.structs.replace(header, boot_id=expected.boot_id) != expected:
-            raise _DamagedError(f"it is of another pool or version, {header}, not {expected}")
-        entries: dict[int, _JournalRecord] = {}
+            raise _DamagedError(f"it is of another pool, {header}, not {expected}")
+        entries: dict[int, PoolEntry] = {}
+        floors: dict[int, dict[str, int]] = {}
         for payload in payloads[1:]:
-            record = msgspec.msgpack.decode(payload, type=_JournalRecord)
-            if record.is_clearing:
-                self._clearings.take({record.namespace: record.generation})
+            record = msgspec.msgpack.decode(payload, type=_Record)
+            if isinstance(record, _Floors):
+                floors = record.floors
                 continue
             entries.pop(record.slot, None)
-            if record.slot_bytes:
+            if isinstance(record, PoolEntry):
                 entries[record.slot] = record
+        self.floors = floors
         if header != expected:
             logger.info("the host has booted since %s was written: starting empty", self._path)
             return {}
-        return {
-            slot: record
-            for slot, record in entries.items()
-            if not self._clearings.cover(Namespace(record.namespace), record.generation)
-        }
+        return entries
 
     def _set_aside(self) -> None:
         """Keep the file under another name; of many the latest ones."""
@@ -182,7 +182,7 @@ class Journal:
         temporary = self._path.with_suffix(".new")
         fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            records = [self._header, *self._floors(), *self._entries.values()]
+            records = [self._header, _Floors(self.floors), *self._entries.values()]
             _write_all(fd, b"".join(map(_framed, records)))
         except OSError:
             os.close(fd)
@@ -193,42 +193,31 @@ class Journal:
         self._file = fd
         self._num_records = len(self._entries)
 
-    def _floors(self) -> list[_JournalRecord]:
-        floors = self._clearings.told.items()
-        return [_JournalRecord(0, generation=floor, namespace=name) for name, floor in floors]
+    def keep_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
+        """All that was cleared, by history, the latest last; they never fall."""
+        told = {history: dict(each) for history, each in floors.items()}
+        if list(told.items()) != list(self.floors.items()):
+            self.floors = told
+            self._append(_Floors(told))
 
-    @property
-    def cleared(self) -> dict[str, int]:
-        """By namespace, the generation up to which chunks were cleared, in earlier lives too."""
-        return self._clearings.told
-
-    def clear(self, cleared: Mapping[str, int]) -> None:
-        """Chunks of namespaces up to some generations are not to be believed."""
-        if not self._clearings.take(cleared):
-            return
-        for record in list(self._entries.values()):
-            if self._clearings.cover(Namespace(record.namespace), record.generation):
-                del self._entries[record.slot]
-        for record in self._floors():
-            self._append(record)
-
-    def enter(self, record: _JournalRecord) -> None:
+    def enter(self, entry: PoolEntry) -> None:
         """The slot's bytes have arrived."""
-        self._entries[record.slot] = record
-        self._append(record)
+        self._entries.pop(entry.slot, None)
+        self._entries[entry.slot] = entry
+        self._append(entry)
 
-    def strike(self, slot: Slot) -> None:
+    def strike(self, slot: int) -> None:
         """The slot's bytes are about to change; nothing is written if it was not entered."""
         if self._entries.pop(slot, None) is not None:
-            self._append(_JournalRecord(slot))
+            self._append(_Struck(slot))
 
-    def strike_where(self, condition: Callable[[_JournalRecord], bool]) -> None:
+    def strike_where(self, condition: Callable[[PoolEntry], bool]) -> None:
         """Strike off all slots whose entry meets a condition."""
-        for record in list(self._entries.values()):
-            if condition(record):
-                self.strike(Slot(record.slot))
+        for entry in list(self._entries.values()):
+            if condition(entry):
+                self.strike(entry.slot)
 
-    def _append(self, record: _JournalRecord) -> None:
+    def _append(self, record: _Record) -> None:
         if self._file < 0:
             return
         try:
@@ -309,36 +298,29 @@ class Pool:
         """Journals that were not trusted."""
         return 0 if self._journal is None else self._journal.num_set_aside
 
-    def recover(self) -> dict[ChunkName, Seal]:
+    def recover(self) -> list[PoolEntry]:
         """Chunks that an earlier life of the NodeActor left in the pool file, and what it knew of
-        their bytes.
+        their bytes, the oldest first.
 
         Whether a chunk can be where it says, and has the bytes, is for the caller to find out.
         """
         if self._journal is None:
-            return {}
-        records = self._journal.open()
-        self._slab_sizes = {self._slab_of(record): record.slot_bytes for record in records}
-        return {
-            record.name: Seal(record.checksum, is_proven=False, blocks=record.blocks)
-            for record in records
-        }
+            return []
+        entries = self._journal.open()
+        self._slab_sizes = {self._geometry.slab_of(Slot(e.slot)): e.slot_bytes for e in entries}
+        return entries
 
-    def remember(self, name: ChunkName, checksum: int, blocks: Blocks = ALL_BLOCKS) -> None:
-        """A chunk is READY with these blocks, and its bytes have that checksum."""
+    @property
+    def has_journal(self) -> bool:
+        """Whether it is a pool file."""
+        return self._journal is not None
+
+    def remember(self, entry: PoolEntry) -> None:
+        """A chunk is READY, and its bytes have that checksum."""
         if self._journal is not None:
-            record = _JournalRecord(
-                name.slot,
-                name.slot_bytes,
-                name.generation,
-                name.namespace,
-                name.key,
-                checksum,
-                blocks,
-            )
-            self._journal.enter(record)
+            self._journal.enter(entry)
 
-    def strike(self, slot: Slot) -> None:
+    def strike(self, slot: int) -> None:
         """What a slot holds must not be believed."""
         if self._journal is not None:
             self._journal.strike(slot)
@@ -349,22 +331,19 @@ class Pool:
             return
         slab = self._geometry.slab_of(slot)
         if self._slab_sizes.get(slab, slot_bytes) != slot_bytes:
-            self._journal.strike_where(lambda record: self._slab_of(record) == slab)
+            self._journal.strike_where(lambda each: self._geometry.slab_of(Slot(each.slot)) == slab)
         self._slab_sizes[slab] = slot_bytes
         self._journal.strike(slot)
 
-    def _slab_of(self, record: _JournalRecord) -> int:
-        return self._geometry.slab_of(Slot(record.slot))
-
-    def clear(self, cleared: Mapping[str, int]) -> None:
-        """Namespaces were cleared up to some generations; a later life knows it too."""
+    def keep_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
+        """All that was cleared, by history, the latest last; a later life knows it too."""
         if self._journal is not None:
-            self._journal.clear(cleared)
+            self._journal.keep_floors(floors)
 
     @property
-    def cleared(self) -> dict[str, int]:
-        """The generation up to which each namespace was cleared, in earlier lives too."""
-        return {} if self._journal is None else self._journal.cleared
+    def floors(self) -> dict[int, dict[str, int]]:
+        """What was cleared, by history, in earlier lives too; the latest last."""
+        return {} if self._journal is None else self._journal.floors
 
     def prefault(self, has_room: Callable[[], bool] = lambda: True) -> None:
         """Touch all pages; runs in a thread of its own until done or stopped.
@@ -404,3 +383,7 @@ class Pool:
     def stop(self) -> None:
         """End the prefaulting. The memory goes with the process."""
         self._stopped.set()
+
+    def close(self) -> None:
+        """Give up the memory of a pool that nobody has begun to use."""
+        self._region.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from raykv.metrics.table import numbers
 from raykv.protocol.measures import BreakerReport, MetricFamily
@@ -13,27 +13,31 @@ STATES = ("open", "half_open")
 
 
 def breaker_families(
-    owner: str, open_now: Iterable[BreakerReport], totals: BreakerReport
+    owners: Mapping[str, tuple[Iterable[BreakerReport], BreakerReport]],
 ) -> list[MetricFamily]:
-    """Series of one kind of owner.
-
-    Args:
-        owner: whose breakers these are, "node" or "engine".
-        open_now: of all owners of that kind.
-        totals: of which only the sums since the start are looked at.
+    """Series by kind of owner, "node" or "engine": the open breakers of all owners of that kind,
+    and a report of which only the sums since the start are looked at.
     """
-    found: Counter[tuple[str, ...]] = Counter(
-        {(owner, kind, state): 0 for kind in (SCHEDULER, OWN_NODE, NODE) for state in STATES}
-    )
-    for report in open_now:
-        for peer, state in zip(report.peers, report.states, strict=False):
-            state = state.replace("-", "_")
-            found[owner, _kind(peer), state if state in STATES else STATES[0]] += 1
+    found: Counter[tuple[str, ...]] = Counter()
+    for owner, (open_now, _) in owners.items():
+        for kind in (SCHEDULER, OWN_NODE, NODE):
+            found.update({(owner, kind, state): 0 for state in STATES})
+        for report in open_now:
+            for peer, state in zip(report.peers, report.states, strict=False):
+                state = state.replace("-", "_")
+                found[owner, _kind(peer), state if state in STATES else STATES[0]] += 1
+    totals = {owner: total for owner, (_, total) in owners.items()}
     return [
         numbers("raykv_open_breakers", found),
-        numbers("raykv_breaker_openings_total", {(owner,): totals.opened}),
-        numbers("raykv_breaker_failures_total", {(owner,): totals.failed}),
-        numbers("raykv_breaker_refusals_total", {(owner,): totals.refused}),
+        numbers(
+            "raykv_breaker_openings_total", {(name,): each.opened for name, each in totals.items()}
+        ),
+        numbers(
+            "raykv_breaker_failures_total", {(name,): each.failed for name, each in totals.items()}
+        ),
+        numbers(
+            "raykv_breaker_refusals_total", {(name,): each.refused for name, each in totals.items()}
+        ),
     ]
 
 

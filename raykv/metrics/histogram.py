@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-import numpy as np
-
 from raykv.protocol.measures import HistogramData
 
 
@@ -34,13 +32,6 @@ class Histogram:
             return
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
-
-    def observe_many(self, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        """Count many values at once."""
-        found = np.searchsorted(self.bounds, values, side="left")
-        for bucket, count in enumerate(np.bincount(found, minlength=len(self.counts)).tolist()):
-            self.counts[bucket] += count
-        self.total += float(values.sum())
 
     def data(self) -> HistogramData:
         """A copy of what was counted so far."""

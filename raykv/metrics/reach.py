@@ -4,9 +4,9 @@ Of a chunk that is wanted several times an endless pool computes the first and l
 hits 1 - different / wanted of them. Chunks of answers are stored too, and wanted for the first time
 by the next turn of a conversation: that a pool may hit those even so is not counted.
 
-    engine's thread: note ──► waiting ──► exchange thread: take ──► scheduler actor: `Reach.add`
+    engine's thread: note ──► waiting ──► the line's thread: take ──► NodeActor: `Reach.add`
 
-Engines count since they know the scheduler actor's epoch, so that both numbers begin with its life.
+An engine counts anew for each life of its NodeActor, so that both numbers begin with that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raykv.base.ids import Epoch
 from raykv.metrics.hyperloglog import HyperLogLog
 from raykv.protocol.measures import KeySketch
 
@@ -36,7 +35,7 @@ class WantedKeys:
 
     def __init__(self) -> None:
         self._waiting: deque[Sequence[bytes]] = deque(maxlen=MAX_WAITING)
-        self._epoch = Epoch(0)
+        self._life = 0
         self.num_wanted = 0
         self._begin_anew()
 
@@ -52,13 +51,13 @@ class WantedKeys:
         """A message may have been lost: send the whole sketch next time."""
         self._sent = HyperLogLog()
 
-    def take(self, epoch: Epoch) -> KeySketch:
-        """Count what was noted, and give what is new of the sketch for the actor of that epoch.
+    def take(self, life: int) -> KeySketch:
+        """Count what was noted, and give what is new of the sketch for the NodeActor of that life.
 
         `num_wanted` has the count since the engine's start.
         """
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if life != self._life:
+            self._life = life
             self._begin_anew()
         keys: list[bytes] = []
         while self._waiting and len(keys) < MAX_AT_ONCE:

@@ -108,7 +108,7 @@ NODE = (
     _gauge(
         "raykv_pool_bytes",
         "Bytes of this node's pool: of chunks that can be loaded (ready), of chunks that are being "
-        "stored or fetched (writing), and the rest, leased or free (empty). The sum is the pool.",
+        "stored or fetched (writing), and the rest (empty). The sum is the pool.",
         "state",
         "namespace",
     ),
@@ -174,36 +174,24 @@ NODE = (
     _latency("raykv_copy_seconds", "How long copy jobs took once they ran.", "direction"),
     _latency("raykv_fetch_seconds", "How long this node took for a fetch from other nodes."),
     _latency("raykv_read_seconds", "How long this node took to hand chunks to another node."),
-)
-
-CLUSTER = (
-    _gauge("raykv_nodes", "Nodes whose NodeActors report."),
-    _gauge("raykv_engines", "Engines that are attached.", "namespace"),
-    _gauge(
-        "raykv_namespace_info",
-        "Namespaces that engines serve now, and the model's name; always 1.",
-        "namespace",
-        "model",
-    ),
-    _gauge("raykv_paused", "1 while the cache is switched off with `raykv pause`."),
     _counter(
         "raykv_cluster_prompt_tokens_total",
-        "Prompt tokens of ended requests by where their KV came from: computed, vLLM's own cache, "
-        "this node's pool, another node's, a disk. The sum is all prompt tokens. The same tokens "
-        "as in raykv_prompt_tokens_total of the engines.",
+        "Prompt tokens of ended requests of this node's engines by where their KV came from: "
+        "computed, vLLM's own cache, this node's pool, another node's, a disk. The sum is all "
+        "prompt tokens. The same tokens as in raykv_prompt_tokens_total of the engines.",
         "namespace",
         "source",
     ),
     _counter(
         "raykv_cluster_missed_tokens_total",
-        "Prompt tokens of ended requests that were computed, by the reason why they were not "
-        "loaded. The same tokens as in raykv_missed_tokens_total of the engines.",
+        "Prompt tokens of ended requests of this node's engines that were computed, by the reason "
+        "why they were not loaded. The same tokens as in raykv_missed_tokens_total of the engines.",
         "namespace",
         "reason",
     ),
     _counter(
         "raykv_wanted_chunks_total",
-        "Chunks that prompts consist of, counted each time that a request wants them.",
+        "Chunks that prompts consist of, counted each time that a request at this node wants them.",
         "namespace",
     ),
     _gauge(
@@ -213,19 +201,13 @@ CLUSTER = (
     ),
     _gauge(
         "raykv_reachable_hit_ratio",
-        "Share of the wanted chunks that an endless pool would have hit, as far as this actor "
-        "remembers: 1 - distinct / wanted.",
+        "Share of the wanted chunks that an endless pool of this node would have hit, as far as "
+        "this actor remembers: 1 - distinct / wanted.",
         "namespace",
     ),
-    _gauge("raykv_directory_chunks", "Chunks in the directory, replicas counted.", "namespace"),
-    _gauge(
-        "raykv_directory_slots",
-        "Slots of all pools in slabs that have a slot size: with a chunk (held), leased to an "
-        "engine (leased), or free.",
-        "state",
+    _counter(
+        "raykv_stores_without_room_total", "Chunks that found no room in the pool.", "namespace"
     ),
-    _counter("raykv_granted_leases_total", "Slots that were leased to engines."),
-    _counter("raykv_stores_without_lease_total", "Stores that found no leased slot.", "namespace"),
     _counter(
         "raykv_declined_fetches_total",
         "Chunks of other nodes that were computed since that was measured to be faster.",
@@ -234,8 +216,8 @@ CLUSTER = (
     _counter("raykv_timed_out_waits_total", "Lookups that gave up waiting.", "namespace"),
     _gauge(
         "raykv_tenant_bytes",
-        "Bytes of a tenant's chunks in pools (ram) and of its files on disks (disk); only where "
-        "tenants have quotas, and of those that have none together (others).",
+        "Bytes of a tenant's chunks in the pool (ram) and of its files on the disk (disk); only "
+        "where tenants have quotas, and of those that have none together (others).",
         "tenant",
         "tier",
     ),
@@ -254,15 +236,44 @@ CLUSTER = (
     Metric(
         "raykv_removed_chunk_age_seconds",
         MetricKind.HISTOGRAM,
-        "Age of chunks when they were evicted, since they came into the directory or, where older, "
+        "Age of chunks when they were evicted, since they came into this pool or, where older, "
         "since this actor's start. Chunks that went for another reason are left out.",
         (),
         AGE_BOUNDS,
     ),
-    _gauge("raykv_sessions", "Sessions of requests that the scheduler actor knows.", "stage"),
+    _gauge("raykv_sessions", "Sessions of requests that this node knows.", "stage"),
     _counter(
         "raykv_session_chunks_released_total",
         "Chunks that became the next to be evicted, since their session was over or given up.",
+    ),
+    _latency(
+        "raykv_lookup_seconds",
+        "How long engines waited for the scheduler actor to say which nodes have chunks.",
+        "namespace",
+    ),
+)
+
+CLUSTER = (
+    _gauge("raykv_nodes", "Nodes whose NodeActors report."),
+    _gauge("raykv_engines", "Engines that are attached.", "namespace"),
+    _gauge(
+        "raykv_namespace_info",
+        "Namespaces that engines serve now, and the model's name; always 1.",
+        "namespace",
+        "model",
+    ),
+    _gauge("raykv_paused", "1 while the cache is switched off with `raykv pause`."),
+    _gauge(
+        "raykv_directory_chunks",
+        "Chunks that nodes have, in pools (ram) and on disks (disk); each node's copy counts.",
+        "namespace",
+        "tier",
+    ),
+    _gauge("raykv_known_sessions", "Sessions of requests of which it is known who has used them."),
+    _gauge("raykv_orders_number", "Of the latest document of operators' orders; 0 before one."),
+    _gauge(
+        "raykv_report_pause_seconds",
+        "So long nodes wait between two reports: longer, the more the scheduler actor has to do.",
     ),
     _counter("raykv_events_total", "Events of the cluster's event log.", "kind"),
     _gauge(
@@ -272,11 +283,6 @@ CLUSTER = (
     _counter("raykv_event_gaps_total", "Times that a reader asked for events that were forgotten."),
     _gauge(
         "raykv_oldest_node_report_age_seconds", "Since the node that is silent longest reported."
-    ),
-    _latency(
-        "raykv_lookup_seconds",
-        "How long engines waited for the scheduler actor to say which nodes have chunks.",
-        "namespace",
     ),
     _latency("raykv_call_seconds", "How long the scheduler actor took to answer a call.", "call"),
 )

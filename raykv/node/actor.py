@@ -1,9 +1,8 @@
-"""NodeActor: owns one node's pool; a thin shell around `NodeService` that reports to the directory.
+"""NodeActor: owns one node's pool. What there is put together: the pool, copies, bytes of other
+nodes, a disk, reports, and what people ask.
 
 Guarantees of its calls: each is idempotent. `describe` answers at once; `fetch` and `read` move
-bytes in threads of their own and end by the deadline that they are given. One more thread reports
-to the scheduler actor: new READY chunks soon, a heartbeat every second, the whole inventory when it
-is asked for. Chunks count as unreported until the scheduler actor has answered.
+bytes in threads of their own and end by the deadline that they are given.
 
 A NodeActor whose pool does not fit into what limits its memory lives without one: its description
 says why, it reports nothing, and from time to time it checks whether the pool fits now. A
@@ -14,91 +13,81 @@ from __future__ import annotations
 
 import errno
 import logging
-import socket
+import os
 import threading
 import time
-from typing import Any
 
 import msgspec
 import ray
 
-from raykv.base.clearings import Clearings
 from raykv.base.deadlines import (
     DISK_READ_S,
     GCS_S,
-    NODE_BATCH_PAUSE_S,
     NODE_BIND_LOOK_S,
     NODE_BIND_S,
-    NODE_HEARTBEAT_S,
-    NODE_REPORT_PAUSES_S,
-    NODE_REPORT_S,
+    NODE_DRAIN_LOOK_S,
     NODE_ROOM_GRACE_LOOK_S,
     NODE_ROOM_GRACE_S,
     NODE_ROOM_LOOK_S,
     STATES_READ_S,
 )
-from raykv.base.errors import MessageError, RayKVError, SettingError, cause_of, first_line
+from raykv.base.errors import RayKVError, SettingError, first_line
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import MAX_GENERATION
+from raykv.base.ids import NodeId
 from raykv.base.settings import NodeOptions
-from raykv.base.threads import OnFailure, end_process, start_thread, within
+from raykv.base.threads import OnFailure, end_process, start_thread
 from raykv.base.version import __version__
-from raykv.cluster import names
-from raykv.cluster.breaker import Breakers, Pauses, joined
+from raykv.cluster.breaker import joined
 from raykv.cluster.logs import read_log, set_up_logging
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
+from raykv.node.accounts.desk import Desk
 from raykv.node.devices import see_all_gpus
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.host import host_facts
-from raykv.node.keeper import inventory_of
+from raykv.node.keeper import PoolKeeper
 from raykv.node.nixl.agent import NixlAgent, NixlError
 from raykv.node.nixl.offers import Offers
 from raykv.node.nixl.transport import NixlTransport
 from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers, Switch
 from raykv.node.read import ReadService
-from raykv.node.service import (
-    NodeService,
-    ServiceSettings,
-    boot_epoch,
-    process_id,
-)
+from raykv.node.reports import Reports
+from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.node.states.file import HiddenStates
-from raykv.protocol.columns import MAX_KEYS, require
+from raykv.protocol.events import ListingQuery
 from raykv.protocol.findings import HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import MetricFamily
-from raykv.protocol.node import (
-    Demotions,
-    DiskNews,
-    DiskStats,
-    FailedStores,
-    Inventory,
-    Kept,
-    NixlEnd,
-    NodeDescription,
-    NodeReport,
-    NodeReportReply,
-    NodeStats,
-)
-from raykv.protocol.peer import FetchRequest, ReadRequest, check_read
+from raykv.protocol.named.copies import FetchOrderNamed, ReadNamed
+from raykv.protocol.node import DiskStats, Kept, NixlEnd, NodeDescription, NodeStats
+from raykv.protocol.operator import DropOrder
+from raykv.protocol.peer import check_read
+from raykv.protocol.reader import ChunkQuery
+from raykv.protocol.sessions import SessionQuery, check_session_query
 
 logger = logging.getLogger("raykv.node")
 
 HERE = "the NodeActor"
+ENGINE, OTHER_NODE, OPERATOR = "the engine", "another NodeActor", "the operator"
 
-MAX_PAGE = MAX_KEYS // 2
-"""Chunks per report: with namespace and size columns they stay under 100 KiB."""
-
-
-CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "demote": 1, "keep": 1, "states": 8}
+CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
 """Threads of the actor for each kind of call; further calls wait their turn."""
 
-
 NO_OPTIONS = NodeOptions()
+
+
+def is_draining(node_id: str) -> bool:
+    """Whether Ray is about to take a node away; False where it does not say."""
+    try:
+        from ray._private import worker
+
+        return node_id in worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_S)
+    except Exception as error:
+        logger.debug("Ray does not say which nodes drain: %s", first_line(error))
+        return False
 
 
 class NodeActor:
@@ -118,22 +107,12 @@ class NodeActor:
         self._node_id = node_id
         self._socket_name = socket_name
         self._pool_path = pool_path
-        self._settings = ServiceSettings(
-            socket_name, PoolGeometry(pool_bytes, slab_bytes), pool_path
-        )
-        self._news = threading.Event()
-        self._seq = 0
-        self._scheduler_epoch = 0
-        self._paused = False
-        # A report that has not been answered yet; it is sent again as it was.
-        self._unanswered: NodeReport | None = None
-        self._scheduler: Any = None
-        # The report thread opens and closes it.
-        self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
+        self._geometry = PoolGeometry(pool_bytes, slab_bytes)
         self._metrics: MetricsServer | None = None
         self._disk_place = options.disk
         self._disk: DiskTier | None = None
         self._transport_wish = options.transport
+        self._pin_share = options.pin_share
         self._nixl = NixlEnd()
         self._nixl_reads: NixlTransport | None = None
         # Several threads fetch and read.
@@ -174,51 +153,67 @@ class NodeActor:
 
     def _open(self) -> str:
         """Make the pool and begin to serve; else return why that can't be, in a sentence."""
-        pool_bytes = self._settings.geometry.pool_bytes
-        refusal = pool_objection(pool_bytes, self._pool_path)
+        refusal = pool_objection(self._geometry.pool_bytes, self._pool_path)
         if refusal:
             return refusal
         try:
-            self._service = NodeService(self._settings, boot_epoch())
+            node_id = NodeId(self._node_id)
+            keeper = PoolKeeper(
+                *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
+            )
+            self._service = NodeService(ServiceSettings(self._socket_name), keeper)
         except RayKVError as error:
             return str(error)
-        keeper, epoch = self._service.keeper, self._service.epoch
-        self._reading = ReadService(keeper, epoch)
-        is_busy = self._service.is_copying
+        self._keeper = keeper
+        self._reading = ReadService(keeper)
         if self._disk_place.path:
-            self._disk = DiskTier(self._disk_place, keeper, epoch, self._news.set, is_busy)
+            is_busy = self._service.is_copying
+            self._disk = DiskTier(self._disk_place, keeper, self._wake, is_busy)
+            keeper.keep_floors = self._disk.keep_floors
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
         self._between = Switch(ObjectRefTransport(peers))
         transport = TieredTransport(self._node_id, disk_reads, self._between)
-        self._fetching = FetchService(keeper, epoch, transport, self._news.set)
+        self._fetching = FetchService(keeper, transport)
         self._offers = Offers(self._reading)
+        self._desk = Desk(self._node_id, keeper)
+        self._reports = Reports(keeper, self._stats)
         try:
             self._start()
-        except RayKVError as error:
-            self._service.stop()
-            return str(error)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (RayKVError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise
             self._service.stop()
-            return f"the pool {self._pool_path} can't be opened: {error}"
+            keeper.pool.close()
+            is_ours = isinstance(error, RayKVError)
+            return str(error) if is_ours else f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
         if self._transport_wish != "ray":
             start_thread("raykv-nixl", lambda: self._open_nixl(peers), OnFailure.GIVE_UP)
-        # The first report is not a heartbeat to wait for: engines can't attach before it.
-        self._news.set()
-        start_thread("raykv-report", self._report_for_ever, OnFailure.END_PROCESS)
+        self._reports.start()
+        start_thread("raykv-drain", self._watch_for_drain, OnFailure.END_PROCESS)
         return ""
+
+    def _watch_for_drain(self) -> None:
+        """Until Ray drains this node: nothing more is stored here from then on."""
+        while not is_draining(self._node_id):
+            time.sleep(NODE_DRAIN_LOOK_S)
+        with self._keeper.lock:
+            self._keeper.owner.is_leaving = True
+            self._keeper.lock.notify_all()
+
+    def _wake(self) -> None:
+        """The disk has changed the listing."""
+        with self._keeper.lock:
+            self._keeper.lock.notify_all()
 
     def _open_nixl(self, peers: RayPeers) -> None:
         """Read through NIXL from now on, where others have it, and let them; takes seconds."""
-        keeper, epoch = self._service.keeper, self._service.epoch
-        pool_bytes = self._settings.geometry.pool_bytes
+        keeper = self._keeper
         try:
-            agent = NixlAgent(f"raykv:{self._node_id}:{epoch}")
-            agent.register(keeper.pool.address, pool_bytes)
+            agent = NixlAgent(f"raykv:{self._node_id}:{keeper.life}")
+            agent.register(keeper.pool.address, self._geometry.pool_bytes)
             metadata = agent.metadata()
         except NixlError as error:
             is_wanted = self._transport_wish == "nixl"
@@ -228,13 +223,13 @@ class NodeActor:
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
         self._nixl_reads = NixlTransport(agent, peers, ObjectRefTransport(peers))
         self._between.use(self._nixl_reads)
-        self._nixl = NixlEnd(metadata, keeper.pool.address)
+        self._nixl = NixlEnd(metadata)
 
     def _start(self) -> None:
         give_up_at = time.monotonic() + NODE_BIND_S
         while True:
             try:
-                self._service.start(self._news.set)
+                self._service.start()
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
@@ -245,17 +240,17 @@ class NodeActor:
 
     def describe(self) -> bytes:
         """→ `NodeDescription`; without a pool its sizes are those that it was to have."""
-        geometry = self._settings.geometry
+        geometry = self._geometry
         description = NodeDescription(
             version=PROTOCOL_VERSION,
             raykv_version=__version__,
             node_id=self._node_id,
-            epoch=0,
+            life=0,
             socket_name=self._socket_name,
             pool_bytes=geometry.pool_bytes,
             slab_bytes=geometry.slab_bytes,
             prefaulted_bytes=0,
-            pid=process_id(),
+            pid=os.getpid(),
             num_workers=0,
             pool_path=self._pool_path,
             refusal=self._refusal,
@@ -266,7 +261,7 @@ class NodeActor:
         return encode(
             msgspec.structs.replace(
                 description,
-                epoch=self._service.epoch,
+                life=self._keeper.life,
                 prefaulted_bytes=stats.prefaulted_bytes,
                 num_workers=stats.num_workers,
                 stats=stats,
@@ -276,22 +271,21 @@ class NodeActor:
 
     @ray.method(concurrency_group="fetch")
     def fetch(self, raw: bytes) -> bytes:
-        """`FetchRequest` → `FetchResult`: chunks of other nodes into slots of this one."""
+        """`FetchOrderNamed` → `NamedResult`: chunks of other nodes into the pool."""
         self._refuse_without_pool()
-        request = receive(raw, FetchRequest, "the engine", HERE)
-        result = self._fetching.fetch(request)
+        result = self._fetching.fetch(receive(raw, FetchOrderNamed, ENGINE, HERE))
         with self._measuring:
             self._service.meter.fetch.observe(result.seconds)
         return encode(result)
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
-        """`ReadRequest` → `ReadReply` and the bytes: chunks of this node, for another one."""
+        """`ReadNamed` → `ReadNamedReply` and the bytes: chunks of this node, for another one."""
         self._refuse_without_pool()
         began = time.monotonic()
-        request = receive(raw, ReadRequest, "another NodeActor", HERE)
+        request = receive(raw, ReadNamed, OTHER_NODE, HERE)
         if request.from_disk and self._disk is not None:
-            check_read(request, self._settings.geometry.slab_bytes)
+            check_read(request, self._geometry.slab_bytes)
             # Other threads touch the disk: it may hang.
             reply, data = self._disk.reads.start_read(request).wait(DISK_READ_S)
         else:
@@ -302,15 +296,17 @@ class NodeActor:
 
     @ray.method(concurrency_group="offer")
     def offer(self, raw: bytes) -> bytes:
-        """`ReadRequest` → `Offer`: chunks that another node takes out of the pool itself."""
+        """`ReadNamed` → `Offer`: chunks that another node takes out of the pool itself."""
         self._refuse_without_pool()
-        return encode(self._offers.begin(receive(raw, ReadRequest, "another NodeActor", HERE)))
+        if not self._nixl.metadata:
+            raise SettingError("NIXL is not open on this node: its pool is read through Ray")
+        return encode(self._offers.begin(receive(raw, ReadNamed, OTHER_NODE, HERE)))
 
     @ray.method(concurrency_group="offer")
-    def end_offer(self, epoch: int, number: int) -> bool:
+    def end_offer(self, life: int, number: int) -> bool:
         """Whether an offer of that life was in force until now; it ends."""
         self._refuse_without_pool()
-        return epoch == self._service.epoch and self._offers.end(number)
+        return life == self._keeper.life and self._offers.end(number)
 
     def has_hidden_states(self, request_id: str) -> bool:
         """Whether a request of that name is known here, captured or failed."""
@@ -332,8 +328,7 @@ class NodeActor:
         facts = host_facts(decode(raw, HostQuestion), self._pool_path, self._disk_place.path)
         if self._refusal:
             return encode(msgspec.structs.replace(facts, refusal=self._refusal))
-        pool = self._service.keeper.pool
-        pool_bytes = self._settings.geometry.pool_bytes
+        pool, pool_bytes = self._keeper.pool, self._geometry.pool_bytes
         return encode(
             msgspec.structs.replace(
                 facts,
@@ -352,8 +347,9 @@ class NodeActor:
         build = numbers("raykv_build_info", {(__version__, "node"): 1})
         if self._refusal:
             return [build, number("raykv_pool_size_bytes", 0)]
-        service = self._service
-        return [build, *service.meter.families(self._stats(), service.keeper.contents())]
+        stats = self._stats()
+        with self._keeper.lock:
+            return [build, *self._service.meter.families(stats, self._keeper.owner)]
 
     def _stats(self) -> NodeStats:
         fetched = self._fetching.counters
@@ -366,179 +362,91 @@ class NodeActor:
             bytes_nixl=0 if self._nixl_reads is None else self._nixl_reads.bytes_read,
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
-            breakers=joined(
-                [self._breakers.report(time.monotonic()), self._fetching.breaker_report()]
-            ),
+            breakers=joined([self._reports.breaker_report(), self._fetching.breaker_report()]),
             metrics_address="" if metrics is None else metrics.address,
             metrics_problem="" if metrics is None else metrics.problem,
             disk=DiskStats() if self._disk is None else self._disk.stats(),
         )
 
-    def inventory(self) -> bytes:
-        """→ `Inventory`: every READY chunk."""
+    # People
+
+    @ray.method(concurrency_group="people")
+    def listing(self, raw: bytes) -> bytes:
+        """`ListingQuery` → `ListingPart`."""
         self._refuse_without_pool()
-        return encode(inventory_of(self._service.keeper.all_held()))
+        return encode(self._desk.listing(receive(raw, ListingQuery, OPERATOR, HERE)))
 
-    @ray.method(concurrency_group="host")
-    def note_clearing(self, cleared: dict[str, int], deadline_s: float) -> bool:
-        """Discard namespaces up to generations; False if the disk could not note it in time."""
-        if self._refusal:
-            return True
-        require(all(0 <= each <= MAX_GENERATION for each in cleared.values()), "a clearing")
-        self._service.keeper.clear(cleared)
-        if self._disk is None:
-            return True
-        self._disk.clear(cleared)
-        return self._disk.wait_for_clearings(deadline_s)
+    @ray.method(concurrency_group="people")
+    def chunks(self, raw: bytes) -> bytes:
+        """`ChunkQuery` → `ChunkPage`, of this node alone."""
+        self._refuse_without_pool()
+        return encode(self._desk.chunks(receive(raw, ChunkQuery, OPERATOR, HERE)))
 
-    @ray.method(concurrency_group="demote")
-    def demote(self, raw: bytes, deadline_s: float) -> bool:
-        """`Demotions`: have chunks written that others are about to take the place of; False if the
-        disk has not copied all of them out of their slots in time, or can't be written.
-        """
-        if self._refusal or self._disk is None:
-            return False
-        demoted = decode(raw, Demotions)
-        return self._disk.demote_now(demoted, deadline_s)
+    @ray.method(concurrency_group="people")
+    def descriptions(self, keys: list[bytes], namespace: str | None = None) -> bytes:
+        """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
+        self._refuse_without_pool()
+        return encode(self._desk.descriptions(keys, namespace))
+
+    @ray.method(concurrency_group="people")
+    def pins(self) -> bytes:
+        """→ `PinsHere`."""
+        self._refuse_without_pool()
+        return encode(self._desk.pins())
+
+    @ray.method(concurrency_group="people")
+    def drop(self, raw: bytes) -> bytes:
+        """`DropOrder` → `Released`."""
+        self._refuse_without_pool()
+        return encode(self._desk.drop(receive(raw, DropOrder, OPERATOR, HERE)))
+
+    @ray.method(concurrency_group="people")
+    def requests(self, after: int) -> bytes:
+        """→ `RequestPage`: requests of this node's engines that have ended since."""
+        self._refuse_without_pool()
+        return encode(self._desk.requests(after))
+
+    @ray.method(concurrency_group="people")
+    def why_miss(self, beginning: str) -> bytes:
+        """→ `Explanations` of the requests whose ids begin so."""
+        self._refuse_without_pool()
+        return encode(self._desk.why_miss(beginning))
+
+    @ray.method(concurrency_group="people")
+    def more_room(self) -> bytes:
+        """→ `MoreRoom`."""
+        self._refuse_without_pool()
+        return encode(self._desk.more_room())
+
+    @ray.method(concurrency_group="people")
+    def sessions(self, raw: bytes) -> bytes:
+        """`SessionQuery` → `SessionPage`."""
+        self._refuse_without_pool()
+        query = receive(raw, SessionQuery, OPERATOR, HERE)
+        check_session_query(query)
+        return encode(self._desk.sessions(query))
 
     @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:
         """→ `Kept`, when all chunks are on the disk or in the pool file, or the time has passed."""
         if self._refusal:
             return encode(Kept(self._node_id))
-        keeper, place, problem = self._service.keeper, self._pool_path, ""
+        keeper, place, problem = self._keeper, self._pool_path, ""
         if self._disk is not None:
             place, left = self._disk_place.path, self._disk.keep(deadline_s)
             problem = self._disk.stats().problem
         elif place:
             left = keeper.wait_for_seals(deadline_s)
         else:
-            left = len(keeper.all_held())
-        num_chunks = len(keeper.all_held())
-        return encode(Kept(self._node_id, place, num_chunks - left, left, problem))
+            left = self._num_chunks()
+        return encode(Kept(self._node_id, place, self._num_chunks() - left, left, problem))
+
+    def _num_chunks(self) -> int:
+        with self._keeper.lock:
+            return self._keeper.owner.index.num_ready
 
     def check(self) -> bool:
-        """Assert the slot table's invariants; for tests."""
-        with self._service.keeper.lock:
-            self._service.keeper.table.check()
+        """Assert the pool's invariants; for tests."""
+        with self._keeper.lock:
+            self._keeper.owner.check()
         return True
-
-    # Reports
-
-    def _report_for_ever(self) -> None:
-        while True:
-            self._news.wait(NODE_HEARTBEAT_S)
-            if self._news.is_set():
-                self._news.clear()
-                time.sleep(NODE_BATCH_PAUSE_S)
-            time.sleep(self._breakers.wait_s(names.SCHEDULER, time.monotonic()))
-            call = self._breakers.begin(names.SCHEDULER, time.monotonic())
-            if call is not None:
-                self._report_once(call)
-
-    def _report_once(self, call: int) -> None:
-        try:
-            self._report()
-        except Exception as error:
-            # No scheduler actor now: what it should know stays here until it is back.
-            self._scheduler = None
-            if isinstance(error, MessageError):
-                # A report that is refused for its content must not be repeated.
-                self._unanswered = None
-            reason = first_line(cause_of(error))
-            if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
-                logger.warning("no report to the scheduler actor: %s", reason)
-            self._news.set()
-            return
-        if self._breakers.worked(names.SCHEDULER):
-            logger.warning("the scheduler actor takes reports again")
-
-    def _report(self) -> None:
-        """Send what is new, page by page, at least one page (the heartbeat)."""
-        while True:
-            if self._unanswered is None:
-                self._seq += 1
-                keeper = self._service.keeper
-                stored, failed = keeper.take_unreported(MAX_PAGE), keeper.take_failed(MAX_PAGE)
-                self._unanswered = self._make_report(stored, failed, self._seq)
-            reply = self._call(self._unanswered)
-            disk = self._unanswered.disk
-            has_heard = (reply.disk.listing, reply.disk.heard) == (disk.listing, disk.upto)
-            was_full = len(self._unanswered.stored) == MAX_PAGE or (not disk.is_last and has_heard)
-            self._unanswered = None
-            self._take_reply(reply)
-            if reply.inventory:
-                self._send_inventory()
-            if not was_full:
-                return
-
-    def _make_report(
-        self,
-        stored: Inventory,
-        failed: FailedStores,
-        seq: int,
-        page: int = 0,
-        num_pages: int = 0,
-    ) -> NodeReport:
-        geometry = self._service.settings.geometry
-        return NodeReport(
-            version=PROTOCOL_VERSION,
-            node_id=self._node_id,
-            epoch=self._service.epoch,
-            seq=seq,
-            pool_bytes=geometry.pool_bytes,
-            slab_bytes=geometry.slab_bytes,
-            highest_generation=self._highest_generation(),
-            scheduler_epoch=self._scheduler_epoch,
-            stored=stored,
-            failed=failed,
-            page=page,
-            last_page=page == num_pages > 0,
-            cleared=self._cleared(),
-            paused=self._paused,
-            stats=self._stats(),
-            pid=process_id(),
-            hostname=socket.gethostname(),
-            raykv_version=__version__,
-            disk=DiskNews() if self._disk is None else self._disk.news(),
-        )
-
-    def _highest_generation(self) -> int:
-        """The highest ever seen here; the disk's too, as soon as an epoch is known."""
-        on_disk = 0
-        if self._disk is not None and self._scheduler_epoch:
-            on_disk = self._disk.highest_generation
-        return max(self._service.keeper.highest_generation, on_disk)
-
-    def _cleared(self) -> dict[str, int]:
-        """Floors of the pool and of the disk, where that of an earlier life is known."""
-        cleared = Clearings({} if self._disk is None else self._disk.cleared())
-        cleared.take(self._service.keeper.cleared())
-        return cleared.told
-
-    def _call(self, report: NodeReport) -> NodeReportReply:
-        if self._scheduler is None:
-            self._scheduler = within(
-                GCS_S, lambda: ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
-            )
-        ref = self._scheduler.report.remote(encode(report))
-        answer = ray.get(ref, timeout=NODE_REPORT_S)
-        return receive(answer, NodeReportReply, "the scheduler actor", HERE)
-
-    def _take_reply(self, reply: NodeReportReply) -> None:
-        self._scheduler_epoch = max(self._scheduler_epoch, reply.epoch)
-        self._paused = reply.paused
-        self._service.keeper.clear(reply.cleared)
-        if self._disk is not None:
-            self._disk.clear(reply.cleared)
-            self._disk.take_order(reply.disk)
-
-    def _send_inventory(self) -> None:
-        """All READY chunks, for a scheduler actor that has just learned of this node."""
-        chunks = self._service.keeper.all_ready()
-        pages = [chunks[i : i + MAX_PAGE] for i in range(0, len(chunks), MAX_PAGE)] or [[]]
-        for position, page in enumerate(pages, start=1):
-            # What was overwritten meanwhile may have been reported already.
-            rest = inventory_of(self._service.keeper.only_ready(page))
-            report = self._make_report(rest, FailedStores(), self._seq, position, len(pages))
-            self._take_reply(self._call(report))

@@ -1,4 +1,4 @@
-"""A worker that is attached to a NodeActor, and the jobs that it has queued there."""
+"""Who is connected to a NodeActor: the first message, and a worker with its queued jobs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import cast
 
 import msgspec
 
 from raykv.base.deadlines import NODE_STOP_S
 from raykv.base.errors import AttachError, MessageError, ThreadError, VersionError
-from raykv.base.ids import Blocks, ChunkName, Direction, Generation, Key, Namespace, Refusal, Slot
+from raykv.base.ids import Direction, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import CopyBackend, LaneName, StopSign
@@ -29,17 +28,11 @@ from raykv.memory.region import ROOM_CHECK_BYTES, yield_to_others
 from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
+from raykv.node.pool.jobs import AdmittedJob
 from raykv.protocol import wire
 from raykv.protocol.framing import receive
-from raykv.protocol.worker import (
-    MAX_PIECES,
-    AttachWorker,
-    CopyJob,
-    JobBatch,
-    JobResult,
-    check_attach_worker,
-    check_batch,
-)
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.worker import MAX_PIECES, AttachWorker
 
 logger = logging.getLogger("raykv.node")
 
@@ -67,8 +60,6 @@ class AttachedWorker:
         self._device_backend: CopyBackend | None = None
         self._send_lock = threading.Lock()
         self._populating: SupervisedThread | None = None
-        # The namespace that its latest job named; its connection's thread alone touches it.
-        self.last_namespace = hello.namespace
 
     @property
     def is_open(self) -> bool:
@@ -142,31 +133,25 @@ class AttachedWorker:
         self.words.close()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class QueuedJob:
-    """A job on its way through the queue; `refusals` has what failed, by chunk index.
+    """A job on its way through the queue; `refusals` has what failed of what was admitted, and of
+    what was not looked at yet, by chunk number.
 
     `lock_fd`: of the file that a capture becomes; -1 for none.
     """
 
     worker: AttachedWorker
-    job: CopyJob
+    admitted: AdmittedJob
     submitted_at: float
     lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
     direction: Direction = field(init=False)
-    namespace: Namespace = field(init=False)
-    """Of all chunks: an engine whose weights change goes on in another one."""
     stop: StopSign = field(init=False)
-    _keys: list[Key] = field(init=False)
-    _names: dict[int, ChunkName] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.direction = Direction(self.job.direction)
-        self.namespace = Namespace(self.job.namespace or self.worker.hello.namespace)
-        self.stop = self.worker.stop_sign(self.job.job_id)
-        self._keys = cast(list[Key], list(self.job.handles.keys))
-        self._names = {}
+        self.direction = Direction(self.admitted.job.direction)
+        self.stop = self.worker.stop_sign(self.admitted.job.job_id)
 
     @property
     def lane(self) -> LaneName:
@@ -176,36 +161,11 @@ class QueuedJob:
     def is_cancelled(self) -> bool:
         return self.stop()
 
-    def name(self, chunk: int) -> ChunkName:
-        name = self._names.get(chunk)
-        if name is None:
-            handles = self.job.handles
-            name = self._names[chunk] = ChunkName(
-                self.namespace,
-                self._keys[chunk],
-                Slot(handles.slots[chunk]),
-                Generation(handles.generations[chunk]),
-                self.worker.hello.slot_bytes.get(self.job.groups[chunk], 0),
-            )
-        return name
-
-    def blocks(self, chunk: int) -> Blocks:
-        """What is copied of a chunk of a job that was planned."""
-        return self.worker.planner.blocks(self.job, chunk)
-
-    def result(self, num_bytes: int) -> JobResult:
-        """How the job has ended, with so many bytes copied."""
-        return JobResult(
-            job_id=self.job.job_id,
-            num_bytes=num_bytes,
-            seconds=time.monotonic() - self.submitted_at,
-            failed_chunks=list(self.refusals),
-            refusals=[int(refusal) for refusal in self.refusals.values()],
-        )
-
     def refuse_rest(self, refusal: Refusal) -> None:
-        for chunk in range(len(self.job.handles.keys)):
-            self.refusals.setdefault(chunk, refusal)
+        """What nobody has refused so far has failed."""
+        for at, found in enumerate(self.admitted.chunks):
+            if not (isinstance(found, Refusal) and found):
+                self.refusals.setdefault(at, refusal)
 
 
 MAX_FDS = 1 + MAX_PIECES
@@ -214,13 +174,34 @@ CPU.
 """
 
 
-def receive_hello(
-    sock: socket.socket, reader: wire.FrameReader, deadline_s: float
-) -> tuple[AttachWorker, list[int]]:
-    """The first message of a connection, and the descriptors that came with it.
+class IntroductionError(AttachError):
+    """A first message that can't be taken, of an engine or, perhaps, a worker."""
+
+    def __init__(self, text: str, is_engine: bool) -> None:
+        super().__init__(text)
+        self.is_engine = is_engine
+
+
+class _First(msgspec.Struct):
+    """What can be read of a first message of any kind."""
+
+    type: str = ""
+
+
+@dataclass
+class Opening:
+    """How a connection has begun: who it is, descriptors that came along, and what came behind."""
+
+    hello: AttachWorker | EngineHello
+    fds: list[int]
+    behind: list[bytes]
+
+
+def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: float) -> Opening:
+    """The first message of a connection, with its descriptors.
 
     Raises:
-        AttachError: it is no attach message of our version.
+        AttachError: it is no introduction of our version.
         TimeoutError: it was not complete in time.
         ValueError: the connection ended before.
     """
@@ -240,15 +221,23 @@ def receive_hello(
             if len(fds) > MAX_FDS:
                 raise AttachError("too many descriptors came with the first message")
             frames = reader.feed(data[0])
-        hello = receive(frames[0], AttachWorker, "the worker", "this NodeActor")
-        check_attach_worker(hello)
-        return hello, fds
-    except (VersionError, MessageError) as error:
-        close_all(fds)
-        raise AttachError(str(error)) from error
+        return Opening(_introduction(frames[0]), fds, frames[1:])
     except BaseException:
         close_all(fds)
         raise
+
+
+def _introduction(raw: bytes) -> AttachWorker | EngineHello:
+    try:
+        is_engine = msgspec.msgpack.decode(raw, type=_First).type == "engine"
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+        is_engine = False
+    try:
+        if is_engine:
+            return receive(raw, EngineHello, "the engine", "this NodeActor")
+        return receive(raw, AttachWorker, "the worker", "this NodeActor")
+    except (VersionError, MessageError) as error:
+        raise IntroductionError(str(error), is_engine) from error
 
 
 def check_parts(worker: AttachedWorker) -> None:
@@ -266,17 +255,6 @@ def check_parts(worker: AttachedWorker) -> None:
                 f"a chunk of KV group {group_id} has {needed} bytes with the parts of all "
                 f"{hello.num_ranks} ranks, which don't fit into a slot of {slot_bytes} bytes"
             )
-
-
-def read_batch(raw: bytes) -> JobBatch:
-    """A message after the first one.
-
-    Raises:
-        MessageError: it is no job batch, or has invalid jobs.
-    """
-    batch = receive(raw, JobBatch, "a worker", "this NodeActor")
-    check_batch(batch)
-    return batch
 
 
 def close_all(fds: list[int]) -> None:

@@ -9,20 +9,20 @@
                another node, and one local load of   │
                `LOADS_PER_CHECK` ────────────────────┘
 
-A quarantined chunk is gone: its load fails like one of a chunk that was overwritten, the directory
-learns of it, and the slot is free for a later generation.
+A quarantined chunk is gone: its load fails, and the listing says that it was damaged.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import xxhash
 
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, ChunkName, Refusal
+from raykv.base.ids import Refusal
 from raykv.node.keeper import PoolKeeper
+from raykv.node.pool.records import ChunkRecord
 
 LOADS_PER_CHECK = 256
 """A checksum takes about as long as the copy of the same bytes: 0.4 % more on the average."""
@@ -44,71 +44,49 @@ class Integrity:
         self._loads_per_check = loads_per_check
         self._random = random.Random()
 
-    def begin_loads(
-        self,
-        names: Sequence[ChunkName],
-        wanted: Sequence[Blocks],
-        is_cancelled: Callable[[], bool],
-    ) -> list[Refusal]:
-        """Register a reader of some blocks of each chunk, which is compared first if it has to be;
-        see `PoolKeeper`.
+    def objection(self, record: ChunkRecord, is_cancelled: Callable[[], bool]) -> Refusal:
+        """Compare a chunk that is to be loaded, and has a reader, if it has to be, or was chosen.
 
         `CORRUPT`: its bytes have changed. `CANCELLED`: there was no time to find out.
         """
-        refusals = self._keeper.begin_loads(names, wanted)
-        reading = {at for at, refusal in enumerate(refusals) if refusal is Refusal.NONE}
-        ended = set[int]()
-        try:
-            for at in reading:
-                if self._must_compare(names[at]):
-                    refusals[at] = self._compare(names[at], is_cancelled)
-                    if refusals[at] is not Refusal.NONE:
-                        ended.add(at)
-        except BaseException:
-            ended = reading
-            raise
-        finally:
-            if ended:
-                self._keeper.end_loads(names[at] for at in ended)
-        return refusals
+        if not self._must_compare(record):
+            return Refusal.NONE
+        checksum = self._checksum(record, is_cancelled)
+        if checksum is None:
+            return Refusal.CANCELLED
+        self._keeper.check_bytes(record, checksum)
+        # Of one that has gone meanwhile the bytes are still there.
+        return Refusal.NONE if record.checksum in (None, checksum) else Refusal.CORRUPT
 
-    def _compare(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> Refusal:
-        checksum = self._checksum(name, is_cancelled)
-        return Refusal.CANCELLED if checksum is None else self._keeper.settle(name, checksum)
-
-    def _must_compare(self, name: ChunkName) -> bool:
-        is_chosen = self._random.random() * self._loads_per_check < 1
-        if not is_chosen and not self._keeper.table.num_unproven:
-            return False
-        seal = self._keeper.seal_of(name)
-        return seal is not None and (is_chosen or not seal.is_proven)
+    def _must_compare(self, record: ChunkRecord) -> bool:
+        if not record.is_proven:
+            return True
+        return self._random.random() * self._loads_per_check < 1 and record.checksum is not None
 
     def work(self, is_wanted: Callable[[], bool]) -> bool:
         """Make or compare the checksum of one chunk that waits for it; False if none does.
 
         Ends early when `is_wanted` says that something else is to be done.
         """
-        name = self._keeper.take_unchecked()
-        if name is None:
+        record = self._keeper.take_unchecked()
+        if record is None:
             return False
-        if self._keeper.begin_load(name) is not Refusal.NONE:
-            return True
         try:
-            checksum = self._checksum(name, is_wanted)
+            checksum = self._checksum(record, is_wanted)
             if checksum is None:
-                self._keeper.put_back(name)
+                self._keeper.put_back(record)
             else:
-                self._keeper.settle(name, checksum)
+                self._keeper.check_bytes(record, checksum)
         finally:
-            self._keeper.end_load(name)
+            self._keeper.end_read(record)
         return True
 
-    def _checksum(self, name: ChunkName, is_cancelled: Callable[[], bool]) -> int | None:
+    def _checksum(self, record: ChunkRecord, is_cancelled: Callable[[], bool]) -> int | None:
         """Checksum of a chunk's bytes in the pool; the caller is a reader of its slot."""
-        place = self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
-        data = memoryview((ctypes.c_ubyte * name.slot_bytes).from_address(place)).cast("B")
+        place = self._keeper.address_of(record)
+        data = memoryview((ctypes.c_ubyte * record.slot_bytes).from_address(place)).cast("B")
         hasher = xxhash.xxh3_64()
-        for start in range(0, name.slot_bytes, PIECE_BYTES):
+        for start in range(0, record.slot_bytes, PIECE_BYTES):
             if is_cancelled():
                 return None
             hasher.update(data[start : start + PIECE_BYTES])

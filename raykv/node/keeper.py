@@ -1,8 +1,11 @@
-"""The pool of one node and its slot table behind one lock: who may touch which bytes now.
+"""The bytes of a node's pool and what decides about them, `NodePool`, behind one lock.
 
 Everything that copies (copy threads, readers for other nodes, fetches from them) asks here before
-and reports here after. The slot table is touched only here, with `lock` held, so what it has
-admitted is what all see. Nobody holds the lock while bytes move.
+and reports here after. Nobody holds the lock while bytes move.
+
+A pool file: what gets a slot is struck off its journal before anybody writes there, and entered
+once it is READY and has a checksum. What an earlier life has left is served from the first document
+of orders on, which says what of it is void; without one it is dropped.
 """
 
 from __future__ import annotations
@@ -11,205 +14,245 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from raykv.base.deadlines import SLOT_LOOK_S
+from raykv.base.deadlines import POOL_FILE_ORDERS_S, SLOT_LOOK_S
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    ALL_BLOCKS,
-    MAX_GENERATION,
-    NO_BLOCKS,
-    Blocks,
-    ChunkName,
-    Generation,
-    Namespace,
-    Refusal,
-    Seal,
-    Slot,
-)
-from raykv.memory.pool import Pool
-from raykv.node.meter import PoolContents
-from raykv.node.slots import Admission, FailedStore, SlotState, SlotTable
-from raykv.protocol.columns import Keys, numbered
-from raykv.protocol.node import FailedStores, Inventory
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
+from raykv.memory.pool import Pool, PoolEntry
+from raykv.node.pool.catalog import PoolCatalog
+from raykv.node.pool.claims import PIN_SHARE
+from raykv.node.pool.jobs import AdmittedJob
+from raykv.node.pool.owner import NodePool
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.listing import Reason
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
-
-MAX_UNREPORTED = 100_000
-"""READY chunks that wait for the scheduler actor; beyond it the oldest are not reported. They
-come back with the next inventory."""
 
 MAX_UNCHECKED = 65_536
 """Chunks that wait for their checksums to be made, or compared; beyond it the oldest are left out.
 They are served all the same, those that were restored compared first."""
 
+ADOPTED = 4096
+"""Chunks of a pool file that are taken back in one go."""
+
+KeepFloors = Callable[[Mapping[int, Mapping[str, int]], float], bool]
+"""Keep what was cleared, by history, within so many seconds; False: it was not kept in time."""
+
 
 class PoolKeeper:
-    """Owns the bytes of a node's pool; any thread may call.
+    """See the module's docstring. Any thread may call.
 
-    `lock` is notified whenever a slot may have become free. `mutex` is what it locks, for other
-    conditions beside it.
+    `lock` is notified whenever a slot, the listing or what engines are told may have changed;
+    `mutex` is what it locks, for other conditions beside it.
+
+    Args:
+        node_id: Ray's.
+        life: of the NodeActor; a later one is higher.
+        geometry: of the pool.
+        pool_path: of the pool file; empty: memory alone.
+        pin_share: of the pool, that pins may take.
     """
 
-    def __init__(self, geometry: PoolGeometry, pool_path: str) -> None:
+    def __init__(
+        self,
+        node_id: NodeId,
+        life: int,
+        geometry: PoolGeometry,
+        pool_path: str = "",
+        *,
+        pin_share: float = PIN_SHARE,
+    ) -> None:
+        self.life = life
+        self.geometry = geometry
+        self.pool_path = pool_path
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
-        self.table = SlotTable(geometry)
         self.pool = Pool(geometry, pool_path)
-        self._unreported: deque[ChunkName] = deque(maxlen=MAX_UNREPORTED)
-        self._unchecked: deque[ChunkName] = deque(maxlen=MAX_UNCHECKED)
+        self.owner = NodePool(node_id, life, geometry, pin_share=pin_share)
+        """What decides; called with `lock` held."""
+        self.catalog = PoolCatalog(self.owner.index, self.owner.index.shelf, self.now())
+        self.keep_floors: KeepFloors | None = None
+        """Of the disk tier, if there is one."""
+        self._unchecked: deque[ChunkRecord] = deque(maxlen=MAX_UNCHECKED)
         self._num_quarantined = 0
+        # Of the pool file, not served yet, the oldest first; and until when they wait for orders.
+        self._restored: list[ChunkRecord] = []
+        self._restored_until = 0.0
 
-    def recover(self) -> None:
-        """Take back what a pool file holds; nothing of it is read here."""
+    def now(self) -> float:
+        """The pool's clock, in seconds."""
+        return time.monotonic()
+
+    def address_of(self, record: ChunkRecord) -> int:
+        """Where a record's bytes are in this process."""
+        return self.pool.address + record.slot * SLOT_ALIGNMENT
+
+    # Workers' jobs
+
+    def announce(
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob]
+    ) -> list[AdmittedJob]:
+        """Admit all loads of a message; see `NodePool.announce`."""
         with self.lock:
-            found = self.pool.recover()
-            for namespace, generation in self.pool.cleared.items():
-                self.table.discard_namespace(Namespace(namespace), Generation(generation))
-            for name, seal in found.items():
-                if self.table.restore(name, seal.checksum, seal.blocks):
-                    self._unchecked.append(name)
-                else:
-                    self.pool.strike(name.slot)
-                    self._num_quarantined += 1
+            return self.owner.announce(life, rank, num_ranks, jobs, self.now())
 
-    # Copies
-
-    def begin_load(self, name: ChunkName, wanted: Blocks = NO_BLOCKS) -> Refusal:
-        """Register a reader of some blocks of a chunk; see `SlotTable.begin_load`."""
-        return self.begin_loads((name,), (wanted,))[0]
-
-    def begin_loads(self, names: Sequence[ChunkName], wanted: Sequence[Blocks]) -> list[Refusal]:
-        """Register a reader of each of some chunks; see `begin_load`."""
+    def begin_chunks(self, job: AdmittedJob, numbers: Sequence[int]) -> None:
+        """Admit some chunks of a store; see `NodePool.begin_chunks`. `COPY_FAILED`: memory is so
+        short that its place can't be touched.
+        """
         with self.lock:
-            return [self.table.begin_load(*each) for each in zip(names, wanted, strict=True)]
-
-    def blocks_of(self, name: ChunkName) -> Blocks:
-        """The blocks of a READY chunk that were stored."""
-        with self.lock:
-            return self.table.blocks_of(name)
-
-    def end_load(self, name: ChunkName) -> None:
-        """A reader is done."""
-        self.end_loads((name,))
-
-    def end_loads(self, names: Iterable[ChunkName]) -> None:
-        """Readers of some chunks are done."""
-        with self.lock:
-            for name in names:
-                self.table.finish_load(name.slot, name.generation)
+            self.owner.begin_chunks(job, numbers, self.now())
+            for at in numbers:
+                record = job.chunks[at]
+                if isinstance(record, ChunkRecord) and not self._open(record):
+                    self.owner.end_chunk(job, at, ok=False)
+                    job.chunks[at] = Refusal.COPY_FAILED
             self.lock.notify_all()
 
-    def begin_store(
-        self,
-        name: ChunkName,
-        rank: int,
-        num_ranks: int,
-        wait_s: float,
-        expiry_s: float,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> Refusal:
-        """Let a rank write its part of a chunk, once the slot's readers have finished.
+    def _open(self, record: ChunkRecord) -> bool:
+        """A record's bytes are about to be written; False: they can't be."""
+        self.pool.forget(record.slot, record.slot_bytes)
+        return self.pool.may_touch(record.slot, record.slot_bytes)
 
-        Args:
-            name: the chunk, and the lease that it is stored at.
-            rank: whose part.
-            num_ranks: how many parts make the chunk READY.
-            wait_s: longest wait for readers and writers of the slot.
-            expiry_s: the other ranks have so long to come.
-            is_cancelled: asked while waiting.
-        """
-        give_up_at = time.monotonic() + wait_s
-        if not self.pool.may_touch(name.slot, name.slot_bytes):
-            return Refusal.COPY_FAILED
+    def end_chunks(self, job: AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
+        """Nobody copies these chunks of a job any more; see `NodePool.end_chunks`."""
         with self.lock:
-            expires_at = time.monotonic() + expiry_s
-            while True:
-                answer = self.table.begin_store(name, rank, num_ranks, expires_at)
-                if answer.admission is Admission.GO:
-                    # The journal must not list a chunk whose bytes are about to be overwritten.
-                    self.pool.forget(name.slot, name.slot_bytes)
-                    return Refusal.NONE
-                if answer.admission is Admission.REFUSED:
-                    return answer.refusal
-                if is_cancelled() or time.monotonic() > give_up_at:
-                    return Refusal.WRITING
-                self.lock.wait(SLOT_LOOK_S)
+            records = [] if job.is_load or not ok else [job.chunks[at] for at in numbers]
+            self.owner.end_chunks(job, numbers, ok=ok)
+            for record in records:
+                # It is READY by the last rank's end only.
+                if isinstance(record, ChunkRecord) and record.state is ChunkState.READY:
+                    self._unchecked.append(record)
+            self.lock.notify_all()
 
-    def end_store(
+    def end_job(
+        self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
+    ) -> NamedResult:
+        """A job has ended, once all of its chunks have; see `NodePool.end_job`."""
+        with self.lock:
+            result = self.owner.end_job(job, failures, num_bytes, seconds)
+            self.lock.notify_all()
+            return result
+
+    # Other nodes
+
+    def land(
         self,
-        name: ChunkName,
-        rank: int,
-        ok: bool,
-        checksum: int | None = None,
-        blocks: Blocks = ALL_BLOCKS,
-    ) -> SlotState:
-        """A rank has stopped writing some blocks; READY when its part was the last one.
+        namespace: Namespace,
+        key: Key,
+        slot_bytes: int,
+        stamp: Stamp,
+        blocks: Blocks,
+        tenant: str,
+    ) -> ChunkRecord | Refusal:
+        """A slot for a chunk of another node; see `NodePool.land`. `landed` ends it."""
+        with self.lock:
+            # What another node stored before its first orders may be older than any clear.
+            if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
+                return Refusal.CLEARED
+            record = self.owner.land(
+                *(namespace, key, slot_bytes, stamp, blocks, tenant), now=self.now()
+            )
+            if isinstance(record, ChunkRecord) and not self._open(record):
+                self.owner.landed(record, ok=False)
+                record = Refusal.COPY_FAILED
+            self.lock.notify_all()
+            return record
 
-        `checksum` is that of the whole chunk, where it is known; else it is made later.
+    def landed(self, record: ChunkRecord, *, ok: bool, checksum: int | None = None) -> None:
+        """Nobody writes a chunk any more that was to land; with the checksum of its slot, where
+        that is known.
         """
         with self.lock:
-            state = self.table.finish_store(name.slot, name.generation, rank, ok, blocks)
-            if state is SlotState.READY:
+            self.owner.landed(record, ok=ok)
+            if record.state is ChunkState.READY:
                 if checksum is None:
-                    self._unchecked.append(name)
+                    self._unchecked.append(record)
                 else:
-                    self._seal(name, checksum)
-                self._unreported.append(name)
+                    self._seal(record, checksum)
             self.lock.notify_all()
-            return state
+
+    def begin_read(
+        self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int]
+    ) -> list[ChunkRecord | Refusal]:
+        """Let others read whole slots; see `NodePool.begin_read`. `end_read` ends each."""
+        with self.lock:
+            return self.owner.begin_read(namespace, keys, slot_bytes, self.now())
+
+    def end_read(self, *records: ChunkRecord) -> None:
+        """Readers are done."""
+        with self.lock:
+            for record in records:
+                self.owner.end_read(record)
+            self.lock.notify_all()
 
     # Checksums
 
-    def _seal(self, name: ChunkName, checksum: int) -> None:
+    def _seal(self, record: ChunkRecord, checksum: int) -> None:
         """A pool file has no chunk without a checksum."""
-        if self.table.seal(name, checksum):
-            self.pool.remember(name, checksum, self.table.blocks_of(name))
+        record.checksum = checksum
+        if self.pool.has_journal:
+            self.pool.remember(
+                PoolEntry(
+                    record.slot,
+                    record.slot_bytes,
+                    record.namespace,
+                    record.key,
+                    checksum,
+                    record.stamp,
+                    record.blocks,
+                )
+            )
 
-    def settle(self, name: ChunkName, checksum: int) -> Refusal:
-        """The bytes of a chunk have that checksum now.
+    def check_bytes(self, record: ChunkRecord, checksum: int) -> Refusal:
+        """The bytes of a record, which the caller reads, have that checksum now.
 
-        It is remembered if there was none; if there was another one the chunk is damaged: it is
-        quarantined, and the answer is `CORRUPT`. `STALE`: it is gone already.
+        It is remembered if there was none; if there was another one the chunk is damaged, and not
+        served any more: `CORRUPT`. `NOT_HERE`: it has gone meanwhile.
         """
         with self.lock:
-            if not self.table.is_ready(name):
-                return Refusal.STALE
-            seal = self.table.seal_of(name)
-            if seal is None:
-                self._seal(name, checksum)
-            elif seal.checksum == checksum:
-                self.table.prove(name)
+            if record.state is not ChunkState.READY:
+                return Refusal.NOT_HERE
+            if record.checksum is None:
+                self._seal(record, checksum)
+            elif record.checksum == checksum:
+                record.is_proven = True
             else:
-                self._quarantine(name)
+                self._quarantine(record)
                 return Refusal.CORRUPT
         return Refusal.NONE
 
-    def _quarantine(self, name: ChunkName) -> None:
-        self.table.quarantine(name)
-        self.pool.strike(name.slot)
+    def _quarantine(self, record: ChunkRecord) -> None:
+        self.owner.index.drop(record, Reason.DAMAGED)
+        self.pool.strike(record.slot)
         self._num_quarantined += 1
+        self.lock.notify_all()
         logger.error(
-            "the bytes of a chunk have changed since it was stored (slot %d, generation %d): it is "
-            "not served any more. Is the node's memory in order?",
-            name.slot,
-            name.generation,
+            "the bytes of chunk %s of namespace %s have changed since it was stored: it is not "
+            "served any more. Is the node's memory in order?",
+            *(record.key.hex(), record.namespace),
         )
 
-    def seal_of(self, name: ChunkName) -> Seal | None:
-        """None for a chunk that has no checksum yet, or is not there."""
+    def take_unchecked(self) -> ChunkRecord | None:
+        """The chunk that has waited longest for a checksum to be made or compared, with a reader
+        for whom the caller calls `end_read`.
+        """
         with self.lock:
-            return self.table.seal_of(name)
+            while self._unchecked:
+                record = self._unchecked.popleft()
+                is_done = record.checksum is not None and record.is_proven
+                if not is_done and self.owner.index.hold(record):
+                    return record
+        return None
 
-    def take_unchecked(self) -> ChunkName | None:
-        """The chunk that has waited longest for a checksum to be made or compared."""
+    def put_back(self, record: ChunkRecord) -> None:
+        """The record that `take_unchecked` returned was not checked; its reader is still there."""
         with self.lock:
-            return self._unchecked.popleft() if self._unchecked else None
-
-    def put_back(self, name: ChunkName) -> None:
-        """The chunk that `take_unchecked` returned was not checked."""
-        with self.lock:
-            self._unchecked.appendleft(name)
+            self._unchecked.appendleft(record)
 
     def wait_for_seals(self, deadline_s: float) -> int:
         """Wait until every READY chunk has its checksum, which a pool file needs to have it again;
@@ -218,10 +261,12 @@ class PoolKeeper:
         give_up_at = time.monotonic() + deadline_s
         while True:
             with self.lock:
-                names = self.table.inventory()
-                count = sum(self.table.seal_of(name) is None for name in names)
-            if not count or time.monotonic() > give_up_at:
-                return count
+                ready = [r for r in self.owner.index.places if r.state is ChunkState.READY]
+                left = [record for record in ready if record.checksum is None]
+                if not self._unchecked:
+                    self._unchecked.extend(left)
+            if not left or time.monotonic() > give_up_at:
+                return len(left)
             time.sleep(SLOT_LOOK_S)
 
     @property
@@ -229,85 +274,84 @@ class PoolKeeper:
         """Chunks that were damaged, and journals of a pool file that were not believed."""
         return self._num_quarantined + self.pool.num_set_aside
 
-    def contents(self) -> PoolContents:
-        """What fills the pool now."""
+    # The pool file and orders
+
+    def recover(self) -> None:
+        """Find what a pool file holds, before anything else is stored; nothing of it is read, nor
+        served before `take_orders`.
+        """
         with self.lock:
-            return PoolContents(self.table.contents(), len(self._unreported))
+            entries = self.pool.recover()
+            self.owner.index.floors.learn(self.pool.floors)
+            # A name may be in two slots: the later one counts.
+            latest = {(entry.namespace, entry.key): entry for entry in entries}
+            chosen = [e for e in entries if latest[e.namespace, e.key] is e]
+            records = [_restored(entry) for entry in chosen if entry.blocks.is_sound]
+            for entry in entries:
+                if latest[entry.namespace, entry.key] is not entry:
+                    self.pool.strike(entry.slot)
+            refused = set(self.owner.index.places.restore(records))
+            for record in refused:
+                self.pool.strike(record.slot)
+            self._num_quarantined += len(refused) + len(chosen) - len(records)
+            self._restored = [record for record in records if record not in refused]
+            self._restored_until = self.now() + POOL_FILE_ORDERS_S
 
-    # Reports
+    def take_orders(self, document: OrdersDocument, deadline_s: float) -> bool:
+        """A document of orders; see `NodePool.take_orders`. What it clears is kept by the pool file
+        and the disk when this returns.
 
-    def take_unreported(self, most: int) -> Inventory:
-        """Chunks that became READY and were not reported yet; they count as reported now."""
+        False: the disk has not kept it within the deadline: the node does not show its number yet,
+        and calls again.
+        """
         with self.lock:
-            names = [self._unreported.popleft() for _ in range(min(most, len(self._unreported)))]
-        return inventory_of(names)
+            self.owner.take_orders(document, self.now())
+            floors = self.owner.index.floors.told
+            self.pool.keep_floors(floors)
+            restored = []
+            if self.owner.orders != NOTHING_ORDERED:
+                restored, self._restored = self._restored, restored
+            self.lock.notify_all()
+        for start in range(0, len(restored), ADOPTED):
+            some = restored[start : start + ADOPTED]
+            with self.lock:
+                self.owner.index.adopt(some)
+                self._unchecked += [each for each in some if each.state is ChunkState.READY]
+                self.lock.notify_all()
+        return self.keep_floors is None or self.keep_floors(floors, deadline_s)
 
-    def all_ready(self) -> list[ChunkName]:
-        """Every READY chunk; those that wait for a report are in it and need none any more."""
+    def expire(self) -> None:
+        """End what is late or over; about once a second."""
         with self.lock:
-            self._unreported.clear()
-            return list(self.table.inventory())
+            now = self.now()
+            self.owner.expire(now)
+            if self._restored and now >= self._restored_until:
+                logger.warning(
+                    "%d chunks of the pool file are given up: no orders have come for %.0f s, "
+                    "so that nobody knows what of them was cleared",
+                    *(len(self._restored), POOL_FILE_ORDERS_S),
+                )
+                self._drop_restored()
+            self.lock.notify_all()
 
-    def take_failed(self, most: int) -> FailedStores:
-        """Stores that have failed and were not reported yet; they count as reported now."""
-        with self.lock:
-            failed = self.table.take_failed(most)
-        return failed_columns(failed)
-
-    def only_ready(self, names: list[ChunkName]) -> list[ChunkName]:
-        """The chunks among `names` that are still there."""
-        with self.lock:
-            return [name for name in names if self.table.is_ready(name)]
-
-    def ready_at(self, slot: Slot, generation: Generation) -> ChunkName | None:
-        """The READY chunk in a slot, if the slot is still at that generation."""
-        with self.lock:
-            return self.table.ready_at(slot, generation)
-
-    def all_held(self) -> list[ChunkName]:
-        """Every READY chunk; changes nothing."""
-        with self.lock:
-            return list(self.table.inventory())
-
-    def clear(self, cleared: dict[str, int]) -> None:
-        """Discard namespaces up to the given generations."""
-        with self.lock:
-            before = self.table.cleared
-            for namespace, generation in cleared.items():
-                if generation <= MAX_GENERATION:
-                    self.table.discard_namespace(Namespace(namespace), Generation(generation))
-            if self.table.cleared != before:
-                self.pool.clear(self.table.cleared)
-
-    def cleared(self) -> dict[str, int]:
-        """The generation up to which each namespace's chunks were discarded."""
-        with self.lock:
-            return self.table.cleared
-
-    @property
-    def highest_generation(self) -> Generation:
-        """The highest generation that a store was ever begun with."""
-        return self.table.highest_generation
+    def _drop_restored(self) -> None:
+        restored, self._restored = self._restored, []
+        for record in restored:
+            self.pool.strike(record.slot)
+            self.owner.index.end_load(record)
 
 
-def inventory_of(names: list[ChunkName]) -> Inventory:
-    """`names` as columns."""
-    namespaces: list[str] = []
-    namespace_index = numbered(namespaces, [name.namespace for name in names])
-    return Inventory(
-        namespaces=namespaces,
-        namespace_index=namespace_index,
-        keys=Keys.of([name.key for name in names]),
-        slots=[name.slot for name in names],
-        generations=[name.generation for name in names],
-        slot_bytes=[name.slot_bytes for name in names],
-    )
-
-
-def failed_columns(failed: list[FailedStore]) -> FailedStores:
-    """`failed` as columns."""
-    return FailedStores(
-        slots=[store.slot for store in failed],
-        generations=[store.generation for store in failed],
-        slot_bytes=[store.slot_bytes for store in failed],
+def _restored(entry: PoolEntry) -> ChunkRecord:
+    """A chunk of a pool file, with a reader, to be found by nobody yet."""
+    return ChunkRecord(
+        Namespace(entry.namespace),
+        Key(entry.key),
+        entry.slot_bytes,
+        entry.stamp,
+        slot=Slot(entry.slot),
+        state=ChunkState.VOID,
+        blocks=entry.blocks,
+        readers=1,
+        checksum=entry.checksum,
+        is_proven=False,
     )

@@ -93,15 +93,16 @@ class CopyLanes:
         with self._lock:
             return self._queue.take(wanted)
 
-    def drop(self, worker: AttachedWorker) -> None:
-        """Forget a worker's jobs, and wait for those that run.
+    def drop(self, worker: AttachedWorker) -> list[QueuedJob]:
+        """Take a worker's jobs out of the queue, and wait for those that run.
 
         Those end soon if the worker's connection is closed: they look before each of their runs.
         """
         with self._lock:
-            self._queue.take(lambda queued: queued.worker is worker)
+            dropped = self._queue.take(lambda queued: queued.worker is worker)
             while worker.running:
                 self._lock.wait(NODE_LOOK_S)
+            return dropped
 
     def __len__(self) -> int:
         """Jobs that wait."""

@@ -87,7 +87,9 @@ def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
         geometry.pool_bytes,
         geometry.slab_bytes,
         wish.pool_path,
-        NodeOptions(MetricsPlace(*wish.metrics), DiskPlace(*wish.disk), wish.transport),
+        NodeOptions(
+            MetricsPlace(*wish.metrics), DiskPlace(*wish.disk), wish.transport, wish.pin_share
+        ),
     )
 
 

@@ -7,29 +7,23 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raykv.base.ids import (
-    ALL_BLOCKS,
-    SLOT_ALIGNMENT,
-    Blocks,
-    ChunkName,
-    Epoch,
-    Generation,
-    Key,
-    Namespace,
-    Refusal,
-    Slot,
-)
+from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
+from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.columns import Numbers
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.peer import ReadReply, ReadRequest, check_read
+from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.peer import check_read
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
@@ -43,50 +37,76 @@ MAX_KEPT = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """How the read of one chunk ended, the checksum of its bytes, where that was asked for, and
-    which of its blocks were stored.
+    """How the read of one chunk ended; of one that was not refused, the orders under which it was
+    stored, the checksum of its bytes, where that was asked for, and which blocks are there.
     """
 
     refusal: Refusal
+    stamp: Stamp = NOTHING_ORDERED
     checksum: int = 0
-    blocks: Blocks = ALL_BLOCKS
+    blocks: Blocks = NO_BLOCKS
 
 
 class ReadService:
-    """Any thread may read; the slot table keeps writers away from what is being read."""
+    """Any thread may read; readers of records keep writers away from what is being read."""
 
-    def __init__(self, keeper: PoolKeeper, epoch: Epoch) -> None:
+    def __init__(self, keeper: PoolKeeper) -> None:
         self._keeper = keeper
-        self._epoch = epoch
         self._lock = threading.Lock()
         self._scratch = Scratch()
         self.reading = 0
         self.bytes_sent = 0
 
-    def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
-        """Copy out what is still there, at its generation, of what is asked for.
+    def read(self, request: ReadNamed) -> tuple[ReadNamedReply, Bytes]:
+        """Copy out what is there of what is asked for.
 
         Raises:
             MessageError: the request is invalid.
         """
-        check_read(request, self._keeper.table.geometry.slab_bytes)
+        found, reply = self._begin(request)
         with self._lock:
             self.reading += 1
         try:
-            reply, data = answer(
-                request,
-                self._epoch,
-                lambda name, to: self._read_one(name, to, with_checksum=request.with_checksums),
-                self._scratch.take,
-            )
+            reads, data = self._copy_all(found, with_checksums=request.with_checksums)
         finally:
             with self._lock:
                 self.reading -= 1
         with self._lock:
             self.bytes_sent += len(data)
-        return reply, data
+        return _with_reads(reply, reads, request), data
 
-    def hold(self, request: ReadRequest) -> tuple[ReadReply, list[ChunkName]]:
+    def _begin(self, request: ReadNamed) -> tuple[list[ChunkRecord | Refusal], ReadNamedReply]:
+        """Register readers, and say how all chunks are at that moment."""
+        check_read(request, self._keeper.geometry.slab_bytes)
+        namespace, keys = Namespace(request.namespace), [Key(key) for key in request.keys]
+        with self._keeper.lock:
+            found: list[ChunkRecord | Refusal] = [Refusal.BAD_HANDLE] * len(keys)
+            if _is_answered(request):
+                found = self._keeper.begin_read(namespace, keys, request.slot_bytes)
+            life, number, rows = self._keeper.owner.state_of(namespace, keys)
+        return found, ReadNamedReply(life, number, b"", rows)
+
+    def _copy_all(
+        self, found: Sequence[ChunkRecord | Refusal], *, with_checksums: bool
+    ) -> tuple[list[ChunkRead], Bytes]:
+        """Copies of what was admitted, back to back; the readers end."""
+        held = [each for each in found if isinstance(each, ChunkRecord)]
+        reads, end = [], 0
+        try:
+            data = self._scratch.take(sum(each.slot_bytes for each in held))
+            for each in found:
+                if isinstance(each, Refusal):
+                    reads.append(ChunkRead(each))
+                    continue
+                to = data[end : end + each.slot_bytes]
+                ctypes.memmove(to.ctypes.data, self.address_of(each), each.slot_bytes)
+                reads.append(self._compared(each, to, with_checksum=with_checksums))
+                end += 0 if reads[-1].refusal else each.slot_bytes
+        finally:
+            self.let_go(held)
+        return reads, data[:end]
+
+    def hold(self, request: ReadNamed) -> tuple[ReadNamedReply, list[ChunkRecord]]:
         """The answer to a read that leaves the bytes where they are.
 
         Each chunk that is not refused has a reader from now on, whom the caller has to end.
@@ -94,114 +114,104 @@ class ReadService:
         Raises:
             MessageError: the request is invalid.
         """
-        check_read(request, self._keeper.table.geometry.slab_bytes)
-        held: list[ChunkName] = []
-
-        def hold_one(name: ChunkName, _: Bytes) -> ChunkRead:
-            found = self._hold_one(name, with_checksum=request.with_checksums)
-            if found.refusal is Refusal.NONE:
-                held.append(name)
-            return found
-
+        found, reply = self._begin(request)
+        held = [each for each in found if isinstance(each, ChunkRecord)]
         try:
-            reply, _ = answer(request, self._epoch, hold_one, lambda _: np.empty(0, np.uint8))
+            reads = [
+                ChunkRead(each)
+                if isinstance(each, Refusal)
+                else self._compared(
+                    each, self._bytes_of(each), with_checksum=request.with_checksums
+                )
+                for each in found
+            ]
         except BaseException:
             self.let_go(held)
             raise
+        good: list[ChunkRecord] = []
+        damaged: list[ChunkRecord] = []
+        for each, read in zip(found, reads, strict=True):
+            if isinstance(each, ChunkRecord):
+                (damaged if read.refusal else good).append(each)
+        self.let_go(damaged)
         with self._lock:
-            self.bytes_sent += sum(name.slot_bytes for name in held)
-        return reply, held
+            self.bytes_sent += sum(record.slot_bytes for record in good)
+        return _with_reads(reply, reads, request), good
 
-    def let_go(self, held: list[ChunkName]) -> None:
-        """The readers that `hold` has registered are done."""
-        for name in held:
-            self._keeper.end_load(name)
+    def let_go(self, held: Iterable[ChunkRecord]) -> None:
+        """Readers that `hold` has registered are done."""
+        self._keeper.end_read(*held)
 
-    def _read_one(self, name: ChunkName, to: Bytes, *, with_checksum: bool) -> ChunkRead:
-        """Copy a chunk, and compare it with what was stored."""
-        refusal = self._keeper.begin_load(name)
-        if refusal is not Refusal.NONE:
-            return ChunkRead(refusal)
-        try:
-            ctypes.memmove(to.ctypes.data, self._place_of(name), name.slot_bytes)
-            return self._compared(name, to, with_checksum=with_checksum)
-        finally:
-            self._keeper.end_load(name)
+    def address_of(self, record: ChunkRecord) -> int:
+        """Where a chunk's bytes are in this process."""
+        return self._keeper.address_of(record)
 
-    def _hold_one(self, name: ChunkName, *, with_checksum: bool) -> ChunkRead:
-        """Compare a chunk with what was stored; it keeps its reader if it is not refused."""
-        found = ChunkRead(self._keeper.begin_load(name))
-        if found.refusal is not Refusal.NONE:
-            return found
-        try:
-            place = (ctypes.c_ubyte * name.slot_bytes).from_address(self._place_of(name))
-            data = np.frombuffer(memoryview(place), np.uint8)
-            found = self._compared(name, data, with_checksum=with_checksum)
-        except BaseException:
-            self._keeper.end_load(name)
-            raise
-        if found.refusal is not Refusal.NONE:
-            self._keeper.end_load(name)
-        return found
+    def _bytes_of(self, record: ChunkRecord) -> Bytes:
+        """A chunk's bytes where they are."""
+        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.address_of(record))
+        return np.frombuffer(memoryview(place), np.uint8)
 
-    def _place_of(self, name: ChunkName) -> int:
-        return self._keeper.pool.address + name.slot * SLOT_ALIGNMENT
-
-    def _compared(self, name: ChunkName, data: Bytes, *, with_checksum: bool) -> ChunkRead:
+    def _compared(self, record: ChunkRecord, data: Bytes, *, with_checksum: bool) -> ChunkRead:
         """What there is to say of a chunk that has a reader; `data` are its bytes."""
-        blocks = self._keeper.blocks_of(name)
-        seal = self._keeper.seal_of(name)
-        if not with_checksum and (seal is None or seal.is_proven):
-            return ChunkRead(Refusal.NONE, blocks=blocks)
+        if not with_checksum and record.is_proven:
+            return ChunkRead(Refusal.NONE, record.stamp, 0, record.blocks)
         checksum = xxhash.xxh3_64_intdigest(data.data)
-        return ChunkRead(self._keeper.settle(name, checksum), checksum, blocks)
+        refusal = self._keeper.check_bytes(record, checksum)
+        return ChunkRead(refusal, record.stamp, checksum, record.blocks)
 
 
 def answer(
-    request: ReadRequest,
-    epoch: int,
-    read_one: Callable[[ChunkName, Bytes], ChunkRead],
-    take: Callable[[int], Bytes] = lambda num_bytes: np.empty(num_bytes, np.uint8),
-) -> tuple[ReadReply, Bytes]:
-    """Answer a read, for any holder of chunks.
+    request: ReadNamed,
+    read_one: Callable[[Key, Bytes], ChunkRead],
+    life: int = 1,
+    number: int = 0,
+) -> tuple[ReadNamedReply, Bytes]:
+    """Answer a read, for a holder of chunks that is no pool.
 
     Args:
         request: a valid one.
-        epoch: of the one that answers.
-        read_one: reads a chunk into memory of its size.
-        take: gives memory for so many bytes.
+        read_one: reads a chunk into memory of the size that it is to have.
+        life: of the one that answers.
+        number: of its listing.
     """
-    total = sum(request.slot_bytes)
-    is_ours = request.version == PROTOCOL_VERSION and request.node_epoch == epoch
-    if not is_ours or (total > MAX_READ_BYTES and len(request.handles) > 1):
-        refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
-        return ReadReply(epoch, refused), np.empty(0, np.uint8)
-    data = take(total)
-    refusals: list[int] = []
-    checksums: list[int] = []
-    partial: dict[int, Blocks] = {}
-    end = 0
-    for number, name in enumerate(names_of(request)):
-        read = read_one(name, data[end : end + name.slot_bytes])
-        refusals.append(int(read.refusal))
-        if read.refusal is Refusal.NONE:
-            end += name.slot_bytes
-            checksums.append(read.checksum)
-            if read.blocks != ALL_BLOCKS:
-                partial[number] = read.blocks
-    if not request.with_checksums:
-        checksums = []
-    return ReadReply(epoch, refusals, checksums, partial), data[:end]
+    reads, end = [ChunkRead(Refusal.BAD_HANDLE)] * len(request.keys), 0
+    data = np.empty(sum(request.slot_bytes) if _is_answered(request) else 0, np.uint8)
+    if _is_answered(request):
+        for at, (key, size) in enumerate(zip(request.keys, request.slot_bytes, strict=True)):
+            reads[at] = read_one(Key(key), data[end : end + size])
+            end += 0 if reads[at].refusal else size
+    rows = ListedRows.of(
+        ListedRow(Namespace(request.namespace), Key(key), Where.DISK, read.blocks, Reason.STORED)
+        for key, read in zip(request.keys, reads, strict=True)
+        if not read.refusal
+    )
+    return _with_reads(ReadNamedReply(life, number, b"", rows), reads, request), data[:end]
 
 
-def names_of(request: ReadRequest) -> list[ChunkName]:
-    """The chunks that a read asks for."""
-    handles = request.handles
-    columns = zip(handles.keys, handles.slots, handles.generations, request.slot_bytes, strict=True)
-    return [
-        ChunkName(Namespace(request.namespace), Key(key), Slot(slot), Generation(generation), size)
-        for key, slot, generation, size in columns
-    ]
+def _is_answered(request: ReadNamed) -> bool:
+    """Whether a read is one of our version, and not too large."""
+    is_small = len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
+    return request.version == PROTOCOL_VERSION and is_small
+
+
+def _with_reads(
+    reply: ReadNamedReply, reads: Sequence[ChunkRead], request: ReadNamed
+) -> ReadNamedReply:
+    sent = [each for each in reads if not each.refusal]
+    return ReadNamedReply(
+        reply.life,
+        reply.number,
+        bytes(each.refusal for each in reads),
+        reply.rows,
+        [each.checksum for each in sent] if request.with_checksums else [],
+        Numbers.of(each.stamp.history for each in sent),
+        Numbers.of(each.stamp.number for each in sent),
+    )
+
+
+def blocks_in(reply: ReadNamedReply) -> dict[Key, Blocks]:
+    """Which blocks are there of the chunks that came."""
+    return {row.key: row.blocks for row in reply.rows}
 
 
 def lent(memory: mmap.mmap, num_bytes: int, home: deque[mmap.mmap]) -> npt.NDArray[np.uint8]:

@@ -1,11 +1,11 @@
-"""What a NodeActor does, without Ray: the pool, its slot table, the copy threads, the socket.
+"""What a NodeActor does, without Ray: the copy threads, and the socket of engines and workers.
 
-Threads: one accepts connections, one per connected worker reads its jobs, one notices that workers
-have died, two copy for each device and for the host (`raykv.node.lanes`), those of
-`raykv.node.states.capturing` look after hidden states where an engine has any, one looks after
-checksums and stores that have expired, one touches the pool's pages, and one loads the copy kernel
-while copies already run without it. The slot table and the queue are guarded by one lock, which
-nobody holds while bytes are copied or a socket is waited for.
+Threads: one accepts connections, one per connected worker reads its jobs, two serve each connected
+EngineCore (`raykv.node.lines`), one notices that peers have died, two copy for each device and for
+the host (`raykv.node.lanes`), those of `raykv.node.states.capturing` look after hidden states where
+an engine has any, one looks after checksums and what has expired, one touches the pool's pages, and
+one loads the copy kernel while copies already run without it. The pool and the queue are guarded by
+one lock, which nobody holds while bytes are copied or a socket is waited for.
 
 A worker's memory is mapped here only as long as its process lives, whatever its children keep open.
 """
@@ -14,27 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from raykv.base.deadlines import (
     NODE_ACCEPT_PAUSE_S,
-    NODE_COPY_WAIT_S,
     NODE_HELLO_S,
+    NODE_LOOK_S,
     NODE_SEND_S,
     NODE_STOP_S,
-    NODE_STORE_EXPIRY_S,
     NODE_TURN_AWAY_S,
 )
 from raykv.base.errors import AttachError, HandleError, RayKVError, ThreadError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Epoch, Refusal
+from raykv.base.ids import Direction, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread, num_failed, start_thread
 from raykv.cluster.deaths import DeathWatch, Watch
 from raykv.copy.plan import PlanError
@@ -45,23 +41,27 @@ from raykv.memory.limits import has_room, is_in_memory
 from raykv.memory.region import yield_to_others
 from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords
+from raykv.node.accounts.meter import NodeMeter
 from raykv.node.attached import (
     AttachedWorker,
+    IntroductionError,
     QueuedJob,
     check_parts,
     close_all,
-    read_batch,
     receive_hello,
 )
-from raykv.node.copying import Copying, StoreWaits
+from raykv.node.copying import Copying
 from raykv.node.devices import Devices
 from raykv.node.integrity import LOADS_PER_CHECK, Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
-from raykv.node.meter import NodeMeter
+from raykv.node.lines import EngineLines
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import wire
 from raykv.protocol.columns import require
+from raykv.protocol.framing import receive
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import EngineHello, EngineWelcome
 from raykv.protocol.node import NodeStats
 from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
 
@@ -70,15 +70,9 @@ logger = logging.getLogger("raykv.node")
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """`copy_wait_s`: how long a store may wait for a slot's readers. `store_expiry_s`: how long
-    for the other ranks of the same store. `loads_per_check`: see `Integrity`.
-    """
+    """`socket_name`: where engines and workers connect. `loads_per_check`: see `Integrity`."""
 
     socket_name: str
-    geometry: PoolGeometry
-    pool_path: str = ""
-    copy_wait_s: float = NODE_COPY_WAIT_S
-    store_expiry_s: float = NODE_STORE_EXPIRY_S
     loads_per_check: int = LOADS_PER_CHECK
 
 
@@ -93,55 +87,46 @@ class _Counters:
 
 
 class NodeService:
-    """Owns one node's bytes: all copies into and out of the pool run here.
+    """All copies between engines and the pool run here; the pool itself is the keeper's.
 
     Args:
-        settings: sizes and times.
-        epoch: the n-th life of this service on its node; rises with every start.
+        settings: see there.
+        keeper: the pool.
         devices: access to GPUs.
     """
 
     def __init__(
-        self, settings: ServiceSettings, epoch: Epoch, devices: Devices | None = None
+        self, settings: ServiceSettings, keeper: PoolKeeper, devices: Devices | None = None
     ) -> None:
         self.settings = settings
-        self.epoch = epoch
+        self.keeper = keeper
         self.devices = devices or Devices()
-        self.keeper = PoolKeeper(settings.geometry, settings.pool_path)
-        self.integrity = Integrity(self.keeper, settings.loads_per_check)
+        self.integrity = Integrity(keeper, settings.loads_per_check)
         self.rows = RowCopier()
         self.meter = NodeMeter()
         self._counters = _Counters()
-        self._lanes = CopyLanes(self.keeper, self._run)
-        waits = StoreWaits(settings.copy_wait_s, settings.store_expiry_s)
-        self._copying = Copying(
-            self.keeper, self.integrity, self.rows, epoch, waits, self._lanes.give_way
-        )
-        self.capturing = Capturing(
-            self.keeper, self.rows, epoch, self._lanes.give_way, self._answer_capture
-        )
+        self._lanes = CopyLanes(keeper, self._run)
+        self._copying = Copying(keeper, self.integrity, self.rows, self._lanes.give_way)
+        self.capturing = Capturing(keeper, self.rows, self._lanes.give_way, self._end_job)
         # Guards the queue, the counters and the meter too.
-        self._lock = self.keeper.lock
+        self._lock = keeper.lock
         self._workers: set[AttachedWorker] = set()
+        self._lines = EngineLines(keeper)
         self.forms = Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
         self._threads: list[SupervisedThread] = []
         self._has_complained = False
         self._stopping = False
-        self._on_stored: Callable[[], None] = lambda: None
 
     # Life
 
-    def start(self, on_stored: Callable[[], None] = lambda: None) -> None:
-        """Take back what a pool file holds, then listen, copy and prefault in threads.
-
-        `on_stored` is called from copy threads when there is something to report.
+    def start(self) -> None:
+        """Find what a pool file holds, then listen, copy and prefault in threads.
 
         Raises:
             OSError: the socket's name is taken, by another NodeActor that still lives.
         """
-        self._on_stored = on_stored
         self._listener = wire.listen(self.settings.socket_name)
         self.keeper.recover()
         self._threads.append(self._deaths.start())
@@ -158,7 +143,7 @@ class NodeService:
     def _prefault(self) -> None:
         """Touch the pool's pages, without slowing down the engines that start meanwhile."""
         yield_to_others()
-        path = self.settings.pool_path
+        path = self.keeper.pool_path
         if path and not is_in_memory(Path(path)):
             # Pages of a file on a disk are written back when memory is short.
             self.keeper.pool.prefault()
@@ -166,13 +151,15 @@ class NodeService:
             self.keeper.pool.prefault(lambda: has_room(NEAR_BYTES))
 
     def _look_after(self) -> None:
-        """Give up stores that have expired; while nothing is copied, work on checksums."""
+        """End what is late, about once a second; while nothing is copied, work on checksums."""
+        expire_at = self.keeper.now()
         while not self._stopping:
             is_wanted = self._lanes.is_wanted
             if is_wanted() or not self.integrity.work(is_wanted):
                 self._lanes.rest()
-            with self._lock:
-                self.keeper.table.expire(time.monotonic())
+            if self.keeper.now() >= expire_at:
+                expire_at = self.keeper.now() + NODE_LOOK_S
+                self.keeper.expire()
 
     def stop(self) -> None:
         """End the connections and threads, free the pool; workers see their connection close."""
@@ -186,6 +173,7 @@ class NodeService:
             self._listener.close()
         for worker in list(self._workers):
             worker.close_connection()
+        self._lines.close()
         self.keeper.pool.stop()
         self._deaths.stop()
         for thread in self._threads:
@@ -207,56 +195,77 @@ class NodeService:
                     time.sleep(NODE_ACCEPT_PAUSE_S)
                 continue
             try:
-                start_thread("raykv-worker", partial(self._serve, sock))
+                start_thread("raykv-line", partial(self._serve, sock))
             except ThreadError as error:
                 self._turn_away(sock, error)
 
     def _turn_away(self, sock: socket.socket, error: ThreadError) -> None:
-        """Reply to a worker at once that it is not served, and why."""
+        """Reply to a peer at once that it is not served, and why."""
         if not self._has_complained:
             self._has_complained = True
-            logger.error("workers are turned away (said once): %s", error)
+            logger.error("engines and workers are turned away (said once): %s", error)
         with contextlib.closing(sock), contextlib.suppress(RayKVError, OSError, ValueError):
             # What it has sent is read first: else it would see an error, and no answer.
-            _, fds = receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
-            close_all(fds)
-            sock.sendall(wire.frame(WorkerAttached(self.epoch, f"the NodeActor: {error}")))
+            opening = receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
+            close_all(opening.fds)
+            self._refuse(sock, f"the NodeActor: {error}", isinstance(opening.hello, EngineHello))
+
+    def _refuse(self, sock: socket.socket, error: str, is_engine: bool) -> None:
+        answer = EngineWelcome if is_engine else WorkerAttached
+        sock.sendall(wire.frame(answer(self.keeper.life, error)))
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
-        worker = watch = None
+        watch = None
         try:
             watch = self._deaths.watch(sock)
-            worker, reader = self._attach(sock)
-            self._read_jobs(watch, worker, reader)
+            reader = wire.FrameReader()
+            try:
+                opening = receive_hello(sock, reader, NODE_HELLO_S)
+            except RayKVError as error:
+                is_engine = isinstance(error, IntroductionError) and error.is_engine
+                self._refuse(sock, str(error), is_engine)
+                raise
+            hello, fds = opening.hello, opening.fds
+            if isinstance(hello, EngineHello):
+                close_all(fds)
+                self._lines.serve(watch, hello, reader, opening.behind)
+            else:
+                self._serve_worker(watch, hello, fds, reader)
         except Exception as error:
-            # Whatever a stranger or a worker of another version sends ends only its own connection.
+            # Whatever a stranger or a peer of another version sends ends only its own connection.
             if not self._stopping:
-                logger.warning("a worker's connection ended: %s: %s", type(error).__name__, error)
+                logger.warning("a connection ended: %s: %s", type(error).__name__, error)
         finally:
-            with contextlib.closing(sock), contextlib.ExitStack() as stack:
+            with contextlib.closing(sock):
                 if watch is not None:
-                    stack.callback(self._deaths.unwatch, watch)
-                if worker is not None:
-                    self._detach(worker)
+                    self._deaths.unwatch(watch)
 
-    def _attach(self, sock: socket.socket) -> tuple[AttachedWorker, wire.FrameReader]:
-        """Read the attach message and map the memory that came with it."""
-        reader = wire.FrameReader()
+    def _serve_worker(
+        self, watch: Watch, hello: AttachWorker, fds: list[int], reader: wire.FrameReader
+    ) -> None:
+        worker = self._attach(watch.sock, hello, fds)
         try:
-            hello, fds = receive_hello(sock, reader, NODE_HELLO_S)
+            worker.send(WorkerAttached(self.keeper.life))
+            worker.populate()
+            self._read_jobs(watch, worker, reader)
+        finally:
+            self._detach(worker)
+
+    def _attach(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
+        """Map the memory that came with the first message."""
+        try:
             worker = self._admit(sock, hello, fds)
         except RayKVError as error:
             is_unsuited = isinstance(error, HandleError)
-            sock.sendall(wire.frame(WorkerAttached(self.epoch, str(error), is_unsuited)))
+            sock.sendall(wire.frame(WorkerAttached(self.keeper.life, str(error), is_unsuited)))
             raise
+        wire.limit_sends(sock, NODE_SEND_S)
         with self._lock:
             self._workers.add(worker)
-            self.forms.take(worker.hello.namespace, worker.hello.layout.form)
-        wire.limit_sends(sock, NODE_SEND_S)
-        worker.send(WorkerAttached(self.epoch))
-        worker.populate()
-        return worker, reader
+            self.forms.take(hello.namespace, hello.layout.form)
+            self.keeper.owner.begin_line(hello.life, hello.rank, hello.num_ranks)
+        return worker
 
     def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
         if not fds:
@@ -295,7 +304,7 @@ class NodeService:
         except RayKVError as error:
             raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
         self._lanes.open(worker.device)
-        self.devices.lock_pool(worker.device, self.keeper.pool, self.settings.geometry)
+        self.devices.lock_pool(worker.device, self.keeper.pool, self.keeper.geometry)
 
     def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
         # Locks of files, in the order of the captures that they belong to.
@@ -311,102 +320,105 @@ class NodeService:
                 if not data[0]:
                     return
                 for raw in reader.feed(data[0]):
-                    self._take_batch(worker, read_batch(raw), fds)
+                    batch = receive(raw, JobBatch, "a worker", "this NodeActor")
+                    self._take_batch(worker, batch, fds)
         finally:
             close_all(fds)
 
     def _take_batch(self, worker: AttachedWorker, batch: JobBatch, fds: list[int]) -> None:
-        """Queue the jobs; the locks of captures are taken off `fds`."""
-        now = time.monotonic()
+        """Admit a message's loads and queue its jobs; the locks of captures are taken off `fds`."""
+        num_locks = sum(job.capture is not None and job.capture.has_lock for job in batch.jobs)
+        require(num_locks <= len(fds), "a capture whose lock has not come along")
+        hello, now = worker.hello, self.keeper.now()
         rejected: list[QueuedJob] = []
-        self._take_captures(worker, batch, fds, now)
+        captures: list[QueuedJob] = []
+        cancelled = set(batch.cancelled)
         with self._lock:
-            for job in batch.jobs:
-                if job.capture is not None:
-                    continue
-                queued = QueuedJob(worker, job, now)
-                if queued.namespace != worker.last_namespace:
-                    worker.last_namespace = queued.namespace
-                    self.forms.take(queued.namespace, worker.hello.layout.form)
-                if not self._lanes.push(queued):
+            for namespace in {job.namespace for job in batch.jobs}:
+                self.forms.take(namespace, hello.layout.form)
+            for job in self.keeper.announce(hello.life, hello.rank, hello.num_ranks, batch.jobs):
+                capture = job.job.capture
+                lock_fd = fds.pop(0) if capture is not None and capture.has_lock else -1
+                queued = QueuedJob(worker, job, now, lock_fd)
+                if capture is not None:
+                    captures.append(queued)
+                elif not self._lanes.push(queued):
                     queued.refuse_rest(Refusal.QUEUE_FULL)
                     rejected.append(queued)
-            cancelled = set(batch.cancelled)
             for queued in self._lanes.take(
-                lambda q: q.worker is worker and q.job.job_id in cancelled
+                lambda q: q.worker is worker and q.admitted.job.job_id in cancelled
             ):
                 queued.refuse_rest(Refusal.CANCELLED)
                 rejected.append(queued)
-        for queued in rejected:
-            self._answer(queued, 0)
-
-    def _take_captures(
-        self, worker: AttachedWorker, batch: JobBatch, fds: list[int], now: float
-    ) -> None:
-        """Queue a batch's captures; a lock that should have come and has not is a MessageError."""
-        for job in batch.jobs:
-            if job.capture is None:
-                continue
-            has_lock = job.capture.has_lock
-            require(not has_lock or bool(fds), "a capture whose lock has not come along")
-            queued = QueuedJob(worker, job, now, fds.pop(0) if has_lock else -1)
+        for queued in captures:
             if not self.capturing.push(queued):
                 self.capturing.refuse(queued, Refusal.QUEUE_FULL, "too many captures wait")
-        cancelled = set(batch.cancelled)
         if cancelled:
             self.capturing.cancel(worker, cancelled)
-
-    def _answer_capture(self, queued: QueuedJob, num_bytes: int) -> None:
-        queued.worker.send(JobResults([queued.result(num_bytes)]))
+        for queued in rejected:
+            self._end_job(queued, 0)
 
     def _detach(self, worker: AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
         worker.close_connection()
+        hello = worker.hello
         with self._lock:
             self._workers.discard(worker)
+            # What it has not stored is void from now on, though its copies may go on for a moment.
+            self.keeper.owner.end_line(hello.life, hello.rank, self.keeper.now())
+            self._lock.notify_all()
         with contextlib.ExitStack() as stack:
             # Whatever fails, its memory goes, and not before its jobs.
             stack.callback(worker.unmap)
-            stack.callback(self._lanes.drop, worker)
+            stack.callback(self._drop_jobs, worker)
             self.capturing.drop(worker)
+
+    def _drop_jobs(self, worker: AttachedWorker) -> None:
+        for queued in self._lanes.drop(worker):
+            queued.refuse_rest(Refusal.CANCELLED)
+            self._end_job(queued, 0)
 
     # Copies
 
     def _run(self, queued: QueuedJob) -> None:
         """Carry out one job; every failure becomes an answer, never an exception."""
         num_bytes = 0
-        began = time.monotonic()
+        began = self.keeper.now()
         try:
             num_bytes = self._copying.carry_out(queued)
         except PlanError as error:
             logger.warning("refused a malformed job: %s", error)
             queued.refuse_rest(Refusal.BAD_HANDLE)
         except Exception:
-            logger.exception("job %d failed", queued.job.job_id)
+            logger.exception("job %d failed", queued.admitted.job.job_id)
             queued.refuse_rest(Refusal.COPY_FAILED)
-        waited_s, took_s = began - queued.submitted_at, time.monotonic() - began
+        waited_s, took_s = began - queued.submitted_at, self.keeper.now() - began
         with self._lock:
             self.meter.ran(queued.direction, waited_s, took_s)
-        self._answer(queued, num_bytes)
+        self._end_job(queued, num_bytes)
 
-    def _answer(self, queued: QueuedJob, num_bytes: int) -> None:
-        self._count(queued, num_bytes)
-        queued.worker.send(JobResults([queued.result(num_bytes)]))
-        if queued.direction is Direction.STORE and num_bytes:
-            self._on_stored()
-
-    def _count(self, queued: QueuedJob, num_bytes: int) -> None:
-        done = len(queued.job.handles.keys) - len(queued.refusals)
+    def _end_job(self, queued: QueuedJob, num_bytes: int) -> None:
+        """Nobody copies for a job any more, with so many bytes copied: the worker hears of it."""
+        job, took_s = queued.admitted, self.keeper.now() - queued.submitted_at
         with self._lock:
-            if queued.direction is Direction.STORE:
-                self._counters.bytes_stored += num_bytes
-                self._counters.chunks_stored += done
-            else:
-                self._counters.bytes_loaded += num_bytes
-                self._counters.chunks_loaded += done
-            self._counters.chunks_refused += len(queued.refusals)
-            self.meter.refused(queued.refusals.values())
-            self._counters.jobs_cancelled += Refusal.CANCELLED in queued.refusals.values()
+            self.keeper.end_chunks(job, sorted(job.under_way), ok=False)
+            result = self.keeper.end_job(job, queued.refusals, num_bytes, took_s)
+            if job.job.capture is None:
+                self._count(queued, result, num_bytes)
+        queued.worker.send(JobResults([result]))
+
+    def _count(self, queued: QueuedJob, result: NamedResult, num_bytes: int) -> None:
+        refused = [Refusal(each) for each in result.refusals]
+        done = len(queued.admitted.keys) - len(refused)
+        if queued.direction is Direction.STORE:
+            self._counters.bytes_stored += num_bytes
+            self._counters.chunks_stored += done
+        else:
+            self._counters.bytes_loaded += num_bytes
+            self._counters.chunks_loaded += done
+        self._counters.chunks_refused += len(refused)
+        self.meter.refused(refused)
+        self._counters.jobs_cancelled += Refusal.CANCELLED in refused
 
     # Looking
 
@@ -419,9 +431,9 @@ class NodeService:
         states = self.capturing.stats()
         with self._lock:
             return NodeStats(
-                pool_bytes=self.settings.geometry.pool_bytes,
+                pool_bytes=self.keeper.geometry.pool_bytes,
                 prefaulted_bytes=self.keeper.pool.prefaulted_bytes,
-                used_bytes=self.keeper.table.used_bytes,
+                used_bytes=sum(self.keeper.owner.index.contents()[0].values()),
                 bytes_stored=self._counters.bytes_stored,
                 bytes_loaded=self._counters.bytes_loaded,
                 chunks_stored=self._counters.chunks_stored,
@@ -438,14 +450,9 @@ class NodeService:
             )
 
 
-def boot_epoch() -> Epoch:
-    """An epoch that rises with every start of a process on this host until it reboots.
+def boot_life() -> int:
+    """A life that is higher with every start of a process on this host until it reboots, in µs.
 
     Taken from the clock since boot, which nobody sets: it can't jump back.
     """
-    return Epoch(time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000)
-
-
-def process_id() -> int:
-    """This process's id, for status pages."""
-    return os.getpid()
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000

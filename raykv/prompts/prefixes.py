@@ -48,8 +48,10 @@ def companions(groups: Sequence[ChunkGroup], keys: Iterable[bytes]) -> list[Key]
     of the place's others serves; without one of a window, none of the other windows does, but those
     of full attention are needed for what comes behind.
     """
+    found: list[Key] = []
+    if len(groups) < 2:
+        return found
     windows = {each.group: each.window for each in groups}
-    found = []
     for key in keys:
         gone = group_of(Key(key))
         needs_all = windows.get(gone, 0) is None

@@ -1,59 +1,65 @@
 """The event stream: what happens to the directory, and the pages in which it crosses processes.
 
-Every event has a place, (`epoch`, `seq`): the scheduler actor's epoch, and a number that rises by
-one without gaps. Replaying all events of an epoch gives the directory; an epoch begins with
-`EpochBegan`, an empty directory. `raykv.stream.replay.Replay` does it.
+Every event has a place, (`life`, `seq`): the scheduler actor's life, and a number that rises by
+one without gaps. Replaying all events of a life gives the directory; a life begins with
+`LifeBegan`, an empty directory. `raykv.stream.replay.Replay` does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from raykv.base.ids import EventKind
-from raykv.protocol.node import Inventory
+from raykv.protocol.columns import MAX_KEYS, Keys, Numbers
+from raykv.protocol.listing import Position
+from raykv.protocol.named.columns import Count, check_column, check_index
+
+MOST_EVENTS = 1024
+"""In one page: with 36-byte keys under Ray's 100 KiB inline limit."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """What all events have. `time`: in Unix seconds, to about a second; 0.0: it is not known."""
+    """What all events have. `life`: of the scheduler actor. `time`: in Unix seconds, to about a
+    second; 0.0: it is not known.
+    """
 
-    epoch: int
+    life: int
     seq: int
     time: float = 0.0
 
 
-class EpochBegan(Event, frozen=True, kw_only=True, tag=True):
+class LifeBegan(Event, frozen=True, kw_only=True, tag=True):
     """A scheduler actor began with an empty directory: forget everything, it is published anew."""
 
 
-class NodeJoined(Event, frozen=True, kw_only=True, tag=True):
-    """A NodeActor reported for the first time; `node_epoch` is the n-th life of it."""
+class NodeEvent(Event, frozen=True, kw_only=True):
+    """What events of nodes have: the node's life, and the number of its listing at which it was."""
 
     node_id: str
-    node_epoch: int
+    node_life: int
+    number: int
 
 
-class NodeLost(Event, frozen=True, kw_only=True, tag=True):
-    """A NodeActor went silent or was restarted: nothing that it held is there any more."""
-
-    node_id: str
-    node_epoch: int
+class NodeJoined(NodeEvent, frozen=True, kw_only=True, tag=True):
+    """A NodeActor reported for the first time, or its listing began anew: it has nothing yet."""
 
 
-class BlockEvent(Event, frozen=True, kw_only=True):
+class NodeLost(NodeEvent, frozen=True, kw_only=True, tag=True):
+    """A NodeActor went silent or was restarted: nothing that it had is there any more."""
+
+
+class BlockEvent(NodeEvent, frozen=True, kw_only=True):
     """What `BlockStored` and `BlockRemoved` have.
 
     `key` is vLLM's offload key: the block hash, then the KV group index in four bytes.
     """
 
-    node_id: str
     namespace: str
     key: bytes
-    slot: int
-    generation: int
 
     @property
     def block_hash(self) -> bytes:
@@ -67,22 +73,25 @@ class BlockEvent(Event, frozen=True, kw_only=True):
 
 
 class BlockStored(BlockEvent, frozen=True, kw_only=True, tag=True):
-    """A chunk can be loaded from a node."""
+    """A node has a chunk, in RAM or on its disk, and had it in neither."""
 
 
 class BlockRemoved(BlockEvent, frozen=True, kw_only=True, tag=True):
-    """A chunk can't be loaded from a node any more: evicted, or found to be missing."""
+    """A node does not have a chunk any more."""
 
 
 class CacheCleared(Event, frozen=True, kw_only=True, tag=True):
-    """All chunks of a namespace are gone, on all nodes, up to a generation."""
+    """What was stored in a namespace before number `floor` of the orders' `history` is void, on all
+    nodes; an empty namespace: in all. The chunks themselves go by `BlockRemoved`.
+    """
 
     namespace: str
-    generation: int
+    history: int
+    floor: int
 
 
 class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
-    """Not in the log but made by its reader: the events before (`epoch`, `seq`) are not kept.
+    """Not in the log but made by its reader: the events before (`life`, `seq`) are not kept.
 
     What was known before may be wrong: take a `snapshot`, and read on from its place. `missed` is
     the number of events that are missing; None if that can't be said.
@@ -92,49 +101,66 @@ class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
 
 
 class EventPage(msgspec.Struct, frozen=True):
-    """A stretch of the event log, as columns; see `raykv.directory.log`.
+    """A stretch of the event log, as columns; see `raykv.directory.known.events`.
 
-    `ages_ms`: how long ago each happened, to about a second; empty: that is not known. The first
-    row has the number `first_seq`. `is_gap`: it does not follow on what was asked for.
-    `last_seq` is the log's newest number. `node_index` and `namespace_index` point into `nodes`
-    and `namespaces`, which have "" for none.
+    Args:
+        version: of the protocol.
+        life: of the scheduler actor.
+        first_seq: number of the first row.
+        last_seq: the log's newest number.
+        is_gap: it does not follow on what was asked for.
+        nodes: `node_index` points into them; "" for none.
+        namespaces: likewise.
+        kinds: of the rows, an `EventKind` each.
+        node_index: see `nodes`.
+        namespace_index: see `namespaces`.
+        keys: of chunks; of other events `KEYLESS`.
+        lives: of the nodes; of CACHE_CLEARED the history.
+        numbers: of the nodes' listings; of CACHE_CLEARED the floor.
+        ages_ms: how long ago each happened; empty: that is not known.
+
+    Raises:
+        ValueError: columns of different lengths, or a row that is none. From `receive` that is a
+            MessageError.
     """
 
     version: int
-    epoch: int
-    first_seq: int
-    last_seq: int
+    life: Count
+    first_seq: Count
+    last_seq: Count
     is_gap: bool = False
     nodes: list[str] = []
     namespaces: list[str] = []
-    kinds: list[int] = []
-    node_index: list[int] = []
-    namespace_index: list[int] = []
-    keys: list[bytes] = []
-    slots: list[int] = []
-    generations: list[int] = []
-    ages_ms: list[int] = []
+    kinds: bytes = b""
+    node_index: Numbers = Numbers()
+    namespace_index: Numbers = Numbers()
+    keys: Keys = Keys()
+    lives: Numbers = Numbers()
+    numbers: Numbers = Numbers()
+    ages_ms: Numbers = Numbers()
+
+    def __post_init__(self) -> None:
+        columns = (self.kinds, self.node_index, self.namespace_index, self.lives, self.numbers)
+        check_column(self.keys, *columns, *([self.ages_ms] if self.ages_ms else []))
+        check_index(self.node_index, self.nodes)
+        check_index(self.namespace_index, self.namespaces)
+        if self.kinds and max(self.kinds) > max(EventKind):
+            raise ValueError(f"an event of kind {max(self.kinds)}")
 
     def __len__(self) -> int:
         return len(self.kinds)
 
 
-class SnapshotPage(msgspec.Struct, frozen=True):
-    """A part of the directory: chunks of one node; see `raykv.directory.answers.snapshots`.
+KEYLESS = b"\0"
+"""Stands in a page for the key of events that are of no chunk."""
 
-    All pages together, followed by the events after (`epoch`, `seq`), are the directory. `cursor`
-    asks for the next page. With `error` set the snapshot has to be begun anew.
-    """
+
+class ListingQuery(msgspec.Struct, frozen=True):
+    """Ask a NodeActor for the next part of its listing, of all namespaces, up to so many rows."""
 
     version: int
-    epoch: int
-    seq: int
-    cursor: int
-    node_id: str = ""
-    node_epoch: int = 0
-    chunks: Inventory = Inventory()
-    is_last: bool = False
-    error: str = ""
+    position: Position = Position()
+    most: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)] = MAX_KEYS
 
 
 def events_of(page: EventPage, now: float = 0.0) -> Iterator[Event]:
@@ -145,52 +171,36 @@ def events_of(page: EventPage, now: float = 0.0) -> Iterator[Event]:
         page.node_index,
         page.namespace_index,
         page.keys,
-        page.slots,
-        page.generations,
+        page.lives,
+        page.numbers,
         ages,
         strict=True,
     )
-    for number, (kind, node, namespace, key, slot, generation, age) in enumerate(columns):
-        place = {"epoch": page.epoch, "seq": page.first_seq + number}
-        yield _event(
-            EventKind(kind),
-            place if age is None else {**place, "time": round(now - age / 1000, 3)},
-            page.nodes[node],
-            page.namespaces[namespace],
-            key,
-            slot,
-            generation,
-        )
+    for row, (kind, node, namespace, key, life, number, age) in enumerate(columns):
+        place = {"life": page.life, "seq": page.first_seq + row}
+        if age is not None:
+            place["time"] = round(now - age / 1000, 3)
+        of_node = {"node_id": page.nodes[node], "node_life": life, "number": number}
+        yield _event(EventKind(kind), place, of_node, page.namespaces[namespace], key)
 
 
 def _event(
-    kind: EventKind,
-    place: dict[str, Any],
-    node_id: str,
-    namespace: str,
-    key: bytes,
-    slot: int,
-    generation: int,
+    kind: EventKind, place: dict[str, Any], of_node: dict[str, Any], namespace: str, key: bytes
 ) -> Event:
     match kind:
-        case EventKind.EPOCH_BEGAN:
-            return EpochBegan(**place)
+        case EventKind.LIFE_BEGAN:
+            return LifeBegan(**place)
         case EventKind.NODE_JOINED:
-            return NodeJoined(**place, node_id=node_id, node_epoch=generation)
+            return NodeJoined(**place, **of_node)
         case EventKind.NODE_LOST:
-            return NodeLost(**place, node_id=node_id, node_epoch=generation)
+            return NodeLost(**place, **of_node)
         case EventKind.CACHE_CLEARED:
-            return CacheCleared(**place, namespace=namespace, generation=generation)
-        case EventKind.BLOCK_STORED | EventKind.BLOCK_REMOVED:
-            of = BlockStored if kind is EventKind.BLOCK_STORED else BlockRemoved
-            return of(
-                **place,
-                node_id=node_id,
-                namespace=namespace,
-                key=key,
-                slot=slot,
-                generation=generation,
-            )
+            history, floor = of_node["node_life"], of_node["number"]
+            return CacheCleared(**place, namespace=namespace, history=history, floor=floor)
+        case EventKind.BLOCK_STORED:
+            return BlockStored(**place, **of_node, namespace=namespace, key=key)
+        case EventKind.BLOCK_REMOVED:
+            return BlockRemoved(**place, **of_node, namespace=namespace, key=key)
 
 
 @dataclass(frozen=True)

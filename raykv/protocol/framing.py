@@ -11,7 +11,7 @@ import msgspec
 
 from raykv.base.errors import MessageError, VersionError
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -40,6 +40,17 @@ class Reason(IntEnum):
     EVICTED = 3
     CLEARED = 4
     DAMAGED = 5
+    QUOTA = 6
+    """It was evicted while its tenant had more than is guaranteed to it."""
+    MOVED = 7
+    """An operator has had it moved to another node."""
+
+
+EVICTIONS = (Reason.EVICTED, Reason.QUOTA)
+
+# Looked up, since there may be a million rows.
+_WHERES = tuple(map(Where, range(8)))
+_REASONS = {int(each): each for each in Reason}
 
 
 class ListedRow(NamedTuple):
@@ -120,7 +131,7 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
             strict=True,
         )
         for at, key, where, blocks, reason in columns:
-            yield ListedRow(names[at], Key(key), Where(where), blocks, Reason(reason))
+            yield ListedRow(names[at], Key(key), _WHERES[where], blocks, _REASONS[reason])
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

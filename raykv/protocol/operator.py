@@ -1,33 +1,31 @@
-"""What operators order of the cache, and what they get to know: pins, quotas, transfers, pools
-ahead of time.
+"""What operators order of the cache, and what they get to know: orders, pins, quotas, transfers,
+pools ahead of time.
 
-Orders repeat harmlessly: each names itself, and comes to the same when it comes again.
+Orders repeat harmlessly: each has an id, and comes to the same when it comes again. All that are in
+force are one numbered document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
+from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
 from raykv.protocol.columns import (
-    MAX_NAME,
     MAX_NUMBER,
     MAX_POOL_BYTES,
-    Handles,
-    LostReplicas,
-    Replicas,
-    check_keys,
-    check_lost,
+    Keys,
+    Numbers,
     check_names,
     check_rows,
-    check_sizes,
     require,
 )
-from raykv.protocol.node import Demotions
+from raykv.protocol.engine import Naming
+from raykv.protocol.framing import PROTOCOL_VERSION, introduction, version_objection
+from raykv.protocol.named.columns import Count, Named, Text, check_column
 
 MAX_ORDERED = 4096
 """Chunks that one order names, at most."""
@@ -42,54 +40,169 @@ MAX_QUOTAS = 64
 """Quotas: each has its own eviction orders on all nodes."""
 
 MAX_GUARANTEED = 0.75
-"""Of a pool, for all guarantees together: free slots that engines lease may take the rest."""
+"""Of a pool, for all guarantees together."""
+
+MAX_ORDER_ID = 128
+"""Characters: the document has the last ones."""
+
+ShortName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ORDER_ID)]
+Priority = Annotated[int, msgspec.Meta(ge=1, le=MAX_PRIORITY)]
+Part = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+"""Of a whole."""
 
 
-class PinOrder(msgspec.Struct, frozen=True):
+class PauseOrder(msgspec.Struct, frozen=True, tag="pause"):
+    """Switch the cache off for all engines, or on."""
+
+    version: int
+    order_id: ShortName
+    paused: bool
+
+
+class ClearOrder(msgspec.Struct, frozen=True, tag="clear"):
+    """Empty a namespace, by its whole name; with an empty one, all."""
+
+    version: int
+    order_id: ShortName
+    namespace: Text = ""
+
+
+class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
     """Keep chunks for `ttl_s` seconds, those too that are not stored yet.
 
-    Without a `priority` they are never evicted; with one, only after all chunks that have none or
-    a lower one. An order of a known `pin_id` takes the place of the earlier one.
+    Without a `priority` they are never evicted; with one, only after all chunks that have none. An
+    order of a known `pin_id` takes the place of the earlier one.
     """
 
     version: int
-    pin_id: str
-    namespace: str
-    keys: list[bytes]
-    ttl_s: float
-    priority: int | None = None
+    order_id: ShortName
+    pin_id: ShortName
+    namespace: Named
+    keys: Keys
+    ttl_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_PIN_S)]
+    priority: Priority | None = None
+
+    def __post_init__(self) -> None:
+        _check_ordered(self.keys)
 
 
-def check_pin(order: PinOrder) -> None:
-    """Refuse an invalid order to pin with a MessageError."""
-    _ordered("a pin", order.pin_id, order.namespace, order.keys)
-    require(0 < order.ttl_s <= MAX_PIN_S, f"a pin for {order.ttl_s} s")
-    require(order.priority is None or 1 <= order.priority <= MAX_PRIORITY, "a pin's priority")
+class UnpinOrder(msgspec.Struct, frozen=True, tag="unpin"):
+    """End a pin."""
+
+    version: int
+    order_id: ShortName
+    pin_id: ShortName
 
 
-class PinStatus(msgspec.Struct, frozen=True):
-    """A pin: `held_chunks` of its `chunks` are stored on some node and kept there.
+class Quota(msgspec.Struct, frozen=True, tag="quota"):
+    """A tenant's share of every pool and disk, from 0 to 1: `guaranteed` at least, and `most`.
 
-    `kept_bytes` counts every replica of them, `waiting_chunks` are stored but not kept, since the
-    pins of their node have no room left.
+    `name` is for people; `tenant` the label of its requests, empty for that of all others.
     """
 
+    version: int
+    order_id: ShortName
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+    guaranteed: Part = 0.0
+    most: Part = 1.0
+
+    def __post_init__(self) -> None:
+        is_others = self.name == OTHERS and not self.tenant
+        if not self.name.isprintable() or not (is_others or is_label(self.tenant)):
+            raise ValueError(f"a quota named {self.name!r} of the tenant {self.tenant!r}")
+        if self.guaranteed > self.most:
+            raise ValueError("a quota that guarantees more than it allows")
+
+
+class EndQuota(msgspec.Struct, frozen=True, tag="end_quota"):
+    """End the quota of that name."""
+
+    version: int
+    order_id: ShortName
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
+
+
+class NameWeights(msgspec.Struct, frozen=True, tag="name_weights"):
+    """What the weights are called that engines have now whose ids begin so."""
+
+    version: int
+    order_id: ShortName
+    beginning: Named
+    weights_version: Text
+
+
+OperatorOrder = PauseOrder | ClearOrder | PinOrder | UnpinOrder | Quota | EndQuota | NameWeights
+
+
+def receive_order(raw: Any, sender: str, here: str) -> OperatorOrder:
+    """The order in `raw`.
+
+    Raises:
+        VersionError: it is of another version; both are named.
+        MessageError: it is no order.
+    """
+    version = introduction(raw).version if isinstance(raw, bytes) else None
+    if version is not None and version != PROTOCOL_VERSION:
+        raise VersionError(version_objection(sender, version, here))
+    try:
+        order: OperatorOrder = msgspec.msgpack.decode(raw, type=OperatorOrder)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise MessageError(f"{sender} sent {here} no order: {error}") from error
+    return order
+
+
+class OrderAnswer(msgspec.Struct, frozen=True):
+    """Answer to an order, which will be carried out, or why not."""
+
+    error: str = ""
+
+
+class OrderState(msgspec.Struct, frozen=True):
+    """What has become of an order.
+
+    `orders`: the number of the document at which it came into force; None: it has not yet, is not
+    known, or was refused: then `error` says why. `behind`: nodes that report and have not shown
+    that number; it is done where there is none. `is_known`: it is under way, or was carried out or
+    refused lately. `told`: ids of the engines that a naming of weights is for.
+    """
+
+    orders: Stamp | None = None
+    error: str = ""
+    behind: list[str] = []
+    is_known: bool = True
+    told: list[str] = []
+
+
+# Pins
+
+
+class ToldPin(msgspec.Struct, frozen=True):
+    """A pin that is ordered; `digest` asks for its keys."""
+
     pin_id: str
     namespace: str
+    digest: bytes
     chunks: int
-    held_chunks: int
-    kept_bytes: int
     left_s: float
     priority: int | None = None
-    waiting_chunks: int = 0
 
 
-class PinAnswer(msgspec.Struct, frozen=True):
-    """Answer to `PinOrder`: the pin, or why nothing was pinned."""
+class PinPage(msgspec.Struct, frozen=True):
+    """All pins that are ordered."""
 
     version: int
-    pin: PinStatus | None = None
-    error: str = ""
+    pins: list[ToldPin] = []
+
+
+class PinHere(msgspec.Struct, frozen=True):
+    """A pin at one node, by the numbers of its chunks in the order: those that are kept here, and
+    those that are here and not kept, since pins have no room left. `num_bytes` are kept.
+    """
+
+    kept: Numbers = Numbers()
+    waiting: Numbers = Numbers()
+    num_bytes: int = 0
 
 
 class NodePins(msgspec.Struct, frozen=True):
@@ -105,9 +218,40 @@ class NodePins(msgspec.Struct, frozen=True):
     waiting_chunks: int = 0
 
 
+class PinsHere(msgspec.Struct, frozen=True):
+    """What one node says of pins: of each, by id, and in all. `client_chunks` are those that
+    requests have asked for, `hints_refused` how many such wishes were left out for lack of room
+    since its start.
+    """
+
+    version: int
+    node: NodePins
+    held: dict[str, PinHere] = {}
+    client_chunks: int = 0
+    hints_refused: int = 0
+
+
+class PinStatus(msgspec.Struct, frozen=True):
+    """A pin: `held_chunks` of its `chunks` are stored on some node and kept there.
+
+    `kept_bytes` counts every copy of them, `waiting_chunks` are stored but not kept, since the
+    pins of their node have no room left.
+    """
+
+    pin_id: str
+    namespace: str
+    chunks: int
+    held_chunks: int
+    kept_bytes: int
+    left_s: float
+    priority: int | None = None
+    waiting_chunks: int = 0
+
+
 class Pinned(msgspec.Struct, frozen=True):
-    """All pins. `client_chunks` are those that requests have asked for, `hints_refused` how many
-    of such wishes were left out for lack of room since the scheduler actor began.
+    """All pins, put together from what nodes say. `client_chunks` are those that requests have
+    asked for, `hints_refused` how many such wishes were left out for lack of room since the
+    NodeActors began.
     """
 
     version: int
@@ -117,99 +261,29 @@ class Pinned(msgspec.Struct, frozen=True):
     hints_refused: int = 0
 
 
-class Exported(msgspec.Struct, frozen=True):
-    """What an export has written; `asked` chunks were asked for, or found."""
-
-    path: str
-    namespace: str
-    asked: int
-    files: int = 0
-    chunks: int = 0
-    num_bytes: int = 0
+# Chunks elsewhere
 
 
-class TransferOrder(msgspec.Struct, frozen=True):
-    """Lend slots of a node for chunks that others have.
-
-    With `slot_bytes`, a size for each key, they come from outside of the cluster. Orders with the
-    same `series_id` are pages of one whole: none makes room by giving up what another has brought.
+class DropOrder(msgspec.Struct, frozen=True):
+    """Give up the copies of chunks that one node has in its pool, if they have no more blocks than
+    these, which are elsewhere; those that are pinned only `with_pinned`.
     """
 
     version: int
-    transfer_id: str
-    namespace: str
-    node_id: str
-    keys: list[bytes]
-    slot_bytes: list[int] = []
-    series_id: str = ""
+    namespace: Named
+    keys: Keys
+    first_block: Numbers
+    num_blocks: Numbers
+    with_pinned: bool = False
 
-
-def check_transfer(order: TransferOrder) -> None:
-    """Refuse an invalid order to lend slots with a MessageError."""
-    _ordered("a transfer", order.transfer_id, order.namespace, order.keys)
-    check_names("a node", [order.node_id, order.series_id])
-    check_sizes(set(order.slot_bytes))
-    require(len(order.slot_bytes) in (0, len(set(order.keys))), "sizes that don't fit the chunks")
-
-
-class TransferGrant(msgspec.Struct, frozen=True):
-    """Answer to `TransferOrder`: what `FetchRequest` needs. With `error` set nothing was lent.
-
-    `there` chunks are on the node already, `nowhere` on none; for `no_room` the node has no slot.
-    `is_early`: the error is over within seconds. `demoted` chunks were evicted, and are to be
-    copied for the node's disk before others are stored.
-    """
-
-    version: int
-    node_epoch: int = 0
-    handles: Handles = Handles()
-    slot_bytes: list[int] = []
-    sources: Replicas = Replicas()
-    there: int = 0
-    nowhere: int = 0
-    no_room: int = 0
-    error: str = ""
-    is_early: bool = False
-    demoted: Demotions = Demotions()
-
-
-class TransferEnd(msgspec.Struct, frozen=True):
-    """A transfer is over: what was lent and not used is free again.
-
-    In the slots `came` there are chunks now, which will be reported. `lost` as sources said.
-    """
-
-    version: int
-    transfer_id: str
-    namespace: str
-    came: list[int] = []
-    lost: LostReplicas = LostReplicas()
-
-
-def check_end(message: TransferEnd) -> None:
-    """Refuse an invalid end of a transfer with a MessageError."""
-    check_names("a name", [message.transfer_id, message.namespace])
-    check_rows("slots", message.came)
-    check_lost(message.lost)
-
-
-class ReleaseOrder(msgspec.Struct, frozen=True):
-    """Give up the replicas of chunks that one node has on all other nodes."""
-
-    version: int
-    namespace: str
-    node_id: str
-    keys: list[bytes]
-
-
-def check_release(order: ReleaseOrder) -> None:
-    """Refuse an invalid order to give chunks up with a MessageError."""
-    _ordered("a release", order.node_id, order.namespace, order.keys)
+    def __post_init__(self) -> None:
+        _check_ordered(self.keys)
+        check_column(self.keys, self.first_block, self.num_blocks)
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Answer to `ReleaseOrder`, in replicas: `kept` are pinned where they are, `absent` stay since
-    the node that should have them does not.
+    """Answer to `DropOrder`, in copies: `kept` are pinned, or have more blocks; `absent` are not
+    there.
     """
 
     version: int
@@ -221,7 +295,7 @@ class Released(msgspec.Struct, frozen=True):
 class TransferResult(msgspec.Struct, frozen=True):
     """What became of a prefetch or a move, in chunks; `num_bytes` have come to the node.
 
-    `refusals` says how often a fetch failed for which reason. `dropped` replicas were given up
+    `refusals` says how often a fetch failed for which reason. `dropped` copies were given up
     elsewhere, `kept` ones are pinned there.
     """
 
@@ -242,13 +316,27 @@ class TransferResult(msgspec.Struct, frozen=True):
         return self.asked - self.came - self.there
 
 
+class Exported(msgspec.Struct, frozen=True):
+    """What an export has written; `asked` chunks were asked for, or found."""
+
+    path: str
+    namespace: str
+    asked: int
+    files: int = 0
+    chunks: int = 0
+    num_bytes: int = 0
+
+
+# Pools
+
+
 class PoolWish(msgspec.Struct, frozen=True):
     """Which nodes are to have a NodeActor, also those that join later, and with what pool.
 
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
     that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
-    path, bytes, and bytes that stay free; `transport`: as the setting.
+    path, bytes, and bytes that stay free; `transport` and `pin_share`: as the settings.
     """
 
     version: int
@@ -260,6 +348,7 @@ class PoolWish(msgspec.Struct, frozen=True):
     metrics: tuple[str, str, str] = ("auto", "", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
     transport: str = "ray"
+    pin_share: Part = 0.25
 
 
 def check_wish(wish: PoolWish) -> None:
@@ -271,38 +360,28 @@ def check_wish(wish: PoolWish) -> None:
             require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
 
 
-class Quota(msgspec.Struct, frozen=True):
-    """A tenant's share of every pool and disk, from 0 to 1: `guaranteed` at least, and `most`.
+class NodeUp(msgspec.Struct, frozen=True):
+    """What `up` found, or made, on a node; `error` says why it has no pool, `note` what is odd."""
 
-    `name` is for people; `tenant` the label of its requests, empty for that of all others.
-    """
-
-    version: int
-    name: str
-    tenant: str
-    guaranteed: float = 0.0
-    most: float = 1.0
-
-
-def check_quota(quota: Quota) -> None:
-    """Refuse an invalid quota with a MessageError."""
-    require(0 < len(quota.name) <= MAX_LABEL, f"a quota's name of {len(quota.name)} characters")
-    require(quota.name.isprintable(), "a quota's name that can't be shown")
-    is_others = quota.name == OTHERS and not quota.tenant
-    require(is_others or is_label(quota.tenant), f"a tenant's label {quota.tenant!r}")
-    # Comparisons with NaN are false.
-    require(0 <= quota.guaranteed <= quota.most <= 1, "a share that is not from 0 to 1")
-
-
-class QuotaAnswer(msgspec.Struct, frozen=True):
-    """Answer to `Quota`: why it was refused; empty: it holds from now on."""
-
-    version: int
+    node_id: str
+    hostname: str
+    is_new: bool = False
+    pool_bytes: int = 0
+    prefaulted_bytes: int = 0
     error: str = ""
+    note: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is nothing left to do."""
+        return bool(self.error) or 0 < self.pool_bytes <= self.prefaulted_bytes
+
+
+# Tenants
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """A tenant that has a quota, or chunks in pools; `pool_bytes` are those, replicas counted, and
+    """A tenant with a quota, or with chunks: `pool_bytes` in pools, every copy counted, and
     `disk_bytes` its files on disks.
 
     `has_quota`: it has a quota; else the shares are those of everybody without one.
@@ -324,74 +403,41 @@ class TenantPage(msgspec.Struct, frozen=True):
     tenants: list[TenantStatus] = []
 
 
-class KeptPin(msgspec.Struct, frozen=True):
-    """A pin as it outlives the scheduler actor; it ends at a Unix time."""
-
-    order: PinOrder
-    ends_at: float
-
-
-class KeptLife(msgspec.Struct, frozen=True):
-    """What a scheduler actor's next life begins with: the last epoch of its generations, and by
-    namespace the generation up to which chunks were cleared.
-    """
-
-    epoch: int = 0
-    cleared: dict[str, int] = {}
-
-
-class NodeUp(msgspec.Struct, frozen=True):
-    """What `up` found, or made, on a node; `error` says why it has no pool, `note` what is odd."""
-
-    node_id: str
-    hostname: str
-    is_new: bool = False
-    pool_bytes: int = 0
-    prefaulted_bytes: int = 0
-    error: str = ""
-    note: str = ""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is nothing left to do."""
-        return bool(self.error) or 0 < self.pool_bytes <= self.prefaulted_bytes
-
-
-def _ordered(what: str, name: str, namespace: str, keys: Sequence[bytes]) -> None:
-    check_names(what, [name, namespace])
-    require(bool(name and namespace), f"{what} without a name, or a namespace")
-    check_keys(f"keys of {what}", keys)
-    require(0 < len(keys) <= MAX_ORDERED, f"{what} of {len(keys)} chunks")
+def _check_ordered(keys: Keys) -> None:
+    check_column(keys, most=MAX_ORDERED)
+    if not keys:
+        raise ValueError("an order of no chunks")
 
 
 # The document of all orders: messages carry its number, and who is behind asks for it. It is small:
 # a pin is told by a digest of its keys, which are an entry of their own.
 
 MAX_DOCUMENT_BYTES = 64 << 10
+
+MAX_WANTED_BYTES = 48 << 10
+"""Of it, without floors and ids of orders: the cache can be cleared however many pins there are."""
+
 MAX_TOLD_PINS = 256
+"""A pin takes 140 bytes: more than these would take the room of quotas and names of weights."""
+
 MAX_TOLD_NAMINGS = 256
 MAX_TOLD_DONE = 64
-
-Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-Part = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-"""Of a whole."""
 
 
 class OrderedPin(msgspec.Struct, frozen=True):
     """Keep some chunks of a namespace for as long; `digest` names the entry with their keys."""
 
-    namespace: Name
+    namespace: Text
     digest: Annotated[bytes, msgspec.Meta(max_length=64)]
-    num_keys: Number
+    num_keys: Count
     left_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PIN_S)]
-    priority: Annotated[int, msgspec.Meta(ge=1, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
 
 
 class OrderedShare(msgspec.Struct, frozen=True):
     """A tenant's share of every pool and disk; `name` is for people."""
 
-    name: Name
+    name: Text
     guaranteed: Part = 0.0
     most: Part = 1.0
 
@@ -404,20 +450,21 @@ class OrdersDocument(msgspec.Struct, frozen=True):
         floors: by namespace; copies with a lower number are void. The empty name: of all.
         is_paused: nothing is stored or loaded.
         shares: by the label of a tenant's requests.
-        namings: what the weights of engines are called, by the beginning of a namespace or engine.
+        namings: what weights are called, by the life of the EngineCore that had them.
         pins: by id.
         done: ids of the latest orders, with the number at which each came into force.
     """
 
     stamp: Stamp
-    floors: dict[Name, Number] = {}
+    floors: dict[Text, Count] = {}
     is_paused: bool = False
-    shares: Annotated[dict[Name, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
-    namings: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
-    pins: Annotated[dict[Name, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
-    done: Annotated[dict[Name, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
+    shares: Annotated[dict[Text, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
+    namings: Annotated[dict[Count, Naming], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
+    pins: Annotated[dict[Text, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
+    done: Annotated[dict[Text, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
 
     def __post_init__(self) -> None:
-        for stamp in (self.stamp, *self.done.values()):
+        names = (each.stamp for each in self.namings.values())
+        for stamp in (self.stamp, *self.done.values(), *names):
             if not 0 <= min(stamp) <= max(stamp) <= MAX_NUMBER:
                 raise ValueError(f"number {stamp}")

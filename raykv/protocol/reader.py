@@ -1,34 +1,36 @@
 """What is in the cache: questions about its chunks, pages of answers, and what people get of them.
 
-A listing is asked for page by page, and nothing is kept for it between two pages: a chunk that
-stays where it is the whole time is listed exactly once, one that comes or goes meanwhile may be
-listed or not.
+A node's chunks are asked for page by page, and nothing is kept for it between two pages: a chunk
+that stays where it is the whole time is listed exactly once, one that comes or goes meanwhile may
+be listed or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import lcm
+from typing import Annotated
 
 import msgspec
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
+from raykv.base.ids import MAX_KEY_BYTES
 from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_KEYS,
     MAX_NUMBER,
-    MAX_SLOTS,
+    Keys,
+    Numbers,
     Source,
     check_keys,
     check_names,
     check_numbers,
-    check_places,
     check_rows,
     require,
 )
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import MissRecord
+from raykv.protocol.listing import Where
+from raykv.protocol.named.columns import Text, check_column, check_index
 from raykv.protocol.status import NamespaceStatus
 
 MAX_PAGE = 1024
@@ -48,119 +50,68 @@ RAM, DISK = TIERS = ("ram", "disk")
 
 
 class ChunkQuery(msgspec.Struct, frozen=True):
-    """A page of a listing is asked for.
+    """A page of the chunks of a node is asked for.
 
     Empty texts and None: all, of every tier. `key` is the beginning of keys. The page has the next
     `limit` chunks at most; with `order` it is for those chunks only that can be among the first
-    `limit` of all in that order, and it has all of them out of the slots that it is made from.
-    `from_node`, `from_disk` and `from_slot` are where the last page ended: with `from_disk` at a
-    place of the node's disk.
+    `limit` of all in that order, and it has all of them out of the places that it is made from.
+    `cursor`: where the page before has ended, as that says; empty: from the beginning on.
     """
 
     version: int
-    namespace: str = ""
-    node_id: str = ""
-    key: bytes = b""
-    group: int | None = None
-    order: str = ""
-    limit: int = MAX_PAGE
-    from_node: str = ""
-    from_slot: int = 0
-    tier: str = ""
-    from_disk: bool = False
-
-    @property
-    def place(self) -> tuple[str, bool, int]:
-        """Where it goes on; later pages go on later."""
-        return self.from_node, self.from_disk, self.from_slot
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its order and its tier are among those that there are."""
-        return self.order in ("", *ORDERS) and self.tier in ("", *TIERS)
+    namespace: Text = ""
+    key: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)] = b""
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] | None = None
+    order: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(ORDERS)})?$")] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+    tier: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(TIERS)})?$")] = ""
+    cursor: Text = ""
 
 
-def check_chunk_query(query: ChunkQuery) -> None:
-    """Refuse an invalid question for chunks with a MessageError."""
-    check_names("a name", (query.namespace, query.node_id, query.from_node))
-    require(len(query.key) <= MAX_KEY_BYTES, f"a key of {len(query.key)} bytes")
-    require(query.is_known, f"the order {query.order!r}, the tier {query.tier!r}")
-    check_numbers("a KV group", () if query.group is None else (query.group,), 0, MAX_GROUPS - 1)
-    check_numbers("a number of chunks", (query.limit,), 1, MAX_PAGE)
-    check_numbers("a slot", (query.from_slot,), 0, MAX_SLOTS - 1)
+class ChunkPage(msgspec.Struct, frozen=True):
+    """Chunks of a node as columns.
 
-
-class ChunkPage(msgspec.Struct):
-    """Chunks as columns, filled one after another.
-
-    `node_index` and `namespace_index` point into `nodes` and `namespaces`. `ages` and `idles` are
-    seconds since a chunk came to the node and since it was used. `is_on_disk`: it is not in the
-    node's pool but on its disk, and its slot is a place there. `tenant_index` points into
-    `tenants`, names of whose they are. `from_node`, `from_disk` and `from_slot` ask for the next
-    page; there is none if `is_last`.
+    `namespace_index` points into `namespaces`, `tenant_index` into `tenants`, labels of whose they
+    are. `where` has a `Where` for each: what is in the pool and on the disk has one row. `ages` and
+    `idles` are seconds since a chunk came to the node and since it was found, 0 where that is not
+    known. `cursor` asks for the next page; there is none if it is empty.
     """
 
     version: int
-    nodes: list[str] = []
-    namespaces: list[str] = []
-    models: list[str] = []
-    node_index: list[int] = []
-    namespace_index: list[int] = []
-    keys: list[bytes] = []
-    slots: list[int] = []
-    generations: list[int] = []
-    slot_bytes: list[int] = []
+    namespaces: list[Text] = []
+    namespace_index: Numbers = Numbers()
+    keys: Keys = Keys()
+    where: bytes = b""
+    slot_bytes: Numbers = Numbers()
     ages: list[float] = []
     idles: list[float] = []
-    hits: list[int] = []
-    is_replicated: list[bool] = []
-    is_on_disk: list[bool] = []
-    tenants: list[str] = []
-    tenant_index: list[int] = []
-    from_node: str = ""
-    from_slot: int = 0
-    from_disk: bool = False
-    is_last: bool = True
+    hits: Numbers = Numbers()
+    tenants: list[Text] = []
+    tenant_index: Numbers = Numbers()
+    cursor: Text = ""
 
-    @property
-    def place(self) -> tuple[str, bool, int]:
-        """Where the next page goes on."""
-        return self.from_node, self.from_disk, self.from_slot
-
-
-def check_chunk_page(page: ChunkPage, query: ChunkQuery) -> None:
-    """An answer to `query`, which brings the listing on.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    check_keys("keys of chunks", page.keys)
-    check_rows("chunks", page.keys, page.slots, page.node_index, page.namespace_index, page.hits)
-    check_rows("chunks", page.keys, page.slot_bytes, page.ages, page.idles)
-    check_rows("chunks", page.keys, page.is_replicated, page.is_on_disk)
-    check_rows("chunks", page.keys, page.tenant_index)
-    check_numbers("numbers of tenants", page.tenant_index, 0, len(page.tenants) - 1)
-    check_places("chunks", page.slots, page.generations)
-    check_rows("namespaces", page.namespaces, page.models)
-    check_numbers("numbers of nodes", page.node_index, 0, len(page.nodes) - 1)
-    check_numbers("numbers of namespaces", page.namespace_index, 0, len(page.namespaces) - 1)
-    goes_on = page.is_last or page.place > query.place
-    require(goes_on, f"a listing that goes from {query.place} to {page.place}")
+    def __post_init__(self) -> None:
+        columns = (self.where, self.slot_bytes, self.ages, self.idles, self.hits)
+        check_column(self.keys, self.namespace_index, self.tenant_index, *columns)
+        check_index(self.namespace_index, self.namespaces)
+        check_index(self.tenant_index, self.tenants)
+        if self.where and max(self.where) > Where.RAM | Where.DISK:
+            raise ValueError(f"a chunk at {max(self.where)}")
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk on a node, as the directory believes; the same chunk may be on others too.
+    """A chunk on a node; the same chunk may be on others too.
 
     Attributes:
         key: vLLM's offload key: the block hash, then the KV group index in four bytes.
-        model: empty if no engine of the namespace has been seen by this scheduler actor.
-        num_bytes: of the slot that it is in.
-        age_s: since it came to the node, or the scheduler actor began, whichever is later.
+        model: empty if no engine of the namespace is known.
+        num_bytes: that it takes of the pool.
+        age_s: since it came to the node, or the NodeActor began, whichever is later.
         idle_s: since it was used, or came.
-        hits: how often an engine of that node loaded it, or computed it again, since then.
+        hits: how often an engine of that node has found it since then.
         is_replicated: another node has it too; of a chunk on a disk, or this node in its pool.
-        tier: "ram" or "disk". Of a chunk on a disk `slot` is its place there; `age_s` and `idle_s`
-            are since it was reported to the scheduler actor, and reads are not counted.
+        tier: "ram" or "disk". Of a chunk on a disk `age_s` and `idle_s` are not known, 0.0, and
+            reads are not counted.
         tenant: whose it is, "others" if nobody's in particular; of a chunk on a disk it is not
             known, and empty.
     """
@@ -175,8 +126,6 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     hits: int
     is_replicated: bool
-    slot: int
-    generation: int
     tier: str = RAM
     tenant: str = ""
 
@@ -202,7 +151,7 @@ def check_where_query(query: WhereQuery) -> None:
 
 
 class WherePage(msgspec.Struct, frozen=True):
-    """Where the first `answered` keys of a question are: a row for each replica.
+    """Where the first `answered` keys of a question are: a row for each copy.
 
     `key_index` points into the keys that were asked, `source_index` into `sources`.
     """
@@ -221,7 +170,7 @@ def check_where_page(page: WherePage, query: WhereQuery) -> None:
         MessageError: it is invalid.
     """
     check_numbers("answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys))
-    check_rows("replicas", page.key_index, page.source_index)
+    check_rows("copies", page.key_index, page.source_index)
     check_numbers("numbers of sources", page.source_index, 0, len(page.sources) - 1)
     check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
@@ -360,51 +309,10 @@ class PromptLookup(msgspec.Struct, frozen=True, kw_only=True):
         return [chunk.key for chunk in self.chunks if chunk.is_needed]
 
 
-def chunks_of(page: ChunkPage) -> Iterator[Chunk]:
-    """The rows of a page.
-
-    Raises:
-        IndexError, ValueError: its columns don't fit together.
-    """
-    columns = zip(
-        page.node_index,
-        page.namespace_index,
-        page.keys,
-        page.slots,
-        page.generations,
-        page.slot_bytes,
-        page.ages,
-        page.idles,
-        page.hits,
-        page.is_replicated,
-        page.is_on_disk,
-        page.tenant_index,
-        strict=True,
-    )
-    for row in columns:
-        node, namespace, key, slot, generation, size, age, idle, hits, replicated, disk, whose = row
-        yield Chunk(
-            key=key,
-            node_id=page.nodes[node],
-            namespace=page.namespaces[namespace],
-            model=page.models[namespace],
-            group=group_of(Key(key)),
-            num_bytes=size,
-            age_s=age,
-            idle_s=idle,
-            hits=hits,
-            is_replicated=replicated,
-            slot=slot,
-            generation=generation,
-            tier=DISK if disk else RAM,
-            tenant=page.tenants[whose],
-        )
-
-
 class Explanation(msgspec.Struct, frozen=True):
-    """A record as the scheduler actor tells it; `age_s` is since it heard of it.
+    """A record as the NodeActor of its engine tells it; `age_s` is since it heard of it.
 
-    `nearest_is_cached`: whether a node has the chunk `nearest` of the record's parting now.
+    `nearest_is_cached`: whether the node has the chunk `nearest` of the record's parting now.
     `hint`: what a hint of a request did to the chunk that was missing, a sentence's end; empty:
     nothing that is known.
     """
@@ -430,12 +338,25 @@ class Explanations(msgspec.Struct, frozen=True):
 
 
 class RequestPage(msgspec.Struct, frozen=True):
-    """Requests that have ended, the oldest first; they are numbered from 1 in an epoch.
+    """Requests of a node that have ended, the oldest first; they are numbered from 1 in a life of
+    its NodeActor.
 
     `first` is the number of the first one in `found`, `last` that of the newest that is known.
     """
 
-    epoch: int
+    life: int
     first: int
     last: int
     found: list[Explanation] = []
+
+
+class EndedRequests(msgspec.Struct, frozen=True):
+    """Requests that have ended, all over the cluster, the oldest first.
+
+    `following` is the place behind those that are in `found`, `last` the one behind all that are
+    known: a later question goes on there. While they differ there are more.
+    """
+
+    found: list[Explanation] = []
+    following: str = ""
+    last: str = ""

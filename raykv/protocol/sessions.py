@@ -99,11 +99,12 @@ def check_session_order(order: SessionOrder) -> None:
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """A session, as the scheduler actor knows it.
+    """A session, as the node knows it where its latest request was, `node_id`.
 
-    `private_chunks` of its `chunks` are of no other session that is known. `node_id`: where its
-    latest request was. `left_s`: of its pause. `in_pools` and `on_disks` have how many of its
-    chunks each node has there, where one session is asked for by its name.
+    `private_chunks` of its `chunks` are of no other session that is known there. `requests` are
+    those of the node; what clients are told has all. `left_s`: of its pause. `in_pools` and
+    `on_disks` have how many of its chunks each node has there, where a client asks for one session
+    by its name.
     """
 
     session: str
@@ -120,14 +121,16 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 class SessionAnswer(msgspec.Struct, frozen=True):
-    """Answer to `SessionOrder`: the session now, or that there is none of that name."""
+    """Answer to `SessionOrder`: the nodes that know the session, and will hear of it; none: there
+    is none of that name.
+    """
 
     version: int
-    session: SessionStatus | None = None
+    nodes: list[str] = []
 
 
 class SessionQuery(msgspec.Struct, frozen=True):
-    """Which sessions are there?
+    """Which sessions does a node know?
 
     Empty texts: all. A page has the most recently used ones. Of a session that is asked for by
     name, and is in one namespace only, it has the keys from number `first` on too.

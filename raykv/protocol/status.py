@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from raykv.base.ids import Stamp
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import TenantStatus
@@ -12,36 +13,38 @@ from raykv.protocol.operator import TenantStatus
 class NodeStatus(NodeStats, frozen=True, kw_only=True):
     """One node as its NodeActor reports it and as the scheduler actor sees it; sizes in bytes.
 
-    `pinned_bytes` are of chunks that are kept from eviction, `locked_bytes` of the pool that a GPU
-    may copy from and to directly. Slots lie in slabs of `slab_bytes`.
-    `metrics`: where Prometheus finds its metrics ("host:port"), or why nowhere. `disk`: its disk
-    tier; a node without one has an empty path there.
+    `pinned_bytes` are of the `pinned_chunks` that are kept from eviction, `locked_bytes` of the
+    pool that a GPU may copy from and to directly; `slab_bytes` has each of its slabs. `orders`: the
+    number of the operators' orders that it has shown. `metrics`: where Prometheus finds its metrics
+    ("host:port"), or why nowhere. `disk`: its disk tier; a node without one has an empty path
+    there.
     """
 
     node_id: str
-    epoch: int
+    life: int
     hostname: str
     pid: int
-    free_slots: int
-    leased_slots: int
     chunks: int
     age_s: float
     raykv_version: str = ""
-    pinned_chunks: int = 0
     pinned_bytes: int = 0
+    pinned_chunks: int = 0
     metrics: str = ""
     slab_bytes: int = 0
+    orders: Stamp = Stamp(0, 0)
+    is_leaving: bool = False
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One attached engine; `counters` are its own, since its start."""
+    """One engine that a node introduces; `counters` are its own, since its start, and `age_s` is
+    since the node has reported.
+    """
 
     engine_id: str
     node_id: str
     namespace: str
     model: str
     num_ranks: int
-    leased_slots: int
     age_s: float
     versions: str = ""
     counters: dict[str, int] = {}
@@ -52,8 +55,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
 class NamespaceStatus(msgspec.Struct, frozen=True):
     """What engines share that can use each other's chunks.
 
-    `chunks` and `num_bytes` count replicas each; `num_bytes` is None, and `model` and `traits` are
-    empty, until this scheduler actor has seen an engine of the namespace. `traits` say what its
+    `chunks` and `num_bytes` count every copy; `num_bytes` is None, and `model` and `traits` are
+    empty, until this scheduler actor has heard of an engine of the namespace. `traits` say what its
     engines have in common.
     """
 
@@ -70,12 +73,13 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     why one does not answer the question of now.
 
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
-    `disk_chunks`: by namespace, the different chunks on the nodes' disks. `waiting` engines have no
-    NodeActor: by id, the node that each is at, which may be gone. `tenants`: as `raykv quota list`.
+    `disk_chunks`: by namespace, the chunks on the disks of all nodes. `waiting` engines ask, but
+    no node introduces them: by id, the node that each is at, which may be gone. `tenants`: as
+    `raykv quota list`. `orders`: the number of the operators' orders that are in force.
     """
 
     address: str
-    epoch: int
+    life: int
     raykv_version: str
     paused: bool
     nodes: list[NodeStatus] = []
@@ -88,6 +92,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     waiting: dict[str, str] = {}
     tenants: list[TenantStatus] = []
     silent: dict[str, str] = {}
+    orders: Stamp = Stamp(0, 0)
 
 
 class MoreRoom(msgspec.Struct, frozen=True, kw_only=True):

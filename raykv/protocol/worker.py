@@ -1,25 +1,24 @@
-"""A vLLM worker and its node's NodeActor: attaching, copy jobs and their results, forms of KV."""
+"""A vLLM worker and its node's NodeActor: attaching, jobs and their results, forms of KV."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
-from raykv.base.errors import MessageError
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Refusal
 from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_NAME,
-    MAX_NUMBER,
+    MAX_ROWS,
     REFUSALS,
-    Handles,
+    Numbers,
     check_numbers,
-    check_rows,
     require,
 )
-from raykv.protocol.named.captures import Capture
+from raykv.protocol.named.columns import Count, Named
+from raykv.protocol.named.copies import NamedJob, NamedResult
 
 MAX_PIECES = 240
 """Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
@@ -32,8 +31,6 @@ CUDA_HANDLE_BYTES = 64
 
 DEVICE_TEXT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """A GPU's UUID, as torch writes it too."""
-
-_DIRECTIONS = frozenset(int(direction) for direction in Direction)
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -49,89 +46,41 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
-    """First message of a connection; the KV memory and the cancel words come with it as fds."""
+    """First message of a connection; the KV memory and the cancel words come with it as fds.
 
-    version: int
-    engine_id: str
-    namespace: str
-    rank: int
-    num_ranks: int
-    slot_bytes: dict[int, int]
-    layout: KVLayout
-
-
-def check_attach_worker(hello: AttachWorker) -> None:
-    """Refuse a worker's invalid introduction with a MessageError."""
-    is_rank = 0 <= hello.rank < hello.num_ranks <= MAX_GROUPS
-    require(is_rank, f"rank {hello.rank} of {hello.num_ranks}")
-    require(max(len(hello.engine_id), len(hello.namespace)) <= MAX_NAME, "a name that is too long")
-    require(bool(hello.namespace), "a worker without a namespace")
-    has_all_sizes = set(hello.layout.group_ids) <= set(hello.slot_bytes)
-    require(has_all_sizes, "a KV group without a slot size")
-    check_device_memory(hello.layout)
-
-
-class CopyJob(msgspec.Struct, frozen=True, array_like=True):
-    """One store or load. Columns have one entry per chunk, except `block_ids`.
-
-    `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
-    block number `first_block[c]` (a load may begin in the middle of a chunk). With `capture` there
-    is one chunk in name only: its blocks go to the NodeActor's own memory. `by_layer`: all chunks
-    layer by layer, and the worker learns of each layer that is there. `namespace`: of all chunks;
-    empty: the one that the worker attached with.
+    `life`: of the EngineCore, as in `EngineHello`.
     """
 
-    job_id: int
-    direction: int
-    node_epoch: int
-    handles: Handles
-    groups: list[int]
-    num_blocks: list[int]
-    first_block: list[int]
-    block_ids: list[int]
-    capture: Capture | None = None
-    by_layer: bool = False
-    namespace: str = ""
+    version: int
+    engine_id: Named
+    life: Count
+    namespace: Named
+    rank: int
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
+    slot_bytes: Annotated[dict[int, Count], msgspec.Meta(max_length=MAX_GROUPS)]
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank {self.rank} of {self.num_ranks}")
+        if not set(self.layout.group_ids) <= set(self.slot_bytes):
+            raise ValueError("a KV group without a slot size")
+        check_device_memory(self.layout)
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
     """Jobs of one engine step, and the ids of jobs that the engine gives up."""
 
-    jobs: list[CopyJob] = []
-    cancelled: list[int] = []
-
-
-def check_batch(batch: JobBatch) -> None:
-    """Refuse a batch with an invalid job with a MessageError; planners check more."""
-    for job in batch.jobs:
-        require(0 <= job.job_id < MAX_NUMBER, f"a job of number {job.job_id}")
-        require(job.direction in _DIRECTIONS, f"a job of direction {job.direction}")
-        is_capture = job.capture is not None
-        is_one = len(job.handles) == len(job.groups) == 1 and job.direction == Direction.STORE
-        require(not is_capture or is_one, "a capture that is not one store")
-        require(len(job.namespace) <= MAX_NAME, "a namespace that is too long")
-
-
-WorkerMessage = AttachWorker | JobBatch
-
-
-class JobResult(msgspec.Struct, frozen=True, array_like=True):
-    """How one job ended: `refusals` has a `Refusal` per failed chunk index, the rest happened."""
-
-    job_id: int
-    num_bytes: int
-    seconds: float
-    failed_chunks: list[int] = []
-    refusals: list[int] = []
+    jobs: Annotated[list[NamedJob], msgspec.Meta(max_length=MAX_ROWS)] = []
+    cancelled: Annotated[list[Count], msgspec.Meta(max_length=MAX_ROWS)] = []
 
 
 class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
-    """Answer to `AttachWorker`. With `error` set the NodeActor closes the connection.
-
-    `unsuited`: it can't open the worker's memory, now or later.
+    """Answer to `AttachWorker`, by a life of the NodeActor. With `error` set it closes the
+    connection. `unsuited`: it can't open the worker's memory, now or later.
     """
 
-    node_epoch: int
+    life: int
     error: str = ""
     unsuited: bool = False
 
@@ -139,33 +88,28 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
-    results: list[JobResult]
+    results: list[NamedResult]
     layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults
 
 
-def check_failures(failed: Sequence[int], refusals: Sequence[int], num_chunks: int) -> None:
-    """Chunks of a copy job that did not happen, and why.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    check_rows("failed chunks", failed, refusals)
-    check_numbers("failed chunks", failed, 0, num_chunks - 1)
-    require(len(set(failed)) == len(failed), "a chunk that has failed twice")
-    require(REFUSALS.issuperset(refusals), f"refusals {set(refusals)}")
+def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> NamedResult:
+    """The result of a job of which nothing was copied, and no place says anything."""
+    every = Numbers.of(range(num_chunks))
+    return NamedResult(
+        job_id, life=0, number=0, failed_chunks=every, refusals=bytes([refusal]) * num_chunks
+    )
 
 
-def believable(result: JobResult, num_chunks: int) -> JobResult:
+def believable(result: NamedResult, num_chunks: int) -> NamedResult:
     """A result as it came; an invalid one becomes the result of a job that was not carried out."""
-    try:
-        check_failures(result.failed_chunks, result.refusals, num_chunks)
-    except MessageError:
-        every = list(range(num_chunks))
-        return JobResult(result.job_id, 0, 0.0, every, [int(Refusal.COPY_FAILED)] * num_chunks)
-    return result
+    failed = set(result.failed_chunks)
+    is_sound = len(failed) == len(result.failed_chunks) and REFUSALS.issuperset(result.refusals)
+    if is_sound and all(0 <= chunk < num_chunks for chunk in failed):
+        return result
+    return not_done(result.job_id, num_chunks, Refusal.COPY_FAILED)
 
 
 class ElementOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -119,7 +119,6 @@ def _wishes(settings: Settings) -> PoolWishes:
     needs = PoolNeeds(pool_bytes, in_memory=in_memory)
     return PoolWishes(
         pool_bytes,
-        settings.lease_slots,
         settings.staging_bytes if settings.kv_handover == "staged" else None,
         objection(needs, [limit], disk),
     )

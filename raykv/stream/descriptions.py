@@ -1,8 +1,8 @@
-"""What chunks have inside: reported by engines, kept by the scheduler actor, both within bounds.
+"""What chunks have inside: reported by engines, kept by NodeActors, both within bounds.
 
               add             take               taken in             too many, cleared
    (unknown) ─────► waiting ───────► told, kept ──────────► in the book ──────► (unknown)
-                       │ too many        │ another scheduler actor: `tell_again`
+                       │ too many        │ another NodeActor: `tell_again`
                        ▼                 ▼
                    (dropped)          waiting
 
@@ -29,10 +29,10 @@ from raykv.protocol.descriptions import (
 )
 
 BOOK_BYTES = 256 << 20
-"""Kept by the scheduler actor: about 250,000 chunks of 128 tokens."""
+"""Kept by a NodeActor: about 250,000 chunks of 128 tokens."""
 
 TOLD_BYTES = 32 << 20
-"""Kept by an engine, to repeat them to a new scheduler actor."""
+"""Kept by an engine, to repeat them to a new NodeActor."""
 
 WAITING_BYTES = 8 << 20
 """Waiting in an engine for its next exchanges."""
@@ -213,7 +213,7 @@ class DescriptionOutbox:
         return {"descriptions_dropped": self.num_dropped + self.num_unsound}
 
     def tell_again(self) -> None:
-        """A new scheduler actor knows nothing of what was said before."""
+        """A new NodeActor knows nothing of what was said before."""
         self._again = deque(self._told.rows())
 
     def clear(self) -> None:
@@ -223,7 +223,7 @@ class DescriptionOutbox:
 
 
 def _is_sound(page: Descriptions) -> bool:
-    """Whether the scheduler actor would take it."""
+    """Whether a NodeActor would take it."""
     try:
         check_descriptions(page)
     except MessageError:

@@ -24,7 +24,7 @@ from typing import Any
 
 from raykv.base.ids import Namespace, NodeId
 from raykv.protocol.descriptions import Description
-from raykv.protocol.events import EpochBegan, Event
+from raykv.protocol.events import Event, LifeBegan
 from raykv.stream.descriptions import ROW_BYTES
 from raykv.stream.format import WireFormat, batch
 from raykv.stream.replay import Place, Replay
@@ -126,7 +126,7 @@ class Publication:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch and number of the last event that is in here."""
+        """Life and number of the last event that is in here."""
         return self._replay.place
 
     def restart(self, replay: Replay, now: float) -> None:
@@ -138,7 +138,7 @@ class Publication:
     def apply(self, event: Event, now: float) -> None:
         """Take in the next event of the log; not `EventsMissed`: restart then."""
         moved = self._replay.apply(event)
-        if isinstance(event, EpochBegan):
+        if isinstance(event, LifeBegan):
             self._clear()
             return
         self._went(moved.went)
@@ -369,9 +369,9 @@ class Publication:
             held |= {(node, *name) for name, each in stream.held.items() for node in each.nodes}
         waiting = {(node, *name) for name, each in self._waiting.items() for node in each.nodes}
         assert not held & waiting, held & waiting
-        missing = self._replay.chunks.keys() - held - waiting
+        missing = self._replay.chunks - held - waiting
         assert len(missing) <= self.counters.skipped, missing
-        assert held | waiting <= self._replay.chunks.keys()
+        assert held | waiting <= self._replay.chunks
         assert self._kept_bytes == sum(len(payload) for _, _, payload in self._kept)
 
 

@@ -1,6 +1,6 @@
 """PublisherActor: follows the event log and publishes it in vLLM's format on ZMQ sockets.
 
-It only reads from the scheduler actor, as any reader does: a publisher that is slow, or not there,
+It only reads, as any reader does: a publisher that is slow, or not there,
 costs nobody anything. Two threads: one follows the log, the other owns the sockets. Between them is
 a short queue; when it is full the log waits, which has a bound of its own. A subscriber that does
 not keep up loses messages at the high-water mark of its socket, sees a gap in the numbers, and asks
@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from queue import Empty, Full, Queue
 
@@ -23,6 +23,7 @@ import zmq
 
 from raykv.base.deadlines import (
     CLIENT_S,
+    PUBLISH_ASK_S,
     PUBLISH_BIND_PAUSE_S,
     PUBLISH_CUT_S,
     PUBLISH_FAILED_PAUSE_S,
@@ -41,7 +42,7 @@ from raykv.protocol.framing import encode
 from raykv.stream.connections import cut_off
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication
-from raykv.stream.readers import describe, read_events, take_snapshot
+from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.wire import ChunkId
 
 logger = logging.getLogger("raykv.publisher")
@@ -266,6 +267,7 @@ class PublisherActor:
             first_number(time.time()),
             msgspec.msgpack.encode,
         )
+        self._insides = Insides(ask.node_actors, PUBLISH_ASK_S)
         # Guards the publication: both threads use it, and `status`.
         self._lock = threading.Lock()
         self._sockets = Sockets(settings, ray.util.get_node_ip_address(), self._missed)
@@ -322,7 +324,7 @@ class PublisherActor:
                 time.sleep(PUBLISH_FAILED_PAUSE_S)
 
     def _restart(self) -> None:
-        snapshot = take_snapshot(ask.find_scheduler_actor)
+        snapshot = take_snapshot(ask.find_scheduler_actor, ask.node_actors)
         self._error = ""
         with self._lock:
             self._publication.restart(snapshot, time.monotonic())
@@ -359,22 +361,23 @@ class PublisherActor:
                 asked = self._publication.questions(time.monotonic(), MAX_ASKED)
             if not asked:
                 return
-            rows = dict(_descriptions(asked))
+            rows = self._described(asked)
             with self._lock:
                 self._publication.answer(asked, rows, time.monotonic())
+
+    def _described(self, asked: list[ChunkId]) -> dict[ChunkId, Description]:
+        rows: dict[ChunkId, Description] = {}
+        for namespace in {name[0] for name in asked}:
+            keys = [key for of, key in asked if of == namespace]
+            found = self._insides.describe(keys, namespace).values()
+            rows |= {(Namespace(row.namespace), Key(row.key)): row for row in found}
+        return rows
 
     def _publish(self) -> None:
         with self._lock:
             messages = self._publication.take_messages(time.time())
         for message in messages:
             self._sockets.publish(message)
-
-
-def _descriptions(asked: list[ChunkId]) -> Iterator[tuple[ChunkId, Description]]:
-    for namespace in {name[0] for name in asked}:
-        keys = [key for of, key in asked if of == namespace]
-        for row in describe(ask.find_scheduler_actor, keys, namespace):
-            yield (Namespace(row.namespace), Key(row.key)), row
 
 
 def _node_places() -> Mapping[NodeId, NodePlace]:

@@ -1,57 +1,69 @@
-"""Readers of the event stream: they ask, page by page, and the scheduler actor only answers.
+"""Readers of the event stream: they ask, page by page, and the actors only answer.
 
 Nothing is kept for a reader there. One that is slow asks later, one that dies asks no more.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, READER_PATIENCE_S, READER_PAUSE_S, READER_S
+from raykv.base.deadlines import (
+    CLIENT_S,
+    READER_PATIENCE_S,
+    READER_PAUSE_S,
+    READER_S,
+    SOURCE_PAUSES_S,
+)
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
-from raykv.base.ids import EventKind
+from raykv.base.ids import EventKind, Key, Namespace, NodeId
 from raykv.base.version import __version__
-from raykv.cluster.ask import HERE, SCHEDULER, answering
+from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER, answering, ask_all
+from raykv.cluster.breaker import Breakers, Pauses
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
-from raykv.protocol.events import Event, EventPage, EventsMissed, SnapshotPage, events_of
-from raykv.protocol.framing import receive
+from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.status import ClusterStatus
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_PLACE = (1 << 63) - 1
-"""Numbers of epochs and events that can be asked for."""
+"""Numbers of lives and events that can be asked for."""
 
-MAX_SNAPSHOTS_BEGUN = 3
-"""How often a snapshot that others have displaced is begun anew."""
+FindNodes = Callable[[], Mapping[str, Any]]
+
+logger = logging.getLogger("raykv")
 
 
 def read_events(
     find: Callable[[], Any], since: int | tuple[int, int] | None, *, follow: bool
 ) -> Iterator[Event]:
     """See `raykv.client.cluster.Cluster.events`; `find` returns the scheduler actor."""
-    epoch, after = _place(find, since)
+    life, after = _place(find, since)
     # Who is not told anything yet is told soon that nobody answers.
     patience_s = CLIENT_S
     while True:
-        page = _page(find, epoch, after, patience_s)
+        page = _page(find, life, after, patience_s)
         patience_s = READER_PATIENCE_S
-        events = _events(page, epoch, after)
+        events = _events(page, life, after)
         if page.is_gap:
-            missed = page.first_seq - after - 1 if page.epoch == epoch else None
+            missed = page.first_seq - after - 1 if page.life == life else None
             is_past = missed is not None and missed > 0
             yield EventsMissed(
-                epoch=page.epoch, seq=page.first_seq, missed=missed if is_past else None
+                life=page.life, seq=page.first_seq, missed=missed if is_past else None
             )
         yield from events
-        epoch, after = page.epoch, page.first_seq + len(page) - 1
+        life, after = page.life, page.first_seq + len(page) - 1
         if after >= page.last_seq:
             if not follow:
                 return
@@ -59,12 +71,12 @@ def read_events(
 
 
 def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Epoch and number of the last event that the reader knows."""
+    """Life and number of the last event that the reader knows."""
     check_place(since)
     if isinstance(since, tuple):
         return since
     newest = _page(find, 0, 0)
-    return newest.epoch, newest.last_seq if since is None else since
+    return newest.life, newest.last_seq if since is None else since
 
 
 def check_place(since: int | tuple[int, int] | None) -> None:
@@ -77,26 +89,26 @@ def check_place(since: int | tuple[int, int] | None) -> None:
     )
     if not is_place:
         raise ClusterError(
-            f"events since={since!r}: give the number of an event, or its epoch and number"
+            f"events since={since!r}: give the number of an event, or its life and number"
         )
 
 
 def _page(
-    find: Callable[[], Any], epoch: int, after: int, patience_s: float = CLIENT_S
+    find: Callable[[], Any], life: int, after: int, patience_s: float = CLIENT_S
 ) -> EventPage:
-    return _answer(find, EventPage, "events", epoch, after, patience_s=patience_s)
+    return _answer(find, EventPage, "events", life, after, patience_s=patience_s)
 
 
-def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
+def _events(page: EventPage, life: int, after: int) -> list[Event]:
     """The events of a page that answers a question for what follows a place.
 
     Raises:
         MessageError: it answers another question, or none.
     """
-    follows = page.epoch == epoch and page.first_seq == after + 1
-    begins_anew = page.kinds[:1] == [EventKind.EPOCH_BEGAN]
+    follows = page.life == life and page.first_seq == after + 1
+    begins_anew = page.kinds[:1] == bytes([EventKind.LIFE_BEGAN])
     if not follows and not page.is_gap and not begins_anew:
-        raise MessageError(f"{SCHEDULER} answered with events {page.first_seq} of {page.epoch}")
+        raise MessageError(f"{SCHEDULER} answered with events {page.first_seq} of {page.life}")
     if not page.kinds and page.last_seq >= page.first_seq:
         raise MessageError(f"{SCHEDULER} has {page.last_seq} events and did not tell them")
     try:
@@ -105,54 +117,116 @@ def _events(page: EventPage, epoch: int, after: int) -> list[Event]:
         raise MessageError(f"{SCHEDULER} sent events that can't be read: {error}") from error
 
 
-def take_snapshot(find: Callable[[], Any]) -> Replay:
-    for _ in range(MAX_SNAPSHOTS_BEGUN):
-        replay = Replay()
-        cursor = 0
-        while True:
-            page = _answer(find, SnapshotPage, "snapshot", cursor)
-            if page.error:
-                break
-            _load(replay, page)
-            if page.is_last:
-                return replay
-            if page.cursor <= cursor:
-                raise MessageError(f"{SCHEDULER} sent a page of a snapshot again and again")
-            cursor = page.cursor
-    raise ClusterError("no snapshot could be taken: too many are being read; try again")
+def take_snapshot(find: Callable[[], Any], find_nodes: FindNodes) -> Replay:
+    """All that nodes have; events after the replay's `place` go on.
 
-
-def _load(replay: Replay, page: SnapshotPage) -> None:
-    try:
-        replay.load(page)
-    except (IndexError, ValueError) as error:
-        raise MessageError(f"{SCHEDULER} sent a snapshot that can't be read: {error}") from error
-
-
-def describe(
-    find: Callable[[], Any], keys: Iterable[bytes], namespace: str | None = None
-) -> list[Description]:
-    """What engines have said of chunks; nothing for those that nobody has described.
-
-    `find` returns the scheduler actor. None for the namespace: any in which the key is known.
+    `find` returns the scheduler actor, `find_nodes` the NodeActors by node; those are asked that
+    report to the scheduler actor.
 
     Raises:
-        ClusterError: the scheduler actor does not answer.
+        ClusterError: one of them does not answer.
         MessageError: it sent something invalid.
     """
-    found: list[Description] = []
-    left = list(keys)
-    while left:
-        asked, left = left[:MAX_KEYS], left[MAX_KEYS:]
-        page = _answer(find, Descriptions, "describe_chunks", asked, namespace)
-        check_descriptions(page)
-        rows = list(rows_of(page))
-        found += rows
-        if rows and 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES:
-            # The answer may have been cut off behind the last one.
-            last = rows[-1].key
-            left = [*asked[asked.index(last) + 1 :], *left] if last in asked else left
-    return found
+    replay = Replay()
+    replay.place = _place(find, None)
+    members = {each.node_id for each in _answer(find, ClusterStatus, "status").nodes}
+    nodes = {node_id: actor for node_id, actor in find_nodes().items() if node_id in members}
+    listings = {node_id: _Listing() for node_id in nodes}
+    while listings:
+        questions = {node_id: each.question for node_id, each in listings.items()}
+        for node_id, answer in ask_all(nodes, questions, READER_S).items():
+            listing = listings[node_id]
+            if answer.is_dead:
+                del listings[node_id]
+            elif answer.error:
+                raise ClusterError(f"node {node_id[:12]} does not tell what it has: {answer.error}")
+            elif listing.take(receive(answer.value, ListingPart, NODE_ACTOR, HERE)):
+                replay.load(NodeId(node_id), listing.position.life, listing.names)
+                del listings[node_id]
+    return replay
+
+
+@dataclass
+class _Listing:
+    """A node's listing, read part by part."""
+
+    position: Position = field(default_factory=Position)
+    names: set[tuple[Namespace, Key]] = field(default_factory=set)
+
+    def question(self, actor: Any) -> Any:
+        return actor.listing.remote(encode(ListingQuery(PROTOCOL_VERSION, self.position)))
+
+    def take(self, part: ListingPart) -> bool:
+        """Take in the next part; True: it was the last one."""
+        if not part.follows(self.position) or part.end == self.position:
+            raise MessageError(f"{NODE_ACTOR} sent another part of its listing")
+        if part.begins:
+            self.names.clear()
+        for row in part.rows:
+            if row.where & (Where.RAM | Where.DISK):
+                self.names.add((row.namespace, row.key))
+            else:
+                self.names.discard((row.namespace, row.key))
+        self.position = part.end
+        return part.end.place == ALL_READ
+
+
+class Insides:
+    """Asks what engines have said of chunks. A node that does not answer is named in a warning, and
+    left alone for a while.
+
+    Args:
+        find_nodes: returns the NodeActors by node.
+        deadline_s: for one answer.
+    """
+
+    def __init__(self, find_nodes: FindNodes, deadline_s: float = READER_S) -> None:
+        self._find_nodes = find_nodes
+        self._deadline_s = deadline_s
+        self._breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
+
+    def describe(
+        self, keys: Iterable[bytes], namespace: str | None = None
+    ) -> dict[bytes, Description]:
+        """By key, nothing for those that nobody has described. None for the namespace: any in which
+        the key is known.
+
+        Raises:
+            ClusterError: Ray does not answer.
+            MessageError: a node sent something invalid.
+        """
+        nodes = self._find_nodes()
+        found: dict[bytes, Description] = {}
+        left = list(dict.fromkeys(keys))
+        while left:
+            asked, is_cut, num_before = left[:MAX_KEYS], False, len(found)
+            for page in self._pages(nodes, asked, namespace):
+                rows = list(rows_of(page))
+                found |= {row.key: row for row in rows if row.key not in found}
+                # The answer may have been cut off behind the last one.
+                is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
+            again = [key for key in asked if key not in found] if is_cut else []
+            left = (again if len(found) > num_before else []) + left[MAX_KEYS:]
+        return found
+
+    def _pages(
+        self, nodes: Mapping[str, Any], keys: list[bytes], namespace: str | None
+    ) -> Iterator[Descriptions]:
+        now = time.monotonic()
+        calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
+        asked = {node_id: call for node_id, call in calls.items() if call is not None}
+        questions = dict.fromkeys(asked, lambda each: each.descriptions.remote(keys, namespace))
+        for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
+            if not answer.error:
+                self._breakers.worked(node_id)
+                page = receive(answer.value, Descriptions, NODE_ACTOR, HERE)
+                check_descriptions(page)
+                yield page
+            elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
+                logger.warning(
+                    "what node %s knows of chunks' insides is left out: %s",
+                    *(node_id[:12], answer.error),
+                )
 
 
 def _answer(

@@ -1,27 +1,29 @@
 """The directory, rebuilt from its event stream: what a router or a notebook follows.
 
-A chunk is removed only at the generation that it is known at or a later one, so a snapshot and the
-events that happened while it was taken go together in any case.
+A snapshot has each node's listing, which may be ahead of the directory: events that are in it
+already may take it back for a moment, and those that follow bring it on again. A chunk that has
+come and gone between two reports of its node while the snapshot was taken may be wrong until its
+node tells of it again; that costs a router a guess.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raykv.base.ids import Generation, Key, Namespace, NodeId, Slot
+from raykv.base.ids import Key, Namespace, NodeId
 from raykv.protocol.events import (
-    BlockRemoved,
+    BlockEvent,
     BlockStored,
-    CacheCleared,
-    EpochBegan,
     Event,
     EventsMissed,
+    LifeBegan,
+    NodeEvent,
     NodeJoined,
-    NodeLost,
-    SnapshotPage,
 )
 
 Place = tuple[NodeId, Namespace, Key]
+Name = tuple[Namespace, Key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,93 +34,71 @@ class Moved:
     went: list[Place] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _ReplayedNode:
+    life: int
+    names: set[Name] = field(default_factory=set)
+
+
 class Replay:
-    """Apply `Event`s in order; `chunks` has slot and generation of what is where."""
+    """Apply `Event`s in order; `chunks` are what is where."""
 
     def __init__(self) -> None:
-        self.nodes: dict[NodeId, int] = {}
-        # Epoch and number of the last event that is in here.
+        # Life and number of the last event that is in here.
         self.place = (0, 0)
-        self._chunks: dict[NodeId, dict[tuple[Namespace, Key], tuple[Slot, Generation]]] = {}
+        self._nodes: dict[NodeId, _ReplayedNode] = {}
 
     @property
-    def chunks(self) -> dict[Place, tuple[Slot, Generation]]:
+    def nodes(self) -> dict[NodeId, int]:
+        """The lives of all nodes."""
+        return {node_id: node.life for node_id, node in self._nodes.items()}
+
+    @property
+    def chunks(self) -> set[Place]:
         """All chunks by node, namespace and key."""
-        return {
-            (node_id, *name): held
-            for node_id, chunks in self._chunks.items()
-            for name, held in chunks.items()
-        }
+        return {(node_id, *name) for node_id, node in self._nodes.items() for name in node.names}
 
     def nodes_with(self, namespace: Namespace, key: Key) -> list[NodeId]:
         """The nodes that have a chunk."""
-        return [node for node, chunks in self._chunks.items() if (namespace, key) in chunks]
+        name = (namespace, key)
+        return [node_id for node_id, node in self._nodes.items() if name in node.names]
 
     def apply(self, event: Event) -> Moved:
         """Take in the next event. `EventsMissed` changes nothing: take a snapshot then."""
-        if not isinstance(event, EventsMissed):
-            self.place = (event.epoch, event.seq)
-        match event:
-            case BlockRemoved():
-                return self._remove(event)
-            case BlockStored():
-                return self._store(event)
-            case EpochBegan():
-                went = list(self.chunks)
-                self.nodes.clear()
-                self._chunks.clear()
-                return Moved(went=went)
-            case NodeJoined():
-                self.nodes[NodeId(event.node_id)] = event.node_epoch
-            case NodeLost():
-                node_id = NodeId(event.node_id)
-                self.nodes.pop(node_id, None)
-                return Moved(went=[(node_id, *name) for name in self._chunks.pop(node_id, {})])
-            case CacheCleared():
-                return self._clear(event)
-        return Moved()
-
-    def _store(self, event: BlockStored) -> Moved:
-        node_id, name = NodeId(event.node_id), (Namespace(event.namespace), Key(event.key))
-        chunks = self._chunks.setdefault(node_id, {})
-        is_new = name not in chunks
-        chunks[name] = (Slot(event.slot), Generation(event.generation))
-        return Moved(came=[(node_id, *name)]) if is_new else Moved()
-
-    def _remove(self, event: BlockRemoved) -> Moved:
-        node_id, name = NodeId(event.node_id), (Namespace(event.namespace), Key(event.key))
-        chunks = self._chunks.get(node_id, {})
-        if name not in chunks or chunks[name][1] > event.generation:
+        if isinstance(event, EventsMissed):
             return Moved()
-        del chunks[name]
+        self.place = (event.life, event.seq)
+        if isinstance(event, LifeBegan):
+            went = list(self.chunks)
+            self._nodes.clear()
+            return Moved(went=went)
+        return self._apply(event) if isinstance(event, NodeEvent) else Moved()
+
+    def _apply(self, event: NodeEvent) -> Moved:
+        node_id = NodeId(event.node_id)
+        node = self._nodes.get(node_id)
+        if node is not None and event.node_life < node.life:
+            return Moved()
+        if isinstance(event, BlockEvent):
+            return Moved() if node is None else self._move(node_id, node, event)
+        # From here on all that the node has is told anew.
+        if isinstance(event, NodeJoined):
+            self._nodes[node_id] = _ReplayedNode(event.node_life)
+        else:
+            self._nodes.pop(node_id, None)
+        return Moved(went=[(node_id, *name) for name in node.names] if node else [])
+
+    def _move(self, node_id: NodeId, node: _ReplayedNode, event: BlockEvent) -> Moved:
+        name = (Namespace(event.namespace), Key(event.key))
+        has_come = isinstance(event, BlockStored)
+        if has_come == (name in node.names):
+            return Moved()
+        if has_come:
+            node.names.add(name)
+            return Moved(came=[(node_id, *name)])
+        node.names.discard(name)
         return Moved(went=[(node_id, *name)])
 
-    def _clear(self, event: CacheCleared) -> Moved:
-        went = [
-            (node_id, *name)
-            for node_id, chunks in self._chunks.items()
-            for name, held in chunks.items()
-            if name[0] == event.namespace and held[1] <= event.generation
-        ]
-        for node_id, namespace, key in went:
-            del self._chunks[node_id][namespace, key]
-        return Moved(went=went)
-
-    def load(self, page: SnapshotPage) -> None:
-        """Take in a page of a snapshot; the first one after `EpochBegan` or on a new object."""
-        self.place = (page.epoch, page.seq)
-        if not page.node_id:
-            return
-        self.nodes[NodeId(page.node_id)] = page.node_epoch
-        chunks = self._chunks.setdefault(NodeId(page.node_id), {})
-        inventory = page.chunks
-        columns = zip(
-            inventory.namespace_index,
-            inventory.keys,
-            inventory.slots,
-            inventory.generations,
-            strict=True,
-        )
-        for index, key, slot, generation in columns:
-            name = (Namespace(inventory.namespaces[index]), Key(key))
-            chunks[name] = (Slot(slot), Generation(generation))
+    def load(self, node_id: NodeId, life: int, names: Iterable[Name]) -> None:
+        """Take in all that a node has."""
+        self._nodes[node_id] = _ReplayedNode(life, set(names))

@@ -29,13 +29,15 @@ from vllm.platforms import current_platform
 
 from raykv.base.errors import RayKVError
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import MissReason
+from raykv.base.ids import Direction, MissReason
 from raykv.base.settings import load_settings
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
-from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.protocol.descriptions import ChunkGroup, groups_text
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.place import EngineHello
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
@@ -119,7 +121,6 @@ class RayKVConnector(OffloadingConnector):
         set_up_logging()
         self._runtime: EngineRuntime | None = None
         self._manager: RayOffloadingManager | None = None
-        self._node_epochs: dict[int, int] = {}
         # On the scheduler's side.
         self._steps = StepTimes()
         # Requests that vLLM waits for although there is no load job.
@@ -157,14 +158,16 @@ class RayKVConnector(OffloadingConnector):
         facts = engine_facts(
             vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
         )
-        identity = EngineIdentity(
-            engine_id=spec.config.engine_id,
-            namespace=namespace_of(facts),
+        hello = EngineHello(
+            PROTOCOL_VERSION,
+            spec.config.engine_id,
+            new_life(),
+            namespace_of(facts),
             model=spec.config.model.name,
             num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
-            traits={**traits_of(facts), **self._chunk_traits()},
             versions=f"RayKV {__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
+            traits={**traits_of(facts), **self._chunk_traits()},
         )
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
@@ -172,7 +175,7 @@ class RayKVConnector(OffloadingConnector):
             self._layered = LayeredScheduling(manager.layered, self._tables)
         self._windows = Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
-        self._identity = identity
+        self._hello = hello
         self._manager = manager
         self.raykv_weights = WeightChanges(WeightNames(facts), manager, self._tables)
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
@@ -180,7 +183,7 @@ class RayKVConnector(OffloadingConnector):
         self._runtime = EngineRuntime(
             spec.settings,
             manager.view,
-            identity,
+            hello,
             manager.hints,
             described,
             partial(node_of_ranks, vllm_config.parallel_config, current_platform.ray_device_key),
@@ -192,7 +195,7 @@ class RayKVConnector(OffloadingConnector):
             from raykv.vllm.insight.tracing import request_spans
 
             manager.misses.spans = request_spans()
-        track_chunks(*(self._tables, spec.kv_events_config, identity, described, manager))
+        track_chunks(self._tables, spec.kv_events_config, hello.model, described, manager.view)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
         watch_scheduler(RayKVConnector)
@@ -413,6 +416,7 @@ class RayKVConnector(OffloadingConnector):
             known = self._tables.find(request.request_id)
             most = None if known is None else known.most_loaded
             self._manager.misses.looks(request, num_computed_tokens, most)
+            self._manager.touch(request.request_id)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._windows is not None and self._manager is not None and found is not None:
             here = num_computed_tokens + found
@@ -504,6 +508,7 @@ class RayKVConnector(OffloadingConnector):
             adapters=adapters or {},
             beginning=beginning or {},
             weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
+            place_life=0 if self._runtime is None else self._runtime.session.place_life,
         )
         self._stranded, self._stranded_blocks = [], []
         if self._layered is not None:
@@ -549,32 +554,31 @@ class RayKVConnector(OffloadingConnector):
             return None
         return LinkTarget(
             socket_name=node.socket_name,
-            engine_id=self._identity.engine_id,
+            engine_id=self._hello.engine_id,
+            life=self._hello.life,
             namespace=manager.view.namespace,
-            num_ranks=self._identity.num_ranks,
-            slot_bytes=self._identity.slot_bytes,
+            num_ranks=self._hello.num_ranks,
+            slot_bytes=self._hello.slot_bytes,
         )
 
     def _end_jobs(self, connector_output: Any) -> None:
         """The results of a step's jobs were not understood: what they stored is not used."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, OffloadingWorkerMetadata):
-            failed = meta.failed_loads if isinstance(meta, RayKVWorkerMetadata) else []
-            self._mender.end_jobs(meta.completed_jobs, [each.request_id for each in failed])
+            ends = meta.ends if isinstance(meta, RayKVWorkerMetadata) else []
+            failed = [each.request_id for each in ends if each.direction is Direction.LOAD]
+            self._mender.end_jobs(meta.completed_jobs, failed)
 
     @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
             self._manager.barred |= meta.barred
-            self._manager.take_failures(meta.failed_loads, meta.failed_stores)
+            self._manager.take_ends(meta.ends)
             if self._adapters is not None:
                 self._adapters.take_loaded(meta.adapters)
             if self.raykv_weights is not None:
                 self.raykv_weights.hear(meta.weights)
-            if meta.node_epochs:
-                self._node_epochs.update(meta.node_epochs)
-                self._manager.take_node_epoch(min(self._node_epochs.values()))
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
             # Those that were given up meanwhile are unknown to vLLM's scheduler, but for jobs from

@@ -31,12 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from raykv.base.errors import SettingError
 from raykv.base.guard import guarded, nothing, report
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import GROUP_BYTES, Direction, Key, Refusal, in_group
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
-from raykv.protocol.columns import Handles, Keys
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.named.captures import Capture
-from raykv.protocol.worker import JobResult, KVLayout
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.worker import KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.kv_form import layer_specs
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker
@@ -56,6 +57,9 @@ SUFFIX = ".safetensors"
 
 FIRST_JOB = 1 << 48
 """Numbers of captures: above those of vLLM's own jobs, which it counts from 0."""
+
+STATES = Key(b"states" + bytes(GROUP_BYTES))
+"""Stands for a chunk in the job of a capture, whose key tells the KV group."""
 
 MAX_FILE_NAME = 200
 
@@ -300,20 +304,20 @@ class StatesWorker:
             path=order.path if lock_fd >= 0 else "",
             has_lock=lock_fd >= 0,
         )
-        return JobRequest(
-            job_id=next(self._numbers),
-            direction=Direction.STORE,
-            node_epoch=worker.node_epoch,
-            handles=Handles(Keys.of([b"states"]), [0], [0]),
-            groups=[form.group_id],
-            num_blocks=[len(order.block_ids)],
-            first_block=[0],
-            block_ids=order.block_ids,
+        assert worker.namespace, "the NodeActor is not known yet"
+        job = NamedJob(
+            next(self._numbers),
+            int(Direction.STORE),
+            worker.namespace,
+            Keys.of([in_group(STATES, form.group_id)]),
+            Numbers.of([len(order.block_ids)]),
+            Numbers.of([0]),
+            Numbers.of(order.block_ids),
             capture=capture,
-            lock_fd=lock_fd,
         )
+        return JobRequest(job, lock_fd)
 
-    def take_results(self, results: Iterable[JobResult]) -> None:
+    def take_results(self, results: Iterable[NamedResult]) -> None:
         """Captures that have ended."""
         for result in results:
             request_id = self._jobs.pop(result.job_id, None)

@@ -39,6 +39,9 @@ PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
 
 
+MOST_STEPS = 64
+"""Under way at a time; see `raykv.engine.cost.MOST_STEPS`."""
+
 LEFT_TO_COMPUTE = 2
 """Tokens of a prompt that are computed though they may be known. Without one the step would have no
 result; with one it would look like a step of decoding, for which vLLM may have one graph of all
@@ -223,6 +226,10 @@ class LayeredScheduling:
         is_loading = bool(self.loads.beginning)
         number = self.loads.close_step()
         if is_loading:
+            if len(self._steps) >= MOST_STEPS:
+                # Nobody tells of its end.
+                _, oldest = self._steps.pop(next(iter(self._steps)))
+                self.loads.lose_step(oldest)
             self._steps[id(scheduled)] = scheduled, number
         self._num_local.clear()
 
@@ -277,10 +284,6 @@ class LayeredScheduling:
             if request is None or request.is_signaled:
                 # It was over before its load.
                 self.loads.forget(name)
-
-
-MOST_STEPS = 64
-"""Under way at a time; see `raykv.engine.cost.MOST_STEPS`."""
 
 
 class SiblingScheduling:

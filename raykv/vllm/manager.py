@@ -5,15 +5,15 @@ value, which costs a recomputation at most.
 
 From 0.33 on vLLM holds a manager's `lock` over each step. The default, which locks nothing, is
 right here: no other thread calls the manager, and what its answers rest on changes on this thread
-alone, between steps (`EngineView` says what the exchange thread may touch). `on_reset_flushed` has
-nothing to do either: a slot that a late job still writes is not known by that generation any more.
+alone, between steps (`EngineView` says what other threads may touch). `on_reset_flushed` has
+nothing to do either: what a late job still stores has a stamp of before the reset.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product, starmap
 from typing import Any, cast
@@ -40,15 +40,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import NO_GENERATION, Epoch, Generation, Key, Lookup, MissReason, TokenSource
-from raykv.engine.announcements import Announcements
+from raykv.base.ids import Direction, Key, Lookup, MissReason, TokenSource
+from raykv.engine.announcements import News
 from raykv.engine.hints import HintBox
 from raykv.engine.layered import LayeredLoads
-from raykv.engine.requests import FailedLoad, Tier
-from raykv.engine.runtime import EngineIdentity
+from raykv.engine.requests import Tier
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handle, is_told_name
+from raykv.protocol.columns import is_told_name
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.engine import Space
 from raykv.stream.descriptions import DescriptionOutbox
@@ -61,11 +60,9 @@ from raykv.vllm.internals.offloading import (
 )
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import HINTS, hint_of, ignored, request_options, tenant_of
-from raykv.vllm.transfers import PoolSpec
+from raykv.vllm.transfers import ChunkSpec, JobEnd
 
 logger = logging.getLogger("raykv")
-
-NO_LEASE_LOG_PAUSE_S = 60.0
 
 _RESULTS = {
     Lookup.MISS: LookupResult.MISS,
@@ -97,11 +94,10 @@ def allowed_tiers(tier_filter: TierFilter) -> frozenset[Tier] | None:
 
 
 def _refused_load(
-    _self: RayOffloadingManager, keys: Collection[OffloadKey], _context: ReqContext
-) -> PoolSpec:
-    """The safe value: a load that every NodeActor refuses, so that the tokens are computed."""
-    count = len(keys)
-    return PoolSpec(0, [bytes(key) for key in keys], [0] * count, [NO_GENERATION] * count)
+    _self: RayOffloadingManager, keys: Collection[OffloadKey], context: ReqContext
+) -> ChunkSpec:
+    """The safe value: a load that every worker refuses, so that the tokens are computed."""
+    return ChunkSpec([bytes(key) for key in keys], request_id=context.req_id)
 
 
 class RayOffloadingManager(OffloadingManager):
@@ -111,13 +107,12 @@ class RayOffloadingManager(OffloadingManager):
         self,
         view: EngineView,
         hints: HintBox | None = None,
-        announcements: Announcements | None = None,
         labels: Mapping[str, str] | None = None,
         *,
         tenants_by_server: bool = False,
     ) -> None:
-        """`announcements` are for vLLM's own KV events; None: nobody wants them. `labels` of the
-        settings are for its metrics. `tenants_by_server`: the server says whose a request is.
+        """`labels` of the settings are for its metrics; `tenants_by_server`: the server says whose
+        a request is.
         """
         self.view = view
         self._labels = labels or {}
@@ -126,13 +121,11 @@ class RayOffloadingManager(OffloadingManager):
         self.misses = MissReporter(view)
         # Empty without `layerwise_loads`.
         self.layered = LayeredLoads()
-        self.announcements = announcements
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
         view.accounts.tenants_by_server = tenants_by_server
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
-        self._no_lease_logged_at = float("-inf")
         self._logged_sampling = False
 
     def start(self, session: Session) -> None:
@@ -173,18 +166,15 @@ class RayOffloadingManager(OffloadingManager):
         return _SOURCES[self.view.requests.get(req_context.req_id).source_of(Key(key))]
 
     @guarded(_refused_load)
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PoolSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
         names = cast("list[Key]", list(keys))
-        return self._pool_spec(names, self.view.prepare_load(names, req_context.req_id))
+        self.view.prepare_load(names, req_context.req_id)
+        return self._named(names, req_context)
 
-    def _pool_spec(self, keys: list[Key], handles: list[Handle]) -> PoolSpec:
-        return PoolSpec(
-            node_epoch=self.view.node_epoch,
-            keys=[*keys],
-            slots=[handle.slot for handle in handles],
-            generations=[handle.generation for handle in handles],
-            namespace=self.view.namespace,
-        )
+    def _named(self, keys: list[Key], req_context: ReqContext) -> ChunkSpec:
+        view, request_id = self.view, req_context.req_id
+        tenant = view.requests.get(request_id).options.tenant
+        return ChunkSpec([*keys], view.namespace, view.orders, tenant, request_id)
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -204,48 +194,25 @@ class RayOffloadingManager(OffloadingManager):
         if self.layered.is_under_way(req_context.req_id):
             return None
         if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
-            return PrepareStoreOutput([], self._pool_spec([], []), [])
+            return PrepareStoreOutput([], self._named([], req_context), [])
         most = self.view.requests.get(req_context.req_id).options.most_stored
         if most is not None:
             ends = [(key, req_context.get_offload_key_position(key)) for key in keys]
             keys = [key for key, end in ends if end is not None and end <= most]
-        plan = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
-        if plan is None:
-            self._log_no_lease()
-            return None
+        offered = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
         return PrepareStoreOutput(
-            keys_to_store=cast("list[OffloadKey]", plan.keys),
-            store_spec=self._pool_spec(plan.keys, plan.handles),
+            keys_to_store=cast("list[OffloadKey]", offered),
+            store_spec=self._named(offered, req_context),
             evicted_keys=[],
         )
-
-    def _log_no_lease(self) -> None:
-        now = time.monotonic()
-        if now - self._no_lease_logged_at >= NO_LEASE_LOG_PAUSE_S:
-            self._no_lease_logged_at = now
-            logger.warning(
-                "no free slots are leased to this engine now: chunks are offered again with the "
-                "next step (logged once a minute); a larger pool_bytes helps"
-            )
 
     @guarded(nothing)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """See `OffloadingManager.complete_store`; failures came with the workers' metadata."""
-        names = cast("list[Key]", list(keys))
-        if not success:
-            for key in names:
-                self.fail_store(key)
-        self.view.complete_store(names)
-        if self.announcements is not None:
-            self.announcements.came(names, self.view.loadable)
-
-    def fail_store(self, key: Key) -> None:
-        """A chunk was not stored, at whatever generation."""
-        handle = self.view.pending_handle(key)
-        if handle is not None:
-            self.view.fail_store(key, handle.generation)
+        """See `OffloadingManager.complete_store`; what became of them the NodeActor says."""
+        del success
+        self.view.complete_store(cast("Collection[Key]", keys))
 
     @guarded(nothing)
     def belongs(self, request: Any) -> None:
@@ -296,6 +263,11 @@ class RayOffloadingManager(OffloadingManager):
             self.session.nudge()
 
     @guarded(nothing)
+    def touch(self, request_id: str) -> None:
+        """A request is about to be scheduled, or waits: what it has found is to stay."""
+        self.view.touch(request_id, time.monotonic())
+
+    @guarded(nothing)
     def ended(self, request_id: str, columns: Iterable[Sequence[OffloadKey]]) -> None:
         """A request has ended, whose chunks have these keys, by KV group; some may still be stored,
         until `on_request_finished`.
@@ -344,17 +316,15 @@ class RayOffloadingManager(OffloadingManager):
 
         Not guarded: the connector answers for it.
 
-        vLLM never completes jobs from before a reset, so what is in flight is released here. An
-        engine that only rests gives back no more than that: its chunks are as valid as before. One
-        whose weights have just changed has chunks of the new ones only from before it had others,
-        or of other engines, and nobody means these.
+        vLLM never completes jobs from before a reset, so nothing is in flight from here on. Of an
+        engine that only rests no more than that is forgotten: its chunks are as valid as before.
+        One whose weights have just changed has chunks of the new ones only from before it had
+        others, or of other engines, and nobody means these.
         """
         if is_resting() or self.view.has_left or self.view.is_new:
-            self.view.drop_stores()
+            self.view.keep_stores(())
         else:
             self.view.reset()
-        if self.announcements is not None:
-            self.announcements.clear()
         if self.session is not None:
             self.session.nudge()
 
@@ -364,7 +334,7 @@ class RayOffloadingManager(OffloadingManager):
         if self.view.has_left:
             return
         logger.info("the weights of this engine change (%s)", what)
-        self.view.leave()
+        self.view.leave(time.monotonic())
         if self.session is not None:
             self.session.nudge()
 
@@ -376,43 +346,38 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.enter(space)
 
+    def change_weights(self) -> None:
+        """What the user has called the weights until now are others."""
+        if self.session is not None:
+            self.session.change_weights()
+
     def take_naming(self) -> str | None:
         """What the user has called the weights since this was asked the last time."""
         naming = None if self.session is None else self.session.take_naming()
         return None if naming is None else naming.version
 
-    def take_failures(
-        self,
-        failed_loads: list[FailedLoad],
-        failed_stores: list[tuple[bytes, int]],
-    ) -> None:
-        """What the workers report, before vLLM completes the jobs.
+    def take_ends(self, ends: Iterable[JobEnd]) -> None:
+        """How jobs have ended on the workers, before vLLM completes them.
 
         Not guarded: jobs of which this is not known must not be completed as if they had worked.
-
-        Args:
-            failed_loads: chunks that requests did not get.
-            failed_stores: key and generation.
         """
-        for failed in failed_loads:
-            self.view.fail_load(failed)
-            self.misses.failed(failed.request_id, MissReason.LOAD_FAILED)
-        for key, generation in failed_stores:
-            self.view.fail_store(Key(key), Generation(generation))
-
-    @guarded(nothing)
-    def take_node_epoch(self, node_epoch: int) -> None:
-        """The workers reach the NodeActor of this epoch; 0: at least one of them reaches none."""
-        self.view.set_link(node_epoch != 0)
-        if node_epoch:
-            self.view.node_restarted(Epoch(node_epoch))
+        view, now = self.view, time.monotonic()
+        for each in ends:
+            keys = [Key(key) for key in each.keys]
+            is_load = each.direction is Direction.LOAD
+            if is_load:
+                self.misses.failed(each.request_id, MissReason.LOAD_FAILED)
+            if each.namespace == view.namespace:
+                end = view.end_load if is_load else view.end_store
+                end(0, each.request_id, keys, each.result, now)
+            elif is_load:
+                view.bar(each.request_id, [keys[at] for at in each.result.failed_chunks])
 
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
         """See `OffloadingManager.take_events`: of chunks that this engine stored or found."""
-        if self.announcements is None:
-            return ()
-        return list(offloading_events(self.announcements, self))
+        announcements = self.view.announcements
+        return () if announcements is None else list(offloading_events(announcements.take()))
 
     @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -428,11 +393,8 @@ class RayOffloadingManager(OffloadingManager):
         """See `OffloadingManager.shutdown`; the connector ends the session."""
 
 
-def offloading_events(
-    announcements: Announcements, manager: RayOffloadingManager
-) -> Iterable[OffloadingEvent]:
+def offloading_events(news: News) -> Iterable[OffloadingEvent]:
     """vLLM's events of chunks that came to or went from this node and that this engine knows."""
-    news = announcements.take(manager.view.loadable.keys(), time.monotonic())
     place = {"medium": Medium.CPU, "locality": Locality.LOCAL}
     for keys, is_removed, more in (
         (news.removed, True, place),
@@ -451,35 +413,28 @@ class ChunkTracker(OffloadingEventsTracker):
 
     Args:
         config: vLLM's, of its KV events.
-        identity: of the engine at its start.
-        namespace: returns the one that it is in.
+        view: the engine's.
+        model: its name.
         outbox: where descriptions go; None: there are none.
-        announcements: for vLLM's own events; None: there are none.
     """
 
     def __init__(
-        self,
-        config: Any,
-        identity: EngineIdentity,
-        namespace: Callable[[], str],
-        outbox: DescriptionOutbox | None,
-        announcements: Announcements | None,
+        self, config: Any, view: EngineView, model: str, outbox: DescriptionOutbox | None
     ) -> None:
         super().__init__(config)
-        self._identity = identity
-        self._namespace = namespace
+        self._view = view
+        self._model = model
         self._outbox = outbox
-        self._announcements = announcements
 
-    def _expect(self, key: Any) -> None:
+    def _find(self, key: Any) -> None:
         """vLLM remembers what the chunk is made of, until it is said to have gone."""
-        if self._announcements is not None:
-            self._announcements.expect(Key(key), time.monotonic())
+        announcements = self._view.announcements
+        if announcements is not None and key in self._view.loadable:
+            announcements.come([Key(key)])
 
     @guarded(nothing)
     def record_store(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         super().record_store(req, group_config, chunk_idx, offload_key)
-        self._expect(offload_key)
         if self._outbox is not None:
             self._describe(req, group_config, chunk_idx, offload_key)
 
@@ -487,32 +442,22 @@ class ChunkTracker(OffloadingEventsTracker):
     def record_lookup(self, req: Any, group_config: Any, chunk_idx: int, offload_key: Any) -> None:
         """See `OffloadingEventsTracker.record_lookup`: the chunk is on this node."""
         super().record_lookup(req, group_config, chunk_idx, offload_key)
-        self._expect(offload_key)
+        self._find(offload_key)
         if self._outbox is not None and not self._outbox.is_busy:
             self._describe(req, group_config, chunk_idx, offload_key)
-
-    @guarded(nothing)
-    def record_partial_store(
-        self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
-    ) -> None:
-        """See `OffloadingEventsTracker.record_partial_store`: the beginning of a block is stored.
-
-        The readers of RayKV's events do not get such chunks described.
-        """
-        super().record_partial_store(req, group_config, boundary_tokens, offload_key)
-        self._expect(offload_key)
 
     @guarded(nothing)
     def record_partial_lookup(
         self, req: Any, group_config: Any, boundary_tokens: int, offload_key: Any
     ) -> None:
-        """See `OffloadingEventsTracker.record_partial_lookup`; as `record_partial_store`."""
+        """See `OffloadingEventsTracker.record_partial_lookup`; the readers of RayKV's events do not
+        get beginnings of blocks described.
+        """
         super().record_partial_lookup(req, group_config, boundary_tokens, offload_key)
-        self._expect(offload_key)
+        self._find(offload_key)
 
     def _describe(self, req: Any, group_config: Any, chunk_idx: int, key: Any) -> None:
-        outbox = self._outbox
-        namespace = self._namespace()
+        outbox, namespace = self._outbox, self._view.namespace
         if outbox is None or outbox.knows(namespace, key):
             return
         if is_windowed(group_config) or has_other_input(req):
@@ -528,7 +473,7 @@ class ChunkTracker(OffloadingEventsTracker):
                 inner=b"".join(text.hashes[:-1]),
                 tokens=pack_tokens(text.token_ids),
                 block_size=text.block_size,
-                model=self._identity.model,
+                model=self._model,
                 kind=text.kind,
                 lora=text.lora,
             )
@@ -545,14 +490,13 @@ def has_other_input(req: Any) -> bool:
 def track_chunks(
     tables: SchedulerTables,
     config: Any,
-    identity: EngineIdentity,
+    model: str,
     outbox: DescriptionOutbox | None,
-    manager: RayOffloadingManager,
+    view: EngineView,
 ) -> None:
     """Have vLLM's scheduler side report its chunks, if anybody wants that."""
-    announcements, view = manager.announcements, manager.view
-    if outbox is None and announcements is None:
+    if outbox is None and view.announcements is None:
         return
-    tracker = ChunkTracker(config, identity, lambda: view.namespace, outbox, announcements)
+    tracker = ChunkTracker(config, view, model, outbox)
     if not tables.replace_tracker(tracker, OffloadingEventsTracker):
         logger.warning("this vLLM does not tell what chunks are made of: they are not described")

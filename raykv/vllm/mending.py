@@ -11,7 +11,7 @@ nobody.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -131,9 +131,8 @@ class Mender:
         self.mend()
 
     def end_reset(self) -> None:
-        """A reset was interrupted; it may have cleared the cache or not."""
-        if self.manager.view.is_clearing:
-            self.manager.view.drop_all()
+        """A reset was interrupted; what it has begun to clear is not found from now on."""
+        self.manager.view.look(time.monotonic())
         self.mend()
 
     def _unsent(self) -> dict[int, OffloadJob]:
@@ -171,7 +170,7 @@ class Mender:
             self._tables.loading = set().union(*loads)
         self._tables.fences = self._fences()
         flying = (Key(key) for job in jobs.values() if job.is_store for key in job.keys)
-        self.manager.view.keep_stores(Counter(flying))
+        self.manager.view.keep_stores(flying)
 
     def _fences(self) -> dict[int, set[int]]:
         """Blocks that stores read and vLLM may give to another request, as vLLM keeps them."""

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricM
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import MissReason, TokenSource, known_as
+from raykv.base.ids import MissReason, TokenSource
 from raykv.engine.accounts import MissStage, TokenAccount
 from raykv.engine.insight.partings import Partings, PassingPrompt
 from raykv.engine.insight.spans import RequestSpans
@@ -253,7 +253,6 @@ class MissReporter:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """What has been counted since the last call; None: nothing."""
-        self._correct()
         tokens = +self._tokens
         if not tokens:
             return None
@@ -263,17 +262,6 @@ class MissReporter:
             name = PROMPT_TOKENS if label == "source" else MISSED_TOKENS
             stats.increase_counter(name, count, (str(value),))
         return stats
-
-    def _correct(self) -> None:
-        """Take in reasons that the scheduler actor knew better.
-
-        Prometheus has already counted those tokens for another reason, and its counters do not go
-        back: later ones with that reason are left out until that is made up for.
-        """
-        refined = self._view.accounts.take_refined()
-        for reason, count in refined.items():
-            self._tokens["reason", reason] += count
-            self._tokens["reason", known_as(reason)] -= count
 
 
 def sentence(record: MissRecord) -> str:

@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.base.errors import SettingError
 from raykv.base.geometry import aligned
-from raykv.base.ids import EngineId
 from raykv.base.settings import Settings, load_settings
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.engine.announcements import Announcements
@@ -73,11 +72,6 @@ class Told:
             return None
         known = self.kv_cache.kv_cache_groups[group].kv_cache_spec
         return window_in_chunks(known, tokens_per_chunk)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that one step computes at most."""
-        return 0 if self.vllm is None else self.vllm.scheduler_config.max_num_batched_tokens
 
     @property
     def sleeps(self) -> bool:
@@ -148,7 +142,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a chunk of any group, all parts, rounded up.
+        """Bytes that a chunk of any group takes in a pool: all parts, rounded up.
 
         vLLM lets the groups of a hybrid model share its blocks, so a block of any group takes at
         most `worker_kv_bytes_per_block`. Of canonical chunks it is the same for all numbers of
@@ -167,19 +161,16 @@ class RayKVOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             settings = self.settings
             rates = Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
-            view = EngineView(
-                EngineId(self.config.engine_id),
-                self.group_ids,
-                settings.lookup_deadline_s,
-                settings.lease_slots,
-                RemoteChunks(self._remote_settings(), FetchCost(rates)),
-                StoreSampler(is_on=settings.stop_unused_stores),
-            )
             wants_events = self.kv_events_config.enable_kv_cache_events
+            view = EngineView(
+                settings.lookup_deadline_s,
+                remote=RemoteChunks(self._remote_settings(), FetchCost(rates)),
+                sampler=StoreSampler(is_on=settings.stop_unused_stores),
+                announcements=Announcements() if wants_events else None,
+            )
             self._manager = RayOffloadingManager(
                 view,
                 HintBox(Allowed(settings.client_hints)),
-                Announcements() if wants_events else None,
                 settings.labels(),
                 tenants_by_server=settings.tenant_source == "server",
             )
@@ -196,7 +187,6 @@ class RayKVOffloadingSpec(OffloadingSpec):
             fetch_deadline_s=self.settings.fetch_deadline_s,
             pending_deadline_s=self.settings.lookup_deadline_s,
             sizes=sizes,
-            step_tokens=self._told.step_tokens,
         )
 
     def canonical_pages(self, kv_caches: CanonicalKVCaches) -> CanonicalPages:

@@ -6,11 +6,12 @@ What goes between the two sides of the connector with each step, through vLLM, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -25,11 +26,12 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.base.deadlines import LINK_CLOSE_S
 from raykv.base.guard import guarded, report
-from raykv.base.ids import Direction, Refusal
-from raykv.engine.requests import FailedLoad
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import JobResult, KVLayout
+from raykv.base.ids import Direction, Refusal, Stamp
+from raykv.engine.session import WorkerReport
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.worker import KVLayout
 from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.front import Link
 from raykv.worker.job import JobRequest
@@ -37,42 +39,66 @@ from raykv.worker.link import LinkTarget
 
 
 @dataclass
-class PoolSpec(LoadStoreSpec):
-    """Places in the node's pool, as columns with one entry per chunk."""
+class ChunkSpec(LoadStoreSpec):
+    """Chunks by their names; `orders` and `tenant` as in `NamedJob`.
 
-    node_epoch: int
+    Without a namespace nothing is loaded or stored.
+    """
+
     keys: list[bytes]
-    slots: list[int]
-    generations: list[int]
     namespace: str = ""
+    orders: Stamp = NOTHING_ORDERED
+    tenant: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
-class FailedChunk:
-    """One chunk of a job that did not happen, and the vLLM blocks that it was about."""
+class JobEnd:
+    """How a job has ended on one rank; `result` numbers the chunks as they are in `keys`."""
 
-    key: bytes
-    generation: int
-    refusal: Refusal
-    block_ids: list[int]
+    direction: Direction
+    namespace: str
+    request_id: str
+    keys: Keys
+    result: NamedResult
 
 
 @dataclass
 class RayKVTransferResult(TransferResult):
-    """vLLM's result, with what failed chunk by chunk."""
+    """vLLM's result, with what its scheduler's side should know of it; None: nothing.
 
-    direction: Direction = Direction.STORE
-    node_epoch: int = 0
-    failed: list[FailedChunk] = field(default_factory=list)
+    `lost_blocks` are those of vLLM's blocks that were to be loaded into in vain.
+    """
+
+    end: JobEnd | None = None
+    lost_blocks: list[int] = field(default_factory=list)
 
 
-def job_request(
+@dataclass(frozen=True)
+class FlyingJob:
+    """A job without a result. `torn`: chunks of a store whose blocks are not all known: they have
+    failed and are not sent.
+    """
+
+    job: NamedJob
+    torn: list[bytes] = field(default_factory=list)
+    request_id: str = ""
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it writes into vLLM's blocks."""
+        return self.job.direction == Direction.LOAD
+
+
+def flying_job(
     job_id: int,
     direction: Direction,
     blocks: GPULoadStoreSpec,
-    pool: PoolSpec,
+    chunks: ChunkSpec,
     layout: KVLayout,
-) -> JobRequest:
+    *,
+    by_layer: bool = False,
+) -> FlyingJob:
     """Which of vLLM's blocks belong to which chunk.
 
     vLLM lists the blocks group by group; within a group they follow each other in the request,
@@ -82,12 +108,11 @@ def job_request(
     where. Such a group's chunks are `torn`.
     """
     per_chunk = layout.blocks_per_chunk
-    groups: list[int] = []
     counts: list[int] = []
     firsts: list[int] = []
     torn: list[bool] = []
     columns = zip(layout.group_ids, blocks.group_sizes, blocks.block_indices, strict=True)
-    for group_id, size, index in columns:
+    for _, size, index in columns:
         if not size:
             continue
         skip = index % per_chunk
@@ -96,116 +121,101 @@ def job_request(
         added = [first, *[per_chunk] * whole, *[last] * (last > 0)]
         counts += added
         firsts += [skip, *[0] * (len(added) - 1)]
-        groups += [group_id] * len(added)
         # Only whole chunks are stored: their last block is there, or they would not be offered.
         torn += [direction is Direction.STORE and (skip + size) % per_chunk != 0] * len(added)
-    assert len(groups) == len(pool.keys), (len(groups), len(pool.keys), job_id)
-    whole_job = JobRequest(
-        job_id=job_id,
-        direction=direction,
-        node_epoch=pool.node_epoch,
-        handles=Handles(Keys.of(pool.keys), pool.slots, pool.generations),
-        groups=groups,
-        num_blocks=counts,
-        first_block=firsts,
-        block_ids=blocks.block_ids.tolist(),
-        namespace=pool.namespace,
+    keys, block_ids = chunks.keys, blocks.block_ids.tolist()
+    assert len(counts) == len(keys), (len(counts), len(keys), job_id)
+    lost = [key for key, is_torn in zip(keys, torn, strict=True) if is_torn]
+    if lost:
+        starts = [0, *accumulate(counts)]
+        kept = [at for at, is_torn in enumerate(torn) if not is_torn]
+        block_ids = list(chain(*(block_ids[starts[at] : starts[at + 1]] for at in kept)))
+        keys = [keys[at] for at in kept]
+        counts, firsts = ([each[at] for at in kept] for each in (counts, firsts))
+    job = NamedJob(
+        job_id,
+        int(direction),
+        chunks.namespace,
+        Keys.of(keys),
+        Numbers.of(counts),
+        Numbers.of(firsts),
+        Numbers.of(block_ids),
+        chunks.orders,
+        chunks.tenant,
+        by_layer,
     )
-    return _without(whole_job, torn) if any(torn) else whole_job
+    return FlyingJob(job, lost, chunks.request_id)
 
 
-def _without(request: JobRequest, torn: Sequence[bool]) -> JobRequest:
-    """A job but for some of its chunks."""
-    starts = [0, *accumulate(request.num_blocks)]
-    kept = [chunk for chunk, is_torn in enumerate(torn) if not is_torn]
-    block_ids = [request.block_ids[starts[chunk] : starts[chunk + 1]] for chunk in kept]
-    return replace(
-        request,
-        handles=_some(request.handles, kept),
-        groups=[request.groups[chunk] for chunk in kept],
-        num_blocks=[request.num_blocks[chunk] for chunk in kept],
-        first_block=[request.first_block[chunk] for chunk in kept],
-        block_ids=[*chain.from_iterable(block_ids)],
-        torn=_some(request.handles, [chunk for chunk, is_torn in enumerate(torn) if is_torn]),
-    )
+def failed_as(refusal: Refusal, result: NamedResult, count: int) -> NamedResult:
+    """The same, but all of so many chunks have failed."""
+    every, refusals = Numbers.of(range(count)), bytes([refusal]) * count
+    return msgspec.structs.replace(result, failed_chunks=every, refusals=refusals)
 
 
-def _some(handles: Handles, chunks: Sequence[int]) -> Handles:
-    keys = list(handles.keys)
-    return Handles(
-        Keys.of([keys[chunk] for chunk in chunks]),
-        [handles.slots[chunk] for chunk in chunks],
-        [handles.generations[chunk] for chunk in chunks],
-    )
-
-
-def transfer_result(request: JobRequest, result: JobResult) -> RayKVTransferResult:
-    starts = [0, *accumulate(request.num_blocks)] if result.failed_chunks else []
-    failed = [
-        FailedChunk(
-            key=request.handles.keys[chunk],
-            generation=request.handles.generations[chunk],
-            refusal=Refusal(refusal),
-            block_ids=request.block_ids[starts[chunk] : starts[chunk + 1]],
-        )
-        for chunk, refusal in zip(result.failed_chunks, result.refusals, strict=True)
-    ]
-    failed += [
-        FailedChunk(key, generation, Refusal.COPY_FAILED, [])
-        for key, generation in zip(request.torn.keys, request.torn.generations, strict=True)
-    ]
+def transfer_result(flying: FlyingJob, result: NamedResult) -> RayKVTransferResult:
+    """What became of a job, by what the NodeActor says."""
+    job, torn = flying.job, flying.torn
+    direction = Direction(job.direction)
+    lost_blocks: list[int] = []
+    if flying.is_load and result.failed_chunks:
+        starts, block_ids = [0, *accumulate(job.num_blocks)], list(job.block_ids)
+        for at in result.failed_chunks:
+            lost_blocks += block_ids[starts[at] : starts[at + 1]]
+    keys = job.keys
+    if torn:
+        failed = result.failed_chunks + range(len(keys), len(keys) + len(torn))
+        refusals = result.refusals + bytes([Refusal.COPY_FAILED]) * len(torn)
+        keys = Keys.of([*keys, *torn])
+        result = msgspec.structs.replace(result, failed_chunks=failed, refusals=refusals)
+    has_failed = bool(result.failed_chunks)
+    end = JobEnd(direction, job.namespace, flying.request_id, keys, result)
     return RayKVTransferResult(
-        job_id=result.job_id,
-        success=not failed,
+        job_id=job.job_id,
+        success=not has_failed,
         transfer_size=result.num_bytes,
         transfer_time=result.seconds,
-        direction=request.direction,
-        node_epoch=request.node_epoch,
-        failed=failed,
+        # Of a load that has come there is nothing to be said.
+        end=end if has_failed or not flying.is_load else None,
+        lost_blocks=lost_blocks,
     )
 
 
-def distrusted(request: JobRequest) -> RayKVTransferResult:
-    """The result of a load whose bytes are of no use; its chunks are not to blame."""
-    chunks = list(range(len(request.handles.keys)))
-    refusals = [int(Refusal.CANCELLED)] * len(chunks)
-    ended = JobResult(request.job_id, 0, 0.0, chunks, refusals)
-    failed = transfer_result(request, ended)
-    failed.node_epoch = 0
-    return failed
+def distrusted(flying: FlyingJob, result: NamedResult | None = None) -> RayKVTransferResult:
+    """The result of a load whose bytes are of no use, or of a job of which nothing is known."""
+    job = flying.job
+    said = result or NamedResult(job.job_id, 0, 0)
+    said = msgspec.structs.replace(said, num_bytes=0, seconds=0.0)
+    return transfer_result(flying, failed_as(Refusal.CANCELLED, said, len(job.keys)))
 
 
 def all_failed(
-    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: Any
+    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: Any
 ) -> RayKVTransferResult:
-    """The result of a job that could not be made up: nothing of it happened."""
-    keys = list(getattr(pool, "keys", [b""])) or [b""]
-    generations = list(getattr(pool, "generations", [0])) or [0]
-    every_block = blocks.block_ids.tolist()
-    failed = [
-        FailedChunk(key, generation, Refusal.COPY_FAILED, every_block)
-        for key, generation in zip(keys, generations, strict=True)
-    ]
-    node_epoch = int(getattr(pool, "node_epoch", 0))
-    return RayKVTransferResult(job_id, False, 0, 0.0, direction, node_epoch, failed)
+    """The result of a job that was not made up, or must not be: nothing of it happened."""
+    end = None
+    if isinstance(chunks, ChunkSpec):
+        nothing = NamedResult(job_id, 0, 0)
+        result = failed_as(Refusal.COPY_FAILED, nothing, len(chunks.keys))
+        keys = Keys.of(chunks.keys)
+        end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
+    lost = blocks.block_ids.tolist() if direction is Direction.LOAD else []
+    return RayKVTransferResult(job_id, False, 0, 0.0, end=end, lost_blocks=lost)
 
 
 @dataclass
 class RayKVWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's metadata, with what failed; see `RayOffloadingManager.take_failures`.
+    """vLLM's metadata, with how jobs have ended; see `RayOffloadingManager.take_ends`.
 
-    `node_epochs` has the epoch of the NodeActor that each rank reaches, 0 for none; `lines` what
-    each says of its breaker, when that has changed. `adapters` have been loaded since the last
-    step, by id, with the digests of their contents; empty where the ranks have not loaded the same.
-    `weights` says by what they were changed last, and how often, by the worker's name; only while
-    the engine does not know it. `barred` are requests that must not
+    `lines` has what each rank says of its line to the NodeActor, when that has changed. `adapters`
+    have been loaded since the last step, by id, with the digests of their contents; empty where the
+    ranks have not loaded the same. `weights` says by what they were changed last, and how often, by
+    the worker's name; only while the engine does not know it. `barred` are requests that must not
     load any more.
     """
 
-    failed_loads: list[FailedLoad] = field(default_factory=list)
-    failed_stores: list[tuple[bytes, int]] = field(default_factory=list)
-    node_epochs: dict[int, int] = field(default_factory=dict)
-    lines: dict[int, BreakerReport] = field(default_factory=dict)
+    ends: list[JobEnd] = field(default_factory=list)
+    lines: dict[int, WorkerReport] = field(default_factory=dict)
     adapters: dict[int, str] = field(default_factory=dict)
     weights: dict[str, tuple[int, str]] = field(default_factory=dict)
     barred: set[str] = field(default_factory=set)
@@ -217,9 +227,7 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
         merged = RayKVWorkerMetadata(base.completed_jobs, base.transfer_stats)
         for part in (self, other):
             if isinstance(part, RayKVWorkerMetadata):
-                merged.failed_loads += part.failed_loads
-                merged.failed_stores += part.failed_stores
-                merged.node_epochs.update(part.node_epochs)
+                merged.ends += part.ends
                 merged.lines.update(part.lines)
                 merged.barred |= part.barred
                 merged.weights.update(part.weights)
@@ -237,7 +245,8 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
     step. `weights_seen`: how often the weights of each worker had changed when the engine named
-    them, by the worker's name.
+    them, by the worker's name. `place_life`: of the NodeActor, as the engine knows it; what workers
+    have said of their lines before that was another one.
     """
 
     target: LinkTarget | None = None
@@ -246,6 +255,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     beginning: dict[str, AdapterUse] = field(default_factory=dict)
     weights_seen: dict[str, int] = field(default_factory=dict)
+    place_life: int = 0
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -258,11 +268,11 @@ class RayOffloadingWorker(OffloadingWorker):
         """
         self._layout = layout
         self._link = link
-        self._flying: dict[int, JobRequest] = {}
+        self._flying: dict[int, FlyingJob] = {}
         self._by_layer = by_layer
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
-        self._captured: list[JobResult] = []
+        self._captured: list[NamedResult] = []
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
         # Results that nobody has asked for yet, of jobs that could not be made up, too.
@@ -270,25 +280,23 @@ class RayOffloadingWorker(OffloadingWorker):
         # The line has failed in a way that is not understood, and was ended.
         self._is_given_up = False
         # Of the link, not looked at yet.
-        self._drained: deque[JobResult] = deque()
+        self._drained: deque[NamedResult] = deque()
+        # Of all chunks of captures; empty until the NodeActor is known.
+        self.namespace = ""
 
     @property
     def layout(self) -> KVLayout:
         """Of the memory that the NodeActor maps."""
         return self._layout
 
-    @property
-    def node_epoch(self) -> int:
-        """Epoch of the NodeActor that is reached; 0 for none."""
-        return self._link.node_epoch
-
-    def breaker_report(self) -> BreakerReport:
-        """Whether the NodeActor is left alone."""
-        return self._link.breaker_report()
+    def line_report(self) -> WorkerReport:
+        """Which NodeActor is reached, and whether it is left alone."""
+        return WorkerReport(self._link.node_life, self._link.breaker_report())
 
     def set_target(self, target: LinkTarget | None) -> None:
         """Where the NodeActor is; None leaves it as it was."""
         if target is not None:
+            self.namespace = target.namespace
             self._link.set_target(target)
 
     def submit_store(
@@ -307,37 +315,36 @@ class RayOffloadingWorker(OffloadingWorker):
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def _submit(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
+        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> bool:
+        if isinstance(chunks, ChunkSpec) and not chunks.namespace:
+            self.refuse(job_id, direction, blocks, chunks)
+            return True
         try:
-            assert isinstance(pool, PoolSpec), pool
+            assert isinstance(chunks, ChunkSpec), chunks
             assert not self._is_given_up, "the line to the NodeActor has failed"
-            request = job_request(job_id, direction, blocks, pool, self._layout)
-            if self._by_layer and direction is Direction.LOAD:
-                request = replace(request, by_layer=True)
-            if request.torn and not request.handles:
-                self._ended.append(all_failed(job_id, direction, blocks, pool))
+            by_layer = self._by_layer and direction is Direction.LOAD
+            flying = flying_job(job_id, direction, blocks, chunks, self._layout, by_layer=by_layer)
+            if flying.torn and not flying.job.keys:
+                self._ended.append(transfer_result(flying, NamedResult(job_id, 0, 0)))
                 return True
-            self._link.submit(request)
+            self._link.submit(JobRequest(flying.job))
         except Exception:
             report("RayOffloadingWorker.submit")
-            self._ended.append(all_failed(job_id, direction, blocks, pool))
+            self._ended.append(all_failed(job_id, direction, blocks, chunks))
         else:
-            self._flying[job_id] = request
+            self._flying[job_id] = flying
         return True
 
     def refuse(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, pool: LoadStoreSpec
+        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
-        """Let a job fail that must not be; its chunks are not to blame."""
-        failed = all_failed(job_id, direction, blocks, pool)
-        failed.node_epoch = 0
-        self._ended.append(failed)
+        """Let a job fail that must not be."""
+        self._ended.append(all_failed(job_id, direction, blocks, chunks))
 
     def distrust_loads(self) -> None:
         """Have the loads that are under way end as failed, whatever becomes of them."""
-        flying = self._flying.items()
-        self._distrusted |= {i for i, job in flying if job.direction is Direction.LOAD}
+        self._distrusted |= {i for i, flying in self._flying.items() if flying.is_load}
 
     def submit_capture(self, request: JobRequest) -> None:
         """Have states copied; how that ends comes through `take_captured`."""
@@ -345,7 +352,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._captures.add(request.job_id)
         self._link.submit(request)
 
-    def take_captured(self) -> list[JobResult]:
+    def take_captured(self) -> list[NamedResult]:
         """Captures that `get_finished` has found to have ended."""
         captured, self._captured = self._captured, []
         return captured
@@ -375,25 +382,25 @@ class RayOffloadingWorker(OffloadingWorker):
         ended, self._ended = self._ended, []
         return ended
 
-    def _take_badly(self, result: JobResult) -> None:
+    def _take_badly(self, result: NamedResult) -> None:
         """It has ended, and as what is not known: as a failure."""
         if result.job_id in self._captures:
             self._captured.append(result)
             self._captures.remove(result.job_id)
-        if (request := self._flying.pop(result.job_id, None)) is not None:
-            self._ended.append(distrusted(request))
+        if (flying := self._flying.pop(result.job_id, None)) is not None:
+            self._ended.append(distrusted(flying))
 
     @guarded(_take_badly)
-    def _take_result(self, result: JobResult) -> None:
+    def _take_result(self, result: NamedResult) -> None:
         if result.job_id in self._captures:
             self._captured.append(result)
             self._captures.remove(result.job_id)
             return
-        request = self._flying.get(result.job_id)
-        if request is None:
+        flying = self._flying.get(result.job_id)
+        if flying is None:
             return
         is_wanted = result.job_id not in self._distrusted
-        ended = transfer_result(request, result) if is_wanted else distrusted(request)
+        ended = transfer_result(flying, result) if is_wanted else distrusted(flying, result)
         self._distrusted.discard(result.job_id)
         self._ended.append(ended)
         del self._flying[result.job_id]

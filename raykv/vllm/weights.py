@@ -49,8 +49,7 @@ class WeightChanges:
 
     @guarded(nothing)
     def change(self, what: str) -> None:
-        # What was said before is of the weights that there were.
-        self._manager.take_naming()
+        self._manager.change_weights()
         self._names.change()
         self._is_said = False
         self._manager.barred |= self._tables.requests.keys()

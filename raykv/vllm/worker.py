@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.v1.kv_offload.base import TransferResult
 
 from raykv.base.guard import guarded
-from raykv.base.ids import Direction, Epoch, Generation, Key
-from raykv.engine.requests import FailedLoad
+from raykv.base.ids import Direction
+from raykv.engine.session import WorkerReport
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
 from raykv.vllm.identity.weight_watch import WeightWatch, watch_worker
@@ -38,6 +38,9 @@ from raykv.vllm.transfers import (
 from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
+
+NO_LINE = WorkerReport(0, BreakerReport())
+"""Of a worker that reaches no NodeActor."""
 
 
 def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:
@@ -61,8 +64,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         # The layers that have waited for these loads.
         self._waited: set[str] = set()
         self._numbers: dict[str, int] | None = None
-        self._reported_epoch = 0
-        self._reported_line = BreakerReport()
+        # The life of the place, as the engine knows it, and how often the line had failed by then;
+        # and what was reported of the line, last the life of the place in which it had failed.
+        self._place_life = self._failed_before = 0
+        self._reported_line = (0, 0, 0, 0)
         # Else a request can't go on from a block that did not come: with several KV groups block
         # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
         self._by_request = not keeps_every_block(kv_cache_config)
@@ -111,6 +116,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._look_at_weights(metadata.weights_seen)
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
+            if metadata.place_life != self._place_life:
+                self._place_life = metadata.place_life
+                self._failed_before = self._line_report().breakers.failed
             if self._is_layerwise:
                 for job_id, load in metadata.load_jobs.items():
                     self._unseen[job_id] = load.dst_spec.block_ids.tolist()
@@ -262,9 +270,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return received
 
     def _take_end_badly(self, result: TransferResult) -> None:
-        """A job has ended, as what is not known: as a failure."""
-        failed = result.failed if isinstance(result, RayKVTransferResult) else []
-        self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in failed]
+        """A job has ended, as what is not known: as a failure. Of a store the NodeActor's listing
+        tells.
+        """
         self._meta.mark_completed(result.job_id)
         self._invalid_block_ids.update(self._unseen.pop(result.job_id, ()))
         request_id = self._vllm.loads.pop(result.job_id, None)
@@ -339,25 +347,14 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if result.transfer_size and result.transfer_time is not None:
             direction = stats.store if request_id is None else stats.load
             direction.record(result.transfer_size, result.transfer_time)
-        if not result.failed:
+        if result.end is not None:
+            self._meta.ends.append(result.end)
+        if result.success or request_id is None:
             return
-        if request_id is None:
-            self._meta.failed_stores += [(chunk.key, chunk.generation) for chunk in result.failed]
-            return
-        self._meta.failed_loads += [
-            FailedLoad(
-                request_id,
-                Key(chunk.key),
-                Generation(chunk.generation),
-                Epoch(result.node_epoch),
-                chunk.refusal.is_final,
-            )
-            for chunk in result.failed
-        ]
         if self._by_request:
             self._failed_recving.add(request_id)
         else:
-            self._invalid_block_ids.update(*(chunk.block_ids for chunk in result.failed))
+            self._invalid_block_ids.update(result.lost_blocks)
 
     def take_failed_recving(self) -> set[str]:
         """Requests that must be computed anew as a whole."""
@@ -379,18 +376,22 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     @guarded(take_meta)
     def build_connector_worker_meta(self) -> RayKVWorkerMetadata | None:
-        epoch = 0 if self._raykv is None else self._raykv.node_epoch
-        if epoch != self._reported_epoch:
-            self._meta.node_epochs[self.spec.config.parallel.rank] = epoch
-            self._reported_epoch = epoch
         self._report_line(self._meta)
         self._meta.adapters |= self._adapters.take_news()
         return self.take_meta()
 
+    def _line_report(self) -> WorkerReport:
+        return NO_LINE if self._raykv is None else self._raykv.line_report()
+
     def _report_line(self, meta: RayKVWorkerMetadata) -> None:
-        """Only when a breaker has opened or closed, not for every further failure."""
-        line = BreakerReport() if self._raykv is None else self._raykv.breaker_report()
-        known = self._reported_line
-        if (line.opened, len(line.peers)) != (known.opened, len(known.peers)):
+        """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another
+        life of the place, not for every further failure.
+        """
+        line = self._line_report()
+        breakers = line.breakers
+        has_failed = breakers.failed > self._failed_before
+        refused_by = self._place_life if has_failed else self._reported_line[-1]
+        gist = line.life, breakers.opened, len(breakers.peers), refused_by
+        if gist != self._reported_line:
             meta.lines[self.spec.config.parallel.rank] = line
-            self._reported_line = line
+            self._reported_line = gist

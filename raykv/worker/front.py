@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import JobResult
+from raykv.protocol.named.copies import NamedResult
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget
 
@@ -18,8 +18,8 @@ class Link(Protocol):
     """`WorkerLink`, and whatever stands in for one; see there. For the worker's main thread."""
 
     @property
-    def node_epoch(self) -> int:
-        """See `WorkerLink.node_epoch`."""
+    def node_life(self) -> int:
+        """See `WorkerLink.node_life`."""
 
     def breaker_report(self) -> BreakerReport:
         """See `WorkerLink.breaker_report`."""
@@ -30,7 +30,7 @@ class Link(Protocol):
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`."""
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         """See `WorkerLink.drain`."""
 
     def wait(self, job_ids: Collection[int]) -> None:
@@ -56,8 +56,8 @@ class FrontLink(Generic[L]):
         self._link = link
 
     @property
-    def node_epoch(self) -> int:
-        return self._link.node_epoch
+    def node_life(self) -> int:
+        return self._link.node_life
 
     def breaker_report(self) -> BreakerReport:
         return self._link.breaker_report()
@@ -68,7 +68,7 @@ class FrontLink(Generic[L]):
     def submit(self, request: JobRequest) -> None:
         self._link.submit(request)
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         return self._link.drain()
 
     def wait(self, job_ids: Collection[int]) -> None:

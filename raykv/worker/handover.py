@@ -21,7 +21,8 @@ from raykv.base.ids import Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.driver import CUDAError, MemoryDriver
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, JobResult, KVLayout
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
 from raykv.worker.front import FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -101,7 +102,7 @@ class DeviceLink(FrontLink[WorkerLink]):
         super().__init__(WorkerLink(rank, exported.layout, exported.fds, settings))
         self._exported = exported
         self._stream = stream
-        self._failed: list[JobResult] = []
+        self._failed: list[NamedResult] = []
 
     @property
     def unsuited(self) -> str:
@@ -114,20 +115,13 @@ class DeviceLink(FrontLink[WorkerLink]):
         except Exception:
             # Without its event a copy would run ahead of what it depends on.
             report("DeviceLink.submit")
-            self._failed.append(all_refused(request))
+            self._failed.append(not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED))
             return
         self._link.submit(request)
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         failed, self._failed = self._failed, []
         return failed + self._link.drain()
-
-
-def all_refused(request: JobRequest) -> JobResult:
-    """The result of a job that was never begun."""
-    count = len(request.handles.keys)
-    refusals = [int(Refusal.COPY_FAILED)] * count
-    return JobResult(request.job_id, 0, 0.0, list(range(count)), refusals)
 
 
 class AutoLink(FrontLink[DeviceLink | StagedLink]):
@@ -152,7 +146,7 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
         self._submitted.add(request.job_id)
         self._link.submit(request)
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         results = self._link.drain()
         self._submitted.difference_update(result.job_id for result in results)
         return results

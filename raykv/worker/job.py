@@ -3,56 +3,58 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from raykv.base.ids import Direction
-from raykv.protocol.columns import Handles
-from raykv.protocol.named.captures import Capture
-from raykv.protocol.worker import CopyJob
+from raykv.protocol.columns import NUMBER_BYTES
+from raykv.protocol.named.copies import NamedJob
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A copy job before it has an epoch: what the engine's thread hands over."""
+    """A copy job that the engine's thread hands over.
 
-    job_id: int
-    direction: Direction
-    node_epoch: int
-    handles: Handles
-    groups: list[int]
-    num_blocks: list[int]
-    first_block: list[int]
-    block_ids: list[int]
-    by_layer: bool = False
-    capture: Capture | None = None
+    `lock_fd`: of the file that a capture becomes, -1 for none; the caller closes it when the job
+    has ended.
+    """
+
+    job: NamedJob
     lock_fd: int = -1
-    """Of the file that a capture becomes; the caller closes it when the job has ended."""
-    torn: Handles = field(default_factory=Handles)
-    """Chunks of a store whose blocks are not all known: they have failed and are not sent."""
-    namespace: str = ""
-    """Of all chunks; empty: the one of the line."""
+
+    @property
+    def job_id(self) -> int:
+        return self.job.job_id
+
+    @property
+    def direction(self) -> Direction:
+        return Direction(self.job.direction)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.job.keys)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its message, at most."""
-        tokens = 0 if self.capture is None else len(self.capture.token_ids)
-        return tokens + 9 * len(self.block_ids) + (64 << 10)
+        job = self.job
+        tokens = 0 if job.capture is None else len(job.capture.token_ids)
+        chunks = len(job.keys.raw) + len(job.keys) * (1 + 2 * NUMBER_BYTES)
+        return tokens + chunks + len(job.block_ids.raw) + (64 << 10)
 
-    def message(self) -> CopyJob:
-        """The job as it goes to the NodeActor."""
-        return CopyJob(
-            self.job_id,
-            int(self.direction),
-            self.node_epoch,
-            self.handles,
-            self.groups,
-            self.num_blocks,
-            self.first_block,
-            self.block_ids,
-            self.capture,
-            self.by_layer,
-            self.namespace,
-        )
+
+def batches(requests: Iterable[JobRequest], most_bytes: int) -> Iterator[list[NamedJob]]:
+    """Jobs in messages of at most so many bytes, in order; none of them is larger."""
+    batch: list[NamedJob] = []
+    left = most_bytes
+    for request in requests:
+        if batch and request.num_bytes > left:
+            yield batch
+            batch, left = [], most_bytes
+        batch.append(request.job)
+        left -= request.num_bytes
+    if batch:
+        yield batch
 
 
 class Stage(enum.Enum):

@@ -55,18 +55,19 @@ from raykv.memory.words import CancelWords
 from raykv.protocol import wire
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.worker import (
     AttachWorker,
     JobBatch,
-    JobResult,
     JobResults,
     KVLayout,
     NodeMessage,
     WorkerAttached,
     believable,
+    not_done,
 )
 from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
-from raykv.worker.job import JobRequest, PendingJob, Stage
+from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
 
@@ -84,10 +85,13 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class LinkTarget:
-    """Where the NodeActor is, and how the engine introduces itself there."""
+    """Where the NodeActor is, and how the engine introduces itself there; `life` is that of its
+    EngineCore.
+    """
 
     socket_name: str
     engine_id: str
+    life: int
     namespace: str
     num_ranks: int
     slot_bytes: dict[int, int]
@@ -124,9 +128,9 @@ class WorkerLink:
         self._target: LinkTarget | None = None
         self._pending: dict[int, PendingJob] = {}
         self._outbox: deque[int] = deque()
-        self._results: deque[JobResult] = deque()
+        self._results: deque[NamedResult] = deque()
         self._stopping = False
-        self._node_epoch = 0
+        self._node_life = 0
         self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
         # Why the NodeActor can't open the KV cache, as it said last; else empty.
         self.unsuited = ""
@@ -141,9 +145,9 @@ class WorkerLink:
     # The engine's thread
 
     @property
-    def node_epoch(self) -> int:
-        """Epoch of the NodeActor that is reached now; 0 while none is."""
-        return self._node_epoch
+    def node_life(self) -> int:
+        """Life of the NodeActor that is reached now; 0 while none is."""
+        return self._node_life
 
     def set_target(self, target: LinkTarget) -> None:
         """Where to connect; the same target again costs a comparison."""
@@ -173,7 +177,7 @@ class WorkerLink:
             # The job was accepted: the next look for its result tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         """Jobs that have ended since the last call."""
         if not self._results:
             return []
@@ -327,6 +331,7 @@ class WorkerLink:
             hello = AttachWorker(
                 PROTOCOL_VERSION,
                 target.engine_id,
+                target.life,
                 target.namespace,
                 self._rank,
                 target.num_ranks,
@@ -345,8 +350,8 @@ class WorkerLink:
         self._sock, self._pidfd, self._reader = sock, pidfd, reader
         self._socket_name = target.socket_name
         with self._lock:
-            self._node_epoch = answer.node_epoch
-        logger.info("attached to NodeActor epoch %d", answer.node_epoch)
+            self._node_life = answer.life
+        logger.info("attached to NodeActor, in its life %d", answer.life)
 
     def _await_attached(
         self, sock: socket.socket, reader: wire.FrameReader, give_up_at: float
@@ -383,17 +388,19 @@ class WorkerLink:
             for request in requests:
                 self._pending[request.job_id].stage = Stage.FLYING
             self._outbox.clear()
-        plain = [request.message() for request in requests if request.capture is None]
-        if plain:
-            self._send(JobBatch(plain))
         for request in requests:
-            if request.capture is None or request.job_id not in self._pending:
-                continue
-            # One by one: each has its lock, and the numbers of its tokens and blocks.
             if request.num_bytes > wire.MAX_FRAME_BYTES:
                 self._fail(self._pending[request.job_id], Refusal.BAD_HANDLE)
-                continue
-            self._send(JobBatch([request.message()]), [request.lock_fd])
+        fitting = [each for each in requests if each.num_bytes <= wire.MAX_FRAME_BYTES]
+        plain = [each for each in fitting if each.job.capture is None]
+        # No store of a message takes the slot of a load, which comes no later.
+        plain.sort(key=lambda each: each.direction is not Direction.LOAD)
+        for jobs in batches(plain, wire.MAX_FRAME_BYTES):
+            self._send(JobBatch(jobs))
+        for request in fitting:
+            if request.job.capture is not None:
+                # One by one: each has its lock.
+                self._send(JobBatch([request.job]), [request.lock_fd])
 
     def _send(self, batch: JobBatch, lock_fds: Collection[int] = ()) -> None:
         if self._sock is None:
@@ -431,21 +438,20 @@ class WorkerLink:
                 self._pending[job_id].layers = layers[job_id]
             self._lock.notify_all()
 
-    def _finish(self, result: JobResult) -> None:
+    def _finish(self, result: NamedResult) -> None:
         with self._lock:
             pending = self._pending.pop(result.job_id, None)
             if pending is None:
                 return
-            believed = believable(result, len(pending.request.handles.keys))
+            believed = believable(result, pending.request.num_chunks)
             if believed is not result:
                 logger.warning("job %d counts as failed: its result is absurd", result.job_id)
             self._results.append(believed)
             self._lock.notify_all()
 
     def _fail(self, pending: PendingJob, refusal: Refusal) -> None:
-        count = len(pending.request.handles.keys)
-        failed = list(range(count))
-        self._finish(JobResult(pending.request.job_id, 0, 0.0, failed, [int(refusal)] * count))
+        request = pending.request
+        self._finish(not_done(request.job_id, request.num_chunks, refusal))
 
     def _fail_queued(self) -> None:
         """There is no line: jobs that were never sent have failed."""
@@ -480,7 +486,7 @@ class WorkerLink:
     def _disconnect(self, reason: str) -> None:
         """Give the NodeActor up: make sure that it is dead, then fail all that was sent to it."""
         with self._lock:
-            self._node_epoch = 0
+            self._node_life = 0
             flying = [p for p in self._pending.values() if p.stage is not Stage.QUEUED]
             call = self._breakers.begin(OWN_NODE, time.monotonic())
         if call is not None:

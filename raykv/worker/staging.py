@@ -16,22 +16,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from raykv.base.deadlines import STAGED_LOOK_S
 from raykv.base.errors import SettingError
 from raykv.base.guard import report
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
-from raykv.protocol.columns import Handles
+from raykv.protocol.columns import Numbers
+from raykv.protocol.listing import ListedRows
+from raykv.protocol.named.copies import NamedJob, NamedResult
 from raykv.protocol.worker import (
     NOT_CANONICAL,
     CanonicalPages,
-    JobResult,
     KVForm,
     KVLayout,
     TensorLayout,
@@ -39,6 +41,11 @@ from raykv.protocol.worker import (
 from raykv.worker.front import ALL_LAYERS, FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, WorkerLink
+
+FIRST_PART = 1 << 62
+"""Parts of loads have numbers from here on; a store is one part, with its own number, under which
+other ranks store theirs.
+"""
 
 
 class StagingMemory:
@@ -128,19 +135,25 @@ class StagingMemory:
 
 @dataclass
 class _Staged:
-    """A job on its way: chunks before `next_chunk` were submitted, in parts by their own ids."""
+    """A job on its way: chunks before `next_chunk` were submitted, in parts by their own ids;
+    `results` are those of the parts.
+    """
 
-    request: JobRequest
+    job: NamedJob
     deadline: float
     next_chunk: int = 0
     num_flying: int = 0
-    num_bytes: int = 0
     failed: dict[int, int] = field(default_factory=dict)
+    results: list[NamedResult] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
 
     @property
     def num_chunks(self) -> int:
-        return len(self.request.handles.keys)
+        return len(self.job.keys)
+
+    @property
+    def is_store(self) -> bool:
+        return self.job.direction == Direction.STORE
 
     @property
     def is_done(self) -> bool:
@@ -148,13 +161,30 @@ class _Staged:
 
     def block_ids(self, first: int, last: int) -> list[int]:
         """KV blocks of the chunks [first, last)."""
-        counts = self.request.num_blocks
+        counts = list(self.job.num_blocks)
         start = sum(counts[:first])
-        return self.request.block_ids[start : start + sum(counts[first:last])]
+        return list(self.job.block_ids[start : start + sum(counts[first:last])])
 
     def fail(self, first: int, last: int, refusal: Refusal) -> None:
         for chunk in range(first, last):
             self.failed[chunk] = int(refusal)
+
+    def joined(self) -> NamedResult:
+        """How it has ended. What parts say counts if one life of the NodeActor said it."""
+        failed = dict(sorted(self.failed.items()))
+        last = self.results[-1] if self.results else None
+        is_one = last is not None and all(each.life == last.life for each in self.results)
+        rows = [row for each in self.results if is_one for row in each.rows]
+        return NamedResult(
+            self.job.job_id,
+            last.life if last is not None and is_one else 0,
+            last.number if last is not None and is_one else 0,
+            ListedRows.of(rows),
+            Numbers.of(failed),
+            bytes(failed.values()),
+            sum(each.num_bytes for each in self.results),
+            time.monotonic() - self.started_at,
+        )
 
 
 @dataclass(frozen=True)
@@ -177,15 +207,15 @@ class StagedLink(FrontLink[WorkerLink]):
         self._jobs: dict[int, _Staged] = {}
         self._parts: dict[int, _JobPart] = {}
         self._waiting: deque[int] = deque()
-        self._results: list[JobResult] = []
+        self._results: list[NamedResult] = []
         self._num_parts = 0
 
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`. A store has left its blocks when this returns."""
         deadline = time.monotonic() + self._settings.load_deadline_s
-        job = self._jobs[request.job_id] = _Staged(request, deadline)
+        job = self._jobs[request.job_id] = _Staged(request.job, deadline)
         self._submit_more(job)
-        if request.direction is Direction.STORE:
+        if job.is_store:
             # Nobody waits for a store: what finds no room now is not stored.
             job.fail(job.next_chunk, job.num_chunks, Refusal.QUEUE_FULL)
             job.next_chunk = job.num_chunks
@@ -193,7 +223,7 @@ class StagedLink(FrontLink[WorkerLink]):
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         """See `WorkerLink.drain`. Moves loads on, so it is to be called in every step."""
         self._pump()
         results, self._results = self._results, []
@@ -202,9 +232,7 @@ class StagedLink(FrontLink[WorkerLink]):
     def wait(self, job_ids: Collection[int]) -> None:
         """See `WorkerLink.wait`. Stores have left their blocks already; loads are ended."""
         loads = [
-            job_id
-            for job_id in job_ids
-            if job_id in self._jobs and self._jobs[job_id].request.direction is Direction.LOAD
+            job_id for job_id in job_ids if job_id in self._jobs and not self._jobs[job_id].is_store
         ]
         for job_id in loads:
             job = self._jobs[job_id]
@@ -246,40 +274,36 @@ class StagedLink(FrontLink[WorkerLink]):
             self._waiting.popleft()
 
     def _submit_more(self, job: _Staged) -> None:
-        """Submit as many of the job's next chunks as the staging memory has room for."""
-        first = last = job.next_chunk
-        room = self._memory.num_free
-        while last < job.num_chunks and job.request.num_blocks[last] <= room:
-            room -= job.request.num_blocks[last]
+        """Submit as many of the job's next chunks as the staging memory has room for: of a store
+        none perhaps, so that other ranks hear that this one has ended it.
+        """
+        named, first = job.job, job.next_chunk
+        last, room, counts = first, self._memory.num_free, list(job.job.num_blocks)
+        while last < job.num_chunks and counts[last] <= room:
+            room -= counts[last]
             last += 1
-        if first == last:
+        if first == last and not job.is_store:
             return
-        request = job.request
-        staging_blocks = self._memory.take(sum(request.num_blocks[first:last]))
-        part = _JobPart(request.job_id, first, last, staging_blocks)
+        staging_blocks = self._memory.take(sum(counts[first:last]))
+        part = _JobPart(named.job_id, first, last, staging_blocks)
         job.next_chunk = last
-        if request.direction is Direction.STORE and not self._copy(job, part, {}):
+        if job.is_store and not self._copy(job, part, {}):
             self._memory.give_back(staging_blocks)
-            return
+            staging_blocks, last = [], first
+            part = _JobPart(named.job_id, first, last, staging_blocks)
+        number = named.job_id if job.is_store else FIRST_PART + self._num_parts
         self._num_parts += 1
-        self._parts[self._num_parts] = part
+        self._parts[number] = part
         job.num_flying += 1
-        handles = request.handles
-        self._link.submit(
-            replace(
-                request,
-                job_id=self._num_parts,
-                handles=Handles(
-                    handles.keys[first:last],
-                    handles.slots[first:last],
-                    handles.generations[first:last],
-                ),
-                groups=request.groups[first:last],
-                num_blocks=request.num_blocks[first:last],
-                first_block=request.first_block[first:last],
-                block_ids=staging_blocks,
-            )
+        sent = msgspec.structs.replace(
+            named,
+            job_id=number,
+            keys=named.keys[first:last],
+            num_blocks=named.num_blocks[first:last],
+            first_block=named.first_block[first:last],
+            block_ids=Numbers.of(staging_blocks),
         )
+        self._link.submit(JobRequest(sent))
 
     def _copy(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> bool:
         """Copy a part's blocks between KV cache and staging memory, one call per KV group.
@@ -295,39 +319,33 @@ class StagedLink(FrontLink[WorkerLink]):
         return True
 
     def _move(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> None:
-        is_store = job.request.direction is Direction.STORE
-        move = self._memory.gather if is_store else self._memory.scatter
+        move = self._memory.gather if job.is_store else self._memory.scatter
+        counts, keys = list(job.job.num_blocks), list(job.job.keys)
         kv_blocks = job.block_ids(part.first, part.last)
         by_group: dict[int, tuple[list[int], list[int]]] = {}
         start = 0
         for chunk in range(part.first, part.last):
-            end = start + job.request.num_blocks[chunk]
+            end = start + counts[chunk]
             if chunk not in failed:
-                kv, staging = by_group.setdefault(job.request.groups[chunk], ([], []))
+                kv, staging = by_group.setdefault(group_of(Key(keys[chunk])), ([], []))
                 kv += kv_blocks[start:end]
                 staging += part.staging_blocks[start:end]
             start = end
         for group_id, (kv, staging) in by_group.items():
             move(group_id, kv, staging)
 
-    def _finish_part(self, part: _JobPart, result: JobResult) -> None:
+    def _finish_part(self, part: _JobPart, result: NamedResult) -> None:
         job = self._jobs[part.job_id]
         columns = zip(result.failed_chunks, result.refusals, strict=True)
         failed = {part.first + chunk: refusal for chunk, refusal in columns}
         job.failed |= failed
-        job.num_bytes += result.num_bytes
+        job.results.append(result)
         job.num_flying -= 1
-        if job.request.direction is Direction.LOAD:
+        if not job.is_store:
             self._copy(job, part, failed)
         self._memory.give_back(part.staging_blocks)
         self._end_if_done(job)
 
     def _end_if_done(self, job: _Staged) -> None:
-        job_id = job.request.job_id
-        if not job.is_done or job_id not in self._jobs:
-            return
-        del self._jobs[job_id]
-        seconds = time.monotonic() - job.started_at
-        failed = sorted(job.failed)
-        refusals = [job.failed[chunk] for chunk in failed]
-        self._results.append(JobResult(job_id, job.num_bytes, seconds, failed, refusals))
+        if job.is_done and self._jobs.pop(job.job.job_id, None) is not None:
+            self._results.append(job.joined())

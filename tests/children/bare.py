@@ -18,15 +18,20 @@ from pathlib import Path
 import numpy as np
 
 import raykv
-from raykv.base.ids import Direction, EngineId, Key, Namespace
+from raykv.base.ids import Direction, Key, Namespace, NodeId
 from raykv.cluster import ask
+from raykv.engine.fetches import RayActor
 from raykv.engine.requests import RequestOptions
-from raykv.engine.session import RayCalls, Session, SessionSettings
+from raykv.engine.runtime import new_life
+from raykv.engine.session import RayCalls, Session
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.named.place import NOTHING_ORDERED, EngineHello
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
@@ -59,43 +64,41 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 def stored_and_loaded(node_id: str) -> bool:
     """Store chunks and load them into other blocks; whether the bytes are the same."""
-    view = EngineView(EngineId("bare"), [0], 10.0, 64)
-    sizes = {0: CHUNK_BYTES}
-    settings = SessionSettings(
-        "bare", node_id, Namespace("bare"), "tiny", 1, sizes, heartbeat_s=0.1
-    )
-    session = Session(view, RayCalls(ask.find_scheduler_actor, 5.0), settings)
+    view, sizes = EngineView(10.0), {0: CHUNK_BYTES}
+    life = new_life()
+    hello = EngineHello(PROTOCOL_VERSION, "bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
+    described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
+    calls = RayCalls(RayActor(ask.find_scheduler_actor), 5.0)
+    session = Session(view, hello, NodeId(node_id), calls, lambda _anew: described)
     session.attach(PATIENCE_S)
+    session.start()
 
-    def has_slots() -> bool:
-        session._exchange_quietly()
+    def knows_orders() -> bool:
         session.drain()
-        return len(view.declared_leases()[1].slots) >= NUM_CHUNKS
+        return view.orders != NOTHING_ORDERED
 
-    until(has_slots, "the engine has slots to store into")
+    until(knows_orders, "the node knows what operators want")
     kv = Region.anonymous(2 * NUM_CHUNKS * CHUNK_BYTES, "bare-kv")
     half = NUM_CHUNKS * CHUNK_BYTES
     ctypes.memmove(kv.address, random.Random(7).randbytes(half), half)
     tensor = TensorLayout(0, 2 * NUM_CHUNKS, CHUNK_BYTES, CHUNK_BYTES)
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     link = WorkerLink(0, layout, [kv.fd], LinkSettings())
-    described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
-    link.set_target(LinkTarget(described.socket_name, "bare", NAMESPACE, 1, sizes))
-    until(lambda: link.node_epoch != 0, "the worker attaches")
+    link.set_target(LinkTarget(described.socket_name, "bare", life, NAMESPACE, 1, sizes))
+    until(lambda: link.node_life != 0, "the worker attaches")
     view.start_request("request", RequestOptions())
-    plan = view.prepare_store("request", KEYS)
-    assert plan is not None
-    assert [*plan.keys] == KEYS
-    slots = [int(handle.slot) for handle in plan.handles]
-    handles = Handles(Keys.of([*KEYS]), slots, [int(handle.generation) for handle in plan.handles])
-    for number, direction in enumerate((Direction.STORE, Direction.LOAD)):
-        blocks = [number * NUM_CHUNKS + chunk for chunk in range(NUM_CHUNKS)]
-        ones, zeros = [1] * NUM_CHUNKS, [0] * NUM_CHUNKS
-        job = JobRequest(number, direction, link.node_epoch, handles, zeros, ones, zeros, blocks)
-        link.submit(job)
-        results: list[JobResult] = []
+    assert view.prepare_store("request", KEYS) == KEYS
+    ones, zeros = Numbers.of([1] * NUM_CHUNKS), Numbers.of([0] * NUM_CHUNKS)
+    for number, direction in enumerate((Direction.STORE, Direction.LOAD), start=1):
+        first = (number - 1) * NUM_CHUNKS
+        blocks = Numbers.of(range(first, first + NUM_CHUNKS))
+        job = NamedJob(
+            number, direction, NAMESPACE, Keys.of(KEYS), ones, zeros, blocks, orders=view.orders
+        )
+        link.submit(JobRequest(job))
+        results: list[NamedResult] = []
 
-        def has_ended(results: list[JobResult] = results) -> bool:
+        def has_ended(results: list[NamedResult] = results) -> bool:
             results.extend(link.drain())
             return bool(results)
 

@@ -14,15 +14,19 @@ from raykv.base.ids import Direction
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.cuda.memory import FakeCuda
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8
+LIFE = 77
+"""Of its engine."""
 SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
 
 
@@ -38,15 +42,15 @@ def main() -> None:
     if stage == "half attached":
         kept: object = greet(name, slot_bytes, exported)
     else:
+        CoreLine(name, LIFE, {0: slot_bytes}).wait()
         link = kept = WorkerLink(0, exported.layout, exported.fds, SETTINGS)
-        link.set_target(LinkTarget(name, "engine", "ns", 1, {0: slot_bytes}))
-        wait_until(lambda: link.node_epoch != 0, 10.0, "the worker attaches")
+        link.set_target(LinkTarget(name, "engine", LIFE, "ns", 1, {0: slot_bytes}))
+        wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")
         if stage == "waiting":
             # For a computation that never ends.
             cuda.stream(1).submit(lambda: None)
             exported.record(1)
-            handles, epoch = Handles(Keys.of([b"0" * 36]), [0], [1]), link.node_epoch
-            link.submit(JobRequest(1, Direction.STORE, epoch, handles, [0], [1], [0], [0]))
+            link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
     print("there", flush=True)
     signal.pause()
     del kept
@@ -56,7 +60,9 @@ def greet(name: str, slot_bytes: int, exported: ExportedKV) -> tuple[object, ...
     """Connect, and send a part of the attach message."""
     sock = wire.connect(name, 10.0)
     words = CancelWords.create()
-    hello = AttachWorker(PROTOCOL_VERSION, "engine", "ns", 0, 1, {0: slot_bytes}, exported.layout)
+    hello = AttachWorker(
+        PROTOCOL_VERSION, "engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout
+    )
     half = wire.frame(hello)[:-10]
     socket.send_fds(sock, [half], [words.region.fd, *exported.fds])
     return sock, words

@@ -1,9 +1,10 @@
 """Runs a NodeService in a process of its own, so that a test can freeze and kill it.
 
-Usage: python node.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless] [limited] [absurd]. Prints a line
-when it listens. With "endless" a copy goes on until it is stopped, and a line says that it has
-begun; with "limited" the system gives it no thread any more once it listens; with "absurd" it says
-of each job that a chunk has failed which is not in it.
+Usage: python node.py SOCKET_NAME NUM_SLOTS SLOT_BYTES [endless] [limited] [absurd] [pool=PATH].
+Prints a line when it listens. With "endless" a copy goes on until it is stopped, and a line says
+that it has begun; with "limited" the system gives it no thread any more once it listens; with
+"absurd" it says of each job that a chunk has failed which is not in it; with "pool" the pool is
+that file, whose chunks it serves, and they are sealed when standard input ends.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Direction, NodeId, Refusal, Stamp
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.node import attached
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.worker import JobResult
+from raykv.node.integrity import Integrity
+from raykv.node.keeper import PoolKeeper
+from raykv.node.pool import jobs
+from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.protocol.columns import Numbers
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.operator import OrdersDocument
+
+POOL = "pool="
 
 
 class EndlessBackend(CPUBackend):
@@ -37,9 +47,11 @@ class EndlessBackend(CPUBackend):
         return False
 
 
-def absurd(**fields: Any) -> JobResult:
+def absurd(*args: Any) -> NamedResult:
     """The result of a job, with the failure of a chunk that nobody asked for."""
-    return JobResult(**{**fields, "failed_chunks": [99], "refusals": [int(Refusal.STALE)]})
+    made: NamedResult = NamedResult(*args)
+    refused = bytes([Refusal.NOT_HERE])
+    return msgspec.structs.replace(made, failed_chunks=Numbers.of([99]), refusals=refused)
 
 
 def main() -> None:
@@ -48,16 +60,23 @@ def main() -> None:
     if "endless" in sys.argv[4:]:
         vars(attached)["CPUBackend"] = EndlessBackend
     if "absurd" in sys.argv[4:]:
-        vars(attached)["JobResult"] = absurd
+        vars(jobs)["NamedResult"] = absurd
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
-    service = NodeService(ServiceSettings(name, geometry), boot_epoch())
+    path = next((each.removeprefix(POOL) for each in sys.argv[4:] if each.startswith(POOL)), "")
+    keeper = PoolKeeper(NodeId("node"), boot_life(), geometry, path)
+    service = NodeService(ServiceSettings(name), keeper)
     service.start()
+    if path:
+        keeper.take_orders(OrdersDocument(Stamp(1, 1)), 1.0)
     if "limited" in sys.argv[4:]:
         if os.getuid() == 0:  # who has no limit
             os.setuid(65534)
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     print("listening", flush=True)
     sys.stdin.read()
+    integrity = Integrity(keeper)
+    while path and integrity.work(lambda: False):
+        pass
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
 
 def look(cluster: Cluster, second: str) -> dict[str, Any]:
     """Have both nodes' pools touched, and an object fetched; then ask the doctor."""
-    scheduler = scheduler_actor(cluster.address, "lru")
+    scheduler = scheduler_actor(cluster.address)
     ray.get(scheduler.__ray_ready__.remote(), timeout=90.0)
     for node_id in (clusters.resolve_node_id(""), second):
         node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "")

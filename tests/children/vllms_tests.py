@@ -10,21 +10,20 @@ import os
 from importlib import import_module
 from typing import Any
 
-from raykv.engine.runtime import EngineIdentity
+from raykv.engine.view import EngineView
 from raykv.vllm.manager import ChunkTracker
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
 
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 UNIT = "tests.v1.kv_connector.unit"
-WHO = EngineIdentity("engine", "namespace", "tiny", 1, {0: 4096}, "")
 
 
 class Tracker(ChunkTracker):
     """Made with the arguments of vLLM's."""
 
     def __init__(self, config: Any, group_specs: Any = None) -> None:
-        super().__init__(config, WHO, lambda: WHO.namespace, None, None)
+        super().__init__(config, EngineView(1.0), "tiny", None)
         self._group_specs = group_specs or {}
 
 

@@ -11,19 +11,23 @@ import signal
 import socket
 import sys
 
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.waiting import wait_until
 
 NUM_BLOCKS = 8
 KV_NAME = "orphaned-kv"
+LIFE = 77
+"""Of its engine, if that has several ranks."""
 SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
 
 
@@ -31,21 +35,23 @@ def main() -> None:
     """See the module's docstring."""
     name, slot_bytes, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     rank, num_ranks = int(sys.argv[4]), int(sys.argv[5])
+    life = LIFE if num_ranks > 1 else os.getpid()
     part = slot_bytes // num_ranks
     kv = Region.anonymous(NUM_BLOCKS * part, KV_NAME)
     tensor = TensorLayout(0, NUM_BLOCKS, part, part)
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     if stage in ("connected", "half attached", "unread"):
         hello = AttachWorker(
-            PROTOCOL_VERSION, "engine", "ns", rank, num_ranks, {0: slot_bytes}, layout
+            PROTOCOL_VERSION, "engine", life, "ns", rank, num_ranks, {0: slot_bytes}, layout
         )
         kept: object = greet(name, hello, kv, stage)
     else:
+        CoreLine(name, life, {0: slot_bytes}, num_ranks=num_ranks).wait()
         link = kept = WorkerLink(rank, layout, [kv.fd], SETTINGS)
-        link.set_target(LinkTarget(name, "engine", "ns", num_ranks, {0: slot_bytes}))
-        wait_until(lambda: link.node_epoch != 0, 10.0, "the worker attaches")
+        link.set_target(LinkTarget(name, "engine", life, "ns", num_ranks, {0: slot_bytes}))
+        wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")
         if stage != "attached":
-            submit(link, slot_bytes, Direction.LOAD if stage == "loading" else Direction.STORE)
+            submit(link, Direction.LOAD if stage == "loading" else Direction.STORE)
     child = os.fork()
     if child:
         print(child, flush=True)
@@ -65,10 +71,10 @@ def greet(name: str, hello: AttachWorker, kv: Region, stage: str) -> tuple[objec
     return sock, words
 
 
-def submit(link: WorkerLink, slot_bytes: int, direction: Direction) -> None:
-    """A job for the chunks in the slots 0 and 1, of generation 1."""
-    handles = Handles(Keys.of([b"0" * 36, b"1" * 36]), [0, slot_bytes // SLOT_ALIGNMENT], [1, 1])
-    link.submit(JobRequest(1, direction, link.node_epoch, handles, [0, 0], [1, 1], [0, 0], [0, 1]))
+def submit(link: WorkerLink, direction: Direction) -> None:
+    """A job for the chunks 0 and 1."""
+    keys = [numbered_key(chunk) for chunk in range(2)]
+    link.submit(JobRequest(named_job(direction, keys, [[0], [1]])))
 
 
 if __name__ == "__main__":

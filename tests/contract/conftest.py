@@ -23,8 +23,8 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 
 @pytest.fixture
 def here(network: Network) -> Node:
-    """The destination. Its epoch is not that of the sources."""
-    return network.node("here", epoch=9)
+    """The destination. Its life is not that of the sources."""
+    return network.node("here", life=9)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def source(network: Network) -> Node:
 @pytest.fixture
 def other(network: Network) -> Node:
     """Another source."""
-    return network.node("other", epoch=8)
+    return network.node("other", life=8)
 
 
 @pytest.fixture

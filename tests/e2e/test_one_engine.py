@@ -466,7 +466,7 @@ def test_scheduler_actor_killed_costs_no_request_and_no_chunk(
             now = cluster.status()
         except ClusterError:
             return False
-        return bool(now.engines) and bool(now.nodes) and now.epoch > before.epoch
+        return bool(now.engines) and bool(now.nodes) and now.life > before.life
 
     wait_until(is_rebuilt, RECOVERY_DEADLINE_S, "node and engine are known again")
     wait_until(

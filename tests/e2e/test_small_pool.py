@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from raykv.base.geometry import aligned
 from raykv.base.tenants import salt_label
 from raykv.cli import app
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.chaos.parts import frozen
+from raykv.node.pool.index import FRESH_S
+from tests.fixtures.truth import directory_of, inventories
 from tests.fixtures.waiting import fresh_prompt, stage, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -86,19 +93,6 @@ def the_prompt(seed: int) -> list[int]:
     return prompt(seed, 250 + 40 * (seed % 5))
 
 
-def wait_for_leases(engine: EngineProcess, cluster: Cluster) -> None:
-    """What finds no lease is not stored. On a busy machine a few tiny prompts are over before the
-    engine has had an answer; what was just loaded is not evicted for 10 s; and an engine takes
-    answers in while it works.
-    """
-
-    def has_leases() -> bool:
-        engine.tokens([[1, 2, 3]], max_tokens=1)
-        return all(node.leased_slots >= 8 for node in cluster.status().nodes)
-
-    wait_until(has_leases, 30.0, "the engine has leases again")
-
-
 def reference_tokens(process: EngineProcess, seed: int) -> list[int]:
     process.tokens([the_prompt(seed)], max_tokens=24)
     return process.tokens([the_prompt(seed)], max_tokens=24)[0]
@@ -110,7 +104,7 @@ def flood(engine: EngineProcess) -> None:
 
 
 def flood_until(condition: Callable[[], bool], engine: EngineProcess, what: str) -> None:
-    """As many as it takes: on a busy machine most of them are over before the engine has leases."""
+    """As many as it takes."""
 
     def has_come() -> bool:
         flood(engine)
@@ -137,7 +131,6 @@ def test_eviction_during_loads_gives_no_wrong_token(
         found = engine.tokens([the_prompt(seed) for seed in seeds], max_tokens=24)
         assert found == [reference[seed] for seed in seeds]
         engine.reset()
-        wait_for_leases(engine, cluster)
     (node,) = cluster.status().nodes
     assert node.chunks <= POOL_CHUNKS
     assert node.bytes_stored > 2 * POOL_CHUNKS * CHUNK_BYTES, "nothing was evicted"
@@ -187,16 +180,6 @@ def test_prompt_as_long_as_a_step_is_stored_whole_in_a_full_pool(
     flood_until(is_full, engine, "short prompts fill the pool")
     first, tokens = (prompt(seed, STEP_CHUNKS * BLOCK) for seed in (890, 891))
     engine.tokens([first], max_tokens=2)
-
-    def has_leases() -> bool:
-        (before,) = cluster.status().nodes
-        # Leases that chunks are being stored at are none to have.
-        time.sleep(1.0)
-        engine.tokens([[1, 2, 3]], max_tokens=1)
-        (node,) = cluster.status().nodes
-        return node.chunks_stored == before.chunks_stored and node.leased_slots >= STEP_CHUNKS
-
-    wait_until(has_leases, 30.0, "the engine has leases for a step")
     # The second step begins the store.
     engine.tokens([tokens], max_tokens=2)
     wait_until(lambda: chunks_of(cluster, tokens) == STEP_CHUNKS, 10.0, "all of it is stored")
@@ -210,10 +193,8 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 ) -> None:
     """Requests may pin 8 chunks here, as many as the prompt has."""
     pinned, plain = prompt(900, 8 * BLOCK), prompt(901, 8 * BLOCK)
-    wait_for_leases(engine, cluster)
     params = {"raykv_pin_s": 600, "raykv_priority": 5, "raykv_pin": "nonsense"}
     engine.call("generate", prompts=[pinned], max_tokens=1, params=params)
-    wait_for_leases(engine, cluster)
     have_stored(engine, cluster, plain)
     wait_until(lambda: cluster.pins().client_chunks == 8, 10.0, "the pins are told")
     flood_until(lambda: chunks_of(cluster, plain) < 8, engine, "the other prompt goes")
@@ -226,7 +207,7 @@ def test_prompt_that_its_request_has_pinned_outlives_eviction(
 
 
 def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> None:
-    """Have a prompt in the pool; what an engine was leased before a clear is void."""
+    """Have a prompt in the pool; after a clear nothing is stored until the node has heard of it."""
 
     def are_there() -> bool:
         engine.reset()
@@ -237,7 +218,7 @@ def have_stored(engine: EngineProcess, cluster: Cluster, tokens: list[int]) -> N
 
 
 def knows(cluster: Cluster, session: str, chunks: int) -> bool:
-    """Whether the scheduler actor has heard of so many chunks of a session."""
+    """Whether the node has heard of so many chunks of a session."""
     return {each.session: each.chunks for each in cluster.sessions()}.get(session) == chunks
 
 
@@ -271,8 +252,9 @@ def test_session_that_is_over_is_evicted_before_older_prompts_and_what_it_shares
     wait_until(lambda: stage(cluster, "done") == "over", 10.0, "its end is told")
     assert cluster.session("done").status().private_chunks == 24
     assert (chunks_of(cluster, plain), chunks_of(cluster, done)) == (8, 28)
+    # What was just found does not go.
+    time.sleep(FRESH_S)
     flood_until(lambda: chunks_of(cluster, done) < 28, engine, "what is over goes")
-    # Leases are granted some at a time, and slots for them are made free at once.
     left = chunks_of(cluster, done)
     assert 4 <= left < 28
     assert chunks_of(cluster, plain) == 8, "the older prompt is still there"
@@ -406,3 +388,37 @@ def test_tenant_that_floods_costs_another_hardly_any_hits(
         quiet = tenant_with_chunks(engine, cluster, turn)
         without += found_after_flood(engine, quiet, turn)
     assert without < 0.5 * TURNS * 2 * 8 * BLOCK
+
+
+AWAY_S = 75.0
+"""Longer than anything that the scheduler actor has said counts."""
+
+
+@pytest.mark.extended
+def test_full_pool_goes_on_while_the_scheduler_actor_is_frozen(
+    engine: EngineProcess, cluster: Cluster
+) -> None:
+    def is_found(tokens: list[int]) -> bool:
+        engine.reset()
+        return engine.cached([tokens], max_tokens=1) == [2 * BLOCK]
+
+    actor = ask.find_scheduler_actor()
+    assert actor is not None
+    pid = int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10.0))
+    stored = cluster.status().nodes[0].chunks_stored
+    flood_until(
+        lambda: cluster.status().nodes[0].chunks_stored >= stored + POOL_CHUNKS,
+        engine,
+        "the pool is full",
+    )
+    with frozen(pid):
+        until = time.monotonic() + AWAY_S
+        while time.monotonic() < until:
+            tokens = fresh_prompt(2 * BLOCK + 1)
+            engine.tokens([tokens], max_tokens=2)
+            wait_until(partial(is_found, tokens), 10.0, "a new prompt is stored and found")
+    wait_until(
+        lambda: bool(inventories(cluster)) and directory_of(cluster) == inventories(cluster),
+        5.0,
+        "the directory knows what the node has",
+    )

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.engine import MissRecord
@@ -210,3 +212,36 @@ def test_engine_whose_weights_cant_be_told_goes_by_the_name_that_they_are_given(
     # A name is of the weights that it was given to.
     fleet.second.call("write_weights", factor=1.2)
     assert fleet.serve(fleet.second, 7)[1] == 0
+
+
+@pytest.mark.extended
+def test_name_is_not_told_again_to_other_weights_by_the_next_scheduler_actor(fleet: Fleet) -> None:
+    fleet.second.call("write_weights", factor=1.3)
+    assert fleet.serve(fleet.second, 7)[1] == 0
+    engine_id = unnamed(fleet.cluster)
+    assert fleet.cluster.set_weights_version(engine_id, "step-8") == [engine_id]
+    wait_until_it_stores(fleet.second, fleet.cluster)
+    assert fleet.serve(fleet.second, 7)[1] == 0
+    fleet.settle()
+    fleet.second.call("write_weights", factor=1.4)
+    other, loaded = fleet.serve(fleet.second, 7)
+    assert loaded == 0
+    # Any other order, after which the number of all orders is another one.
+    fleet.cluster.resume()
+    life = fleet.cluster.status().life
+    ray.kill(ask.find_scheduler_actor(), no_restart=False)
+
+    def has_begun() -> bool:
+        with contextlib.suppress(ClusterError):
+            status = fleet.cluster.status()
+            return status.life != life and len(status.engines) == 2
+        return False
+
+    wait_until(has_begun, 30.0, "the next life knows the engines")
+    for _ in range(3):
+        assert fleet.serve(fleet.second, 7) == (other, 0)
+        fleet.settle()
+    # It is told what these are called when somebody says so, and not before.
+    assert fleet.cluster.set_weights_version(engine_id, "step-9") == [engine_id]
+    wait_until_it_stores(fleet.second, fleet.cluster)
+    assert fleet.serve(fleet.second, 7) == (other, 0)

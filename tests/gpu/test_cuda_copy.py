@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from raykv.base.geometry import MAX_SLAB_BYTES
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.calibration import Route, always
 from raykv.copy.cuda.driver import CUDADriver, Urgency
@@ -26,14 +26,15 @@ from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.measure import measure
 from raykv.copy.cuda.pages import IndexMover, PageMover, TritonMover, best_mover, cuda_view
 from raykv.copy.engine import SPAN_BYTES, CopyBackend, StopSign
-from raykv.copy.plan import JobPlan, Planner
+from raykv.copy.plan import CopyRuns, JobPlan, Planner
 from raykv.lab.bench import copy as bench
 from raykv.lab.bench.report import Options
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from raykv.protocol.worker import KVLayout, TensorLayout
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key
 
 torch = pytest.importorskip("torch")
 
@@ -176,18 +177,15 @@ class Cache:
 
     def plan(self, blocks: list[int], direction: Direction) -> JobPlan:
         count = len(blocks) // BLOCKS_PER_CHUNK
-        slots = [chunk * self.chunk_pages for chunk in range(count)]
-        job = CopyJob(
-            job_id=1,
-            direction=int(direction),
-            node_epoch=1,
-            handles=Handles(Keys.of([b"k"] * count), slots, [1] * count),
-            groups=[0] * count,
-            num_blocks=[BLOCKS_PER_CHUNK] * count,
-            first_block=[0] * count,
-            block_ids=blocks,
-        )
-        return self._planner.plan(job)
+        parts = [
+            blocks[chunk * BLOCKS_PER_CHUNK : (chunk + 1) * BLOCKS_PER_CHUNK]
+            for chunk in range(count)
+        ]
+        return self._planner.plan(named_job(direction, [named_key("k")] * count, parts))
+
+    def runs(self, plan: JobPlan, chunks: Sequence[int]) -> CopyRuns:
+        slots = [Slot(chunk * self.chunk_pages) for chunk in chunks]
+        return plan.runs(chunks, slots, MAX_SLAB_BYTES)
 
     def copy(
         self,
@@ -201,7 +199,7 @@ class Cache:
         chunks = [chunk for chunk in range(len(plan.ends)) if chunk != left_out]
         at_once = max(1, SPAN_BYTES // plan.bytes_of(0))
         parts = (
-            plan.runs(chunks[first : first + at_once], MAX_SLAB_BYTES)
+            self.runs(plan, chunks[first : first + at_once])
             for first in range(0, len(chunks), at_once)
         )
         return all(self.backend.copy(direction, runs, 0, len(runs.size), stop) for runs in parts)
@@ -333,7 +331,7 @@ def test_load_and_store_at_once_do_not_mix(made: AnyRig, rig: str) -> None:
     stored, loaded = blocks[: half * BLOCKS_PER_CHUNK], blocks[half * BLOCKS_PER_CHUNK :]
     before = cache.on_host()
     cache.in_pool()[half:] = 9
-    load = cache.plan(blocks, LOAD).runs(range(half, cache.num_chunks), MAX_SLAB_BYTES)
+    load = cache.runs(cache.plan(blocks, LOAD), range(half, cache.num_chunks))
     ends: list[bool] = []
     thread = threading.Thread(target=lambda: ends.append(cache.copy(stored, STORE)))
     thread.start()
@@ -356,7 +354,7 @@ class TestOnGPU:
         cache = Cache(rig, LLAMA_PAGE, Route.BATCH)
         place = Place(cache.kv.data_ptr(), cache.pool.ctypes.data, None)
         other_worker = CUDABackend(cache.device, place)
-        load = cache.plan(some_blocks(cache, 1), LOAD).runs(range(cache.num_chunks), MAX_SLAB_BYTES)
+        load = cache.runs(cache.plan(some_blocks(cache, 1), LOAD), range(cache.num_chunks))
         rig.launch(lambda: None)
         store = threading.Thread(target=cache.copy, args=(some_blocks(cache, 2), STORE))
         store.start()

@@ -12,17 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.ids import Direction, Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.named.captures import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key, numbered_key
+from tests.fixtures.node.cores import CoreLine, lives
 from tests.fixtures.node.links import refusals
 from tests.fixtures.waiting import wait_until
 from tests.gpu.test_cuda_copy import has_gpu
@@ -91,27 +94,24 @@ class Worker:
         settings = LinkSettings(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
         self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
         slot_bytes = num_layers * BLOCKS_PER_CHUNK * PAGE_BYTES
-        self.link.set_target(LinkTarget(node.name, "engine", "ns", 1, {0: slot_bytes}))
-        wait_until(lambda: self.link.node_epoch != 0, LONG_S, "the worker attaches")
+        life = next(lives)
+        self.core = CoreLine(node.name, life, {0: slot_bytes})
+        self.core.wait()
+        self.link.set_target(LinkTarget(node.name, "engine", life, "ns", 1, {0: slot_bytes}))
+        wait_until(lambda: self.link.node_life != 0, LONG_S, "the worker attaches")
 
     def end(self) -> None:
         self.link.close(5.0)
+        self.core.end()
         self.exported.close()
 
     def submit(self, direction: Direction, chunks: list[int], blocks: list[int]) -> int:
         """As `DeviceLink` does: the event first."""
-        units = SLOT_BYTES // SLOT_ALIGNMENT
-        keys = [bytes([chunk]) * 36 for chunk in chunks]
-        job_id, count = next(_job_ids), len(chunks)
-        handles = Handles(
-            Keys.of(keys), [chunk * units for chunk in chunks], [100 + c for c in chunks]
-        )
+        job_id, count = next(_job_ids), BLOCKS_PER_CHUNK
+        keys = [numbered_key(chunk) for chunk in chunks]
+        parts = [blocks[i * count : (i + 1) * count] for i in range(len(chunks))]
         self.exported.record(torch.cuda.current_stream().cuda_stream)
-        lengths = [BLOCKS_PER_CHUNK] * count
-        epoch = self.link.node_epoch
-        self.link.submit(
-            JobRequest(job_id, direction, epoch, handles, [0] * count, lengths, [0] * count, blocks)
-        )
+        self.link.submit(JobRequest(named_job(direction, keys, parts, job_id=job_id)))
         return job_id
 
     def finish(self, job_id: int) -> list[Refusal]:
@@ -121,16 +121,10 @@ class Worker:
         return self.finish(self.submit(direction, chunks, blocks))
 
     def capture(self, blocks: list[int], capture: Capture, lock_fd: int) -> int:
-        job_id, epoch = next(_job_ids) + (1 << 48), self.link.node_epoch
+        job_id = next(_job_ids) + (1 << 48)
         self.exported.record(torch.cuda.current_stream().cuda_stream)
-        names = Handles(Keys.of([b"states"]), [0], [0])
-        self.link.submit(
-            JobRequest(
-                *(job_id, STORE, epoch, names, [0], [len(blocks)], [0], blocks),
-                capture=capture,
-                lock_fd=lock_fd,
-            )
-        )
+        job = named_job(STORE, [named_key("states")], [blocks], job_id=job_id)
+        self.link.submit(JobRequest(msgspec.structs.replace(job, capture=capture), lock_fd))
         return job_id
 
     def blocks(self, numbers: list[int]) -> Any:

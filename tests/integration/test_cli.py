@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import ray
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError, MessageError, SettingError
+from raykv.base.ids import Key
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
@@ -30,12 +26,14 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.protocol.columns import Keys
-from raykv.protocol.engine import AttachEngine, EngineAttached, MissRecord, SyncReply, SyncRequest
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.engine import MissRecord
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.place import FoundKeys
 from raykv.protocol.sessions import SessionNews, SessionWord
+from tests.fixtures import played_engine
 from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.played_engine import PlayedEngine
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -98,14 +96,7 @@ def test_targets_of_prometheus_are_beside_rays_own(running: Cluster) -> None:
 def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:
     run("pause")
     assert running.status().paused
-    # Every NodeActor hears of it with its next report, and tells the actor's next life.
-    paused_at = time.monotonic()
-    wait_until(
-        lambda: running.status().nodes[0].age_s < time.monotonic() - paused_at - 0.1,
-        10.0,
-        "a report after the pause",
-    )
-    epoch = running.status().epoch
+    life = running.status().life
     ray.kill(ray.get_actor("scheduler", namespace="raykv"), no_restart=False)
 
     def is_back() -> bool:
@@ -113,7 +104,7 @@ def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:
             status = running.status()
         except ClusterError:
             return False
-        return status.epoch > epoch and bool(status.nodes)
+        return status.life > life and bool(status.nodes)
 
     wait_until(is_back, 60.0, "the scheduler actor is back")
     assert running.status().paused
@@ -122,116 +113,62 @@ def test_pause_is_seen_and_outlives_scheduler_actor(running: Cluster) -> None:
 
 
 def test_request_that_has_ended_is_explained_by_the_beginning_of_its_id(running: Cluster) -> None:
-    scheduler = ask.find_scheduler_actor()
-    assert scheduler is not None
     node_id = clusters.resolve_node_id("")
-    hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "ns", "model", 1, {0: 4096})
-    attached = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10), EngineAttached)
-    assert not attached.error
+    engine = PlayedEngine(node_id, "played", "ns", num_blocks=None, model="model")
     record = MissRecord("cmpl-7-0-abcd", 100, 30, 20, {"evicted": 50}, b"key" + bytes(4))
-    message = SyncRequest("played", attached.epoch, 1, finished=[record])
-    ray.get(scheduler.sync.remote(encode(message)), timeout=10)
+    engine.tell(finished=[record])
+    engine.hear()
     (row,) = json.loads(run("why-miss", "cmpl-7", "--json"))
     assert row["missed_tokens"] == {"evicted": 50}
     assert row["node_id"] == node_id
     assert "computed: evicted" in run("why-miss", "cmpl-7-0-abcd")
     with pytest.raises(ClusterError, match="among the latest 1 that have ended"):
         running.why_miss("cmpl-8")
-    ray.get(scheduler.detach.remote("played"), timeout=10)
+    engine.end()
 
 
 # Looking at chunks
 
 
-PLAYED = "aa-played"
 SALTED = PromptTraits(cache_salt="tenant")
 PROMPT = list(range(100, 100 + 70))
 SCHEME = HashScheme("sha256", DEFAULT_SEED, 16)
 
 
-class PlayedNode:
-    """A node and an engine that only talk to the scheduler actor: four chunks of a prompt."""
+class LookedAt(PlayedEngine):
+    """An engine that has stored four chunks of a prompt, and found the second one again."""
 
     def __init__(self) -> None:
-        self.scheduler: Any = ask.find_scheduler_actor()
-        self.one_by_one = threading.Lock()
-        self.reports = self.syncs = 0
-        self.report(Inventory())
         traits = {
             "hash_algorithm": "sha256",
             "hash_seed": seed_digest(DEFAULT_SEED),
             "tokens_per_hash": "16",
             "chunks": "0:16",
         }
-        hello = AttachEngine(
-            PROTOCOL_VERSION, "looked-at", PLAYED, "abcd", "/m/tiny", 1, {0: 4096}, traits=traits
-        )
-        self.epoch = self.call("attach", hello, EngineAttached).epoch
-        self.keys: list[bytes] = [*chunk_keys(block_hashes(PROMPT, SCHEME, SALTED), 1, 0)]
-        granted = self.sync(wanted={0: 4}).granted
-        self.report(
-            Inventory(
-                ["abcd"],
-                [0] * 4,
-                Keys.of(self.keys),
-                granted.slots,
-                granted.generations,
-                [4096] * 4,
-            )
-        )
-        self.sync(
-            touched=Keys.of([self.keys[1]]), counters={"prompt_tokens": 100, "loaded_tokens": 25}
-        )
-
-    def call(self, method: str, message: Any, kind: Any) -> Any:
-        call = getattr(self.scheduler, method)
-        return decode(ray.get(call.remote(encode(message)), timeout=10), kind)
-
-    def report(self, stored: Inventory) -> None:
-        with self.one_by_one:
-            self.reports += 1
-            message = NodeReport(PROTOCOL_VERSION, PLAYED, 1, self.reports, 1 << 20, 1 << 16, 0, 0)
-            self.call("report", msgspec.structs.replace(message, stored=stored), NodeReportReply)
-
-    def sync(self, **fields: Any) -> SyncReply:
-        with self.one_by_one:
-            self.syncs += 1
-            request = SyncRequest("looked-at", self.epoch, self.syncs, **fields)
-            reply: SyncReply = self.call("sync", request, SyncReply)
-        return reply
-
-    def show_life(self) -> None:
-        """What keeps both from being forgotten: a node after five seconds, an engine after ten."""
-        self.report(Inventory())
-        self.sync()
+        node_id = clusters.resolve_node_id("")
+        super().__init__(node_id, "looked-at", "abcd", model="/m/tiny", traits=traits)
+        self.keys = [Key(key) for key in chunk_keys(block_hashes(PROMPT, SCHEME, SALTED), 1, 0)]
+        assert self.store(self.keys) == 4
+        found = FoundKeys(Keys.of([self.keys[1]]), [""], Numbers.of([0]))
+        self.tell(found=found, counters={"prompt_tokens": 100, "loaded_tokens": 25})
+        self.hear()
 
 
 @pytest.fixture(scope="module")
-def played(running: Cluster) -> Iterator[PlayedNode]:
-    made = PlayedNode()
-    with repeating(made.show_life):
-        yield made
+def played(running: Cluster) -> Iterator[LookedAt]:
+    made = LookedAt()
+
+    def are_known() -> bool:
+        status = running.status()
+        return bool(status.engines) and sum(node.chunks for node in status.nodes) == 4
+
+    wait_until(are_known, 10.0, "the directory knows of them")
+    yield made
+    made.end()
 
 
-@contextmanager
-def repeating(call: Callable[[], None]) -> Iterator[None]:
-    """Call it once a second in a thread, until there is nobody to answer."""
-    ended = threading.Event()
-
-    def work() -> None:
-        with suppress(ray.exceptions.RayError):
-            while not ended.wait(1.0):
-                call()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    ended.set()
-    thread.join(10.0)
-
-
-def test_ls_lists_what_is_held(played: PlayedNode) -> None:
-    rows = json.loads(run("ls", "--json", "--node", PLAYED))
+def test_ls_lists_what_is_held(played: LookedAt) -> None:
+    rows = json.loads(run("ls", "--json", "--node", played.node_id))
     assert [row["key"] for row in rows] == [key.hex() for key in played.keys]
     assert {row["model"] for row in rows} == {"/m/tiny"}
     assert all(0 <= row["age_s"] < 60 for row in rows)
@@ -242,88 +179,90 @@ def test_ls_lists_what_is_held(played: PlayedNode) -> None:
     assert "4.0 KiB" in text
 
 
-def test_ls_of_nothing_ends_with_1(played: PlayedNode) -> None:
+def test_ls_of_nothing_ends_with_1(played: LookedAt) -> None:
     assert run("ls", "--group", "3", code=1) == "no chunks\n"
     assert json.loads(run("ls", "--group", "3", "--json", code=1)) == []
 
 
-def test_show_tells_who_has_a_chunk(played: PlayedNode) -> None:
+def test_show_tells_who_has_a_chunk(played: LookedAt) -> None:
     key = played.keys[1].hex()
     (row,) = json.loads(run("show", key, "--json"))
-    assert (row["key"], row["node_id"], row["num_bytes"]) == (key, PLAYED, 4096)
-    assert f"node {PLAYED}: 4.0 KiB in slot" in run("show", key[:10])
+    assert (row["key"], row["node_id"], row["num_bytes"]) == (key, played.node_id, 4096)
+    assert f"node {played.node_id}: 4.0 KiB" in run("show", key[:10])
     assert "no node has a chunk" in run("show", "ff" * 36, code=1)
 
 
-def test_lookup_says_how_much_of_a_prompt_is_where(played: PlayedNode) -> None:
+def test_lookup_says_how_much_of_a_prompt_is_where(played: LookedAt) -> None:
     tokens = ",".join(map(str, [*PROMPT[:40], *[7] * 50]))
     arguments = ("--form", "tokens", "--model", "tiny", "--trait", "cache_salt=tenant")
     found = json.loads(run("lookup", tokens, *arguments, "--json"))
     assert (found["prompt_tokens"], found["cached_tokens"]) == (90, 32)
-    assert [(node["node_id"], node["tokens"]) for node in found["nodes"]] == [(PLAYED, 32)]
+    assert [(node["node_id"], node["tokens"]) for node in found["nodes"]] == [(played.node_id, 32)]
     assert [len(chunk["nodes"]) for chunk in found["chunks"]] == [1, 1, 0, 0, 0]
     assert "32 of 90 tokens can be loaded" in run("lookup", tokens, *arguments)
     plain = run("lookup", tokens, "--form", "tokens", "--namespace", "abcd", code=1)
     assert "0 of 90 tokens can be loaded" in plain
 
 
-def test_status_and_top_show_namespaces_and_rates(played: PlayedNode) -> None:
+def test_status_and_top_show_namespaces_and_rates(played: LookedAt) -> None:
     assert "/m/tiny" in run("status")
     (space,) = [s for s in json.loads(run("status", "--json"))["spaces"] if s["chunks"]]
     assert (space["namespace"], space["num_bytes"]) == ("abcd", 4 * 4096)
     found = json.loads(run("top", "--json", "--interval", "0.1"))
     assert found["progress"]["seconds"] >= 0.1
-    assert PLAYED in found["progress"]["transfers"]
+    assert played.node_id in found["progress"]["transfers"]
     text = run("top", "--once", "--interval", "0.1")
     assert "loaded by RayKV" in text
     assert "25 %" in text
 
 
-def test_events_are_lines_of_json_from_a_place_on(played: PlayedNode) -> None:
+def test_events_are_lines_of_json_from_a_place_on(played: LookedAt) -> None:
     rows = [json.loads(line) for line in run("events", "--json").splitlines()]
     stored = [row for row in rows if row["event"] == "BlockStored"]
     assert [row["key"] for row in stored] == [key.hex() for key in played.keys]
-    place = f"{stored[1]['epoch']}:{stored[1]['seq']}"
+    place = f"{stored[1]['life']}:{stored[1]['seq']}"
     later = [json.loads(line) for line in run("events", "--json", "--since", place).splitlines()]
     assert [row["seq"] for row in later][:2] == [stored[2]["seq"], stored[3]["seq"]]
-    assert f"{place} BlockStored node_id={PLAYED}" in run("events")
+    assert f"{place} BlockStored node_id={played.node_id}" in run("events")
 
 
-def test_session_is_listed_shown_paused_and_ended(played: PlayedNode) -> None:
+def test_session_is_listed_shown_paused_and_ended(played: LookedAt) -> None:
     assert run("session", "ls", code=1).startswith("no sessions")
     news = [
         SessionNews("agent", SessionWord.CAME),
         SessionNews("agent", SessionWord.USED, Keys.of(played.keys[:3])),
         SessionNews("other", SessionWord.USED, Keys.of(played.keys[:1])),
     ]
-    played.sync(sessions=news)
+    played.tell(sessions=news)
+    played.hear()
     rows = json.loads(run("session", "ls", "--json", "--namespace", "ab"))
     assert [row["session"] for row in rows] == ["other", "agent"]
     assert "agent" in run("session", "ls")
     shown = json.loads(run("session", "show", "agent", "--json"))
     assert (shown["chunks"], shown["private_chunks"], shown["requests"]) == (3, 2, 1)
-    assert (shown["stage"], shown["in_pools"]) == ("active", {PLAYED: 3})
-    assert f"node {PLAYED}: 3 of them in its pool" in run("session", "show", "agent")
+    assert (shown["stage"], shown["in_pools"]) == ("active", {played.node_id: 3})
+    assert f"node {played.node_id[:12]}: 3 of them in its pool" in run("session", "show", "agent")
     assert "paused, 30 s left" in run("session", "pause", "agent", "30s", "--priority", "3")
     assert json.loads(run("pins", "--json"))["client_chunks"] == 3
     ended = json.loads(run("session", "over", "agent", "--json"))
     assert ended["stage"] == "over"
-    assert json.loads(run("pins", "--json"))["client_chunks"] == 1
+    assert json.loads(run("pins", "--json"))["client_chunks"] == 0
     with pytest.raises(ClusterError, match="there is no session 'nobody'"):
         run("session", "show", "nobody")
     with pytest.raises(SettingError, match="at most 3600"):
         run("session", "pause", "agent", "2h")
 
 
-def test_session_whose_chunks_are_there_needs_no_prefetch(played: PlayedNode) -> None:
-    played.sync(sessions=[SessionNews("here", SessionWord.USED, Keys.of([*played.keys]))])
+def test_session_whose_chunks_are_there_needs_no_prefetch(played: LookedAt) -> None:
+    played.tell(sessions=[SessionNews("here", SessionWord.USED, Keys.of(played.keys))])
+    played.hear()
     found = json.loads(run("session", "prefetch", "here", "--json"))
     assert (found["asked"], found["there"], found["failed"]) == (4, 4, 0)
     by_engine = run("session", "prefetch", "here", "--to", "looked-at")
     assert "4 were there already" in by_engine
 
 
-def test_every_command_that_changes_something_tells_it_as_json(played: PlayedNode) -> None:
+def test_every_command_that_changes_something_tells_it_as_json(played: LookedAt) -> None:
     assert json.loads(run("pause", "--json")) == {"paused": True}
     assert json.loads(run("resume", "--json")) == {"paused": False}
     assert json.loads(run("clear", "abcd", "--json")) == {"cleared": "abcd"}
@@ -353,22 +292,19 @@ def test_creators_that_race_get_one_actor_each(running: Cluster) -> None:
     assert described.pool_bytes == POOL_BYTES
 
 
-def test_engine_of_other_protocol_is_refused_by_name(running: Cluster) -> None:
-    scheduler = ask.find_scheduler_actor()
-    assert scheduler is not None
-    hello = AttachEngine(
-        PROTOCOL_VERSION + 1, "e", clusters.resolve_node_id(""), "ns", "model", 1, {0: 4096}
-    )
-    answer = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10), EngineAttached)
-    assert str(PROTOCOL_VERSION) in answer.error
-    assert str(PROTOCOL_VERSION + 1) in answer.error
+def test_engine_of_other_protocol_is_refused_by_name(
+    running: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(played_engine, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    with pytest.raises(AssertionError, match=rf"{PROTOCOL_VERSION + 1}.*{PROTOCOL_VERSION}"):
+        PlayedEngine(clusters.resolve_node_id(""), "e", "ns", num_blocks=None)
 
 
 def test_garbage_message_leaves_scheduler_actor_alive(running: Cluster) -> None:
     scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     with pytest.raises(MessageError):
-        ray.get(scheduler.sync.remote(b"\xff\x00nonsense"), timeout=10)
+        ray.get(scheduler.report.remote(b"\xff\x00nonsense"), timeout=10)
     assert running.status().nodes
 
 

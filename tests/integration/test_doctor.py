@@ -14,26 +14,29 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typer.testing import CliRunner
 
+import raykv
 import raykv.engine.runtime
 import raykv.node.actor
 from raykv.base.deadlines import NODE_ROOM_LOOK_S
 from raykv.base.errors import ClusterError, SettingError
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
 from raykv.cli import app
 from raykv.client import scheduler as client_scheduler
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask, names
 from raykv.cluster.local_nodes import LocalNode, add_local_node
-from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.memory.room import MemoryLimit
 from raykv.node.launch import node_actor
-from raykv.protocol.engine import AttachEngine, EngineAttached
 from raykv.protocol.findings import Finding, Severity
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import NodeDescription, NodeReport
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.node import NodeDescription
 from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.played_engine import PlayedEngine
+from tests.fixtures.played_node import PlayedNode
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
 
@@ -59,22 +62,23 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
     node.stop()
 
 
-def attach(engine_id: str, node_id: str, traits: dict[str, str], namespace: str = "ns") -> None:
-    """As an engine does it; the session lasts ten seconds."""
-    scheduler = ask.find_scheduler_actor()
-    assert scheduler is not None
-    hello = AttachEngine(
-        version=PROTOCOL_VERSION,
-        engine_id=engine_id,
-        node_id=node_id,
-        namespace=namespace,
-        model="tiny",
-        num_ranks=1,
-        slot_bytes={0: SLOT_ALIGNMENT},
-        traits=traits,
+@contextmanager
+def attached(
+    engine_id: str, node_id: str, traits: dict[str, str], namespace: str = "ns"
+) -> Iterator[None]:
+    """An engine is there meanwhile; the node has introduced it."""
+    made = PlayedEngine(
+        node_id, engine_id, namespace, SLOT_ALIGNMENT, num_blocks=None, traits=traits
     )
-    answer = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10.0), EngineAttached)
-    assert not answer.error, answer
+    try:
+        wait_until(lambda: engine_id in known(), 10.0, "the node introduces its engine")
+        yield
+    finally:
+        made.end()
+
+
+def known() -> set[str]:
+    return {each.engine_id for each in raykv.connect().status().engines}
 
 
 def wrong(findings: Sequence[Finding]) -> list[Finding]:
@@ -101,10 +105,9 @@ class OldNodeActor:
 
 
 def test_healthy_cluster_has_nothing_wrong(head: str, cluster: Cluster) -> None:
-    attach("one", head, TRAITS)
-    attach("two", head, TRAITS)
-    assert wrong(cluster.doctor()) == []
-    code, lines = run_doctor()
+    with attached("one", head, TRAITS), attached("two", head, TRAITS):
+        assert wrong(cluster.doctor()) == []
+        code, lines = run_doctor()
     assert code == 0
     assert {line["severity"] for line in lines} == {"ok"}
     text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
@@ -113,12 +116,12 @@ def test_healthy_cluster_has_nothing_wrong(head: str, cluster: Cluster) -> None:
 
 
 def test_engine_with_another_hash_seed_is_found(head: str, cluster: Cluster) -> None:
-    attach("one", head, TRAITS)
-    attach("two", head, {**TRAITS, "hash_seed": "xyz"}, namespace="other")
-    (what,) = failures(cluster, "hashes")
-    assert "hash_seed differs" in what
-    assert "xyz: engine two" in what
-    code, _ = run_doctor()
+    other = {**TRAITS, "hash_seed": "xyz"}
+    with attached("one", head, TRAITS), attached("two", head, other, namespace="other"):
+        (what,) = failures(cluster, "hashes")
+        assert "hash_seed differs" in what
+        assert "xyz: engine two" in what
+        code, _ = run_doctor()
     assert code == 1
 
 
@@ -147,23 +150,13 @@ def test_node_actor_of_another_version_is_found_and_left_alone(
 def test_engine_on_a_node_without_node_actor_is_found(
     head: str, second: LocalNode, cluster: Cluster
 ) -> None:
-    scheduler = ask.find_scheduler_actor()
-    assert scheduler is not None
-    report = NodeReport(
-        version=PROTOCOL_VERSION,
-        node_id=second.node_id,
-        epoch=1,
-        seq=1,
-        pool_bytes=POOL_BYTES,
-        slab_bytes=POOL_BYTES,
-        highest_generation=0,
-        scheduler_epoch=0,
-    )
+    lost = PlayedNode(second.node_id, 8)
+    lost.attach("ns")
     # Its last words; the NodeActor is gone, and nobody has made another one.
-    ray.get(scheduler.report.remote(encode(report)), timeout=10.0)
-    attach("lost", second.node_id, TRAITS)
+    lost.report()
     found = failures(cluster, "placement")
-    assert any("engine lost" in what and second.node_id[:12] in what for what in found), found
+    name = f"engine {second.node_id[:12]}"
+    assert any(name in what for what in found), found
     assert any("no NodeActor" in what for what in found), found
 
 
@@ -224,14 +217,14 @@ def test_start_of_engine_stops_when_its_node_refuses_the_pool(
     # The engine's own control group would allow it; that of the node's actors does not.
     generous = MemoryLimit(1 << 60, 1 << 60, "another control group")
     monkeypatch.setattr(raykv.engine.runtime, "memory_limit", lambda: generous)
-    identity = EngineIdentity("engine", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, "")
-    view = EngineView(EngineId("engine"), [0], 10.0, 8)
-    runtime = EngineRuntime(Settings(pool_bytes=TOO_MUCH), view, identity)
+    sizes = {0: SLOT_ALIGNMENT}
+    hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
+    runtime = EngineRuntime(Settings(pool_bytes=TOO_MUCH), EngineView(10.0), hello)
     with pytest.raises(SettingError, match=rf"gives no pool: pool_bytes={TOO_MUCH} .*would fit"):
         runtime.start()
     wait_until(lambda: ask.find_node_actor(runtime.node_id) is None, 20.0, "its NodeActor is gone")
     # The next engine, with a size that fits, starts.
-    small = EngineRuntime(Settings(pool_bytes=POOL_BYTES), view, identity)
+    small = EngineRuntime(Settings(pool_bytes=POOL_BYTES), EngineView(10.0), hello)
     small.start()
     assert small.node is not None
     assert small.node.pool_bytes == POOL_BYTES

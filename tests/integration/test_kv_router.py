@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,13 +23,10 @@ from raykv.directory.launch import scheduler_actor
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptTokens
-from raykv.protocol.columns import Keys
 from raykv.protocol.descriptions import ChunkGroup
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Inventory, NodeReport
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.planner import PlacedRequest
+from tests.fixtures.played_node import PlayedNode
 
 pytestmark = pytest.mark.integration
 
@@ -58,68 +54,35 @@ class PlayedReplica:
 
 
 class PlayedNodes:
-    """Nodes with an engine each, which only send messages."""
+    """Nodes with an engine each."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self._seqs = itertools.count(1)
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._epoch = 0
-        for node in NODES:
-            self._report(node, Inventory())
-            message = AttachEngine(
-                PROTOCOL_VERSION, node, node, SPACE, MODEL, 1, {0: SLOT_BYTES}, traits=TRAITS
-            )
-            attached = self._call("attach", message, EngineAttached)
-            assert not attached.error, attached
-            self._epoch = attached.epoch
-        self._beats = threading.Thread(target=self._beat, daemon=True)
-        self._beats.start()
+    def __init__(self) -> None:
+        self._nodes = {
+            name: PlayedNode(name, 8 * SLAB // SLOT_BYTES, 1, SLOT_BYTES, MODEL, TRAITS)
+            for name in NODES
+        }
+        self._beats = contextlib.ExitStack()
+        for node in self._nodes.values():
+            node.attach(SPACE)
+            node.report()
+            self._beats.enter_context(node.beating())
 
     def end(self) -> None:
         """Say nothing any more."""
-        self._ended.set()
-        self._beats.join(LONG_S)
-
-    def _beat(self) -> None:
-        """Who is silent for seconds counts as dead."""
-        while not self._ended.wait(0.5):
-            for node in NODES:
-                with self._lock, contextlib.suppress(ray.exceptions.RayError):
-                    self._report(node, Inventory())
-                    self._call("sync", SyncRequest(node, self._epoch, next(self._seqs)), SyncReply)
+        self._beats.close()
 
     def hold(self, node: str, tokens: list[int]) -> None:
         """Have the node store a prompt's chunks."""
         (keys,) = SCHEME.chunks(tokens).values()
-        with self._lock:
-            request = SyncRequest(node, self._epoch, next(self._seqs), wanted={0: len(keys)})
-            granted = self._call("sync", request, SyncReply).granted
-            assert len(granted.slots) == len(keys), granted
-            sizes = [SLOT_BYTES] * len(keys)
-            stored = Inventory(
-                [SPACE],
-                [0] * len(keys),
-                Keys.of(list(keys)),
-                granted.slots,
-                granted.generations,
-                sizes,
-            )
-            self._report(node, stored)
-
-    def _report(self, node: str, stored: Inventory) -> None:
-        place = (node, 1, next(self._seqs), 8 * SLAB, SLAB, 0, 0)
-        ray.get(self._scheduler.report.remote(encode(NodeReport(PROTOCOL_VERSION, *place, stored))))
-
-    def _call(self, method: str, message: Any, kind: Any) -> Any:
-        return decode(ray.get(getattr(self._scheduler, method).remote(encode(message))), kind)
+        assert self._nodes[node].store(keys, SPACE) == len(keys)
+        self._nodes[node].report()
 
 
 @pytest.fixture
 def nodes(cluster: Cluster) -> Iterator[PlayedNodes]:
     cluster.down()
-    played = PlayedNodes(scheduler_actor(cluster.address, "lru"))
+    ray.get(scheduler_actor(cluster.address).__ray_ready__.remote(), timeout=LONG_S)
+    played = PlayedNodes()
     yield played
     played.end()
     cluster.down()

@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.base.ids import MissReason, TokenSource
 from raykv.base.settings import MetricsPlace, NodeOptions
 from raykv.client.cluster import Cluster
-from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.directory.launch import scheduler_actor
 from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
 from raykv.node.launch import node_actor
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from tests.fixtures.dashboard import metrics_of_all_panels
 from tests.fixtures.metric_lint import complaints
+from tests.fixtures.played_engine import PlayedEngine
 from tests.fixtures.scrapes import names_in, scrape
 from tests.fixtures.waiting import wait_until
 
@@ -41,7 +38,7 @@ def running(cluster: Cluster, sd_path: Path) -> Iterator[Cluster]:
     """Both actors, told where the file of targets is."""
     cluster.down()
     place = MetricsPlace(sd_path=str(sd_path))
-    scheduler_actor(cluster.address, "lru", metrics=place)
+    scheduler_actor(cluster.address, metrics=place)
     node_id = clusters.resolve_node_id("")
     node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", NodeOptions(place))
     wait_until(lambda: len(targets(sd_path)) == 2, 60.0, "both actors are in the file of targets")
@@ -79,11 +76,11 @@ def test_both_actors_show_all_their_metrics_in_good_form(running: Cluster, sd_pa
     status = running.status()
     scheduler, node = targets(sd_path)
     assert (status.metrics, status.nodes[0].metrics) == (scheduler, node)
-    own = {"scheduler": CLUSTER, "node": NODE}
+    own = {"scheduler": CLUSTER, "node": (*BREAKERS, *NODE)}
     for name, target in (("scheduler", scheduler), ("node", node)):
         text = scrape(target)
         assert complaints(text) == []
-        wanted = {metric.name for metric in (BUILD, *BREAKERS, *own[name])}
+        wanted = {metric.name for metric in (BUILD, *own[name])}
         assert families_of(text) == wanted
     assert set(METRICS) == {metric.name for metric in (BUILD, *BREAKERS, *NODE, *CLUSTER)}
     assert value(scrape(node), "raykv_pool_bytes", state="empty", namespace="") == POOL_BYTES
@@ -93,28 +90,23 @@ def test_both_actors_show_all_their_metrics_in_good_form(running: Cluster, sd_pa
 def test_tokens_of_an_engine_are_counted_by_source_with_one_sum(
     running: Cluster, sd_path: Path
 ) -> None:
-    scheduler = ask.find_scheduler_actor()
-    assert scheduler is not None
-    node_id = clusters.resolve_node_id("")
-    hello = AttachEngine(PROTOCOL_VERSION, "played", node_id, "n" * 40, "a/model", 1, {0: 4096})
-    attached = decode(ray.get(scheduler.attach.remote(encode(hello)), timeout=10), EngineAttached)
-
-    def tell(seq: int, **counters: int) -> SyncReply:
-        request = SyncRequest("played", attached.epoch, seq, {0: 3}, counters=counters)
-        return decode(ray.get(scheduler.sync.remote(encode(request)), timeout=10), SyncReply)
-
-    tell(1, prompt_tokens=0)
+    engine = PlayedEngine(
+        clusters.resolve_node_id(""), "played", "n" * 40, num_blocks=None, model="a/model"
+    )
+    engine.tell(counters={"prompt_tokens": 0})
+    counters = {
+        "prompt_tokens": 100,
+        "own_cache_tokens": 10,
+        "loaded_tokens": 50,
+        "fetched_tokens": 20,
+        "missed_tokens_evicted": 40,
+        "wanted_chunks": 8,
+    }
     for _ in range(2):
-        tell(
-            2,
-            prompt_tokens=100,
-            own_cache_tokens=10,
-            loaded_tokens=50,
-            fetched_tokens=20,
-            missed_tokens_evicted=40,
-            wanted_chunks=8,
-        )
-    text = scrape(targets(sd_path)[0])
+        engine.tell(counters=counters)
+    # It has read them when it answers.
+    engine.hear()
+    text = scrape(targets(sd_path)[1])
     expected = {"computed": 40, "own_cache": 10, "same_node": 30, "other_node": 20, "disk": 0}
     found = {
         str(source): value(
@@ -130,15 +122,19 @@ def test_tokens_of_an_engine_are_counted_by_source_with_one_sum(
         for reason in MissReason
     }
     assert missed == {reason: 40 * (reason is MissReason.EVICTED) for reason in MissReason}
-    assert value(text, "raykv_engines", namespace="n" * 12) == 1
-    assert value(text, "raykv_namespace_info", namespace="n" * 12, model="a/model") == 1
-    assert value(text, "raykv_directory_slots", state="leased") == 6
-    assert value(text, "raykv_granted_leases_total") == 6
+
+    def are_introduced() -> bool:
+        told = scrape(targets(sd_path)[0])
+        has_engine = value(told, "raykv_engines", namespace="n" * 12) == 1
+        return has_engine and bool(value(told, "raykv_namespace_info", **info))
+
+    info = {"namespace": "n" * 12, "model": "a/model"}
+    wait_until(are_introduced, 10.0, "the node introduces its engine")
     running.quotas.set("quiet", guaranteed=0.1)
     served = names_in(scrape(targets(sd_path)[0])) | names_in(scrape(targets(sd_path)[1]))
     running.quotas.remove("quiet")
     assert {name for name in metrics_of_all_panels() if own(name)} <= served
-    ray.get(scheduler.detach.remote("played"), timeout=10)
+    engine.end()
 
 
 def test_killed_node_actor_is_a_target_again_where_it_is_back(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Refusal
 from raykv.lab.bench.fetch import CHUNK_BYTES, Pair
-from raykv.protocol.peer import FetchResult
+from raykv.protocol.named.copies import NamedResult
 from tests.fixtures.node.nixl import needs_nixl
 from tests.fixtures.waiting import wait_until
 
@@ -35,7 +34,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield made
 
 
-def refusals(result: FetchResult) -> set[Refusal]:
+def refusals(result: NamedResult) -> set[Refusal]:
     return {Refusal(number) for number in result.refusals}
 
 
@@ -49,7 +48,7 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def begin(pair: Pair, deadline_s: float) -> Future[FetchResult]:
+def begin(pair: Pair, deadline_s: float) -> Future[NamedResult]:
     """A large fetch in another thread; it has begun to move bytes when this returns."""
     before = pair.stats().bytes_nixl
     threads = ThreadPoolExecutor(1)
@@ -98,11 +97,10 @@ def test_destination_that_dies_in_the_middle_leaves_no_slot_of_the_source_held(p
     _, here = pair.node_pids
     begin(pair, LONG_S)
     os.kill(here, signal.SIGKILL)
-    generations = itertools.count(2)
 
     def takes_stores() -> bool:
         try:
-            pair.fill(next(generations))
+            pair.fill()
         except ClusterError:
             return False
         return True

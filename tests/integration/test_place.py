@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
 from raykv.client.cluster import Cluster
 from raykv.cluster.local_nodes import add_local_node
-from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.protocol.findings import Severity
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.place import EngineHello
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -24,10 +26,12 @@ JOINED_FIRST = """
 import sys
 import ray
 from raykv.base.errors import ClusterError
-from raykv.base.ids import SLOT_ALIGNMENT, EngineId
+from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
-from raykv.engine.runtime import EngineIdentity, EngineRuntime
+from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.place import EngineHello
 
 def node_of_ranks():
     print("connected:", ray.is_initialized())
@@ -36,8 +40,10 @@ def node_of_ranks():
 try:
     EngineRuntime(
         Settings(ray_address=sys.argv[1], pool_bytes=64 * SLOT_ALIGNMENT),
-        EngineView(EngineId("e"), [0], 10.0, 8),
-        EngineIdentity("e", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, ""),
+        EngineView(10.0),
+        EngineHello(
+            PROTOCOL_VERSION, "e", new_life(), "ns", "tiny", slot_bytes={0: SLOT_ALIGNMENT}
+        ),
         node_of_ranks=node_of_ranks,
     )
 except ClusterError as error:
@@ -66,9 +72,10 @@ def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
     settings = Settings(
         ray_address=cluster.address, node_id=second.node_id, pool_bytes=64 * SLOT_ALIGNMENT
     )
-    identity = EngineIdentity("engine", "ns", "tiny", 1, {0: SLOT_ALIGNMENT}, "")
-    view = EngineView(EngineId("engine"), [0], 10.0, 8)
-    runtime = EngineRuntime(settings, view, identity)
+    sizes = {0: SLOT_ALIGNMENT}
+    hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
+    view = EngineView(10.0)
+    runtime = EngineRuntime(settings, view, hello)
     third = None
     try:
         runtime.start()
@@ -94,7 +101,7 @@ def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
         )
         assert cluster.status().waiting == {}
         runtime.session.drain()
-        assert view.node_id == third.node_id
+        assert view.node_ids == [third.node_id]
         assert runtime.node is not None
         assert runtime.node.node_id == third.node_id
         assert caplog.text.count("of this engine is gone, and with it the cache") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import ray
@@ -12,21 +13,17 @@ import zmq
 from typer.testing import CliRunner
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, EngineId, Key, Namespace, Slot
+from raykv.base.ids import Key
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
-from raykv.engine.session import RayCalls, Session, SessionSettings
-from raykv.engine.view import EngineView
 from raykv.lab.bench.ports import free_port
-from raykv.node.keeper import inventory_of
-from raykv.protocol.descriptions import Description, pack_tokens
+from raykv.protocol.descriptions import Description, pack_tokens, page_of
 from raykv.protocol.events import PublisherStatus
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.node import NodeReport
-from raykv.stream.descriptions import DescriptionOutbox
+from raykv.protocol.framing import encode
 from raykv.stream.publishing import find_publisher
-from tests.fixtures.one_node import actors_of_one_node, granted
+from tests.fixtures.one_node import actors_of_one_node
+from tests.fixtures.played_node import played_actor
 from tests.fixtures.waiting import wait_until
 from tests.fixtures.wire_index import WireIndex
 
@@ -34,7 +31,7 @@ pytestmark = pytest.mark.integration
 
 NAMESPACE = "model"
 NODES = ("first", "second")
-NUM_SLOTS = 1024
+NUM_CHUNKS = 1024
 SETTLED_S = 30.0
 
 
@@ -58,62 +55,6 @@ def description(number: int) -> Description:
         model="tiny",
         kind="full_attention",
     )
-
-
-class Nodes:
-    """Two NodeActors that have no memory: they say again and again what they hold."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, list[int]] = {name: [] for name in NODES}
-        # Other tests of this Ray cluster may have cleared everything, which voids what is older.
-        self._generation = granted(1)
-        self._seq = 0
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat)
-        self._thread.start()
-
-    def hold(self, name: str, numbers: range) -> None:
-        with self._lock:
-            self._held[name] += numbers
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join(20.0)
-
-    def _beat(self) -> None:
-        while not self._ended.wait(0.5):
-            with self._lock:
-                self._seq += 1
-                reports = [self._report(name, held) for name, held in self._held.items()]
-            for report in reports:
-                try:
-                    actor = ask.find_scheduler_actor()
-                    ray.get(actor.report.remote(report), timeout=5.0)  # type: ignore[union-attr]
-                except (ray.exceptions.RayError, AttributeError):
-                    continue
-
-    def _report(self, name: str, held: list[int]) -> bytes:
-        pool_bytes = NUM_SLOTS * SLOT_ALIGNMENT
-        chunks = [
-            ChunkName(
-                Namespace(NAMESPACE), key(number), Slot(slot), self._generation, SLOT_ALIGNMENT
-            )
-            for slot, number in enumerate(held)
-        ]
-        return encode(
-            NodeReport(
-                version=PROTOCOL_VERSION,
-                node_id=name,
-                epoch=1,
-                seq=self._seq,
-                pool_bytes=pool_bytes,
-                slab_bytes=pool_bytes,
-                highest_generation=0,
-                scheduler_epoch=0,
-                stored=inventory_of(chunks),
-            )
-        )
 
 
 class Subscriber:
@@ -191,27 +132,22 @@ def run(*arguments: str) -> str:
 
 
 class Scene:
-    """A cluster with a publisher, an engine that describes, and a subscriber."""
+    """A cluster with a publisher, nodes whose engines describe, and a subscriber."""
 
-    def __init__(self, cluster: Cluster, node_id: str) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         endpoint, replay = (f"tcp://*:{free_port()}" for _ in range(2))
         self.settings = [endpoint, "--replay", replay, "--hashes", "bytes"]
         self.cluster = cluster
         self.started = json.loads(run("publish", "start", *self.settings, "--json"))
-        self.nodes = Nodes()
-        self.outbox = DescriptionOutbox()
-        view = EngineView(EngineId("engine"), [0], 10.0, 8)
-        who = SessionSettings("engine", node_id, NAMESPACE, "tiny", 1, {0: SLOT_ALIGNMENT})
-        self.session = Session(view, RayCalls(ask.find_scheduler_actor, 5.0), who)
-        self.session.described = self.outbox
-        self.session.attach(10.0)
-        self.session.start()
+        self._ends = ExitStack()
+        self.nodes = {
+            name: self._ends.enter_context(played_actor(name, NUM_CHUNKS)) for name in NODES
+        }
         self.subscriber = Subscriber(self.started["endpoint"], self.started["replay_endpoint"])
 
     def stop(self) -> None:
         self.subscriber.stop()
-        self.session.stop(5.0)
-        self.nodes.stop()
+        self._ends.close()
 
     def publisher(self) -> PublisherStatus:
         """What it says; without a process while it is not there."""
@@ -223,9 +159,11 @@ class Scene:
 
     def store(self, name: str, numbers: range) -> None:
         """The news and what the engine says of it come in any order."""
-        self.nodes.hold(name, numbers)
-        for number in numbers:
-            self.outbox.add(description(number))
+        node = self.nodes[name]
+        keys = [key(number) for number in numbers]
+        stored = node.store.remote(keys, NAMESPACE)
+        inside = encode(page_of([description(number) for number in numbers]))
+        ray.get([stored, node.tell_inside.remote(inside)], timeout=SETTLED_S)
 
     def settle(self, num_chunks: int) -> None:
         """Wait until the subscriber believes what the directory has."""
@@ -243,8 +181,8 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(cluster: Cluster) -> Iterator[Scene]:
-    with actors_of_one_node(cluster, 16 << 20) as node_id:
-        made = Scene(cluster, node_id)
+    with actors_of_one_node(cluster, 16 << 20):
+        made = Scene(cluster)
         yield made
         made.stop()
 
@@ -289,12 +227,12 @@ def test_deaf_subscriber_gets_what_it_has_missed(scene: Scene) -> None:
 
 
 def test_all_is_told_again_after_the_scheduler_actor_has_died(scene: Scene) -> None:
-    before = scene.cluster.status().epoch
+    before = scene.cluster.status().life
     ray.kill(ask.find_scheduler_actor(), no_restart=False)
 
     def is_back() -> bool:
         try:
-            return scene.cluster.status().epoch > before
+            return scene.cluster.status().life > before
         except ClusterError:
             return False
 
@@ -317,7 +255,6 @@ def test_publisher_that_has_died_goes_on_where_it_was(scene: Scene) -> None:
 
 def test_clearing_takes_all_back(scene: Scene) -> None:
     scene.cluster.clear()
-    # The nodes go on reporting what was stored before: that is void.
     scene.settle(0)
     assert scene.cluster.tokens_of([key(5)]) == {}
 

@@ -1,8 +1,7 @@
 """vLLM's own scheduler with both sides of RayKV's connector, and exceptions inside of its hooks.
 
 The line to the NodeActor is a model: jobs are carried out some steps after they were handed over,
-so that whoever does not wait for them reads, or is overwritten by, what it should not be. Slots
-that were given back are leased again under the next generation.
+so that whoever does not wait for them reads, or is overwritten by, what it should not be.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import functools
 import inspect
 import random
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +27,24 @@ import raykv
 from raykv.base import guard
 from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Keys, Leases
-from raykv.protocol.engine import SyncReply
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
+from raykv.protocol.named.copies import NamedResult
 from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.internals import engine as engine_internals
 from raykv.vllm.internals import offloading as offloading_internals
-from raykv.vllm.transfers import RayOffloadingWorker
+from raykv.vllm.transfers import RayOffloadingWorker, failed_as
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, kv_cache_config
-from tests.simulation.layered_world import RUBBISH, AheadWorld, World, prefix_name
+from tests.fixtures.place import NOTHING_FAILS, CopyingPlace
+from tests.fixtures.vllm import CHUNK, FULL, kv_cache_config
+from tests.simulation.layered_world import (
+    RUBBISH,
+    AheadWorld,
+    World,
+    one_block_layout,
+    prefix_name,
+)
 
 SCHEDULER_HOOKS = (
     "on_new_request",
@@ -170,7 +175,7 @@ _SAFE = {
         "_take_received",
         "take_meta",
     ),
-    EngineView: ("drop_all", "is_clearing"),
+    EngineView: ("look", "_why_off", "is_clearing", "orders", "keep_stores"),
     RayOffloadingWorker: (
         "_take_badly",
         "give_up",
@@ -197,28 +202,32 @@ def _safe_answers() -> frozenset[CodeType]:
 class Line:
     """A line to a NodeActor that is slow, and carries out each job when it ends.
 
-    `node_epoch` 0: that one is dead, and every job fails.
+    `node_life` 0: that one is dead, and every job fails.
     """
 
-    def __init__(self, blocks: dict[int, list[int]], rng: random.Random) -> None:
+    def __init__(
+        self, place: CopyingPlace, life: int, blocks: dict[int, list[int]], rng: random.Random
+    ) -> None:
         # How often a chunk does not come.
         self.failing = 0.0
+        self.place = place
+        self.life = life
         self.blocks = blocks
         self.rng = rng
-        self.slots: dict[int, tuple[bytes, int, list[int]]] = {}
-        # The youngest lease of each slot.
-        self.leased: dict[int, int] = {}
         self.waiting: dict[int, JobRequest] = {}
-        self.ended: list[JobResult] = []
-        self.num_loaded = 0
+        self.ended: list[NamedResult] = []
         self.is_closed = False
-        self.node_epoch = NODE_EPOCH
+        self.node_life = place.life
+
+    @property
+    def num_loaded(self) -> int:
+        return self.place.num_loaded
 
     def submit(self, request: JobRequest) -> None:
         assert request.job_id not in self.waiting
         self.waiting[request.job_id] = request
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         if not self.is_closed:
             self.wait([job_id for job_id in self.waiting if self.rng.random() < 0.5])
         ended, self.ended = self.ended, []
@@ -239,30 +248,16 @@ class Line:
     def finish(self, job_ids: Collection[int]) -> None:
         self.wait(job_ids)
 
-    def _carry_out(self, request: JobRequest) -> JobResult:
-        handles = request.handles
-        if not self.node_epoch:
-            every = list(range(len(handles.keys)))
-            lost = [int(Refusal.NODE_LOST)] * len(every)
-            return JobResult(request.job_id, 0, 0.0, every, lost)
-        failed = []
-        columns = zip(handles.keys, handles.slots, handles.generations, strict=True)
-        for at, (key, slot, generation) in enumerate(columns):
-            block = request.block_ids[at]
-            if request.direction is Direction.STORE:
-                if self.leased.get(slot) == generation:
-                    self.slots[slot] = (key, generation, list(self.blocks[block]))
-                else:
-                    failed.append(at)
-            elif self.slots.get(slot, (b"", 0))[:2] == (key, generation) and not (
-                self.failing and self.rng.random() < self.failing
-            ):
-                self.blocks[block] = list(self.slots[slot][2])
-                self.num_loaded += 1
-            else:
-                self.blocks[block] = [RUBBISH] * CHUNK
-                failed.append(at)
-        return JobResult(request.job_id, 1, 0.1, failed, [int(Refusal.STALE)] * len(failed))
+    def _carry_out(self, request: JobRequest) -> NamedResult:
+        job = request.job
+        if not self.node_life:
+            return failed_as(Refusal.NODE_LOST, NamedResult(job.job_id, 0, 0), len(job.keys))
+        fail = self._fail if request.direction is Direction.LOAD else NOTHING_FAILS
+        return self.place.copy(self.life, job, self.blocks, [RUBBISH] * CHUNK, fail)
+
+    def _fail(self) -> Refusal:
+        fails = self.failing and self.rng.random() < self.failing
+        return Refusal.COPY_FAILED if fails else Refusal.NONE
 
     def breaker_report(self) -> BreakerReport:
         return BreakerReport()
@@ -298,9 +293,7 @@ class HookWorld(World):
         self.connector._layered = None
         self.connector._kv_cache_config = self.scheduler.kv_cache_config
         self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-        self.line = Line(self.blocks, self.rng)
-        for _, handle in self.view._lease_rows():
-            self.line.leased[handle.slot] = handle.generation
+        self.line = Line(self.place, self.view.life, self.blocks, self.rng)
         self.worker_side = worker_side(self.line, kinds)
         # How often a chunk is evicted from the pool.
         self.evicting = 0.01
@@ -320,35 +313,13 @@ class HookWorld(World):
         self._exchange()
 
     def _exchange(self) -> None:
-        """What the scheduler actor does: it clears, has chunks evicted, and leases slots anew."""
-        view = self.view
-        is_clearing = view.is_clearing
-        gone = [(key, at) for key, at in view._ready.items() if self.rng.random() < self.evicting]
-        slots = [int(at.slot) for _, at in gone]
-        while view._outbox.released:
-            slots.append(view._outbox.released.popleft()[1].slot)
-        if is_clearing:
-            slots = list(self.line.leased)
-        for slot in slots:
-            self.line.leased[slot] += 1
-        view.apply(
-            SyncReply(
-                1,
-                1,
-                node_epoch=NODE_EPOCH,
-                granted=Leases(
-                    [slot % len(self.kinds) for slot in slots],
-                    slots,
-                    [self.line.leased[s] for s in slots],
-                ),
-                removed=Handles(
-                    Keys.of([key for key, _ in gone]),
-                    [at.slot for _, at in gone],
-                    [at.generation for _, at in gone],
-                ),
-                cleared=view._resets,
-            )
-        )
+        """What the node does: it evicts chunks, and says so; a dead one says nothing."""
+        for key in list(self.place.keys()):
+            if self.rng.random() < self.evicting:
+                self.place.evict(key)
+        self.view.set_line(0, self.line.node_life or None, time.monotonic())
+        if self.line.node_life:
+            self.place.exchange(self.view)
 
     def is_at_rest(self) -> bool:
         """Whether nothing is left to do, and nothing waits for what won't come."""
@@ -388,10 +359,9 @@ class HookWorld(World):
                     has_state = isinstance(kind, MambaSpec)
                     key = make_offload_key(name, group)
                     named[key] = chunk[-1:] * size if has_state else chunk
-        for key, handle in self.view._ready.items():
-            stored, generation, names = self.line.slots[handle.slot]
-            assert (stored, generation) == (key, handle.generation)
+        for key in self.view.loadable:
             right = named[key]
+            names = self.place.content(key)
             assert names[: len(right)] == right, f"{key.hex()} has other bytes"
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
@@ -433,13 +403,10 @@ def worker_side(line: Line, kinds: Sequence[KVCacheSpec]) -> RayKVConnector:
     parallel = SimpleNamespace(rank=0)
     config = SimpleNamespace(canonical_layout=False, parallel=parallel, extra_config={})
     spec: Any = SimpleNamespace(replicated_layout=False, config=config)
-    numbers = list(range(len(kinds)))
     vllm_config: Any = None
     worker = RayKVConnectorWorker(spec, vllm_config, kv_cache_config(kinds))
-    tensors = [TensorLayout(0, 10, 64, 64) for _ in numbers]
-    layout = KVLayout("memfd", 1, 1, tensors, numbers, [[at] for at in numbers])
     link: Any = line
-    worker.worker = RayOffloadingWorker(link, layout)
+    worker.worker = RayOffloadingWorker(link, one_block_layout(len(kinds)))
     connector: Any = RayKVConnector.__new__(RayKVConnector)
     connector.connector_worker = worker
     connector._connector_metadata = None

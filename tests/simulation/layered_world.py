@@ -38,19 +38,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from raykv.base.ids import EngineId, Epoch, Generation, Key
+from raykv.base.ids import Direction, Refusal
 from raykv.engine.cost import StepTimes
-from raykv.engine.requests import FailedLoad
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.internals.scheduling import watch_scheduler
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.transfers import RayKVWorkerMetadata
+from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
 from raykv.vllm.windows import Windows
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, vllm_scheduler
+from tests.fixtures.place import NOTHING_FAILS, CopyingPlace, engine_hello
+from tests.fixtures.vllm import CHUNK, FULL, vllm_scheduler
 
 RUBBISH = 0
 """In place of a prefix's name."""
@@ -61,7 +60,6 @@ WRONG = 1
 MAX_LENGTH = 512
 MOST_TOKENS = 4 * CHUNK
 MOST_RUNNING = 4
-NUM_SLOTS = 4000
 
 
 MOST_LEFT_OUT = 100
@@ -134,13 +132,9 @@ class World:
         self.rng = random.Random(seed)
         self.failing = failing
         self.kinds = kinds
-        groups = range(len(kinds))
-        self.view = EngineView(EngineId("engine"), groups, 1.0, NUM_SLOTS)
-        num_slots = dict.fromkeys(groups, NUM_SLOTS)
-        self.view.attached(EngineAttached(1, NODE_EPOCH, num_slots, lease_share=1.0))
-        slots = list(range(1, NUM_SLOTS))
-        granted = Leases([slot % len(kinds) for slot in slots], slots, slots)
-        self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
+        self.view = EngineView(1.0)
+        self.place = CopyingPlace()
+        self.place.join(self.view, engine_hello(num_groups=len(kinds)))
         self.manager = RayOffloadingManager(self.view)
         self.connector = make_connector(self.manager, kinds, retention_interval, share)
         cache = kv_cache(num_blocks, kinds, retention_interval)
@@ -152,8 +146,6 @@ class World:
         self.blocks: dict[int, list[int]] = {}
         # Of requests, by KV group, as vLLM's worker has them: they only grow.
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        self.pool: dict[bytes, list[int]] = {}
-        self.num_loaded = self.num_failed = self.num_stored = 0
         # Stores go with the next step, as with vLLM's worker.
         self._stores: dict[int, Any] = {}
         # How far a step goes that is executed after the next one was scheduled.
@@ -256,6 +248,7 @@ class World:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 self.asked[each.request_id].answer += each.new_token_ids
+        self.place.exchange(self.view)
 
     def run(self, most: int = 400) -> None:
         """Until all is answered and stored."""
@@ -285,13 +278,11 @@ class World:
         flushed = metadata.store_jobs.keys() & (metadata.jobs_to_flush or set())
         urgent = {job_id: metadata.store_jobs.pop(job_id) for job_id in flushed}
         for job_id, job in {**self._stores, **urgent}.items():
-            self._store(job)
-            meta.mark_completed(job_id)
+            self._copy(job_id, Direction.STORE, job.src_spec, job.dst_spec, meta)
         self._take_blocks(output)
         invalid = set(metadata.stranded_blocks)
         for job_id, job in metadata.load_jobs.items():
-            invalid |= self._load(job, meta)
-            meta.mark_completed(job_id)
+            invalid |= self._copy(job_id, Direction.LOAD, job.dst_spec, job.src_spec, meta)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         self._stores = metadata.store_jobs
         names = list(output.num_scheduled_tokens)
@@ -304,28 +295,37 @@ class World:
             ),
         )
 
-    def _store(self, job: Any) -> None:
-        for key, block in zip(job.dst_spec.keys, job.src_spec.block_ids.tolist(), strict=True):
-            self.pool[key] = list(self.blocks[block])
-            self.num_stored += 1
+    def _copy(
+        self, job_id: int, direction: Direction, blocks: Any, chunks: Any, meta: RayKVWorkerMetadata
+    ) -> set[int]:
+        """A job, as a worker has it carried out; which blocks were not loaded."""
+        flying = flying_job(job_id, direction, blocks, chunks, one_block_layout(len(self.kinds)))
+        rubbish, fail = [RUBBISH] * CHUNK, self._fail if flying.is_load else NOTHING_FAILS
+        result = self.place.copy(self.view.life, flying.job, self.blocks, rubbish, fail)
+        ended = transfer_result(flying, result)
+        if ended.end is not None:
+            meta.ends.append(ended.end)
+        meta.mark_completed(job_id)
+        return set(ended.lost_blocks)
 
-    def _load(self, job: Any, meta: RayKVWorkerMetadata) -> set[int]:
-        invalid = set()
-        spec = job.src_spec
-        columns = zip(spec.keys, spec.generations, job.dst_spec.block_ids.tolist(), strict=True)
-        for key, generation, block in columns:
-            self.num_loaded += 1
-            if self.rng.random() >= self.failing:
-                self.blocks[block] = list(self.pool[key])
-                continue
-            self.num_failed += 1
-            self.blocks[block] = [RUBBISH] * CHUNK
-            invalid.add(block)
-            is_gone = self.rng.random() < 0.5
-            meta.failed_loads.append(
-                FailedLoad(job.req_id, Key(key), Generation(generation), Epoch(NODE_EPOCH), is_gone)
-            )
-        return invalid
+    def _fail(self) -> Refusal:
+        """Why a chunk does not come: half of the lost are damaged, and gone for all."""
+        if self.rng.random() >= self.failing:
+            return Refusal.NONE
+        return Refusal.CORRUPT if self.rng.random() < 0.5 else Refusal.COPY_FAILED
+
+    @property
+    def num_loaded(self) -> int:
+        """Chunks that were to be loaded, also in vain."""
+        return self.place.num_loaded + self.place.num_failed
+
+    @property
+    def num_failed(self) -> int:
+        return self.place.num_failed
+
+    @property
+    def num_stored(self) -> int:
+        return self.place.num_stored
 
     def _take_blocks(self, output: Any) -> None:
         """What a worker does first with a step: it notes blocks, and copies some."""
@@ -510,6 +510,13 @@ def states_of(step: Computed, kind: MambaSpec, scheduler: Scheduler) -> dict[int
     return {**inside, (step.end - 1) // CHUNK: step.end - 1}
 
 
+def one_block_layout(num_groups: int) -> KVLayout:
+    """Of a KV cache where a block is a chunk."""
+    numbers = list(range(num_groups))
+    tensors = [TensorLayout(0, 10, 64, 64) for _ in numbers]
+    return KVLayout("memfd", 1, 1, tensors, numbers, [[at] for at in numbers])
+
+
 _CONFIGS: dict[tuple[Path, bool], Any] = {}
 
 
@@ -567,7 +574,6 @@ def make_connector(
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None
-    connector._node_epochs = {}
     connector._steps = StepTimes()
     connector._stranded = []
     connector._stranded_blocks = []

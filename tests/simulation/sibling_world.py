@@ -123,9 +123,11 @@ class SiblingWorld(AheadWorld):
                 ends = range(at * CHUNK + 1, (at + 1) * CHUNK + 1)
                 named[name] = [prefix_name(tokens[:end]) for end in ends]
         wrong = [
-            key for key in self.view.loadable if self.pool[key] != named[bytes(key)[: -len(GROUP)]]
+            key
+            for key in self.view.loadable
+            if self.place.content(key) != named[bytes(key)[: -len(GROUP)]]
         ]
-        assert not wrong, f"{len(wrong)} of {self.view.num_ready} chunks have other bytes"
+        assert not wrong, f"{len(wrong)} of {len(self.view.loadable)} chunks have other bytes"
 
 
 GROUP = b"\0\0\0\0"

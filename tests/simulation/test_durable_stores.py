@@ -66,7 +66,7 @@ class DurableWorld(HookWorld):
 
     def names(self) -> set[bytes]:
         """Keys of the chunks that are in the pool."""
-        return {key for key, _, _ in self.line.slots.values()}
+        return {*self.place.keys()}
 
     def late(self) -> dict[str, int]:
         """How many chunks came after an answer, in the end, by request."""

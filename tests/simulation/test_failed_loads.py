@@ -201,8 +201,7 @@ def evict_unnoticed(world: HookWorld, tokens: list[int], at: int, group: int = 0
     (request,) = (
         each.request for each in world.asked.values() if each.request.prompt_token_ids == tokens
     )
-    handle = world.view._ready[make_offload_key(request.block_hashes[at], group)]
-    del world.line.slots[handle.slot]
+    world.place.evict(make_offload_key(request.block_hashes[at], group))
 
 
 @pytest.mark.parametrize("kinds", [*KINDS[:2], (FULL, STATE)], ids=[*NAMES[:2], "states"])

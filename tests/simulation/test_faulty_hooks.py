@@ -262,7 +262,7 @@ def test_reset_that_did_not_work_is_not_called_done(
     assert busy.connector.reset_cache() is False
     monkeypatch.undo()
     assert busy.connector.reset_cache() is True
-    assert not busy.view.num_ready
+    assert not busy.view.loadable
 
 
 def step_until(world: HookWorld, *, is_store: bool) -> None:
@@ -287,7 +287,7 @@ def test_reset_while_the_node_actor_is_dead_is_over_when_its_jobs_have_failed(
     for number, document in enumerate(DOCUMENTS):
         busy.add([*document[:80], *prompt(10 + number, 40)], 10)
     step_until(busy, is_store=is_store)
-    busy.line.node_epoch = 0
+    busy.line.node_life = 0
     reset_at = busy.num_steps
     assert busy.connector.reset_cache() is True
     has_fence = bool(busy.connector._tables.fence)

@@ -105,11 +105,15 @@ class Wire:
             self._packets.remove(packet)
             return f"lost: {packet.label}"
         if luck < self.manners.loss + self.manners.repeat:
-            packet.arrive()
+            self.deliver(packet.label, packet.arrive)
             return f"arrives, and will again: {packet.label}"
         self._packets.remove(packet)
-        packet.arrive()
+        self.deliver(packet.label, packet.arrive)
         return f"arrives: {packet.label}"
+
+    def deliver(self, label: str, arrive: Callable[[], None]) -> None:
+        """A packet arrives; `label` says what it is."""
+        arrive()
 
     def _choose(self) -> _Packet:
         if self.rng.random() >= self.manners.disorder:

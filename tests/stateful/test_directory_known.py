@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, EventKind, Key, Namespace, NodeId
 from raykv.directory.known.directory import Directory
-from raykv.directory.orders.document import Orders
+from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import (
@@ -309,7 +309,7 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
             self.seq = event.seq
             name = event.namespace, event.key
             match event.kind:
-                case EventKind.EPOCH_BEGAN:
+                case EventKind.LIFE_BEGAN:
                     assert event.seq == 1
                 case EventKind.NODE_JOINED:
                     assert event.node_id not in self.folded

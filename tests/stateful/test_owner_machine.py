@@ -262,7 +262,7 @@ class OwnerMachine(RuleBasedStateMachine):
         self.node.take_orders(document, self.now)
         assert self.node.orders == max(before, stamp)
 
-    @rule(some=keys)
+    @rule(some=keys.filter(bool))
     def pin_keys(self, some: list[Key]) -> None:
         for digest in self.node.wanted_pins():
             self.node.pin_keys(digest, NAMESPACES[0], some)

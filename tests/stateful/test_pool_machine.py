@@ -45,11 +45,21 @@ WIDE, NARROW = Blocks(0, 4), Blocks(2, 2)
 LIVES = {1: 1, 2: 2}
 """Engines, and how many ranks each has."""
 
+REQUEST = OwnerKind.REQUEST
+PIN = Owner(OwnerKind.OPERATOR, "pin")
 OWNERS = [
-    Owner(OwnerKind.OPERATOR, "pin"),
-    Owner(OwnerKind.REQUEST, "r"),
+    PIN,
+    Owner(REQUEST, "r"),
     Owner(OwnerKind.SESSION, "s"),
     Owner(OwnerKind.SESSION, "t"),
+]
+
+STANDINGS = [
+    Standing.RELEASED,
+    Standing.NORMAL,
+    Standing.KEPT,
+    Standing.KEPT_9,
+    Standing.PINNED,
 ]
 
 names = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(KEYS))
@@ -306,7 +316,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         owner=st.sampled_from(OWNERS),
         some=st.lists(names, min_size=1, max_size=4),
-        standing=st.sampled_from(list(Standing)),
+        standing=st.sampled_from(STANDINGS),
         seconds=st.sampled_from([0.5, 50.0, 500.0]),
     )
     def claim(
@@ -339,13 +349,19 @@ class PoolMachine(RuleBasedStateMachine):
             record, claims = self.index.find(*name), self.claimed.get(name, {})
             if record is None:
                 continue
-            wanted = max((each for each, _ in claims.values()), default=Standing.NORMAL)
+            standings = {owner: each for owner, (each, _) in claims.items()}
+            is_released = Standing.RELEASED in standings.values()
+            wanted = max(standings.values(), default=Standing.NORMAL)
             assert record.standing <= max(wanted, Standing.NORMAL)
-            if wanted is Standing.KEPT:
-                assert record.standing is Standing.KEPT
+            firm = {each for owner, each in standings.items() if owner.kind is not REQUEST}
             if record.standing is Standing.RELEASED:
-                assert len(claims) == 1
-            if wanted is Standing.PINNED and record.standing is not Standing.PINNED:
+                assert is_released
+                assert firm <= {Standing.RELEASED}
+                assert Standing.PINNED not in standings.values()
+                assert sum(owner.kind is OwnerKind.SESSION for owner in standings) <= 1
+            if standings.get(PIN, Standing.NORMAL) is not Standing.PINNED:
+                assert record.standing >= standings.get(PIN, Standing.RELEASED)
+            if wanted > record.standing and not is_released:
                 assert self.index.claims.num_waiting
 
     @rule(share=st.sampled_from([{}, {1: Share(0.5, 1.0)}, {1: Share(0.0, 0.3), 2: Share(0.3)}]))

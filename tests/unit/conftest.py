@@ -16,5 +16,7 @@ settings.load_profile("unit")
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raykv.directory.bequest.entries", lambda: iter(()))
+        patch.setattr("raykv.cluster.bequest.entries", lambda: iter(()))
+        patch.setattr("raykv.cluster.bequest.get", lambda _name: None)
+        patch.setattr("raykv.cluster.bequest.put", lambda _name, _value: None)
         yield

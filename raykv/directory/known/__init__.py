@@ -1,1 +1,1 @@
-"""What the scheduler actor knows of nodes that decide by themselves, from what they report."""
+"""What the scheduler actor knows, from what nodes report and operators order; pure."""

@@ -1,4 +1,4 @@
-"""What engines and routers ask of the directory: who has keys, and what is known of the others.
+"""What engines ask of the directory: who has keys, and what is known of the others.
 
 An answer is no promise: a node may have given a chunk up since it reported.
 """
@@ -12,11 +12,11 @@ from itertools import islice
 from raykv.base.departures import Departures
 from raykv.base.ids import EngineId, Key, Namespace, NodeId
 from raykv.directory.known.coming import Coming
+from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings
+from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.members import EngineLife, Members
-from raykv.directory.table.holdings import IN_RAM, HeldAt, Holdings
-from raykv.directory.table.intake import MovedChunk
 from raykv.protocol.columns import Numbers, SourceKind
-from raykv.protocol.listing import Reason, Where
+from raykv.protocol.listing import Reason
 from raykv.protocol.named.ask import MOST_SOURCES, Ask, AskAnswer
 
 MOST_DEPARTED = 262_144
@@ -148,31 +148,3 @@ def _kind(held: HeldAt) -> SourceKind:
 def _short(namespace: Namespace, key: Key) -> bytes:
     """A name in few bytes; two of one short name are unlikely, and harm no one."""
     return hash((namespace, key)).to_bytes(NAME_BYTES, "little", signed=True)
-
-
-def leading(
-    found: Sequence[tuple[HeldAt, ...]],
-) -> dict[NodeId, tuple[int, int]]:
-    """How many keys from the first one on each node has in RAM, and in RAM or on disk; of where
-    each key is. Nodes that lack the first key are left out.
-    """
-    in_ram = _depths(found, IN_RAM)
-    anywhere = _depths(found, IN_RAM | {Where.DISK})
-    return {node_id: (in_ram.get(node_id, 0), depth) for node_id, depth in anywhere.items()}
-
-
-def _depths(found: Sequence[tuple[HeldAt, ...]], wanted: Container[Where]) -> dict[NodeId, int]:
-    depths: dict[NodeId, int] = {}
-    left: set[NodeId] | None = None
-    before: tuple[HeldAt, ...] | None = None
-    for at, held in enumerate(found):
-        if held is before:
-            continue
-        before = held
-        here = {each.node_id for each in held if each.where in wanted}
-        for node_id in (left or set()) - here:
-            depths[node_id] = at
-        left = here if left is None else left & here
-        if not left:
-            break
-    return depths | dict.fromkeys(left or (), len(found))

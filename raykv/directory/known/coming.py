@@ -20,8 +20,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from raykv.base.ids import NodeId
+from raykv.directory.known.holdings import Name
 from raykv.directory.known.members import EngineLife
-from raykv.directory.table.holdings import Name
 
 COMING_S = 2.0
 MOST_COMING = 65_536

@@ -17,26 +17,27 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace, NodeId
-from raykv.directory.known.asks import Asks, leading
+from raykv.base.ids import EngineId, Key, Namespace, NodeId
+from raykv.directory.known.asks import Asks
 from raykv.directory.known.coming import Coming
+from raykv.directory.known.document import Orders
 from raykv.directory.known.events import MOST_EVENTS, EventRing, KnownEvent
+from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, Name
+from raykv.directory.known.intake import Intake, MovedChunk
 from raykv.directory.known.marks import SpareMarks
 from raykv.directory.known.members import EngineLife, HeardReport, Members
 from raykv.directory.known.numbering import Numbering
 from raykv.directory.known.orders import OrdersWatch
 from raykv.directory.known.sessions import SessionNodes
 from raykv.directory.known.spaces import NamespaceUse
-from raykv.directory.orders.document import Orders
-from raykv.directory.table.holdings import IN_RAM, HeldAt, Holdings, Name
-from raykv.directory.table.intake import Intake, MovedChunk
-from raykv.protocol.listing import ListedRows, ListingPart
+from raykv.protocol.listing import ListedRows, ListingPart, Where
 from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 
 CORE_SHARE = 0.25
 """Of one core, that reports may take."""
@@ -46,6 +47,23 @@ FULL_ROWS = 1000
 
 MOST_CHUNKS = 1 << 24
 """Of one node, that the directory keeps."""
+
+MOST_INTRODUCED = 256
+"""Namespaces of which it is remembered what their engines have said, and engines that no node has
+introduced.
+"""
+
+TIERS = (Where.RAM, Where.DISK)
+TIER_CHANGES = {
+    (before, after): [
+        (tier, bool(after & tier) - bool(before & tier))
+        for tier in TIERS
+        if after & tier != before & tier
+    ]
+    for before in map(Where, range(4))
+    for after in map(Where, range(4))
+}
+"""At hand for each row: to look at flags takes several times as long."""
 
 SWEEP = 8192
 """Chunks of lost nodes that are looked at in one go: some milliseconds."""
@@ -86,7 +104,11 @@ class Directory:
         self.sessions = SessionNodes(self._numbering)
         self._use = NamespaceUse()
         # When it was called first: before all nodes had time to report nobody is alone.
-        self._began_at: float | None = None
+        self.began_at: float | None = None
+        # What engines have said of a namespace outlives them; the one that was last said is last.
+        self.introduced: dict[Namespace, EngineHello] = {}
+        # Engines that ask and are introduced by no node: where each is, and when it asked last.
+        self._strangers: dict[EngineLife, tuple[NodeId, float]] = {}
 
     # Reports
 
@@ -134,6 +156,8 @@ class Directory:
         if heard.has_turned:
             self._marks.turn(node_id)
         self._end_engines(heard.gone)
+        for engine in report.engines:
+            self._introduce(engine.hello)
         spaces = {Namespace(name) for name, count in report.spaces.items() if count}
         self._use.take(node_id, self.members[node_id].namespaces, spaces, now)
         self.sessions.take(node_id, report.sessions)
@@ -142,6 +166,14 @@ class Directory:
         self._numbering.see(report.heard)
         self._numbering.see(report.words_heard)
         return self._orders.show(node_id, report.orders)
+
+    def _introduce(self, hello: EngineHello) -> None:
+        self._strangers.pop(EngineLife(EngineId(hello.engine_id), hello.life), None)
+        namespace = Namespace(hello.namespace)
+        self.introduced.pop(namespace, None)
+        self.introduced[namespace] = hello
+        if len(self.introduced) > MOST_INTRODUCED:
+            del self.introduced[next(iter(self.introduced))]
 
     # Listings
 
@@ -156,9 +188,13 @@ class Directory:
             self._marks.lose(node_id)
             self._marks.join(node_id)
             member.num_chunks = 0
+            member.chunks.clear()
         if taken.moved:
             member.num_chunks += sum(bool(m.after) - bool(m.before) for m in taken.moved)
             self.events.moved(node_id, life, part.end.number, taken.moved, now)
+            for each in taken.moved:
+                for tier, change in TIER_CHANGES[each.before, each.after]:
+                    member.chunks[each.namespace, tier] += change
             self._moved(node_id, taken.moved)
 
     def _moved(self, node_id: NodeId, moved: Sequence[MovedChunk]) -> None:
@@ -194,7 +230,7 @@ class Directory:
             orders=self._watch.stamp,
             wants_orders=wants_orders,
             marks=self._marks.marks(node_id, read.number),
-            pause_ms=self._pause_ms(part),
+            pause_ms=PAUSE_MS[0] if _is_full(part) else self.pause_ms,
             alone=self._use.alone(node_id) if self._knows_others(now) else [],
             left=self._use.left(node_id, now),
             words=words,
@@ -202,15 +238,15 @@ class Directory:
             namings=self._watch.namings(self.members[node_id].engines.values()),
         )
 
-    def _pause_ms(self, part: ListingPart | None) -> int:
-        if part is not None and len(part.rows.keys) >= FULL_ROWS:
-            return PAUSE_MS[0]
+    @property
+    def pause_ms(self) -> int:
+        """So long a node waits between two reports, unless it has much to tell."""
         wanted_ms = 1000 * len(self.members) * self.cost_s / CORE_SHARE
         return int(min(max(wanted_ms, PAUSE_MS[0]), PAUSE_MS[1]))
 
     def _knows_others(self, now: float) -> bool:
         """Whether all nodes that are there had time to report."""
-        return self._began_at is not None and now - self._began_at >= self._node_expiry_s
+        return self.began_at is not None and now - self.began_at >= self._node_expiry_s
 
     # Questions
 
@@ -218,7 +254,27 @@ class Directory:
         """Who else has keys; what the engine has begun to store is remembered for others."""
         self._look(now)
         self._coming.expire(now)
+        engine = EngineLife(EngineId(ask.engine_id), ask.life)
+        places = [NodeId(node_id) for node_id in ask.places]
+        if not any(
+            each in self.members and engine in self.members[each].engines for each in places
+        ):
+            self._strangers.pop(engine, None)
+            self._strangers[engine] = places[0], now
         return self._asks.answer(ask, self.life, now)
+
+    def waiting(self, now: float) -> dict[str, str]:
+        """Engines that have asked lately and that no node introduces: by id, where each is."""
+        while self._strangers:
+            engine, (_, asked_at) = next(iter(self._strangers.items()))
+            if now - asked_at < self._node_expiry_s and len(self._strangers) <= MOST_INTRODUCED:
+                break
+            del self._strangers[engine]
+        return {engine.engine_id: node_id for engine, (node_id, _) in self._strangers.items()}
+
+    def engines(self) -> Iterator[ReportedEngine]:
+        """All that members introduce; one that is at several nodes comes as often."""
+        return (each for member in self.members.values() for each in member.engines.values())
 
     def holders(self, namespace: Namespace, key: Key) -> tuple[HeldAt, ...]:
         """Which nodes have a chunk."""
@@ -227,10 +283,6 @@ class Directory:
     def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[tuple[HeldAt, ...]]:
         """For each key, the nodes that have it; keys in the same places have the same object."""
         return self._holdings.ask(namespace, keys)
-
-    def prefixes(self, namespace: Namespace, keys: Sequence[Key]) -> dict[NodeId, tuple[int, int]]:
-        """How many keys from the first one on each node has in RAM, and in RAM or on disk."""
-        return leading(self._holdings.ask(namespace, keys))
 
     def sizes(self) -> dict[Namespace, int]:
         """Chunks by namespace, those of nodes that were just lost included."""
@@ -249,13 +301,14 @@ class Directory:
         for node_id in silent:
             self._lose(node_id, now)
         self._coming.expire(now)
+        self.waiting(now)
         self._holdings.sweep(SWEEP)
         return silent
 
     def _look(self, now: float) -> None:
         """What has changed beside the directory."""
-        if self._began_at is None:
-            self._began_at = now
+        if self.began_at is None:
+            self.began_at = now
         for namespace, floor in self._watch.look(now).items():
             self.events.cleared(namespace, floor.history, floor.number, now)
 
@@ -265,6 +318,10 @@ class Directory:
         for part in (self.members, self.events, self._coming, self._marks, self.sessions):
             part.check()
         self._use.check()
+
+
+def _is_full(part: ListingPart | None) -> bool:
+    return part is not None and len(part.rows.keys) >= FULL_ROWS
 
 
 def _within(part: ListingPart, room: int) -> ListingPart:

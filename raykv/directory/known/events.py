@@ -7,7 +7,7 @@ was in neither; what goes from RAM to disk is no event.
 Invariants:
 1. The log has the numbers `first_seq` .. `last_seq`, each once, in the order in which the directory
    changed.
-2. The first event of a life is EPOCH_BEGAN, with the number 1.
+2. The first event of a life is LIFE_BEGAN, with the number 1.
 3. All events of a life, folded, are the directory. CACHE_CLEARED changes nothing of it: what a
    clear makes void goes by each node's own BLOCK_REMOVED.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
-from raykv.directory.table.intake import MovedChunk
+from raykv.directory.known.intake import MovedChunk
 
 MOST_EVENTS = 131_072
 """Kept by default: some 20 MB, several times that if each comes alone."""
@@ -87,7 +87,7 @@ class EventRing:
         self.last_seq = 0
         # Of all events ever, by `EventKind`.
         self.counts: Counter[int] = Counter()
-        self._append_one(EventKind.EPOCH_BEGAN, NOBODY, 0, 0, 0.0)
+        self._append_one(EventKind.LIFE_BEGAN, NOBODY, 0, 0, 0.0)
 
     @property
     def first_seq(self) -> int:

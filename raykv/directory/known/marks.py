@@ -31,9 +31,9 @@ from itertools import islice
 from zlib import crc32
 
 from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, Name
+from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.numbering import Numbering
-from raykv.directory.table.holdings import IN_RAM, HeldAt, Holdings, Name
-from raykv.directory.table.intake import MovedChunk
 from raykv.protocol.listing import Where
 from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.named.report import Marks

@@ -13,13 +13,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from raykv.base.ids import EngineId, Namespace, NodeId
+from raykv.protocol.listing import Where
 from raykv.protocol.named.report import Report, ReportedEngine
 
 MOST_MEMBERS = 16_384
@@ -50,7 +52,8 @@ NO_REPORT = -1
 class ReportedNode:
     """A member. `report` is its latest one, without rows, engines and words about sessions.
 
-    `num_chunks` are what the directory has read of its listing.
+    `num_chunks` are what the directory has read of its listing; `chunks` the same by namespace
+    and tier, RAM or DISK.
     """
 
     report: Report
@@ -58,6 +61,7 @@ class ReportedNode:
     heard_at: float
     engines: dict[EngineLife, ReportedEngine] = field(default_factory=dict)
     num_chunks: int = 0
+    chunks: Counter[tuple[Namespace, Where]] = field(default_factory=Counter)
 
     @property
     def namespaces(self) -> set[Namespace]:
@@ -95,6 +99,10 @@ class Members:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def values(self) -> Iterable[ReportedNode]:
+        """All members."""
+        return self._members.values()
 
     def is_staying(self, node_id: NodeId) -> bool:
         """Whether a member does not leave."""
@@ -166,3 +174,4 @@ class Members:
             assert member.report.node_id == node_id, node_id
             assert member.report.life == member.number.life, node_id
             assert member.num_chunks >= 0, node_id
+            assert min(member.chunks.values(), default=0) >= 0, node_id

@@ -131,8 +131,14 @@ class SessionNodes:
             del self._sessions[next(iter(self._sessions))]
 
     def order(self, word: SessionsWord) -> None:
-        """An operator says something of a session, to all nodes that know it."""
-        self.take(NOBODY, [word])
+        """An operator says something of a session, to all nodes that know it; to all members if it
+        is not known here: this life may be younger than the session.
+        """
+        if (word.namespace, word.news.session) in self._sessions:
+            self.take(NOBODY, [word])
+            return
+        for words in self._words.values():
+            words.waiting.append(word)
 
     def known(self, namespace: str, session: str, most: int) -> list[SessionAt]:
         """Sessions of a namespace and a name (empty: of any), the one that was used last first."""
@@ -142,6 +148,9 @@ class SessionNodes:
             if namespace in ("", space) and session in ("", name)
         )
         return list(islice(found, most))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def words(self, node_id: NodeId) -> tuple[list[SessionsWord], int]:
         """What an answer says to a member, and the number of its last word."""

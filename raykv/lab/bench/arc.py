@@ -38,7 +38,7 @@ class ARC(Generic[N]):
         # How many names `recent` should have.
         self._target = 0.0
 
-    def add(self, name: N, together: int = 0, *, is_tail: bool = False) -> None:
+    def add(self, name: N) -> None:
         if name in self._recent or name in self._frequent:
             self.touch(name)
         elif name in self._recent_ghosts:
@@ -54,16 +54,12 @@ class ARC(Generic[N]):
         else:
             self._recent[name] = None
 
-    def touch(self, name: N, together: int = 0) -> None:
+    def touch(self, name: N) -> None:
         if name in self._recent:
             del self._recent[name]
             self._frequent[name] = None
         elif name in self._frequent:
             self._frequent.move_to_end(name)
-
-    def remove(self, name: N) -> None:
-        self._recent.pop(name, None)
-        self._frequent.pop(name, None)
 
     def evicted(self, name: N) -> None:
         if name in self._recent:

@@ -27,18 +27,19 @@ import numpy.typing as npt
 import psutil
 
 from raykv.base.geometry import MAX_SLAB_BYTES
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
 from raykv.copy.plan import JobPlan, Planner
 from raykv.copy.rows import RowCopier, Side, by_memmove
+from raykv.lab.bench.named_jobs import key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, short
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.worker import KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
 """Of the best memcpy of one thread, for pages from `BUDGET_PAGE_BYTES`."""
@@ -196,33 +197,26 @@ class PagedCopy:
         self._backend = CPUBackend(sides.kv.address, sides.pool.address, sides.rows)
         self._jobs = [self._make_job(number) for number in range(sides.num_slices)]
 
-    def _make_job(self, number: int) -> CopyJob:
-        count = self._num_chunks
-        slots = [(number * count + i) * self._slot_pages for i in range(count)]
-        return CopyJob(
-            job_id=JOB_ID,
-            direction=int(self._case.direction),
-            node_epoch=1,
-            handles=Handles(Keys.of([b"key"] * count), slots, [1] * count),
-            groups=[0] * count,
-            num_blocks=[BLOCKS_PER_CHUNK] * count,
-            first_block=[0] * count,
-            block_ids=self._blocks[number].tolist(),
-        )
+    def _make_job(self, number: int) -> NamedJob:
+        keys = [key_of(at) for at in range(self._num_chunks)]
+        return named_job(JOB_ID, self._case.direction, keys, self._blocks[number].tolist())
 
     def ours(self) -> float:
         """RayKV, planning and all."""
         return self._sides.speed(self._plan_and_copy, self._case.num_threads)
 
     def _plan_and_copy(self, number: int) -> None:
-        copy = partial(self._copy_chunks, self._planner.plan(self._jobs[number]))
+        first_slot = number * self._num_chunks * self._slot_pages
+        copy = partial(self._copy_chunks, self._planner.plan(self._jobs[number]), first_slot)
         self._sides.share(copy, self._num_chunks, self._case.num_threads)
 
-    def _copy_chunks(self, plan: JobPlan, first: int, last: int) -> None:
+    def _copy_chunks(self, plan: JobPlan, first_slot: int, first: int, last: int) -> None:
         """As the NodeActor does: one call for some chunks."""
         at_once = max(1, HOST_SPAN_BYTES // plan.bytes_of(0))
         for begin in range(first, last, at_once):
-            rows = plan.runs(range(begin, min(last, begin + at_once)), MAX_SLAB_BYTES)
+            chunks = range(begin, min(last, begin + at_once))
+            slots = [Slot(first_slot + at * self._slot_pages) for at in chunks]
+            rows = plan.runs(chunks, slots, MAX_SLAB_BYTES)
             done = self._backend.copy(
                 self._case.direction, rows, 0, len(rows.size), self._sides.stop
             )

@@ -1,7 +1,7 @@
 """Whole jobs of `copy --device cuda`: what a NodeActor's copy thread takes for one, from the job to
 its last byte, beside one `cudaMemcpyAsync` of as many bytes.
 
-It is the NodeActor's own way: some chunks at a time are admitted to the slot table, their runs are
+It is the NodeActor's own way: some chunks at a time are admitted to the pool, their runs are
 planned and submitted, and each of them is ended. Only Ray, the socket that the job came by and the
 change of threads are left out. A chunk is one block, of which each layer has a page; the blocks are
 anywhere in the KV cache. A job by layer is a load, of which the worker hears layer by layer.
@@ -18,35 +18,44 @@ from functools import partial
 from statistics import median
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Epoch
+from raykv.base.ids import Direction, Namespace, NodeId
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.driver import CopyDriver
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import CopyBackend
 from raykv.copy.rows import RowCopier
+from raykv.lab.bench.named_jobs import ORDERED, SPACE, key_of, named_job
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
 from raykv.memory.cuda import bindings
 from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV
+from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.node.attached import AttachedWorker, QueuedJob
-from raykv.node.copying import Copying, StoreWaits
+from raykv.node.copying import Copying
 from raykv.node.devices import Devices
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
-from raykv.protocol.columns import Handles, Keys
+from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.worker import AttachWorker, CopyJob, KVLayout, TensorLayout
+from raykv.protocol.listing import Reason
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.operator import OrdersDocument
+from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
 KIB, MIB = 1 << 10, 1 << 20
 JOB_BYTES = (26 * MIB, 52 * MIB, 100 * MIB)
 QUICK_JOB_BYTES = (2 * MIB, 8 * MIB)
 LEAST_JOB_BYTES, MOST_JOB_BYTES = 25 * MIB, 100 * MIB
 LEAST_SPEED = 0.85
-WAIT_S = 10.0
+ENGINE = 1
+"""The life of the engine."""
+
 REPEATS, WARM_UPS = 41, 3
 """A job takes a millisecond or two."""
 
@@ -151,23 +160,22 @@ class JobSides:
         self._sides = sides
         self._shape = shape
         self._num_blocks = sides.num_bytes // shape.chunk_bytes
-        self._generation = 0
         self._num_jobs = 0
         self._num_stored = 0
         # One slab, as the pools of nodes have them: larger than a job.
         slot_bytes = shape.chunk_bytes
         size = pool_bytes // slot_bytes * slot_bytes
-        self._keeper = PoolKeeper(PoolGeometry(size, size), "")
+        self._keeper = PoolKeeper(NodeId("bench"), 1, PoolGeometry(size, size))
         self._keeper.pool.prefault()
         lanes = CopyLanes(self._keeper, lambda queued: None)
         self._copying = Copying(
             self._keeper,
             Integrity(self._keeper),
             RowCopier(),
-            Epoch(1),
-            StoreWaits(WAIT_S, WAIT_S),
             lanes.give_way,
         )
+        self._keeper.take_orders(OrdersDocument(ORDERED), 0.0)
+        self._introduce()
         with ExitStack() as stack:
             stack.callback(lock(self._keeper.pool.address, size))
             here, self._there = socket.socketpair()
@@ -199,11 +207,13 @@ class JobSides:
         hello = AttachWorker(
             version=PROTOCOL_VERSION,
             engine_id="bench",
-            namespace="bench",
+            life=ENGINE,
+            namespace=SPACE,
             rank=0,
             num_ranks=1,
             slot_bytes={0: shape.chunk_bytes},
-            layout=layout,
+            # What it says of the GPU's memory nobody opens here.
+            layout=msgspec.structs.replace(layout, kind=MEMFD, device=""),
         )
         sides = self._sides
         sides.driver.record(sides.event, sides.stream)
@@ -229,48 +239,59 @@ class JobSides:
         """GB/s of one copy of as many bytes between the same two."""
         return self._sides.big(case, self._keeper.pool.address)
 
+    def _introduce(self) -> None:
+        """The engine, before each job: one that says nothing is gone after a while."""
+        hello = EngineHello(
+            PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes={0: self._shape.chunk_bytes}
+        )
+        with self._keeper.lock:
+            owner = self._keeper.owner
+            is_new = not any(owner.engines)
+            assert not owner.hello(hello, self._keeper.now()).error
+            if is_new:
+                owner.begin_line(ENGINE, 0, 1)
+
     def _speed(self, case: JobCase, *, by_layer: bool) -> float:
         if case.direction is Direction.LOAD and self._num_stored < case.num_chunks:
             self._carry_out(self._job(Direction.STORE, case.num_chunks, by_layer=False))
         job = self._job(case.direction, case.num_chunks, by_layer=by_layer)
         return case.num_bytes / self._carry_out(job) / 1e9
 
-    def _carry_out(self, job: CopyJob) -> float:
+    def _carry_out(self, job: NamedJob) -> float:
         """Seconds."""
         began = time.perf_counter()
-        queued = QueuedJob(self._worker, job, began)
+        (admitted,) = self._keeper.announce(ENGINE, 0, 1, [job])
+        queued = QueuedJob(self._worker, admitted, began)
         num_bytes = self._copying.carry_out(queued)
+        result = self._keeper.end_job(admitted, queued.refusals, num_bytes, 0.0)
         took_s = time.perf_counter() - began
-        assert not queued.refusals, queued.refusals
-        assert num_bytes == len(job.handles) * self._shape.chunk_bytes, num_bytes
+        assert not result.refusals, result.refusals
+        assert num_bytes == len(job.keys) * self._shape.chunk_bytes, num_bytes
         with suppress(BlockingIOError):
             while self._there.recv(1 << 16, socket.MSG_DONTWAIT):
                 pass
         return took_s
 
-    def _job(self, direction: Direction, num_chunks: int, *, by_layer: bool) -> CopyJob:
-        """A store has a generation of its own; a load has that of the last store."""
+    def _job(self, direction: Direction, num_chunks: int, *, by_layer: bool) -> NamedJob:
+        """A store finds nothing there; a load has what was stored last."""
+        self._introduce()
         self._num_jobs += 1
+        keys = [key_of(number) for number in range(num_chunks)]
         if direction is Direction.STORE:
-            self._generation += 1
+            self._empty()
             self._num_stored = num_chunks
         source = np.random.default_rng(num_chunks)
-        slots_apart = self._shape.chunk_bytes // SLOT_ALIGNMENT
-        return CopyJob(
-            job_id=self._num_jobs,
-            direction=int(direction),
-            node_epoch=1,
-            handles=Handles(
-                Keys.of([number.to_bytes(36, "big") for number in range(num_chunks)]),
-                [number * slots_apart for number in range(num_chunks)],
-                [self._generation] * num_chunks,
-            ),
-            groups=[0] * num_chunks,
-            num_blocks=[1] * num_chunks,
-            first_block=[0] * num_chunks,
-            block_ids=source.permutation(self._num_blocks)[:num_chunks].tolist(),
-            by_layer=by_layer,
-        )
+        blocks = source.permutation(self._num_blocks)[:num_chunks].tolist()
+        return named_job(self._num_jobs, direction, keys, blocks, by_layer=by_layer)
+
+    def _empty(self) -> None:
+        """Nothing is in the pool."""
+        index = self._keeper.owner.index
+        with self._keeper.lock:
+            for number in range(self._num_stored):
+                record = index.find(Namespace(SPACE), key_of(number))
+                if isinstance(record, ChunkRecord):
+                    index.drop(record, Reason.EVICTED)
 
 
 def measure(sides: CopySides, options: Options, lock: Lock, result: Result) -> None:

@@ -1,4 +1,4 @@
-"""What `directory` runs in a process for each size: fill a block manager, work it, print JSON."""
+"""What `directory` runs in a process for each size: fill a directory, work it, print JSON."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
-import numpy as np
 import psutil
 
-from raykv.base.ids import SLOT_ALIGNMENT, Epoch
-from raykv.directory.log import MAX_EVENTS
-from raykv.directory.manager import BlockManager, ManagerSettings
-from raykv.directory.table.choose import fast_table
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import Orders
+from raykv.directory.known.events import MOST_EVENTS
 from raykv.lab.bench.directory import CORE, DICT, MESSAGES
-from raykv.protocol.columns import Keys, Leases
-from raykv.protocol.engine import AttachEngine, SyncReply, SyncRequest
+from raykv.protocol.columns import Keys
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Inventory, NodeReport, NodeReportReply
+from raykv.protocol.listing import ALL_READ, ListedRow, ListedRows, ListingPart, Position, Reason
+from raykv.protocol.listing import Where as At
+from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.report import Report, ReportAnswer, ReportedEngine
 
 BATCH = 512
-PREFIX = 4096
+PREFIX = 2048
 BATCHES = 64
 """In one measurement."""
 
-SLOT_BYTES = 1 << 20
-SLAB_BYTES = 256 << 20
-NODE, ENGINE, MODEL = "node", "engine", "model"
+SPACE = Namespace("model")
+NODE, ELSEWHERE = "node", "elsewhere"
 NOW = 100.0
 
 Values = dict[str, dict[str, list[float]]]
@@ -41,9 +41,9 @@ M = TypeVar("M", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-def key(number: int) -> bytes:
+def key(number: int) -> Key:
     """36 bytes that look like a block hash and a KV group; the same for the same number."""
-    return hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4)
+    return Key(hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self.core_s = self.messages_s = 0.0
 
-    def sync(self, load: DirectoryLoad, raw: bytes) -> SyncReply:
-        """An engine's exchange."""
-        return self._add(exchange(raw, SyncRequest, load.sync))
-
-    def report(self, load: DirectoryLoad, raw: bytes) -> None:
-        """A NodeActor's report."""
-        self._add(exchange(raw, NodeReport, load.take))
-
-    def _add(self, answered: AnsweredCall[R]) -> R:
+    def add(self, answered: AnsweredCall[R]) -> R:
+        """Count a call; returns the answer."""
         self.core_s += answered.core_s
         self.messages_s += answered.messages_s
         return answered.reply
@@ -93,124 +86,107 @@ class Stopwatch:
         add(values, what, MESSAGES, BATCHES * BATCH / max(self.messages_s, 1e-9))
 
 
-def manager() -> BlockManager:
-    """A block manager like the scheduler actor's."""
-    return BlockManager(Epoch(1), table=fast_table(ManagerSettings().eviction_policy))
+def directory() -> Directory:
+    """One like the scheduler actor's."""
+    return Directory(1, Orders(None, 1, NOW))
+
+
+class ReportingNode:
+    """A NodeActor as the directory knows it: chunks come to its listing and go."""
+
+    def __init__(self, node_id: str, engines: Sequence[ReportedEngine] = ()) -> None:
+        self.node_id = node_id
+        self._engines = list(engines)
+        self._seq = self._number = 0
+        self._read: Position | None = None
+
+    def report(self, came: Sequence[Key] = (), went: Sequence[Key] = ()) -> Report:
+        """The next report."""
+        self._seq += 1
+        self._number += len(came) + len(went)
+        stored = [ListedRow(SPACE, each, At.RAM, ALL_BLOCKS, Reason.STORED) for each in came]
+        gone = [ListedRow(SPACE, each, At.NOWHERE, ALL_BLOCKS, Reason.EVICTED) for each in went]
+        start, end = self._read or Position(1), Position(1, self._number, ALL_READ)
+        part = ListingPart(self._read is None, start, end, ListedRows.of(stored + gone))
+        self._read = end
+        return Report(
+            PROTOCOL_VERSION, self.node_id, 1, self._seq, part=part, engines=self._engines
+        )
 
 
 class DirectoryLoad:
-    """One node full of chunks, one engine, and the block manager between them."""
+    """A node full of chunks, an engine elsewhere, and the directory between them."""
 
-    def __init__(self, manager: BlockManager, num_chunks: int) -> None:
-        self._manager = manager
-        slabs = -(-num_chunks // (SLAB_BYTES // SLOT_BYTES))
-        self._pool_bytes = slabs * SLAB_BYTES
-        self.num_slots = slabs * (SLAB_BYTES // SLOT_BYTES)
-        self._epoch = 1
-        self._report_seq = self._sync_seq = self.num_keys = 0
-        # By place, the number of the key that is held there.
-        self._held = np.zeros(self.num_slots, np.int64)
-        self._epoch = manager.node_report(self.report(), NOW).epoch
-        attach = AttachEngine(PROTOCOL_VERSION, ENGINE, NODE, MODEL, "a model", 1, {0: SLOT_BYTES})
-        assert not manager.attach_engine(attach, NOW).error
+    def __init__(self, num_chunks: int) -> None:
+        self.directory = directory()
+        self._node = ReportingNode(NODE)
+        self.num_chunks = num_chunks
+        # Numbers of the keys that are held: from `_first` to before `num_keys`.
+        self._first = self.num_keys = 0
+        self._take(self._node.report())
+        self._take(ReportingNode(ELSEWHERE).report())
 
-    def report(self, leases: Leases | None = None) -> NodeReport:
-        """The node's next report: new chunks at the leases."""
-        self._report_seq += 1
-        leases = leases or Leases()
-        count = len(leases.slots)
-        keys = Keys.of(map(key, range(self.num_keys, self.num_keys + count)))
-        places = np.array(leases.slots, np.int64) // (SLOT_BYTES // SLOT_ALIGNMENT)
-        self._held[places] = np.arange(self.num_keys, self.num_keys + count)
-        self.num_keys += count
-        columns = [MODEL] if count else [], [0] * count, keys, leases.slots, leases.generations
-        return NodeReport(
-            version=PROTOCOL_VERSION,
-            node_id=NODE,
-            epoch=1,
-            seq=self._report_seq,
-            pool_bytes=self._pool_bytes,
-            slab_bytes=SLAB_BYTES,
-            highest_generation=0,
-            scheduler_epoch=0,
-            stored=Inventory(*columns, [SLOT_BYTES] * count),
-        )
+    def _take(self, report: Report) -> ReportAnswer:
+        return self.directory.report(report, NOW)
 
-    def request(self, wanted: int = 0, asked: list[bytes] | None = None) -> SyncRequest:
-        """The engine's next exchange."""
-        self._sync_seq += 1
-        return SyncRequest(
-            ENGINE,
-            self._epoch,
-            self._sync_seq,
-            {0: wanted} if wanted else {},
-            asked=Keys.of(asked or []),
-        )
+    def report(self, watch: Stopwatch, came: int = 0, went: int = 0) -> None:
+        """So many chunks come, and the oldest go."""
+        new = [key(number) for number in range(self.num_keys, self.num_keys + came)]
+        old = [key(number) for number in range(self._first, self._first + went)]
+        self.num_keys, self._first = self.num_keys + came, self._first + went
+        watch.add(exchange(encode(self._node.report(new, old)), Report, self._take))
 
-    def sync(self, request: SyncRequest) -> SyncReply:
-        """Exchange at a time when no earlier pin is left."""
-        return self._manager.sync(request, NOW + self._sync_seq * 100.0)
+    def ask(self, watch: Stopwatch, keys: Sequence[Key]) -> None:
+        """The engine asks where keys are."""
+        ask = Ask(PROTOCOL_VERSION, "engine", 1, SPACE, [ELSEWHERE], Keys.of(keys))
+        answer = watch.add(exchange(encode(ask), Ask, self._answer))
+        assert len(answer.key_index) == len(keys), len(answer.key_index)
 
-    def take(self, report: NodeReport) -> NodeReportReply:
-        return self._manager.node_report(report, NOW)
-
-    def granted(self, count: int = BATCH) -> Leases:
-        """Leases, with the changes before taken in."""
-        reply = self.sync(self.request(wanted=count))
-        while reply.more:
-            reply = msgspec.structs.replace(self.sync(self.request()), granted=reply.granted)
-        assert len(reply.granted.slots) == count, len(reply.granted.slots)
-        return reply.granted
+    def _answer(self, ask: Ask) -> AskAnswer:
+        return self.directory.ask(ask, NOW)
 
     def fill(self) -> None:
-        """Store until there is no free slot."""
-        while self.num_keys < self.num_slots:
-            self.take(self.report(self.granted(min(BATCH, self.num_slots - self.num_keys))))
+        """Store until there is no room."""
+        watch = Stopwatch()
+        while self.num_keys < self.num_chunks:
+            self.report(watch, min(BATCH, self.num_chunks - self.num_keys))
 
-    @property
-    def own_bytes(self) -> int:
-        """What is in memory to know the keys that are held."""
-        return self._held.nbytes
-
-    def asked(self, count: int) -> list[bytes]:
+    def asked(self, count: int) -> list[Key]:
         """Keys that are held, from anywhere."""
-        return [key(int(number)) for number in random.choices(self._held, k=count)]
+        return [key(random.randrange(self._first, self.num_keys)) for _ in range(count)]
 
-    def prefix(self, count: int) -> list[bytes]:
+    def prefix(self, count: int) -> list[Key]:
         """Keys that are held, neighbours in the order in which they were stored."""
-        held = np.sort(self._held)
-        first = random.randrange(max(1, len(held) - count + 1))
-        return [key(int(number)) for number in held[first : first + count]]
+        first = random.randrange(self._first, max(self._first + 1, self.num_keys - count + 1))
+        return [key(number) for number in range(first, min(first + count, self.num_keys))]
 
 
 def looked_up(load: DirectoryLoad, values: Values) -> None:
     """Lookups of batches anywhere, and of a long prefix."""
     watch = Stopwatch()
-    for raw in [encode(load.request(asked=load.asked(BATCH))) for _ in range(BATCHES)]:
-        reply = watch.sync(load, raw)
-        assert len(reply.replicas.slots) == BATCH
+    for keys in [load.asked(BATCH) for _ in range(BATCHES)]:
+        load.ask(watch, keys)
     watch.rates(values, "lookups")
-    for raw in [encode(load.request(asked=load.prefix(PREFIX))) for _ in range(8)]:
+    for keys in [load.prefix(PREFIX) for _ in range(8)]:
         watch = Stopwatch()
-        reply = watch.sync(load, raw)
-        assert len(reply.replicas.slots) == min(PREFIX, load.num_slots)
-        add(values, "prefix of 4096", CORE, watch.core_s * 1e3)
-        add(values, "prefix of 4096", MESSAGES, watch.messages_s * 1e3)
+        load.ask(watch, keys)
+        add(values, "prefix of 2048", CORE, watch.core_s * 1e3)
+        add(values, "prefix of 2048", MESSAGES, watch.messages_s * 1e3)
 
 
 def replaced(load: DirectoryLoad, values: Values) -> None:
-    """Evictions in a full pool for leases, and stores at them."""
-    evicting, storing = Stopwatch(), Stopwatch()
+    """Evictions, and as many stores."""
+    count = min(BATCH, load.num_chunks)
+    gone, stored = Stopwatch(), Stopwatch()
     for _ in range(BATCHES):
-        reply = evicting.sync(load, encode(load.request(wanted=BATCH)))
-        assert len(reply.granted.slots) == BATCH
-        storing.report(load, encode(load.report(reply.granted)))
-        assert not load.sync(load.request()).more
-    storing.rates(values, "stores")
-    evicting.rates(values, "evictions")
+        load.report(gone, went=count)
+        load.report(stored, came=count)
+    gone.rates(values, "evictions")
+    stored.rates(values, "stores")
 
 
 def add(values: Values, what: str, subject: str, value: float) -> None:
+    """Note a value."""
     values.setdefault(what, {}).setdefault(subject, []).append(value)
 
 
@@ -222,9 +198,9 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def in_dict(size: int, repeats: int, values: Values) -> None:
-    """The same with a dict of keys to (slot, generation), which orders and reports nothing."""
+    """The same with a dict of keys to a number, which orders and reports nothing."""
     before = resident()
-    table = {key(number): (number, number) for number in range(size)}
+    table = {key(number): number for number in range(size)}
     add(values, "memory", DICT, (resident() - before) / size)
     count = BATCHES * BATCH
     for repeat in range(repeats):
@@ -236,10 +212,10 @@ def in_dict(size: int, repeats: int, values: Values) -> None:
         taken = timed(lambda s=some, f=found: f.extend([table.get(name) for name in s]))  # type: ignore[misc]
         add(values, "lookups", DICT, count / taken)
         taken = timed(lambda p=prefix, f=found: f.extend([table.get(name) for name in p]))  # type: ignore[misc]
-        add(values, "prefix of 4096", DICT, taken * 1e3)
+        add(values, "prefix of 2048", DICT, taken * 1e3)
         taken = timed(lambda o=olds: [table.pop(name) for name in o])  # type: ignore[misc]
         add(values, "evictions", DICT, len(olds) / taken)
-        taken = timed(lambda n=news: table.update((name, (1, 1)) for name in n))  # type: ignore[misc]
+        taken = timed(lambda n=news: table.update((name, 1) for name in n))  # type: ignore[misc]
         add(values, "stores", DICT, count / taken)
 
 
@@ -250,13 +226,13 @@ def resident() -> int:
 
 
 def in_raykv(size: int, repeats: int, values: Values) -> None:
-    """The block manager."""
+    """The directory."""
     before = resident()
-    load = DirectoryLoad(manager(), size)
+    load = DirectoryLoad(size)
     load.fill()
-    add(values, "memory", CORE, (resident() - before - load.own_bytes) / load.num_slots)
+    add(values, "memory", CORE, (resident() - before) / size)
     # Until the event log is full: from then on, memory that one chunk frees is another's.
-    for _ in range(MAX_EVENTS // (BATCHES * BATCH)):
+    for _ in range(MOST_EVENTS // (2 * BATCHES * BATCH)):
         replaced(load, {})
     for _ in range(repeats):
         looked_up(load, values)
@@ -270,8 +246,8 @@ def main(subject: str, size: int, repeats: int) -> Values:
     if subject == DICT:
         in_dict(size, repeats, values)
         return values
-    # What is loaded and compiled once belongs to no chunk.
-    warm = DirectoryLoad(manager(), 1)
+    # What is loaded once belongs to no chunk.
+    warm = DirectoryLoad(BATCH)
     warm.fill()
     looked_up(warm, {})
     del warm

@@ -1,11 +1,12 @@
 """`disk`: what the disk tier writes and reads, beside plain files of as many bytes in its folder.
 
-A write is timed from the moment when the directory offers chunks until the last of their files is
-synced; a read-back from the fetch until all chunks are checked and in their slots. A plain write is
-one thread that writes random bytes and syncs: files as large as the tier's, and one file with one
-sync at its end. A plain read is one thread that reads the tier's own files into memory. Both reads
-once with the page cache as the write has left it, and once without those files in it, where the
-system drops them (`POSIX_FADV_DONTNEED`; what is left there is looked at with `RWF_NOWAIT`).
+A write is timed from the moment when the node is told to keep its chunks until the last of their
+files is synced; a read-back from the fetch until all chunks are checked and in the pool again. A
+plain write is one thread that writes random bytes and syncs: files as large as the tier's, and one
+file with one sync at its end. A plain read is one thread that reads the tier's own files into
+memory. Both reads once with the page cache as the write has left it, and once without those files
+in it, where the system drops them (`POSIX_FADV_DONTNEED`; what is left there is looked at with
+`RWF_NOWAIT`).
 
 Loads are what a worker asks for, one job after another without a pause, while the disk rests and
 while it writes. The folder is in `RAYKV_DISK_PATH`, else in the temporary folder.
@@ -29,22 +30,21 @@ import numpy.typing as npt
 import psutil
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Direction
+from raykv.base.ids import Direction, Key
 from raykv.base.settings import load_settings
 from raykv.lab.bench.disk_node import (
     CHUNK_BYTES,
     DEADLINE_S,
-    NAMESPACE,
+    ENGINE,
     DiskNode,
     disk_node,
-    slot_of,
 )
+from raykv.lab.bench.named_jobs import SPACE, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.node.disk.tier import FILE_BYTES
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -108,7 +108,7 @@ class _Rounds:
         self._worker = worker
         self.num_chunks = num_chunks
         self._mib = num_chunks * CHUNK_BYTES / MIB
-        self._epoch = int(node.call("epoch"))
+        self._life = int(node.call("life"))
         self._bytes: Bytes = np.random.default_rng(2).integers(0, 256, FILE_BYTES, np.uint8)
         self.values: dict[tuple[str, str, str], list[float]] = {}
         self.left_in_cache = 0.0
@@ -193,11 +193,11 @@ class _Rounds:
 
     def _loads(self) -> None:
         """The same loads while the disk rests, and while it writes."""
-        keys, generations = self._node.call("fill")
+        keys = [Key(each) for each in self._node.call("fill")]
         case = f"{LOADS} of {LOAD_CHUNKS} chunks"
 
         def load(start: int) -> float:
-            return self._worker.load(self._epoch, keys, generations, start)
+            return self._worker.load(self._life, keys[start : start + LOAD_CHUNKS])
 
         starts = range(0, self.num_chunks, LOAD_CHUNKS)
         self._note(case, RESTING, 1e3 * median(load(start) for start in starts), "ms")
@@ -219,26 +219,19 @@ class _Worker:
         layout = KVLayout(MEMFD, size, 1, [tensor], [0], [[0]])
         settings = LinkSettings(load_deadline_s=DEADLINE_S)
         self._link = WorkerLink(0, layout, [self._memory.fd], settings)
-        self._link.set_target(LinkTarget(socket_name, "bench", NAMESPACE, 1, {0: CHUNK_BYTES}))
+        self._link.set_target(LinkTarget(socket_name, "bench", ENGINE, SPACE, 1, {0: CHUNK_BYTES}))
         self._job_id = 0
 
-    def load(self, epoch: int, keys: list[bytes], generations: list[int], start: int) -> float:
-        """Seconds for the chunks from `start` on."""
-        self._wait(lambda: self._link.node_epoch == epoch)
-        chosen = range(start, start + LOAD_CHUNKS)
-        handles = Handles(
-            Keys.of([keys[at] for at in chosen]),
-            [slot_of(at) for at in chosen],
-            [generations[at] for at in chosen],
-        )
+    def load(self, life: int, keys: list[Key]) -> float:
+        """Seconds for these chunks."""
+        self._wait(lambda: self._link.node_life == life)
         self._job_id += 1
-        zeros, ones, blocks = [0] * LOAD_CHUNKS, [1] * LOAD_CHUNKS, list(range(LOAD_CHUNKS))
-        job = JobRequest(self._job_id, Direction.LOAD, epoch, handles, zeros, ones, zeros, blocks)
+        job = JobRequest(named_job(self._job_id, Direction.LOAD, keys, range(len(keys))))
         began = time.perf_counter()
         self._link.submit(job)
         results = self._wait(self._link.drain)
         took_s = time.perf_counter() - began
-        if any(results[0].refusals):
+        if results[0].refusals:
             raise ClusterError(f"a load was refused: {set(results[0].refusals)}")
         return took_s
 

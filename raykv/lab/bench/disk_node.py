@@ -20,43 +20,37 @@ import numpy as np
 
 from raykv.base.errors import ClusterError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    SLOT_ALIGNMENT,
-    ChunkName,
-    Generation,
-    Key,
-    Namespace,
-    Refusal,
-    Slot,
-)
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace
-from raykv.engine.fetches import fetch_request
-from raykv.engine.remote import FetchOrder
+from raykv.base.threads import OnFailure, start_thread
+from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
+from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError, PendingRead
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.columns import Handle, Replica, Source, SourceKind
-from raykv.protocol.node import Demotions, DiskOrder
-from raykv.protocol.peer import ReadRequest
+from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.copies import FetchOrderNamed, ReadNamed
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.operator import OrdersDocument
 
 CHUNK_BYTES = 2 << 20
 SLAB_BYTES = 64 << 20
-NAMESPACE = Namespace("bench")
+NAMESPACE = Namespace(SPACE)
 NODE = "bench"
 DEADLINE_S = 120.0
 LOOK_S = 0.001
 
+ENGINE = 1
+"""The life of the engine that loads."""
 
-def key_of(number: int) -> Key:
-    """A key as long as vLLM's, of KV group 0."""
-    return Key(number.to_bytes(32, "big") + bytes(4))
+GREETING_S = 5.0
+"""An engine that says nothing is gone after a while."""
 
-
-def slot_of(number: int) -> Slot:
-    """Where the chunk of that number is."""
-    return Slot(number * (CHUNK_BYTES // SLOT_ALIGNMENT))
+ROOM = 1.5
+"""Times the chunks: with less free room the disk tier writes without being told."""
 
 
 class DiskNode:
@@ -133,103 +127,97 @@ class Served:
 
     def __init__(self, folder: str, socket_name: str, num_chunks: int) -> None:
         self._num_chunks = num_chunks
-        pool_bytes = -(-num_chunks * CHUNK_BYTES // SLAB_BYTES) * SLAB_BYTES
+        pool_bytes = -(-int(ROOM * num_chunks * CHUNK_BYTES) // SLAB_BYTES) * SLAB_BYTES
         geometry = PoolGeometry(pool_bytes, SLAB_BYTES)
-        self._service = NodeService(ServiceSettings(socket_name, geometry), boot_epoch())
-        self._keeper = self._service.keeper
+        self._keeper = keeper = PoolKeeper(NodeId(NODE), boot_life(), geometry)
+        self._service = NodeService(ServiceSettings(socket_name), keeper)
         place = DiskPlace(folder, most_bytes=8 * pool_bytes, floor_bytes=0)
-        epoch = self._service.epoch
-        self._tier = DiskTier(place, self._keeper, epoch, is_busy=self._service.is_copying)
-        transport = TieredTransport(NODE, self._tier.reads, _Nobody())
-        self._fetching = FetchService(self._keeper, epoch, transport)
+        self._tier = DiskTier(place, keeper, is_busy=self._service.is_copying)
+        keeper.keep_floors = self._tier.keep_floors
+        self._fetching = FetchService(keeper, TieredTransport(NODE, self._tier.reads, _Nobody()))
         self._service.start()
         self._tier.start()
         self._numbers = itertools.count(1)
-        self._generations = itertools.count(1)
-        self._names: list[ChunkName] = []
+        self._orders = itertools.count(1)
+        self._keys: list[Key] = []
         self._random = np.random.default_rng(1).integers(0, 256, 2 * CHUNK_BYTES, np.uint8)
+        self._order({})
+        start_thread("raykv-bench-greeting", self._greet, OnFailure.END_PROCESS)
 
-    def epoch(self) -> int:
-        """Epoch of the pool."""
-        return self._service.epoch
+    def _greet(self) -> None:
+        """Be the engine, for as long as the process lives."""
+        hello = EngineHello(
+            PROTOCOL_VERSION, "bench", ENGINE, NAMESPACE, slot_bytes={0: CHUNK_BYTES}
+        )
+        while True:
+            with self._keeper.lock:
+                self._keeper.owner.hello(hello, self._keeper.now())
+            time.sleep(GREETING_S)
 
-    def fill(self) -> tuple[list[bytes], list[int]]:
-        """Put new chunks into all slots, with their checksums; their keys and generations."""
-        self._names = []
-        for number in range(self._num_chunks):
-            key, slot = key_of(next(self._numbers)), slot_of(number)
-            name = ChunkName(NAMESPACE, key, slot, self._generation(), CHUNK_BYTES)
-            if self._keeper.begin_store(name, 0, 1, DEADLINE_S, DEADLINE_S) is not Refusal.NONE:
-                raise ClusterError("the pool takes no chunk")
-            to = self._keeper.pool.address + slot * SLOT_ALIGNMENT
+    def _order(self, floors: dict[str, int]) -> Stamp:
+        """The next orders are in force; the number that they have."""
+        self._stamp = Stamp(1, next(self._orders))
+        document = OrdersDocument(self._stamp, floors)
+        self._wait(lambda: self._keeper.take_orders(document, DEADLINE_S), "the disk keeps orders")
+        return self._stamp
+
+    def life(self) -> int:
+        """Of the node."""
+        return self._keeper.life
+
+    def fill(self) -> list[bytes]:
+        """Put new chunks into the pool, with their checksums; their keys."""
+        self._keys = [key_of(next(self._numbers)) for _ in range(self._num_chunks)]
+        for number, key in enumerate(self._keys):
+            record = self._keeper.land(NAMESPACE, key, CHUNK_BYTES, self._stamp, ALL_BLOCKS, "")
+            if isinstance(record, Refusal):
+                raise ClusterError(f"the pool takes no chunk: {record.name}")
             start = self._random.ctypes.data + (number * 997) % CHUNK_BYTES
-            ctypes.memmove(to, start, CHUNK_BYTES)
-            self._keeper.end_store(name, 0, ok=True)
-            self._names.append(name)
+            ctypes.memmove(self._keeper.address_of(record), start, CHUNK_BYTES)
+            self._keeper.landed(record, ok=True)
         self._keeper.wait_for_seals(DEADLINE_S)
-        return [name.key for name in self._names], [name.generation for name in self._names]
-
-    def _generation(self) -> Generation:
-        return Generation(next(self._generations))
+        return list(self._keys)
 
     def write(self) -> float:
         """Seconds until the disk has all chunks that `fill` has made."""
-        names = self._names
-        demoted = Demotions(
-            [str(NAMESPACE)],
-            [0] * len(names),
-            [name.key for name in names],
-            [name.slot for name in names],
-            [name.generation for name in names],
-        )
-        expected = self._tier.stats().chunks_written + len(names)
         began = time.perf_counter()
-        self._tier.demote(demoted)
-        self._wait(lambda: self._tier.stats().chunks_written >= expected, "the chunks are written")
-        return time.perf_counter() - began
-
-    def read(self) -> float:
-        """Seconds until all of them are in their slots again."""
-        replicas = self._replicas()
-        orders = [
-            FetchOrder(
-                name.key,
-                Handle(name.slot, self._generation()),
-                CHUNK_BYTES,
-                (replicas[name.key],),
-            )
-            for name in self._names
-        ]
-        request = fetch_request(NAMESPACE, orders, self._service.epoch, DEADLINE_S)
-        began = time.perf_counter()
-        result = self._fetching.fetch(request)
+        left = self._tier.keep(DEADLINE_S)
         took_s = time.perf_counter() - began
-        if any(result.refusals):
-            raise ClusterError(f"a fetch from the disk was refused: {set(result.refusals)}")
+        if left:
+            raise ClusterError(f"{left} chunks were not written ({self._tier.stats().problem})")
         return took_s
 
-    def _replicas(self) -> dict[bytes, Replica]:
-        """What a directory would learn of the disk."""
-        found: dict[bytes, Replica] = {}
-        # A directory would know nothing of another listing: report all from the beginning.
-        self._tier.take_order(DiskOrder(0, 0))
-        while True:
-            news = self._tier.news()
-            came = news.came
-            for key, place, at in zip(came.keys, came.places, came.generations, strict=True):
-                handle = Handle(Slot(place), Generation(at))
-                found[key] = Replica(Source(NODE, SourceKind.DISK), self._service.epoch, handle)
-            if news.is_last:
-                return found
-            self._tier.take_order(DiskOrder(news.listing, news.upto))
+    def read(self) -> float:
+        """Seconds until all of them are in the pool again, which has none of them before."""
+        with self._keeper.lock:
+            self._keeper.catalog.drop(NAMESPACE, dict.fromkeys(self._keys, ALL_BLOCKS))
+        count = len(self._keys)
+        order = FetchOrderNamed(
+            PROTOCOL_VERSION,
+            next(self._numbers),
+            0,
+            NAMESPACE,
+            Keys.of(self._keys),
+            Numbers.of([CHUNK_BYTES] * count),
+            [Source(NODE, SourceKind.DISK)],
+            Numbers.of(range(count)),
+            Numbers.of([0] * count),
+            deadline_s=DEADLINE_S,
+        )
+        began = time.perf_counter()
+        result = self._fetching.fetch(order)
+        took_s = time.perf_counter() - began
+        if result.refusals:
+            raise ClusterError(f"a fetch from the disk was refused: {set(result.refusals)}")
+        return took_s
 
     def open(self) -> None:
         """Wait until the folder is open."""
         self._wait(lambda: not self._tier.stats().problem, "the folder is open")
 
     def clear(self) -> None:
-        """Delete all files."""
-        self._tier.clear({NAMESPACE: int(self._names[-1].generation)})
+        """Clear the pool, and delete all files."""
+        self._order({str(NAMESPACE): self._stamp.number + 1})
         self._wait(lambda: not self._tier.stats().num_files, "the files are deleted")
 
     def _wait(self, condition: Any, what: str) -> None:
@@ -244,5 +232,5 @@ class Served:
 class _Nobody:
     """The way to other nodes."""
 
-    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
-        raise PeerError(f"there is no node {source.node_id} ({len(request.handles)} chunks)")
+    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+        raise PeerError(f"there is no node {source.node_id} ({len(request.keys)} chunks)")

@@ -323,6 +323,9 @@ class ChildEngine:
         for _ in range(200):
             if self._llm.reset_prefix_cache(reset_connector=connector):
                 return True
+            if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+                # Nobody else takes a step: a request that was taken back may have to end its load.
+                self._llm.llm_engine.step()
             time.sleep(0.02)
         return False
 

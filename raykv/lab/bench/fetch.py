@@ -3,7 +3,7 @@
 Two Ray nodes, each on a core of its own where there are two: in networks of their own, with a
 router between them, where hosts can be made (see `raykv.lab.hosts`), else on loopback. A fetch is
 what an engine's NodeActor does: chunks are read out of the source's pool in pieces, checked, and
-land in the other pool at their slots. The bare pull moves one object between the nodes' object
+land in the other pool. The bare pull moves one object between the nodes' object
 stores and no further. All are timed by the caller; the CPU seconds are those of all processes that
 take part: both raylets, both NodeActors, both peers, and the caller. Those of the bare pull are
 with the copy into the first object store, its time is not. Where NIXL is installed, two more nodes
@@ -24,12 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.ids import ALL_BLOCKS, Direction, Stamp
 from raykv.base.settings import NodeOptions
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
@@ -37,15 +38,24 @@ from raykv.cluster import join as clusters
 from raykv.cluster.join import LOOPBACK
 from raykv.cluster.local_nodes import add_local_node
 from raykv.directory.launch import scheduler_actor
+from raykv.lab.bench.named_jobs import SPACE, key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.hosts.network import Host, networked, objection
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor
-from raykv.protocol.columns import Handles, Keys, Numbers, Replicas, Source
+from raykv.protocol import wire
+from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed
+from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
+    ChangesQuery,
+    EngineHello,
+    PlaceMessage,
+)
 from raykv.protocol.node import NodeStats
-from raykv.protocol.peer import FetchRequest, FetchResult, ReadRequest
+from raykv.protocol.operator import DropOrder
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -65,7 +75,8 @@ LEAST_SHARE = 0.9
 MOST_CPU_S = 1.2
 """Of a fetch, for each GiB."""
 WARM_UPS = 1
-NAMESPACE = "bench"
+ENGINE = 1
+"""The life of the engine that fills the first pool."""
 
 
 def run(options: Options) -> Result:
@@ -228,7 +239,7 @@ class Pair:
         stack.callback(clusters.stop_started, address)
         cluster = stack.enter_context(connect(address))
         stack.callback(cluster.down)
-        scheduler_actor(address, "lru")
+        scheduler_actor(address)
         where: dict[str, Any] = {}
         if networks:
             inside = ["nsenter", f"--target={networks[1].spaces.pid}", "--net"]
@@ -243,7 +254,6 @@ class Pair:
             for node_id in self._nodes
         ]
         described = [ask.describe(actor, DEADLINE_S) for actor in self._actors]
-        self._epochs = [each.epoch for each in described]
         self.node_pids = [each.pid for each in described]
         self._peers = [_peer(node_id, most_bytes) for node_id in self._nodes]
         peers = ray.get([peer.pid.remote() for peer in self._peers], timeout=DEADLINE_S)
@@ -257,21 +267,20 @@ class Pair:
                 _pin(pid, core)
         self._pids = [*itertools.chain(*of_nodes), os.getpid()]
         self._listener = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
-        self._generations = itertools.count(1)
-        self._generation = 0
+        self._numbers = itertools.count(1)
         _wait(lambda: _are_filled(cluster), "the pools' pages are there")
         self._socket = names.node_socket(address, self._nodes[0])
         self._most_bytes = most_bytes
-        self.fill(1)
+        self.fill()
         stack.callback(ask.end_node_actor, other.node_id)
 
     def cpu_s(self) -> float:
         """CPU seconds so far of all processes that take part."""
         return sum(_cpu_s(pid) for pid in self._pids)
 
-    def fill(self, generation: int) -> None:
-        """Store chunks into all slots of the first pool, as a worker does."""
-        _fill(self._socket, self._most_bytes // CHUNK_BYTES, generation)
+    def fill(self) -> None:
+        """Fill the first pool with chunks, as a worker does."""
+        _fill(self._socket, self._most_bytes // CHUNK_BYTES)
 
     def stats(self) -> NodeStats:
         """Of the second NodeActor."""
@@ -279,12 +288,11 @@ class Pair:
 
     def fetched_bytes(self, size: int) -> Iterator[bytes]:
         """What the second pool has of the last fetch, in pieces."""
-        handles = _handles(size // CHUNK_BYTES, self._generation)
-        for first in range(0, len(handles), CHUNKS_A_READ):
-            part = slice(first, first + CHUNKS_A_READ)
-            asked = Handles(handles.keys[part], handles.slots[part], handles.generations[part])
-            sizes = [CHUNK_BYTES] * len(asked)
-            request = ReadRequest(PROTOCOL_VERSION, NAMESPACE, self._epochs[1], asked, sizes)
+        keys = _keys(size)
+        for first in range(0, len(keys), CHUNKS_A_READ):
+            some = keys[first : first + CHUNKS_A_READ]
+            sizes = Numbers.of([CHUNK_BYTES] * len(some))
+            request = ReadNamed(PROTOCOL_VERSION, SPACE, some, sizes)
             raw = self._actors[1].read.remote(encode(request))
             yield ray.get(raw, timeout=DEADLINE_S)[1].tobytes()
 
@@ -298,42 +306,48 @@ class Pair:
         _wait(is_used, "both NodeActors load NIXL")
 
     def fetch(self, size: int, *, with_checksums: bool) -> float:
-        """Seconds until chunks of that size together are in the second pool."""
+        """Seconds until chunks of that size together are in the second pool, which has none of them
+        before.
+        """
+        self.drop(size)
         began = time.perf_counter()
-        result = self.fetched(size, with_checksums=with_checksums)
+        result = self._order(size, DEADLINE_S, with_checksums=with_checksums)
         took_s = time.perf_counter() - began
-        refusals = set(result.refusals)
-        if refusals != {int(Refusal.NONE)}:
-            raise ClusterError(f"a fetch was refused: {refusals}")
+        if result.refusals:
+            raise ClusterError(f"a fetch was refused: {set(result.refusals)}")
         return took_s
+
+    def drop(self, size: int) -> None:
+        """Of chunks of that size together the second pool has none any more."""
+        keys = _keys(size)
+        first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
+        order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
+        ray.get(self._actors[1].drop.remote(encode(order)), timeout=DEADLINE_S)
 
     def fetched(
         self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S
-    ) -> FetchResult:
-        """How a fetch of that size ends."""
+    ) -> NamedResult:
+        """How a fetch of that size ends; the second pool has none of it before."""
+        self.drop(size)
+        return self._order(size, deadline_s, with_checksums=with_checksums)
+
+    def _order(self, size: int, deadline_s: float, *, with_checksums: bool) -> NamedResult:
         count = size // CHUNK_BYTES
-        self._generation = next(self._generations)
-        handles = _handles(count, self._generation)
-        sources = Replicas(
-            sources=[Source(self._nodes[0])],
-            node_epochs=[self._epochs[0]],
-            key_index=Numbers.of(range(count)),
-            source_index=Numbers.of([0] * count),
-            slots=Numbers.of(handles.slots),
-            generations=Numbers.of([1] * count),
-        )
-        request = FetchRequest(
-            version=PROTOCOL_VERSION,
-            namespace=NAMESPACE,
-            node_epoch=self._epochs[1],
-            handles=handles,
-            slot_bytes=[CHUNK_BYTES] * count,
-            sources=sources,
+        order = FetchOrderNamed(
+            PROTOCOL_VERSION,
+            next(self._numbers),
+            0,
+            SPACE,
+            _keys(size),
+            Numbers.of([CHUNK_BYTES] * count),
+            [Source(self._nodes[0])],
+            Numbers.of(range(count)),
+            Numbers.of([0] * count),
             deadline_s=deadline_s,
             with_checksums=with_checksums,
         )
-        raw = ray.get(self._actors[1].fetch.remote(encode(request)), timeout=DEADLINE_S)
-        return decode(raw, FetchResult)
+        raw = ray.get(self._actors[1].fetch.remote(encode(order)), timeout=DEADLINE_S)
+        return decode(raw, NamedResult)
 
     def pull(self, size: int) -> float:
         """Seconds until an object of the first node is in the second one's store."""
@@ -382,50 +396,50 @@ def _peer(node_id: str, most_bytes: int) -> Any:
     return ray.remote(BenchPeer).options(**options).remote(most_bytes)
 
 
-def _handles(count: int, generation: int) -> Handles:
-    units = CHUNK_BYTES // SLOT_ALIGNMENT
-    return Handles(
-        keys=Keys.of([number.to_bytes(36, "big") for number in range(count)]),
-        slots=[number * units for number in range(count)],
-        generations=[generation] * count,
-    )
+def _keys(size: int) -> Keys:
+    """Of chunks of that size together."""
+    return Keys.of(key_of(number) for number in range(size // CHUNK_BYTES))
 
 
-def _fill(socket_name: str, count: int, generation: int) -> None:
-    """Store chunks into a pool, as a worker does."""
+def _fill(socket_name: str, count: int) -> None:
+    """Store chunks into a pool, as a worker of an engine does."""
     memory = Region.anonymous(CHUNK_BYTES, "raykv-bench")
     ctypes.memset(memory.address, 7, CHUNK_BYTES)
     layout = KVLayout(
         "memfd", CHUNK_BYTES, 1, [TensorLayout(0, 1, CHUNK_BYTES, CHUNK_BYTES)], [0], [[0]]
     )
-    link = WorkerLink(0, layout, [memory.fd], LinkSettings(store_deadline_s=DEADLINE_S))
-    target = LinkTarget(socket_name, "bench", NAMESPACE, 1, {0: CHUNK_BYTES})
-    link.set_target(target)
-    _wait(lambda: link.node_epoch != 0, "the NodeActor takes the memory")
-    ones = [1] * count
-    zeros = [0] * count
-    link.submit(
-        JobRequest(
-            1,
-            Direction.STORE,
-            link.node_epoch,
-            _handles(count, generation),
-            zeros,
-            ones,
-            zeros,
-            zeros,
-        )
-    )
-    results: list[Any] = []
+    sizes = {0: CHUNK_BYTES}
+    with wire.connect(socket_name, DEADLINE_S) as engine:
+        hello = EngineHello(PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes=sizes)
+        engine.sendall(wire.frame(hello))
+        orders = _known_orders(engine)
+        link = WorkerLink(0, layout, [memory.fd], LinkSettings(store_deadline_s=DEADLINE_S))
+        link.set_target(LinkTarget(socket_name, "bench", ENGINE, SPACE, 1, sizes))
+        _wait(lambda: link.node_life != 0, "the NodeActor takes the memory")
+        keys = [key_of(number) for number in range(count)]
+        link.submit(JobRequest(named_job(1, Direction.STORE, keys, [0] * count, orders=orders)))
+        results: list[NamedResult] = []
 
-    def is_stored() -> bool:
-        results.extend(link.drain())
-        return bool(results)
+        def is_stored() -> bool:
+            results.extend(link.drain())
+            return bool(results)
 
-    _wait(is_stored, "the chunks are stored")
-    if any(results[0].refusals):
+        _wait(is_stored, "the chunks are stored")
+        link.close(5.0)
+    if results[0].refusals:
         raise ClusterError(f"a store was refused: {set(results[0].refusals)}")
-    link.close(5.0)
+
+
+def _known_orders(engine: socket.socket) -> Stamp:
+    """The number of the orders that the NodeActor has got, which a store has to name."""
+    reader, orders = wire.FrameReader(), NOTHING_ORDERED
+    engine.settimeout(DEADLINE_S)
+    while orders == NOTHING_ORDERED:
+        engine.sendall(wire.frame(ChangesQuery(ENGINE, SPACE, most=0)))
+        for frame in reader.feed(engine.recv(1 << 16)):
+            message = msgspec.msgpack.decode(frame, type=PlaceMessage)
+            orders = max(orders, getattr(message, "orders", NOTHING_ORDERED))
+    return orders
 
 
 def _wait(condition: Any, what: str) -> None:

@@ -3,44 +3,36 @@
 Beside a Ray actor that does nothing, since each actor is one. Memory is what a process takes of
 the machine (the proportional set size of its own and of file pages): shared libraries count in
 part, the pool and the engine's KV do not. CPU is in per cent of one core. An engine is all its
-processes, idle after its first token, with RayKV less without it. Per million chunks: the block
-manager's tables, the slots of a NodeActor, the mirror of an engine; each in a process of its own.
+processes, idle after its first token, with RayKV less without it. Per million chunks: the
+directory, the index of a NodeActor, the view of an engine; each in a process of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ChunkName, EngineId, Epoch, Generation, Key, Namespace, Slot
 from raykv.cluster.ask import find_node_actor, find_scheduler_actor
-from raykv.engine.view import EngineView
-from raykv.lab.bench import directory
+from raykv.lab.bench import directory, pool
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.bench.serving import BLOCK, Bed
-from raykv.node.slots import SlotTable
-from raykv.protocol.columns import MAX_KEYS, Handles, Keys
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.lab.bench.viewed import ViewedNode
 
 BARE, SCHEDULER, NODE, ENGINE = "bare Ray actor", "scheduler actor", "NodeActor", "engine"
 IDLE, LOAD, CHUNKS = "idle", "under load", "a million chunks"
 POOL_BYTES = 1 << 30
 MILLION = 1_000_000
-SLOT_BYTES, SLAB_BYTES = 1 << 20, 256 << 20
 PROMPT_BLOCKS = 8
 KV_BLOCKS = 32
 """Few: the KV of an engine with RayKV is shared memory, which is not counted."""
@@ -72,19 +64,11 @@ def taken(pids: Sequence[int]) -> Footprint:
     processes = [psutil.Process(pid) for pid in pids]
     times = [process.cpu_times() for process in processes]
     return Footprint(
-        sum(own_bytes(pid) for pid in pids),
+        sum(pool.own_bytes(pid) for pid in pids),
         sum(each.user + each.system for each in times),
         sum(process.num_threads() for process in processes),
         sum(process.num_fds() for process in processes),
     )
-
-
-def own_bytes(pid: int) -> int:
-    """Proportional set size without shared memory."""
-    fields = {"Pss_Anon:", "Pss_File:"}
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    rows = [line.split() for line in lines]
-    return sum(int(row[1]) for row in rows if row[0] in fields) * 1024
 
 
 def run(options: Options) -> Result:
@@ -175,43 +159,18 @@ def _engines_bytes(engine: EngineProcess) -> int:
 # Per chunk
 
 
-def key_of(number: int) -> bytes:
-    """36 bytes, as a block hash and a KV group are."""
-    return hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4)
+def index_bytes(count: int) -> int:
+    """What the index of a NodeActor takes for so many chunks."""
+    return round(pool.chunk_bytes(count) * count)
 
 
-def slots_bytes(count: int) -> int:
-    """What the slot table of a NodeActor takes for so many chunks."""
-    before = own_bytes(os.getpid())
-    slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
-    geometry = PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES)
-    table = SlotTable(geometry)
-    places = [slot for slab in range(slabs) for slot in geometry.slots_of(slab, SLOT_BYTES)]
-    for number, slot in enumerate(places[:count]):
-        name = ChunkName(
-            Namespace("space"), Key(key_of(number)), slot, Generation(number + 1), SLOT_BYTES
-        )
-        assert table.restore(name, number)
-    assert table.num_ready == count
-    return own_bytes(os.getpid()) - before
-
-
-def mirror_bytes(count: int) -> int:
-    """What an engine's mirror of so many chunks takes."""
-    before = own_bytes(os.getpid())
-    view = EngineView(EngineId("engine"), {0: SLOT_BYTES}, 1.0, 64)
-    view.attached(EngineAttached(Epoch(1), node_epoch=1, capacity={0: count}))
-    for first in range(0, count, MAX_KEYS):
-        numbers = range(first, min(count, first + MAX_KEYS))
-        stored = Handles(
-            Keys.of([key_of(number) for number in numbers]),
-            [Slot(number) for number in numbers],
-            [number + 1 for number in numbers],
-        )
-        request = view.take_request(Epoch(1), may_grow=True, may_want=False)
-        view.apply(SyncReply(Epoch(1), request.seq, node_epoch=1, stored=stored), request)
-    assert view.num_ready == count, view.num_ready
-    return own_bytes(os.getpid()) - before
+def view_bytes(count: int) -> int:
+    """What an engine's view of so many chunks takes."""
+    before = pool.own_bytes(os.getpid())
+    node = ViewedNode()
+    node.store(pool.key_of(number) for number in range(count))
+    assert node.view.num_ready == count, node.view.num_ready
+    return pool.own_bytes(os.getpid()) - before
 
 
 def _measure_chunks(result: Result, options: Options) -> None:
@@ -219,7 +178,7 @@ def _measure_chunks(result: Result, options: Options) -> None:
     case = CHUNKS if count == MILLION else f"{count} chunks"
     measured = directory.load(directory.CORE, count, 1)["memory"][directory.CORE]
     result.rows.append(Row(case, SCHEDULER, "MB", tuple(each * count / 1e6 for each in measured)))
-    for name, measure in ((NODE, slots_bytes), (ENGINE, mirror_bytes)):
+    for name, measure in ((NODE, index_bytes), (ENGINE, view_bytes)):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:
             num_bytes = process.submit(measure, count).result(600.0)

@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raykv.base.ids import EngineId, Key
+from raykv.base.ids import Key
 from raykv.engine.requests import RequestOptions
-from raykv.engine.view import EngineView
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.lab.bench.viewed import ViewedNode
 
 MOST_RATIO = 1.5
 """Of a bare dict."""
@@ -80,12 +78,10 @@ def _ours(names: list[Key]) -> Any:
     """RayKV's manager over a view that has all keys READY."""
     from raykv.vllm.manager import RayOffloadingManager
 
-    view = EngineView(EngineId("bench"), [0], lookup_deadline_s=1.0, lease_slots=1)
-    view.attached(EngineAttached(epoch=1, node_epoch=1, capacity={0: len(names)}))
-    handles = Handles(Keys.of(names), list(range(len(names))), [1] * len(names))
-    view.apply(SyncReply(epoch=1, seq=1, node_epoch=1, stored=handles))
-    view.start_request(REQUEST, RequestOptions())
-    return RayOffloadingManager(view)
+    node = ViewedNode()
+    node.store(names)
+    node.view.start_request(REQUEST, RequestOptions())
+    return RayOffloadingManager(node.view)
 
 
 def _theirs(names: list[Key]) -> Any:

@@ -1,4 +1,4 @@
-"""`policy`: how much of the prompts the eviction policies find again, at several pool sizes.
+"""`policy`: how much of the prompts the orders of eviction find again, at several pool sizes.
 
 It replays requests through one pool, as `raykv.inspect.hits` does. The hit rate is that of all
 chunks of all requests; where it is near 1, see how many tokens had to be computed. A capacity is a
@@ -14,72 +14,25 @@ hits, and no policy has more of these. "unlimited" is a pool in which all have r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
-from raykv.base.ids import Key, Namespace, Stamp
-from raykv.directory.table.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.hits import UNIT, held_prefix, num_distinct, replay, unlimited_hits
+from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
 from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, short
 from raykv.lab.bench.s3fifo import S3FIFO
-from raykv.node.pool.order import EvictionOrder
-from raykv.node.pool.records import ChunkRecord
 
-
-class NodeOrder:
-    """The order of a NodeActor's pool, as one of chunks that have names alone."""
-
-    def __init__(self) -> None:
-        self._order = EvictionOrder()
-        self._records: dict[tuple[str, bytes], ChunkRecord] = {}
-
-    def add(self, name: tuple[str, bytes], together: int = 0, *, is_tail: bool = False) -> None:
-        """See `EvictionPolicy`, for all that follow too."""
-        del together, is_tail
-        if name in self._records:
-            self.touch(name)
-            return
-        record = ChunkRecord(Namespace(name[0]), Key(name[1]), 1, Stamp(1, 1))
-        self._records[name] = record
-        self._order.enter([record])
-
-    def touch(self, name: tuple[str, bytes], together: int = 0) -> None:
-        del together
-        if name in self._records:
-            self._order.touch([self._records[name]])
-
-    def remove(self, name: tuple[str, bytes]) -> None:
-        self._leave(name, remember=False)
-
-    def evicted(self, name: tuple[str, bytes]) -> None:
-        self._leave(name, remember=True)
-
-    def _leave(self, name: tuple[str, bytes], *, remember: bool) -> None:
-        record = self._records.pop(name, None)
-        if record is not None:
-            self._order.leave(record, remember=remember)
-
-    def candidates(self) -> Iterator[tuple[str, bytes]]:
-        return ((record.namespace, record.key) for record in self._order)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-
-COMPARED: Mapping[str, Callable[[], EvictionPolicy[tuple[str, bytes]]]] = {
+COMPARED: Mapping[str, Callable[[], EvictionPolicy[int]]] = {
     **POLICIES,
-    "node": NodeOrder,
     "arc": ARC,
     "s3fifo": S3FIFO,
 }
-"""Those that the setting `eviction_policy` takes; the one of nodes, once they decide; and others
-that find less.
-"""
+"""The one of pools, and others that find less."""
 
 PERCENTS = (1, 2, 5, 10, 20)
 """Capacities, of the distinct chunks."""
@@ -158,10 +111,8 @@ def _measure(result: Result, trace: TraceFile, percent: int) -> None:
         if lru > 0:
             values[BESIDE_LRU] = rate / lru
         result.rows += [Row(case, name, unit, (value,)) for unit, value in values.items()]
-    budgets = [
-        (f"{name} finds what lru finds", rates[name], LEAST_OF_LRU * lru)
-        for name in (DEFAULT_POLICY, "node")
-    ]
+    ours = rates[DEFAULT_POLICY]
+    budgets = [(f"{DEFAULT_POLICY} finds what lru finds", ours, LEAST_OF_LRU * lru)]
     if not trace.endings:
         budgets.append(
             (f"{DEFAULT_POLICY} closes the gap", closed[DEFAULT_POLICY], LEAST_GAP_CLOSED)

@@ -37,7 +37,7 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("lookup", "µs per lookup of a prefix that is wholly on the own node"),
-        Benchmark("policy", "prefix hit rates of the eviction policies beside the optimum"),
+        Benchmark("policy", "prefix hit rates of the orders of eviction beside the optimum"),
         Benchmark("windows", "what models with sliding windows store, and find again"),
         Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
         Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and plain TCP"),

@@ -19,7 +19,9 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from raykv.directory.answers.prefixes import MAX_NODES_OF_A_KEY, prefix_page
+from raykv.base.ids import NodeId
+from raykv.directory.known.holdings import HeldAt
+from raykv.directory.known.prefixes import prefix_page
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
@@ -29,6 +31,7 @@ from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import Where
 from raykv.protocol.reader import PrefixQuery
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import FoundPrompt
@@ -43,6 +46,7 @@ TOKENS, BLOCK, TURN = 4096, 16, 256
 MOST_KEYS = 1024
 LENGTHS = (7_000, 30_000, 95_000, 250_000)
 NUM_REPLICAS, NUM_NODES = 64, 16
+NUM_HOLDERS = 32
 SYSTEM_TOKENS = 4000
 BYTES_PER_TOKEN = 4
 
@@ -69,7 +73,7 @@ def run(options: Options) -> Result:
     whole = result.row(case, ASKED).median
     result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
     beside: dict[str, Callable[[], float]] = {
-        "the answer for 32 nodes": lambda: _answer_ms(tokens // BLOCK)
+        f"the answer for {NUM_HOLDERS} nodes": lambda: _answer_ms(tokens // BLOCK)
     }
     if not options.quick:
         beside["tokenising (SmolLM2)"] = _tokeniser(tokens)
@@ -161,13 +165,11 @@ def _at_once(running: Coroutine[Any, Any, PlacedRequest | Fallback]) -> PlacedRe
 
 
 def _answer_ms(num_keys: int) -> float:
-    """Milliseconds to make an answer out of replicas: a prompt that all nodes have."""
-    nodes = [f"{n:056d}" for n in range(MAX_NODES_OF_A_KEY)]
+    """Milliseconds to make an answer: about a prompt that all nodes have."""
+    held = tuple(HeldAt(NodeId(f"{n:056d}"), Where.RAM) for n in range(NUM_HOLDERS))
     query = PrefixQuery(PROTOCOL_VERSION, "space", f"0:{BLOCK}", [b"k"] * num_keys, [num_keys])
-    key_index = [key for key in range(num_keys) for _ in nodes]
-    node_index = [node for _ in range(num_keys) for node in range(len(nodes))]
     began = time.perf_counter()
-    prefix_page(query, nodes, key_index, node_index)
+    prefix_page(query, [held] * num_keys)
     return (time.perf_counter() - began) * 1e3
 
 

@@ -43,7 +43,7 @@ class S3FIFO(Generic[N]):
         self._main: OrderedDict[N, int] = OrderedDict()
         self._ghosts: OrderedDict[N, None] = OrderedDict()
 
-    def add(self, name: N, together: int = 0, *, is_tail: bool = False) -> None:
+    def add(self, name: N) -> None:
         if name in self._small or name in self._main:
             self.touch(name)
         elif name in self._ghosts:
@@ -52,14 +52,10 @@ class S3FIFO(Generic[N]):
         else:
             self._small[name] = 0
 
-    def touch(self, name: N, together: int = 0) -> None:
+    def touch(self, name: N) -> None:
         queue = self._small if name in self._small else self._main
         if name in queue:
             queue[name] = min(queue[name] + 1, MOST_USES)
-
-    def remove(self, name: N) -> None:
-        self._small.pop(name, None)
-        self._main.pop(name, None)
 
     def evicted(self, name: N) -> None:
         self._settle()

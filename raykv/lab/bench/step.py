@@ -12,14 +12,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from raykv.base.ids import EngineId
-from raykv.engine.view import EngineView
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.bench.serving import Bed
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import EngineAttached, SyncReply
+from raykv.lab.bench.viewed import ViewedNode
 
 BATCH = 512
 SMALL_BLOCK = 32
@@ -67,8 +64,8 @@ class _Driver:
         self._number = 0
         manager.on_new_request(ReqContext(req_id="request"))
 
-    def _lease(self) -> None:
-        """Before a store."""
+    def _stored(self, keys: list[Any]) -> None:
+        """The copies of a store have ended."""
 
     def _fresh(self) -> list[Any]:
         self._number += BATCH
@@ -88,9 +85,10 @@ class _Driver:
             "prepare load": lambda: manager.prepare_load(keys, context),
             "complete load": lambda: manager.complete_load(keys, context),
         }
-        self._lease()
         took_s = 0.0
         for name, call in steps.items():
+            if name == "complete store":
+                self._stored(keys)
             began = time.perf_counter()
             call()
             if name == case:
@@ -107,23 +105,16 @@ class _Driver:
 
 
 class _Ours(_Driver):
-    """RayKV's manager; leases come as the background exchange would bring them."""
+    """RayKV's manager; its node lists what was stored, as a thread of the engine would bring it."""
 
     def __init__(self) -> None:
         from raykv.vllm.manager import RayOffloadingManager
 
-        self._view = EngineView(EngineId("bench"), [0], 1.0, lease_slots=BATCH)
-        self._view.attached(EngineAttached(epoch=1, node_epoch=1, capacity={0: 1 << 20}))
-        self._seq = 0
-        super().__init__(RayOffloadingManager(self._view))
+        self._node = ViewedNode()
+        super().__init__(RayOffloadingManager(self._node.view))
 
-    def _lease(self) -> None:
-        self._seq += 1
-        first = self._seq * BATCH
-        slots = list(range(first, first + BATCH))
-        granted = Leases([0] * BATCH, slots, [self._seq] * BATCH)
-        self._view.take_request(self._view.epoch, may_grow=True, may_want=False)
-        self._view.apply(SyncReply(epoch=1, seq=self._seq, node_epoch=1, granted=granted))
+    def _stored(self, keys: list[Any]) -> None:
+        self._node.store(keys)
 
 
 class _Theirs(_Driver):

@@ -2,8 +2,8 @@
 
 It replays requests through a pool in which everything has room, as an engine does whose own cache
 is empty each time: after it was started again, on another node, or with little memory. A request
-finds the longest prefix that every KV group can load. "full" counts slots of full attention alone;
-every other row's slots are beside those.
+finds the longest prefix that every KV group can load. "full" counts chunks of full attention
+alone; every other row's chunks are beside those.
 
 Subjects: vLLM's default, which keeps the window at a prompt's end; RayKV at several values of
 `window_share`; and every window. A chunk has 512 tokens, as in the published traces, so that
@@ -80,7 +80,7 @@ def _measure(result: Result, case: str, kind: ModelKind, requests: Sequence[Requ
         found[subject] = sum(map(pool.serve, requests)) / tokens
         result.rows += [
             Row(case, subject, "share of prompt tokens found", (found[subject],)),
-            Row(case, subject, "slots of windows per slot of full", (pool.ratio,)),
+            Row(case, subject, "chunks of windows per chunk of full", (pool.ratio,)),
         ]
     ours = found[f"window_share={DEFAULT_SHARE}"]
     budget = f"{case}: window_share={DEFAULT_SHARE} finds no less than vLLM's default"
@@ -101,7 +101,7 @@ class UnlimitedPool:
 
     @property
     def ratio(self) -> float:
-        """Slots of windows and states by those of full attention; alone, by chunks of prompts."""
+        """Chunks of windows and states by those of full attention; alone, by chunks of prompts."""
         windows = [len(self._stored[each.group]) for each in self._kind.windows]
         has_full = len(windows) < len(self._kind.groups)
         return sum(windows) / (len(self._stored[FULL.group]) if has_full else self._num_chunks)

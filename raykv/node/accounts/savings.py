@@ -26,12 +26,9 @@ from dataclasses import dataclass, field
 
 from raykv.base.departures import Departures
 from raykv.base.ids import GROUP_BYTES, MissReason
-from raykv.node.accounts.requests import EndedRequest, RequestLog
-from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord
+from raykv.node.accounts.requests import EndedRequest
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
-from raykv.protocol.listing import Reason
 from raykv.protocol.status import MoreRoom
 
 SIZES = tuple(1 << power for power in range(26, 38))
@@ -40,13 +37,10 @@ SIZES = tuple(1 << power for power in range(26, 38))
 MOST_BEHIND = 131_072
 """Chunks behind the edge, at least half of which are the latest."""
 
-MOST_CHANGES = 1024
-"""Of the listing, that are looked at in one go."""
-
 WINDOW_S = 3600.0
 MINUTE_S = 60.0
 
-_COUNTED = (MissReason.EVICTED, MissReason.NEVER_STORED)
+_COUNTED = (MissReason.EVICTED, MissReason.QUOTA, MissReason.NEVER_STORED)
 """An engine that does not know why a chunk is not there says that it was never stored."""
 
 
@@ -70,23 +64,6 @@ class Savings:
         self._edge = 0
         self._num_behind = 0
         self._minutes: deque[_SavedMinute] = deque(maxlen=round(WINDOW_S / MINUTE_S))
-        # How far the listing and the requests have been read.
-        self._number = self._last = 0
-
-    def follow(self, listing: Listing, requests: RequestLog, now: float) -> None:
-        """Take in what is new, some of it if there is much. Of changes that the listing does not
-        keep any more nothing is known.
-        """
-        found = listing.since(self._number, MOST_CHANGES)
-        self._number = listing.number if found is None else found[1]
-        for change in [] if found is None else found[0]:
-            record = change.record
-            if change.reason is Reason.EVICTED and isinstance(record, ChunkRecord):
-                self.evicted(record.key, record.slot_bytes)
-        first, ended = requests.after(self._last)
-        self._last = first + len(ended) - 1
-        for each in ended:
-            self.take(each.record, groups_of(each), largest_slot(each), now)
 
     def evicted(self, key: bytes, slot_bytes: int) -> None:
         """A chunk has left the pool for lack of room."""

@@ -1,8 +1,9 @@
 """One file of chunks, as safetensors: written whole or not at all, read chunk by chunk.
 
 Each chunk is a tensor of bytes (U8) that is named by its key in hex. The file's metadata has the
-format's version, the namespace, and by key the generation, the checksum (XXH3, 64 bit), and which
-of the chunk's blocks were stored, as [first, length]; the bytes of the others are zero.
+format's version, the namespace, and by key the number of the orders that it was stored under, as
+[history, number], the checksum (XXH3, 64 bit), and which of the chunk's blocks were stored, as
+[first, length]; the bytes of the others are zero.
 
 A file gets its name when all of it is on the disk: what has that name is whole, unless the disk
 lies. It is read and not mapped: a file that was cut short would kill the process that had mapped
@@ -27,18 +28,18 @@ from safetensors.numpy import save_file
 from raykv.base.errors import ChunkFileError, OtherFormatError
 from raykv.base.ids import (
     ALL_BLOCKS,
-    MAX_GENERATION,
     MAX_KEY_BYTES,
     Blocks,
-    Generation,
     Key,
     Namespace,
+    Stamp,
 )
 from raykv.node.disk.index import DiskChunk
+from raykv.protocol.columns import MAX_NUMBER
 
 Bytes = npt.NDArray[np.uint8]
 
-FORMAT = "raykv.chunks.2"
+FORMAT = "raykv.chunks.3"
 """Version of the layout; no other is read."""
 
 SUFFIX = ".safetensors"
@@ -55,7 +56,7 @@ class ChunkBytes:
     """A chunk to be written; `data` is [num_bytes] uint8."""
 
     key: Key
-    generation: Generation
+    stamp: Stamp
     checksum: int
     data: Bytes
     blocks: Blocks = ALL_BLOCKS
@@ -73,7 +74,7 @@ class ChunkFile:
 
 
 class _Sealed(msgspec.Struct, frozen=True, array_like=True):
-    generation: int
+    stamp: Stamp
     checksum: str
     blocks: Blocks
 
@@ -96,8 +97,7 @@ def write_chunks(
         OSError: it could not be written; nothing is left of it.
     """
     sealed = {
-        each.key.hex(): _Sealed(each.generation, f"{each.checksum:016x}", each.blocks)
-        for each in chunks
+        each.key.hex(): _Sealed(each.stamp, f"{each.checksum:016x}", each.blocks) for each in chunks
     }
     metadata = {
         **(facts or {}),
@@ -177,12 +177,15 @@ def _chunk(key: str, tensor: _Tensor, sealed: _Sealed, start: int, size: int) ->
     if not is_whole or start + end > size:
         raise ValueError(f"the chunk {key[:16]} is not where it should be")
     raw = bytes.fromhex(key)
-    if not 0 < len(raw) <= MAX_KEY_BYTES or not 0 <= sealed.generation <= MAX_GENERATION:
+    if (
+        not 0 < len(raw) <= MAX_KEY_BYTES
+        or not 0 <= min(sealed.stamp) <= max(sealed.stamp) <= MAX_NUMBER
+    ):
         raise ValueError(f"the chunk {key[:16]} has an impossible name")
     if not sealed.blocks.is_sound:
         raise ValueError(f"the chunk {key[:16]} has impossible blocks {tuple(sealed.blocks)}")
-    checksum, generation = int(sealed.checksum, 16), Generation(sealed.generation)
-    return DiskChunk(Key(raw), generation, start + first, num_bytes, checksum, sealed.blocks)
+    checksum = int(sealed.checksum, 16)
+    return DiskChunk(Key(raw), sealed.stamp, start + first, num_bytes, checksum, sealed.blocks)
 
 
 def read_chunk(path: Path, chunk: DiskChunk, into: Bytes) -> None:

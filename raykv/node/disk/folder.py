@@ -2,7 +2,7 @@
 
     <disk_path>/raykv-<n>/lock                  held by who owns the folder, as long as it lives
                          /<number>-<any>.safetensors chunks; see `chunk_file.py`
-                         /cleared.json               up to which generation chunks here are void
+                         /floors.json                below which orders chunks are void
                          /….part                    being written, or left by who died meanwhile
                          /….damaged not trusted; the latest few are kept
 
@@ -32,9 +32,9 @@ import msgspec
 
 from raykv.base.deadlines import DISK_CLAIM_LOOK_S
 from raykv.base.errors import ChunkFileError, DiskError, OtherFormatError
-from raykv.base.ids import MAX_GENERATION
 from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
+from raykv.protocol.columns import MAX_NUMBER
 from raykv.protocol.findings import UnownedFolder
 
 logger = logging.getLogger("raykv.disk")
@@ -49,7 +49,7 @@ MAX_FOLDERS = 1024
 MAX_FOREIGN = 64
 """Folders of other users, or that others can write to, that are ignored."""
 
-_CLEARED = "cleared.json"
+_FLOORS = "floors.json"
 
 
 @dataclass(frozen=True)
@@ -103,32 +103,34 @@ class TierFolder:
                 continue
         return whole
 
-    def read_cleared(self) -> dict[str, int]:
-        """The generation up to which each namespace's chunks here are worth nothing.
+    def read_floors(self) -> dict[int, dict[str, int]]:
+        """What was cleared when somebody had this folder, by history, the latest last; of each by
+        namespace.
 
         Raises:
             DiskError: that is not known, so that nothing here may be trusted.
         """
-        path = self.path / _CLEARED
+        path = self.path / _FLOORS
         try:
-            cleared = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+            floors = msgspec.json.decode(path.read_bytes(), type=dict[int, dict[str, int]])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             raise DiskError(f"{path} can't be read: {error}") from error
-        if not all(0 <= floor <= MAX_GENERATION for floor in cleared.values()):
-            raise DiskError(f"{path} can't be read: it has generations that nobody has granted")
-        return cleared
+        numbers = [*floors, *(each for some in floors.values() for each in some.values())]
+        if not all(0 <= number <= MAX_NUMBER for number in numbers):
+            raise DiskError(f"{path} can't be read: it has numbers that no orders have")
+        return floors
 
-    def write_cleared(self, cleared: Mapping[str, int]) -> None:
+    def write_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
         """Flush that to the disk before any file is deleted: a crash must not bring chunks back.
 
         Raises:
             OSError: it can't be written; what was there stays.
         """
-        path = self.path / _CLEARED
+        path = self.path / _FLOORS
         part = path.with_name(path.name + PART_SUFFIX)
-        part.write_bytes(msgspec.json.encode(cleared))
+        part.write_bytes(msgspec.json.encode(floors))
         to_disk(part)
         part.rename(path)
         to_disk(self.path)

@@ -1,5 +1,4 @@
-"""What is on one node's disk: files of chunks, which of them goes first, and what the directory
-knows of it.
+"""What is on one node's disk: files of chunks, and which of them goes first.
 
                  add                     give_way, damaged, clear
     (written) ────────► listed ────────────────────────────────────► to be deleted
@@ -10,14 +9,11 @@ Files are written once. When there is no room, the oldest file goes, unless a ch
 since the last time: then it has another round ("second chance"). Where tenants have shares, a file
 is of one tenant, and `raykv/base/shares.py` says whose oldest file goes.
 
-Every chunk that comes or goes is a numbered change. The directory says up to which number it knows;
-what went before it was reported is not reported at all.
+The node's shelf hears of each chunk that comes or goes.
 
 Invariants:
-1. A name has one entry at most, in a file that is listed.
+1. A name has one entry at most, in a file that is listed; the shelf has the same names.
 2. `used_bytes` is the sum of the listed files' sizes.
-3. The directory knows each entry or has yet to learn of it; it has yet to learn that a place went
-   if it may know that it came.
 """
 
 from __future__ import annotations
@@ -25,19 +21,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
-from raykv.base.clearings import Clearings
-from raykv.base.ids import ALL_BLOCKS, NO_GENERATION, Blocks, Generation, Key, Namespace
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.base.shares import NO_SHARE, Share, shareholder
-from raykv.protocol.columns import numbered
-from raykv.protocol.node import DiskChunks, DiskNews
-
-MAX_GONE = 65_536
-"""Places that went and are not reported yet; beyond it the listing begins anew."""
-
-MAX_CHANGES = 256
-"""Changes in one page of news, about 20 KiB: it goes with a page of what the pool holds."""
+from raykv.node.pool.floors import Floors
+from raykv.node.pool.shelf import Shelf
+from raykv.protocol.listing import Reason
 
 Name = tuple[Namespace, Key]
 
@@ -46,12 +35,12 @@ Name = tuple[Namespace, Key]
 class DiskChunk:
     """A chunk in a file: its bytes are at [offset, offset + num_bytes).
 
-    `checksum` is XXH3, 64 bit; `generation` is that of the slot that it was written from. `blocks`
-    are those that were stored there, the others are zero.
+    `checksum` is XXH3, 64 bit; `stamp` is of the orders under which the bytes were stored. `blocks`
+    are those that were stored, the others are zero.
     """
 
     key: Key
-    generation: Generation
+    stamp: Stamp
     offset: int
     num_bytes: int
     checksum: int
@@ -60,39 +49,35 @@ class DiskChunk:
 
 @dataclass(slots=True)
 class DiskFile:
-    """A file that is listed. `live` has the places of chunks that are not superseded or gone."""
+    """A file that is listed. `live` has the chunks that are not superseded or gone."""
 
     name: str
     num_bytes: int
     tenant: str = ""
     was_read: bool = False
-    live: dict[int, Name] = field(default_factory=dict)
+    live: set[Name] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskEntry:
     """Where a chunk is on the disk."""
 
-    place: int
     file: str
     chunk: DiskChunk
 
 
 class DiskIndex:
-    """See the module's docstring. Threads must take turns.
+    """See the module's docstring. Threads must take turns, under the lock of the pool's owner.
 
     Args:
         most_bytes: of all files together.
-        listing: a number that no earlier life has had.
+        shelf: of the node's pool.
     """
 
-    def __init__(self, most_bytes: int, listing: int) -> None:
+    def __init__(self, most_bytes: int, shelf: Shelf) -> None:
         self.most_bytes = most_bytes
-        self.listing = listing
         self.used_bytes = 0
-        self.highest_generation = NO_GENERATION
-        # Whether files had to go for others.
-        self.is_full = False
+        self._shelf = shelf
         # In the order in which they have to go.
         self._files: OrderedDict[str, DiskFile] = OrderedDict()
         # Of files, by tenant.
@@ -102,14 +87,6 @@ class DiskIndex:
         self._entries: dict[Name, DiskEntry] = {}
         # Files that no chunk is left in.
         self._empty: set[str] = set()
-        # Changes that the directory does not know of, by number: a name that came, a place that
-        # went.
-        self._changes: OrderedDict[int, Name | int] = OrderedDict()
-        self._num_gone = 0
-        self._last = 0
-        # Numbers of this listing that were sent, and that have arrived.
-        self._told = 0
-        self._heard = 0
 
     # Looking
 
@@ -146,25 +123,19 @@ class DiskIndex:
         chunks: Iterable[DiskChunk],
         tenant: str = "",
     ) -> None:
-        """A tenant's file is whole and on the disk. Of two chunks of a name the later generation
-        stays.
-        """
+        """A tenant's file is whole and on the disk. Of two chunks of a name the later one stays."""
         assert name not in self._files, name
         file = DiskFile(name, num_bytes, tenant)
         self._files[name] = file
         self.used_bytes += num_bytes
         self._tenant_bytes[tenant] += num_bytes
         for chunk in chunks:
-            self.highest_generation = max(self.highest_generation, chunk.generation)
-            known = self._entries.get((namespace, chunk.key))
-            if known is not None and known.chunk.generation >= chunk.generation:
-                continue
-            if known is not None:
-                self._forget((namespace, chunk.key))
-            self._last += 1
-            file.live[self._last] = (namespace, chunk.key)
-            self._entries[namespace, chunk.key] = DiskEntry(self._last, name, chunk)
-            self._changes[self._last] = (namespace, chunk.key)
+            known = namespace, chunk.key
+            if known in self._entries:
+                self._take(known)
+            file.live.add(known)
+            self._entries[known] = DiskEntry(name, chunk)
+            self._shelf.put(*known, chunk.blocks, chunk.stamp, chunk.num_bytes)
         if not file.live:
             self._empty.add(name)
 
@@ -177,7 +148,7 @@ class DiskIndex:
         while self._is_over(tenant, num_bytes):
             gone.append(self.drop_oldest(self._holder_of(tenant)))
         while self._files and self.used_bytes + num_bytes > self.most_bytes:
-            self.is_full = True
+            self._shelf.is_full = True
             gone.append(self.drop_oldest(self._next_holder(tenant, num_bytes)))
         return gone
 
@@ -235,27 +206,28 @@ class DiskIndex:
         self.drop_file(first)
         return first
 
-    def drop_file(self, name: str) -> None:
+    def drop_file(self, name: str, reason: Reason = Reason.EVICTED) -> None:
         """A file is gone, with all chunks in it; nothing if it is not listed."""
-        file = self._files.pop(name, None)
+        file = self._files.get(name)
         if file is None:
             return
+        for chunk_name in list(file.live):
+            self._forget(chunk_name, reason)
+        del self._files[name]
         self.used_bytes -= file.num_bytes
         self._tenant_bytes[file.tenant] -= file.num_bytes
-        for chunk_name in list(file.live.values()):
-            self._forget(chunk_name, file)
         self._empty.discard(name)
 
-    def drop(self, entry: DiskEntry, namespace: Namespace) -> None:
-        """A chunk is damaged, or not wanted; its file stays, unless it was the last one in it."""
+    def drop(self, namespace: Namespace, entry: DiskEntry) -> None:
+        """A chunk is damaged; its file stays, unless it was the last one in it."""
         if self._entries.get((namespace, entry.chunk.key)) == entry:
-            self._forget((namespace, entry.chunk.key))
+            self._forget((namespace, entry.chunk.key), Reason.DAMAGED)
 
-    def clear(self, cleared: Clearings) -> None:
+    def clear(self, floors: Floors) -> None:
         """Forget the chunks that are void."""
         for name, entry in list(self._entries.items()):
-            if cleared.cover(name[0], entry.chunk.generation):
-                self._forget(name)
+            if floors.is_void(name[0], entry.chunk.stamp):
+                self._forget(name, Reason.CLEARED)
 
     def take_empty(self) -> list[str]:
         """Forget the files that no chunk is left in; the caller deletes them."""
@@ -264,67 +236,15 @@ class DiskIndex:
             self.drop_file(name)
         return empty
 
-    def _forget(self, name: Name, file: DiskFile | None = None) -> None:
-        entry = self._entries.pop(name)
-        file = file or self._files[entry.file]
-        del file.live[entry.place]
+    def _forget(self, name: Name, reason: Reason) -> None:
+        self._take(name)
+        self._shelf.remove(*name, reason)
+
+    def _take(self, name: Name) -> None:
+        file = self._files[self._entries.pop(name).file]
+        file.live.remove(name)
         if not file.live:
             self._empty.add(file.name)
-        self._changes.pop(entry.place, None)
-        if entry.place <= self._told:
-            self._last += 1
-            self._changes[self._last] = entry.place
-            self._num_gone += 1
-            if self._num_gone > MAX_GONE:
-                # The directory has not answered for long: everything will be reported again.
-                self.listing += 1
-                self._tell_all()
-
-    # News
-
-    def heard(self, listing: int, number: int) -> None:
-        """The directory has taken in all changes of a listing up to a number.
-
-        It knows nothing of another listing: everything is reported.
-        """
-        if listing != self.listing or not self._heard <= number <= self._told:
-            if self._told:
-                self._tell_all()
-            return
-        self._heard = number
-        while self._changes and (first := next(iter(self._changes))) <= number:
-            self._num_gone -= isinstance(self._changes.pop(first), int)
-
-    def _tell_all(self) -> None:
-        self._told = self._heard = self._num_gone = 0
-        places = sorted((entry.place, name) for name, entry in self._entries.items())
-        self._changes = OrderedDict(places)
-
-    def news(self, most: int = MAX_CHANGES) -> DiskNews:
-        """The next changes for the directory; the same again until it has heard of them."""
-        page = list(islice(self._changes.items(), most))
-        is_last = len(page) == len(self._changes)
-        names = [each for _, each in page if not isinstance(each, int)]
-        came = [self._entries[each] for each in names]
-        namespaces: list[str] = []
-        namespace_index = numbered(namespaces, [namespace for namespace, _ in names])
-        upto = page[-1][0] if page else self._heard
-        self._told = max(self._told, upto)
-        return DiskNews(
-            listing=self.listing,
-            after=self._heard,
-            upto=upto,
-            came=DiskChunks(
-                namespaces=namespaces,
-                namespace_index=namespace_index,
-                keys=[entry.chunk.key for entry in came],
-                places=[entry.place for entry in came],
-                generations=[entry.chunk.generation for entry in came],
-                slot_bytes=[entry.chunk.num_bytes for entry in came],
-            ),
-            gone=[each for _, each in page if isinstance(each, int)],
-            is_last=is_last,
-        )
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
@@ -333,17 +253,10 @@ class DiskIndex:
         for file in self._files.values():
             by_tenant[file.tenant] += file.num_bytes
         assert +by_tenant == +self._tenant_bytes, (by_tenant, self._tenant_bytes)
-        live = {
-            name: (file.name, place)
-            for file in self._files.values()
-            for place, name in file.live.items()
-        }
-        entries = {name: (entry.file, entry.place) for name, entry in self._entries.items()}
+        live = {name: file.name for file in self._files.values() for name in file.live}
+        entries = {name: entry.file for name, entry in self._entries.items()}
         assert live == entries, (live, entries)
+        assert len(self._shelf) == len(entries)
+        assert all(self._shelf.find(*name) is not None for name in entries)
         empty = {name for name, file in self._files.items() if not file.live}
         assert empty == self._empty, (empty, self._empty)
-        places = {entry.place for entry in self._entries.values()}
-        came = {number for number, each in self._changes.items() if not isinstance(each, int)}
-        assert came == {place for place in places if place > self._heard}, (came, places)
-        assert len(self._changes) - len(came) == self._num_gone, self._num_gone
-        assert list(self._changes) == sorted(self._changes), self._changes

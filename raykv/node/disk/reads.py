@@ -11,21 +11,21 @@ import threading
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from raykv.base.deadlines import DISK_LOOK_S
 from raykv.base.errors import ChunkFileError
-from raykv.base.ids import ChunkName, Epoch, Refusal
+from raykv.base.ids import Key, Namespace, Refusal
 from raykv.base.settings import DiskPlace
 from raykv.base.threads import OnFailure, start_thread
 from raykv.node.disk.chunk_file import read_chunk
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.index import DiskIndex
+from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.node import DiskStats
-from raykv.protocol.peer import ReadReply, ReadRequest
 
 logger = logging.getLogger("raykv.disk")
 
@@ -36,15 +36,16 @@ MAX_READS = 64
 OPENING = "it is being opened"
 """The problem of a disk tier that has just begun."""
 
-_LISTING = 1
-
 
 class DiskState:
-    """`lock` guards the index and the counters. `folder` comes first, then `is_open`."""
+    """`lock`, that of the pool, guards the index and the counters. `folder` comes first, then
+    `is_open`: nothing is served before.
+    """
 
-    def __init__(self, place: DiskPlace) -> None:
-        self.lock = threading.Lock()
-        self.index = DiskIndex(place.most_bytes or 0, _LISTING)
+    def __init__(self, place: DiskPlace, keeper: PoolKeeper) -> None:
+        self.lock = keeper.lock
+        self._shelf = keeper.owner.index.shelf
+        self.index = DiskIndex(place.most_bytes or 0, self._shelf)
         self.folder: TierFolder | None = None
         self.is_open = False
         self._stats = DiskStats(path=place.path, problem=OPENING)
@@ -68,7 +69,7 @@ class DiskState:
             self._stats = msgspec.structs.replace(self._stats, **sums)
 
     def stats(self) -> DiskStats:
-        """Counters and gauges, but for `room`."""
+        """Counters and gauges."""
         with self.lock:
             index = self.index
             return msgspec.structs.replace(
@@ -78,24 +79,24 @@ class DiskState:
                 num_files=index.num_files,
                 num_chunks=len(index),
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
-                is_full=index.is_full,
+                is_full=self._shelf.is_full,
                 tenant_bytes=index.tenant_bytes,
             )
 
 
 @dataclass(slots=True)
 class _Read:
-    request: ReadRequest
+    request: ReadNamed
     done: threading.Event = field(default_factory=threading.Event)
-    answer: tuple[ReadReply, Bytes] | None = None
+    answer: tuple[ReadNamedReply, Bytes] | None = None
 
 
 class DiskReads:
     """Any thread may call."""
 
-    def __init__(self, state: DiskState, epoch: Epoch) -> None:
+    def __init__(self, state: DiskState, keeper: PoolKeeper) -> None:
         self._state = state
-        self._epoch = epoch
+        self._keeper = keeper
         self._stopped = threading.Event()
         self._reads: queue.Queue[_Read] = queue.Queue(MAX_READS)
 
@@ -109,49 +110,53 @@ class DiskReads:
         """End the threads."""
         self._stopped.set()
 
-    def read(self, request: ReadRequest) -> tuple[ReadReply, Bytes]:
+    def read(self, request: ReadNamed) -> tuple[ReadNamedReply, Bytes]:
         """Read what is there of what is asked for; in the thread of the caller, unbounded.
 
         What is damaged is forgotten.
         """
-        folder = self._state.folder
-        if folder is None or not self._state.is_open:
-            refused = [int(Refusal.BAD_HANDLE)] * len(request.handles)
-            return ReadReply(self._epoch, refused), np.empty(0, np.uint8)
+        with self._state.lock:
+            listing = self._keeper.owner.index.listing
+            life, number = listing.life, listing.number
+        namespace = Namespace(request.namespace)
         reply, data = answer(
-            request, self._epoch, lambda name, into: self._read_one(folder, name, into)
+            request, lambda key, into: self._read_one(namespace, key, into), life, number
         )
-        num_chunks = reply.refusals.count(int(Refusal.NONE))
+        num_chunks = reply.refusals.count(Refusal.NONE)
         self._state.count(bytes_read=len(data), chunks_read=num_chunks)
         return reply, data
 
-    def _read_one(self, folder: TierFolder, name: ChunkName, into: Bytes) -> ChunkRead:
-        with self._state.lock:
-            entry = self._state.index.find(name.namespace, name.key)
-        if entry is None or (entry.place, entry.chunk.generation) != (name.slot, name.generation):
-            return ChunkRead(Refusal.STALE)
-        if entry.chunk.num_bytes != name.slot_bytes:
-            return ChunkRead(Refusal.STALE)
+    def _read_one(self, namespace: Namespace, key: Key, into: Bytes) -> ChunkRead:
+        folder, lock, index = self._state.folder, self._state.lock, self._state.index
+        with lock:
+            entry = index.find(namespace, key)
+        if folder is None or entry is None:
+            return ChunkRead(Refusal.NOT_HERE)
+        chunk = entry.chunk
+        if chunk.num_bytes != len(into):
+            return ChunkRead(Refusal.BAD_HANDLE)
         try:
-            read_chunk(folder.place_of(entry.file), entry.chunk, into)
+            read_chunk(folder.place_of(entry.file), chunk, into)
         except FileNotFoundError:
-            with self._state.lock:
-                self._state.index.drop_file(entry.file)
-            return ChunkRead(Refusal.STALE)
+            with lock:
+                index.drop_file(entry.file)
+                lock.notify_all()
+            return ChunkRead(Refusal.NOT_HERE)
         except ChunkFileError as error:
             logger.error("a chunk on the disk is not served any more: %s", error)
-            with self._state.lock:
-                self._state.index.drop(entry, name.namespace)
+            with lock:
+                index.drop(namespace, entry)
+                lock.notify_all()
             self._state.count(chunks_damaged=1)
             return ChunkRead(Refusal.CORRUPT)
         except OSError as error:
             logger.warning("%s can't be read: %s", entry.file, error.strerror)
             return ChunkRead(Refusal.COPY_FAILED)
-        with self._state.lock:
-            self._state.index.was_read(entry)
-        return ChunkRead(Refusal.NONE, entry.chunk.checksum, entry.chunk.blocks)
+        with lock:
+            index.was_read(entry)
+        return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
-    def start_read(self, request: ReadRequest) -> PendingRead:
+    def start_read(self, request: ReadNamed) -> PendingRead:
         """Begin a read, in one of the threads.
 
         Raises:
@@ -181,7 +186,7 @@ class _PendingDiskRead:
     def __init__(self, read: _Read) -> None:
         self._read = read
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
         if not self._read.done.wait(max(0.0, timeout_s)):
             raise PeerError("the disk does not answer in time")
         if self._read.answer is None:
@@ -206,7 +211,7 @@ class TieredTransport:
         self._disk = disk
         self._others = others
 
-    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
         if not source.is_disk:
             return self._others.start_read(source, request)
         request = msgspec.structs.replace(request, from_disk=True)

@@ -16,14 +16,16 @@ import time
 from dataclasses import dataclass
 
 from raykv.base.deadlines import OFFER_LOOK_S, OFFER_S
-from raykv.base.ids import ChunkName
+from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.protocol.peer import Offer, ReadRequest
+from raykv.protocol.columns import Numbers
+from raykv.protocol.named.copies import ReadNamed
+from raykv.protocol.peer import Offer
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    chunks: list[ChunkName]
+    chunks: list[ChunkRecord]
     ends_at: float
 
 
@@ -42,8 +44,8 @@ class Offers:
         self._numbers = itertools.count(1)
         self._held: dict[int, _Held] = {}
 
-    def begin(self, request: ReadRequest) -> Offer:
-        """Hold what is still there, at its generation, of what is asked for.
+    def begin(self, request: ReadNamed) -> Offer:
+        """Hold what is there of what is asked for.
 
         Raises:
             MessageError: the request is invalid.
@@ -52,7 +54,7 @@ class Offers:
         with self._lock:
             number = next(self._numbers)
             self._held[number] = _Held(chunks, time.monotonic() + self._offer_s)
-        return Offer(number, reply)
+        return Offer(number, reply, Numbers.of(map(self._reader.address_of, chunks)))
 
     def end(self, number: int) -> bool:
         """Let an offer's chunks go; False: that was done already, it was too old."""

@@ -4,8 +4,8 @@
                      │ no answer │ failed    │ the offer was not in force until the end
                      └───────────┴───────────┴──► PeerError
 
-The source is asked through Ray, before and after: first it holds the chunks at their generations
-and says their checksums, at the end it says whether it has held them so long. Between the two its
+The source is asked through Ray, before and after: first it holds the chunks, and says where they
+are and their checksums, at the end it says whether it has held them so long. Between the two its
 NodeActor does nothing. The bytes land in buffers of this transport, never in slots: a transfer that
 is given up may still write into its buffer, which nobody is lent until it has ended.
 
@@ -28,14 +28,15 @@ from typing import Any
 import numpy as np
 
 from raykv.base.deadlines import NIXL_AGAIN_S, NIXL_LOOK_S
-from raykv.base.ids import SLOT_ALIGNMENT, Refusal
+from raykv.base.ids import Refusal
 from raykv.node.nixl.agent import NixlAgent, NixlError, Part
 from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
 from raykv.node.read import lent
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import encode
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.peer import Offer, ReadReply, ReadRequest
+from raykv.protocol.peer import Offer
 
 logger = logging.getLogger("raykv.node")
 
@@ -78,10 +79,9 @@ class _Buffers:
 class _Known:
     """Another node, in one life. `name`: how the agent calls it, once that is known."""
 
-    epoch: int
     asked: Call | None
+    life: int = 0
     name: str = ""
-    address: int = 0
     again_at: float = 0.0
 
 
@@ -108,40 +108,39 @@ class NixlTransport:
         # Buffers of transfers that have failed, and until when they are not used again.
         self._resting: deque[tuple[float, Bytes]] = deque()
 
-    def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
         if source.kind is not SourceKind.POOL or request.from_disk:
             return self._others.start_read(source, request)
         self.advance()
+        known = self._reachable(source)
+        buffer = None if known is None else self._buffer(sum(request.slot_bytes))
+        if known is None or buffer is None:
+            return self._others.start_read(source, request)
+        # Ray may take long to find the source: nobody else waits for that.
+        asked = self.peers.call(source, "offer", encode(request))
+        read = _NixlRead(self, source, known, request, buffer, asked)
         with self._lock:
-            known = self._reachable(source, request.node_epoch)
-            buffer = None if known is None else self._buffer(sum(request.slot_bytes))
-            if known is not None and buffer is not None:
-                asked = self.peers.call(source, "offer", encode(request))
-                read = _NixlRead(self, source, known, request, buffer, asked)
-                self._reads.append(read)
-                return read
-        return self._others.start_read(source, request)
+            self._reads.append(read)
+        return read
 
     def _buffer(self, num_bytes: int) -> Bytes | None:
         try:
-            return self._buffers.take(num_bytes)
+            with self._lock:
+                return self._buffers.take(num_bytes)
         except NixlError as error:
             logger.warning("no memory for reads through NIXL: %s", error)
             return None
 
-    def _reachable(self, source: Source, epoch: int) -> _Known | None:
-        """The source, if it is known to have NIXL in that life; else ask, and do not wait."""
+    def _reachable(self, source: Source) -> _Known | None:
+        """The source, if it is known to have NIXL; else ask, and do not wait."""
         known = self._known.get(source.node_id)
-        now = time.monotonic()
-        if known is None or known.epoch < epoch or (not known.name and known.again_at < now):
-            asked = None if known is None or known.epoch < epoch else known.asked
-            if asked is None:
-                asked = self.peers.call(source, "describe")
-            known = self._known[source.node_id] = _Known(epoch, asked)
-        if known.asked is not None and known.asked.is_done():
-            self._meet(source, known)
-        is_usable = known.epoch == epoch and known.name and known.again_at <= now
-        return known if is_usable else None
+        if known is None or (known.asked is None and not known.name and _is_due(known)):
+            asked = self.peers.call(source, "describe")
+            known = self._known[source.node_id] = _Known(asked)
+        with self._lock:
+            if known.asked is not None and known.asked.is_done():
+                self._meet(source, known)
+        return known if known.name and _is_due(known) else None
 
     def _meet(self, source: Source, known: _Known) -> None:
         asked, known.asked = known.asked, None
@@ -149,14 +148,18 @@ class NixlTransport:
         assert asked is not None
         try:
             described = received(source, asked.wait(0.0), NodeDescription)
-            if described.epoch != known.epoch or not described.nixl.metadata:
+            if not described.nixl.metadata:
                 return
             known.name = self.agent.meet(described.nixl.metadata)
         except (PeerError, NixlError) as error:
             logger.warning("node %s is not read through NIXL: %s", source.node_id, error)
             return
-        known.address = described.nixl.address
+        known.life = described.life
         known.again_at = 0.0
+
+    def forget(self, source: Source) -> None:
+        """The source has begun another life: it is asked anew who it is."""
+        self._known.pop(source.node_id, None)
 
     def failed(self, known: _Known, buffer: Bytes | None = None) -> None:
         """A transfer has failed: the node is read through Ray for a while, and its buffer is not
@@ -176,6 +179,10 @@ class NixlTransport:
             self._reads = [read for read in self._reads if not read.is_over]
 
 
+def _is_due(known: _Known) -> bool:
+    return known.again_at <= time.monotonic()
+
+
 class _Stage(Enum):
     OFFERED = auto()
     READING = auto()
@@ -191,7 +198,7 @@ class _NixlRead:
         transport: NixlTransport,
         source: Source,
         known: _Known,
-        request: ReadRequest,
+        request: ReadNamed,
         buffer: Bytes,
         asked: Call,
     ) -> None:
@@ -212,7 +219,7 @@ class _NixlRead:
     def is_over(self) -> bool:
         return self._stage is _Stage.OVER
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
         give_up_at = time.monotonic() + timeout_s
         self._transport.advance()
         while not self.is_over:
@@ -259,34 +266,36 @@ class _NixlRead:
     def _begin(self) -> None:
         """The source has answered: read what it holds."""
         self._offer = received(self._source, self._call.wait(0.0), Offer)
-        parts = self._parts(self._offer.reply)
+        if self._offer.reply.life != self._known.life:
+            self._transport.forget(self._source)
+            raise PeerError(f"node {self._source.node_id}: its NodeActor has been restarted")
+        parts = self._parts(self._offer)
         if parts and self._is_wanted:
             self._handle = self._transport.agent.read(self._known.name, parts)
             self._stage = _Stage.READING
         else:
             self._ask_for_the_end()
 
-    def _parts(self, reply: ReadReply) -> list[Part]:
+    def _parts(self, offer: Offer) -> list[Part]:
         """Where the bytes of the chunks that were not refused lie, there and here."""
         assert self._buffer is not None
-        request = self._request
-        if len(reply.refusals) != len(request.slot_bytes):
+        sizes, refusals = self._request.slot_bytes, offer.reply.refusals
+        num_sent = refusals.count(Refusal.NONE)
+        if len(refusals) != len(sizes) or len(offer.addresses) != num_sent:
             raise PeerError(f"node {self._source.node_id}: an answer about other chunks")
         here = int(self._buffer.ctypes.data)
+        addresses = iter(offer.addresses)
         parts = []
-        for slot, size, refusal in zip(
-            request.handles.slots, request.slot_bytes, reply.refusals, strict=True
-        ):
+        for size, refusal in zip(sizes, refusals, strict=True):
             if refusal == Refusal.NONE:
-                there = self._known.address + slot * SLOT_ALIGNMENT
-                parts.append(Part(here + self._num_bytes, there, size))
+                parts.append(Part(here + self._num_bytes, next(addresses), size))
                 self._num_bytes += size
         return parts
 
     def _ask_for_the_end(self) -> None:
         assert self._offer is not None
-        epoch, number = self._request.node_epoch, self._offer.number
-        self._call = self._transport.peers.call(self._source, "end_offer", epoch, number)
+        life, number = self._offer.reply.life, self._offer.number
+        self._call = self._transport.peers.call(self._source, "end_offer", life, number)
         self._stage = _Stage.ENDING
 
     def _end(self) -> None:

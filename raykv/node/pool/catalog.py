@@ -93,15 +93,19 @@ class ChunkRow(NamedTuple):
 
 
 class HeldChunks(NamedTuple):
-    """Of some names, the chunks that are kept or pinned here, and those that only wait for that."""
+    """Of some names, by their numbers, the chunks that are kept or pinned here, and those that only
+    wait for that; bytes of the former.
+    """
 
-    chunks: int = 0
+    kept: list[int]
+    waiting: list[int]
     num_bytes: int = 0
-    waiting: int = 0
 
 
 class DroppedChunks(NamedTuple):
-    """What became of chunks that were to be given up; `kept` ones are pinned."""
+    """What became of chunks that were to be given up; `kept` ones are pinned, or have more blocks
+    than those elsewhere.
+    """
 
     dropped: int = 0
     kept: int = 0
@@ -191,36 +195,38 @@ class PoolCatalog:
     def _shelved(self, chunk: ShelvedChunk) -> ChunkRow:
         return ChunkRow(chunk.namespace, chunk.key, Where.DISK, chunk.slot_bytes, chunk.blocks)
 
-    def kept(self, names: Iterable[Name]) -> HeldChunks:
-        """How many chunks of these are kept here."""
-        chunks = num_bytes = waiting = 0
-        for name in names:
+    def kept(self, names: Iterable[Name], standing: Standing) -> HeldChunks:
+        """Which chunks of these stand so here, or higher."""
+        kept, waiting, num_bytes = [], [], 0
+        for at, name in enumerate(names):
             record = self._index.find(*name)
             if record is None:
                 continue
-            if record.standing in (Standing.KEPT, Standing.PINNED):
-                chunks += 1
+            if record.standing >= standing:
+                kept.append(at)
                 num_bytes += record.slot_bytes
             else:
-                waiting += 1
-        return HeldChunks(chunks, num_bytes, waiting)
+                waiting.append(at)
+        return HeldChunks(kept, waiting, num_bytes)
 
     def drop(
-        self, namespace: Namespace, keys: Iterable[Key], *, with_pinned: bool = False
+        self, namespace: Namespace, chunks: Mapping[Key, Blocks], *, with_pinned: bool = False
     ) -> DroppedChunks:
-        """Give up copies in the pool, those that are pinned only `with_pinned`; what is on the disk
-        stays.
+        """Give up copies in the pool of what is elsewhere with these blocks, those that are pinned
+        only `with_pinned`; what is on the disk stays.
         """
         dropped = kept = absent = 0
-        for key in dict.fromkeys(keys):
+        for key, blocks in chunks.items():
             record = self._index.find(namespace, key)
             if record is None:
                 absent += 1
-            elif record.standing is Standing.PINNED and not with_pinned:
-                kept += 1
-            else:
-                self._index.drop(record, Reason.EVICTED)
+            elif blocks.has(record.blocks) and (
+                with_pinned or record.standing is not Standing.PINNED
+            ):
+                self._index.drop(record, Reason.MOVED)
                 dropped += 1
+            else:
+                kept += 1
         return DroppedChunks(dropped, kept, absent)
 
 

@@ -1,9 +1,10 @@
 """Why chunks stay longer than others, or go first: who wants it, and until when.
 
 A claim is one owner's, on a name, whether the chunk is there or not, and ends alone. The highest
-one counts. A chunk is released only if its one owner has released it: what another has used as well
-stays, also if that one has ended, and what was stored once more. Pins beyond their share of the
-pool wait, and are as if they were not there until there is room.
+one counts. A chunk is released only if its one session has released it: what another has used as
+well stays, also if that one has ended, and what was stored once more. A priority that requests gave
+it ends with its session. Claims beyond their share of the pool wait, and are as if they were not
+there until there is room.
 
 Chunks of a namespace that all engines have left are released as well, unless somebody wants more
 than that they stay. And a chunk that no claim says anything of may be spare: that is not known
@@ -13,13 +14,14 @@ Nothing of it outlives the NodeActor; operators' pins are orders, and are claime
 
 Invariants:
 1. A READY record stands as its claims say, or was found since it was released.
-2. What is pinned takes at most the share of pins, and what only requests pin at most half of that.
+2. What is pinned takes at most the share of pins, and what only requests and sessions keep or pin
+   half of that at most.
 3. There are at most `MOST_CLAIMS` of each kind of owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, KeysView
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
@@ -33,7 +35,7 @@ from raykv.node.pool.records import ChunkRecord, Standing
 Name = tuple[Namespace, Key]
 
 MOST_FILLED = 64
-"""Chunks that wait for room, and are tried to be pinned at once."""
+"""Chunks that wait for room, and are tried at once."""
 
 FEW_ENDS = 1024
 """Ends of claims that were changed since, and are kept beside as many as there are claims."""
@@ -48,14 +50,19 @@ class OwnerKind(IntEnum):
     OPERATOR = 0
     REQUEST = 1
     SESSION = 2
+    SERIES = 3
+    """Chunks that an operator brings here."""
 
 
-MOST_CLAIMS = {OwnerKind.OPERATOR: 65_536, OwnerKind.REQUEST: 16_384, OwnerKind.SESSION: 65_536}
+CLIENTS = (OwnerKind.REQUEST, OwnerKind.SESSION)
+"""What only these want has a share of its own."""
+
+MOST_CLAIMS = {kind: 16_384 if kind is OwnerKind.REQUEST else 65_536 for kind in OwnerKind}
 """An eviction walks past what is pinned: some milliseconds at most."""
 
 
 class Owner(NamedTuple):
-    """A pin, a request or a session."""
+    """A pin, a request, a session or a series."""
 
     kind: OwnerKind
     name: str
@@ -70,8 +77,8 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class _Claimed:
-    """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several owners have
-    wanted something of it. `has_gone`: the chunk was there since somebody wanted it, and is not.
+    """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several sessions
+    have used it. `has_gone`: the chunk was there since somebody wanted it, and is not.
     """
 
     claims: dict[Owner, Claim] = field(default_factory=dict)
@@ -107,14 +114,16 @@ class Claims:
         self._left: Collection[Namespace] = frozenset()
         # When claims end, the soonest first; of those that were changed since there are old ones.
         self._ends: list[tuple[float, Owner, Name]] = []
-        # What is pinned, and whether requests alone want it; bytes of all, and of that. And what
-        # waits, the oldest first.
-        self._pinned: dict[Name, bool] = {}
+        # What is pinned, and what is kept or pinned and wanted by clients alone; bytes of each. And
+        # what waits, the oldest first.
+        self._pinned: set[Name] = set()
+        self._clients: set[Name] = set()
         self.pinned_bytes = self.requests_bytes = 0
         self._waiting: dict[Name, None] = {}
-        # Whether something was unpinned since it was tried to pin what waits.
+        # Whether there may be more room since it was tried to give it to what waits.
         self._has_room = False
-        self.num_refused = 0
+        self.num_refused = self.num_released = 0
+        """Claims that there was no room for, and chunks that nobody would miss any more."""
 
     # Owners
 
@@ -125,7 +134,7 @@ class Claims:
         Beyond `MOST_CLAIMS` its claims are refused, and counted.
         """
         own = self._names.setdefault(owner, {})
-        taken = []
+        chunks = []
         for name in names:
             if name not in own:
                 if self._num[owner.kind] >= MOST_CLAIMS[owner.kind]:
@@ -133,17 +142,17 @@ class Claims:
                     continue
                 self._num[owner.kind] += 1
                 own[name] = None
-            taken.append(name)
-        # Heads are pinned first, and go last.
-        for name in taken if standing is Standing.PINNED else reversed(taken):
             claimed = self._claimed.get(name)
             if claimed is None:
                 claimed = self._claimed[name] = _Claimed(record=self._find(*name))
             claimed.claims[owner] = Claim(standing, until)
-            claimed.is_shared = claimed.is_shared or len(claimed.claims) > 1
+            if owner.kind is OwnerKind.SESSION and not claimed.is_shared:
+                kinds = [each.kind for each in claimed.claims]
+                claimed.is_shared = kinds.count(OwnerKind.SESSION) > 1
             if until < inf:
                 heappush(self._ends, (until, owner, name))
-            self._settle(claimed)
+            chunks.append(claimed)
+        self._settle(chunks)
         if len(self._ends) > 2 * sum(self._num.values()) + FEW_ENDS:
             self._ends = [
                 (claim.until, each, name)
@@ -179,6 +188,10 @@ class Claims:
         claimed = self._claimed.get(name)
         return None if claimed is None else claimed.claims.get(owner)
 
+    def owners(self, kind: OwnerKind) -> list[Owner]:
+        """All of a kind."""
+        return [owner for owner in self._names if owner.kind is kind]
+
     def num_free(self, kind: OwnerKind) -> int:
         """So many more claims are there for owners of a kind."""
         return MOST_CLAIMS[kind] - self._num[kind]
@@ -201,7 +214,7 @@ class Claims:
         del own[name]
         if not own:
             del self._names[owner]
-        self._settle(claimed)
+        self._settle([claimed])
         if not claimed.claims:
             del self._claimed[name]
 
@@ -217,12 +230,12 @@ class Claims:
             return
         if claimed.record is not None:
             # This one takes its place.
-            self._unpin(name, claimed.record)
+            self._discount(name, claimed.record)
         if claimed.has_gone or claimed.record is not None:
             # Who has released it had its last stores before.
             self._keep(claimed)
         claimed.record = record
-        self._settle(claimed)
+        self._settle([claimed])
         self._fill()
 
     def found(self, record: ChunkRecord) -> None:
@@ -243,7 +256,7 @@ class Claims:
         claimed = self._claimed.get(name)
         if claimed is not None and claimed.record is record:
             claimed.record, claimed.has_gone = None, True
-            self._unpin(name, record)
+            self._discount(name, record)
             self._fill()
 
     def leave(self, namespaces: Collection[Namespace]) -> None:
@@ -252,57 +265,81 @@ class Claims:
 
     def resettle(self, record: ChunkRecord) -> None:
         """A READY chunk stands as is wanted of it now."""
-        self._settle(self._claimed.get((record.namespace, record.key)) or _Claimed(record=record))
+        self._settle([self._claimed.get((record.namespace, record.key)) or _Claimed(record=record)])
 
-    def _settle(self, claimed: _Claimed) -> None:
-        record = claimed.record
-        if record is None:
-            return
+    def _settle(self, chunks: Sequence[_Claimed]) -> None:
+        """Chunks of a prompt, from its head on, stand as is wanted of them now: its head has room
+        first, and goes last.
+        """
+        there = [(each, each.record) for each in chunks if each.record is not None]
+        wanted = [self._wanted(claimed, record) for claimed, record in there]
+        for (_, record), standing in zip(reversed(there), reversed(wanted), strict=True):
+            self.num_released += standing is Standing.RELEASED is not record.standing
+            if standing is Standing.NORMAL and record.namespace in self._left:
+                standing = Standing.RELEASED
+            if standing is not Standing.NORMAL or record.standing is not Standing.SPARE:
+                self._stand(record, standing)
+
+    def _wanted(self, claimed: _Claimed, record: ChunkRecord) -> Standing:
+        """How a chunk stands by the highest claim that there is room for; it is counted."""
         name = record.namespace, record.key
-        self._unpin(name, record)
-        standings = {each.standing for each in claimed.claims.values()}
-        if Standing.PINNED in standings and not self._pin(name, record, claimed):
+        self._discount(name, record)
+        claims = claimed.claims
+        standings = {each.standing for each in claims.values()}
+        is_released = Standing.RELEASED in standings and not claimed.is_shared
+        if is_released:
+            standings = {
+                each.standing
+                for owner, each in claims.items()
+                if owner.kind is not OwnerKind.REQUEST or each.standing is Standing.PINNED
+            }
+        if standings <= {Standing.RELEASED}:
+            return Standing.RELEASED if is_released else Standing.NORMAL
+        for standing in sorted(standings, reverse=True):
+            if standing <= Standing.NORMAL:
+                break
+            if self._count(name, record, claimed, standing):
+                return standing
             self._waiting[name] = None
-            standings = (standings - {Standing.PINNED}) | {Standing.NORMAL}
-        wanted = max(standings, default=Standing.NORMAL)
-        if wanted is Standing.RELEASED and claimed.is_shared:
-            wanted = Standing.NORMAL
-        if wanted is Standing.NORMAL and record.namespace in self._left:
-            wanted = Standing.RELEASED
-        if wanted is not Standing.NORMAL or record.standing is not Standing.SPARE:
-            self._stand(record, wanted)
+        return Standing.NORMAL
 
-    def _pin(self, name: Name, record: ChunkRecord, claimed: _Claimed) -> bool:
-        """Count it as pinned; False: it has no room in the share."""
-        by_requests = not any(
-            owner.kind is OwnerKind.OPERATOR
+    def _count(
+        self, name: Name, record: ChunkRecord, claimed: _Claimed, standing: Standing
+    ) -> bool:
+        """Count a chunk that is to be kept or pinned; False: that has no room in its share."""
+        size, is_pinned = record.slot_bytes, standing is Standing.PINNED
+        if is_pinned and self.pinned_bytes + size > self.most_bytes:
+            return False
+        if all(
+            owner.kind in CLIENTS or claim.standing < standing
             for owner, claim in claimed.claims.items()
-            if claim.standing is Standing.PINNED
-        )
-        size, most = record.slot_bytes, self.most_bytes
-        if self.pinned_bytes + size > most:
-            return False
-        if by_requests and self.requests_bytes + size > most // 2:
-            return False
-        self._pinned[name] = by_requests
-        self.pinned_bytes += size
-        self.requests_bytes += size * by_requests
+        ):
+            if self.requests_bytes + size > self.most_bytes // 2:
+                return False
+            self._clients.add(name)
+            self.requests_bytes += size
+        if is_pinned:
+            self._pinned.add(name)
+            self.pinned_bytes += size
         return True
 
-    def _unpin(self, name: Name, record: ChunkRecord) -> None:
+    def _discount(self, name: Name, record: ChunkRecord) -> None:
         self._waiting.pop(name, None)
-        by_requests = self._pinned.pop(name, None)
-        if by_requests is not None:
-            self._has_room = True
+        if name in self._pinned:
+            self._pinned.remove(name)
             self.pinned_bytes -= record.slot_bytes
-            self.requests_bytes -= record.slot_bytes * by_requests
+            self._has_room = True
+        if name in self._clients:
+            self._clients.remove(name)
+            self.requests_bytes -= record.slot_bytes
+            self._has_room = True
 
     def _fill(self) -> None:
-        """Pin what waits, as far as there may be room now; the oldest `MOST_FILLED` are tried."""
+        """Keep what waits, as far as there may be room now; the oldest `MOST_FILLED` are tried."""
         if self._has_room:
             self._has_room = False
-            for name in list(islice(self._waiting, MOST_FILLED)):
-                self._settle(self._claimed[name])
+            names = list(islice(self._waiting, MOST_FILLED))
+            self._settle([self._claimed[name] for name in names])
 
     @property
     def num_pinned(self) -> int:
@@ -311,7 +348,7 @@ class Claims:
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that are here and would be pinned if there was room in the share."""
+        """Chunks that are here and would be kept or pinned if there was room in the share."""
         return len(self._waiting)
 
     def check(self) -> None:
@@ -322,8 +359,11 @@ class Claims:
         assert all(each.standing is Standing.PINNED for each in pinned), pinned
         assert self.pinned_bytes == sum(each.slot_bytes for each in pinned)
         assert self.pinned_bytes <= self.most_bytes
+        wished = [each for each in records if (each.namespace, each.key) in self._clients]
+        assert all(each.standing >= Standing.KEPT for each in wished), wished
+        assert self.requests_bytes == sum(each.slot_bytes for each in wished)
         assert self.requests_bytes <= self.most_bytes // 2
-        assert not self._waiting.keys() & self._pinned.keys()
+        assert not self._waiting.keys() & self._pinned
         by_owner = {(owner, name) for owner, names in self._names.items() for name in names}
         by_name = {(o, name) for name, each in self._claimed.items() for o in each.claims}
         assert by_owner == by_name

@@ -13,16 +13,18 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
+from raykv.prompts.prefixes import companions
+from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
-from raykv.protocol.named.place import EngineHello, Tell
+from raykv.protocol.named.place import NOTHING_ORDERED, EngineHello, Tell
 from raykv.protocol.named.report import MOST_ENGINES, ReportedEngine
 
 SILENT_S = 30.0
@@ -99,22 +101,36 @@ class Facts(NamedTuple):
 
 @dataclass(slots=True)
 class LocalSpace:
-    """A namespace that an engine is in; so many of its chunks would fill the pool."""
+    """A namespace that an engine is in; so many of its chunks would fill the pool. `groups` are its
+    KV groups, as far as they are known.
+    """
 
     gauge: ReuseGauge
     capacity: int
+    groups: Sequence[ChunkGroup] = ()
 
     def count(self, stored: int, loaded: int) -> None:
-        """Chunks were stored here, or loaded here and by others."""
+        """Chunks were stored here, or what was loaded here or read by others was worth so many."""
         self.gauge.count(stored, loaded, self.capacity)
+
+    def loaded(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+        """Counters of an engine have risen, once there are any. A load is worth the chunks of all
+        the tokens that it saves: of a window it reads the last few.
+        """
+        if not before or not after:
+            return
+        name = "loaded_tokens" if self.groups else "chunks_loaded"
+        per_count = sum(1 / each.tokens for each in self.groups) or 1.0
+        self.count(0, round((after.get(name, 0) - before.get(name, 0)) * per_count))
 
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
     """An EngineCore that has introduced itself.
 
-    `sizes`: of slots, by namespace and KV group, the latest namespace last. `heard`: the order of
-    the last naming that it has taken. `answered`: the facts that the last answer had.
+    `sizes`: of slots, by namespace and KV group, the latest namespace last. `heard`: the number of
+    the latest naming that it has taken. `weights`: how often these have changed. `answered`: the
+    facts that the last answer had.
     """
 
     hello: EngineHello
@@ -123,7 +139,8 @@ class LocalEngine:
     sizes: dict[Namespace, Mapping[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     breakers: BreakerReport = field(default_factory=BreakerReport)
-    heard: str = ""
+    heard: Stamp = NOTHING_ORDERED
+    weights: int = 0
     answered: Facts | None = None
 
     @property
@@ -149,7 +166,14 @@ class LocalEngine:
         self.counters = tell.counters or self.counters
         if len(tell.breakers.peers) <= MAX_BREAKERS:
             self.breakers = tell.breakers
-        self.heard = tell.heard
+        self.heard, self.weights = tell.heard, tell.weights
+
+
+def _groups_of(hello: EngineHello) -> list[ChunkGroup]:
+    try:
+        return parse_groups(hello.traits.get("chunks", ""))
+    except ValueError:
+        return []
 
 
 class LocalEngines:
@@ -174,7 +198,7 @@ class LocalEngines:
         capacity = self._geometry.pool_bytes * len(sizes) // sum(sizes)
         known = self.spaces.get(namespace)
         gauge = ReuseGauge() if known is None else known.gauge
-        self.spaces[namespace] = LocalSpace(gauge, capacity)
+        self.spaces[namespace] = LocalSpace(gauge, capacity, _groups_of(hello))
         self._forget_spaces()
         return ""
 
@@ -200,6 +224,13 @@ class LocalEngines:
         if hello.life not in self._engines and len(self._engines) >= MOST_ENGINES:
             return f"{MOST_ENGINES} engines are at this node already, the most that it takes"
         return ""
+
+    def companions(self, namespace: Namespace, keys: Iterable[Key]) -> list[Key]:
+        """What is worth nothing once chunks of a namespace are gone, as far as its KV groups are
+        known.
+        """
+        space = self.spaces.get(namespace)
+        return [] if space is None else companions(space.groups, keys)
 
     def get(self, life: int) -> LocalEngine | None:
         """The engine of that life, if it is here."""
@@ -229,8 +260,13 @@ class LocalEngines:
     def reported(self) -> list[ReportedEngine]:
         """All that are here, for the directory."""
         return [
-            ReportedEngine(each.hello, each.counters, each.breakers, each.heard) for each in self
+            ReportedEngine(each.hello, each.counters, each.breakers, each.heard, each.weights)
+            for each in self
         ]
+
+    def said(self) -> Iterator[tuple[int, str, Stamp, int]]:
+        """Who is here, in which namespace, and what each has said of its weights' names."""
+        return ((e.hello.life, e.hello.namespace, e.heard, e.weights) for e in self)
 
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())

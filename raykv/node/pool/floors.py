@@ -6,6 +6,9 @@ under an earlier number. Numbers count within a history, which begins anew with 
 head; what is of another history is older than every clear of the present one.
 
 The floors of one history are `Clearings`: they never fall, and are bounded.
+
+Before its first orders a node is in `NO_HISTORY`, which each life has anew: after all that its disk
+knows, before the first history of which it hears. Nobody is told of that one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ MAX_HISTORIES = 8
 """That are remembered; what is of another one is void."""
 
 
+NO_HISTORY = 0
+"""Of what was stored before anybody knew of orders."""
+
+
 class Floors:
     """See the module's docstring.
 
@@ -28,7 +35,7 @@ class Floors:
     """
 
     def __init__(
-        self, history: int = 0, known: Mapping[int, Mapping[str, int]] | None = None
+        self, history: int = NO_HISTORY, known: Mapping[int, Mapping[str, int]] | None = None
     ) -> None:
         self._floors: dict[int, Clearings] = {}
         self.history = history
@@ -47,9 +54,14 @@ class Floors:
         """Take in what a disk or a pool file has kept, by history, the latest last; returns the
         namespaces of which a floor rose. Histories that it does not know are later ones.
         """
-        order = dict.fromkeys([*known, *self._floors])
-        self._floors = {each: self._floors.get(each, Clearings()) for each in order}
-        risen = [self._floors[each].take(floors) for each, floors in known.items()]
+        histories = [each for each in dict.fromkeys([*known, *self._floors]) if each != NO_HISTORY]
+        if NO_HISTORY in self._floors:
+            own = list(self._floors)
+            begun = own[own.index(NO_HISTORY) + 1 :]
+            first = min(map(histories.index, begun), default=len(histories))
+            histories.insert(first, NO_HISTORY)
+        self._floors = {each: self._floors.get(each, Clearings()) for each in histories}
+        risen = [self._floors[each].take(known.get(each, {})) for each in histories]
         self._forget_first()
         return set().union(*risen)
 
@@ -73,6 +85,14 @@ class Floors:
         later = histories[histories.index(stamp.history) + 1 :]
         return any(self._floors[history].of(namespace) for history in later)
 
+    def is_void_of_earlier(self, namespace: Namespace, stamp: Stamp) -> bool:
+        """`is_void` of a copy that an earlier life has left: what that one had stored before its
+        first orders may be older than any clear.
+        """
+        if stamp.history == NO_HISTORY:
+            return any(floors.of(namespace) for floors in self._floors.values())
+        return self.is_void(namespace, stamp)
+
     def is_older(self, stamp: Stamp, other: Stamp) -> bool:
         """Whether a clear could make the one void and not the other."""
         if stamp == other:
@@ -87,4 +107,8 @@ class Floors:
     @property
     def told(self) -> dict[int, dict[str, int]]:
         """All floors by history, the present one last; a copy."""
-        return {history: floors.told for history, floors in self._floors.items()}
+        return {
+            history: floors.told
+            for history, floors in self._floors.items()
+            if history != NO_HISTORY
+        }

@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,6 +49,7 @@ from raykv.node.pool.shelf import Shelf
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
+    EVICTIONS,
     ListedRow,
     ListedRows,
     ListingPart,
@@ -151,12 +152,7 @@ class PoolIndex:
         self.listing = listing
         self.places = Places(geometry)
         self.room = Room(self.places, self.find, companions)
-        self.claims = Claims(
-            geometry.pool_bytes,
-            self.find,
-            self.stand,
-            pin_share,
-        )
+        self.claims = Claims(geometry.pool_bytes, self.find, self.stand, pin_share)
         self.floors = floors
         self.shelf = Shelf(listing, floors, self.room, self.places)
         self._ready: dict[Namespace, dict[Key, ChunkRecord]] = {}
@@ -205,7 +201,7 @@ class PoolIndex:
         return sum(map(len, self._jobs.values()))
 
     def part_after(
-        self, position: Position, most: int, wanted: Container[Namespace] | None = None
+        self, position: Position, most: int, wanted: Collection[Namespace] | None = None
     ) -> ListingPart:
         """What a reader who is there reads next: at most so many names that have changed, and
         chunks of so many slots; of some namespaces only, the same ones for as long as it reads on.
@@ -222,6 +218,11 @@ class PoolIndex:
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
+        if place != ALL_READ and wanted is not None:
+            # Nobody need walk through a pool of others.
+            here = self.room.by_space
+            if not any(each in here or self.shelf.has_any(each) for each in wanted):
+                place = ALL_READ
         if place != ALL_READ:
             names, place = self._page(place, most)
             for name in names:
@@ -371,7 +372,11 @@ class PoolIndex:
             return Refusal.POISONED
         if len(jobs) >= MAX_OPEN_JOBS:
             return Refusal.QUEUE_FULL
-        job = _OpenJob(part.num_ranks, ended=self._gone.get(part.life, 0))
+        gone = self._gone.get(part.life, 0)
+        if gone.bit_count() >= part.num_ranks:
+            # Lines have spoken of more ranks than the engine has.
+            return Refusal.POISONED
+        job = _OpenJob(part.num_ranks, ended=gone)
         self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 
@@ -509,7 +514,8 @@ class PoolIndex:
         for record in records:
             record.readers -= 1
             chunks = self._ready.setdefault(record.namespace, {})
-            if record.key in chunks or self._is_void(record):
+            is_void = self.floors.is_void_of_earlier(record.namespace, record.stamp)
+            if record.key in chunks or is_void:
                 if not chunks:
                     del self._ready[record.namespace]
                 self._free_if_idle(record)
@@ -618,20 +624,19 @@ class PoolIndex:
 
     def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
         """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
-        own = job.own
 
         def may_go(each: ChunkRecord) -> bool:
             # A prompt that has no room gives up its tail, not its head.
-            return not each.readers and now - each.found_at >= FRESH_S and each not in own
+            return not each.readers and now - each.found_at >= FRESH_S and each not in job.own
 
         victims = self.room.victims(record, count, now, may_go)
         for each in victims or ():
-            self._drop(each, Reason.EVICTED)
+            self._drop(each, Reason.QUOTA if self.room.is_over(each) else Reason.EVICTED)
         return victims is not None
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A READY record is not found any more."""
-        self.room.order_of(record).leave(record, remember=reason is Reason.EVICTED)
+        self.room.order_of(record).leave(record, remember=reason in EVICTIONS)
         self.room.went(record)
         self.claims.went(record)
         chunks = self._ready[record.namespace]
@@ -639,8 +644,8 @@ class PoolIndex:
         if not chunks:
             del self._ready[record.namespace]
         record.state = ChunkState.VOID
-        if reason is Reason.EVICTED:
-            self.shelf.evicted(record)
+        if reason not in (Reason.CLEARED, Reason.DAMAGED):
+            self.shelf.left(record)
         self.listing.changed(record, reason)
         self._free_if_idle(record)
 

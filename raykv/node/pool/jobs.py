@@ -202,7 +202,7 @@ class Jobs:
 
     def end_chunks(self, made: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
         """A rank has stopped copying these, those of them that it was copying."""
-        num_stored = num_loaded = 0
+        num_stored = 0
         for at in numbers:
             record = made.chunks[at]
             if at not in made.under_way or not isinstance(record, ChunkRecord):
@@ -210,7 +210,6 @@ class Jobs:
             made.under_way.remove(at)
             if made.is_load:
                 self._index.end_load(record)
-                num_loaded += ok and made.rank == 0
                 continue
             state = self._index.end_store(record, made.rank, ok=ok, blocks=made.blocks[at])
             num_stored += state is ChunkState.READY
@@ -218,8 +217,8 @@ class Jobs:
                 is_void = self._index.floors.is_void(record.namespace, record.stamp)
                 made.chunks[at] = Refusal.CLEARED if is_void else Refusal.POISONED
         space = self._engines.spaces.get(made.namespace)
-        if space is not None and (num_stored or num_loaded):
-            space.count(num_stored, num_loaded)
+        if space is not None and num_stored:
+            space.count(num_stored, 0)
 
     def end_job(
         self, made: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float

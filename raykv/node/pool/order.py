@@ -5,50 +5,157 @@ as older than it is, by a handicap. A prompt that nobody asks for again then pas
 without taking what is used along with it. What was given up is remembered for a while; when it is
 stored again it counts as found.
 
-The handicap is learned. Two things are compared with what the plain order of last use would have
-done, which is played on a sample of the names, to know how old its oldest chunk would be: a chunk
-that is found though it is older is a reason for more handicap, and a chunk that is stored again
-though it would still be there a reason for less.
+              stored               found, and each time again
+   unknown ───────────► stored ───────────────────────────────► found
+      ▲                   │ evicted                    evicted │  ▲
+      │    for long       ▼                                    │  │ stored
+      └────────────── remembered ◄─────────────────────────────┘  │
+                          └───────────────────────────────────────┘
+
+How much handicap is right depends on the room and on what is asked for: without any it is the order
+of last use, and with the most a chunk that was found once outlives nearly all that were not. So a
+few handicaps are tried on a sample of the names, which has its share of the room, and each is
+compared with no handicap, by what only one of the two finds: what both find, such as the head of
+all prompts, tells nothing. In doubt there is none, since a sample is of few prompts, and a chunk
+that is found without its prefix is worth nothing.
+
+   uses ──► of the sample ──┬──► trial of 0
+                            ├──► trial of 1 ───► more, less than 0 finds ──┐
+                            ├──► trial of 2 ───► more, less than 0 finds ──┼──► the one in force
+                            └──► trial of 16 ──► more, less than 0 finds ──┘
 
 Invariants:
 1. A record that has entered and not left is in exactly one queue, or it is pinned.
 2. In a queue of used chunks `used` never falls from the first to the last.
-3. The sample has no more names than its share of the chunks that there is room for.
-4. Nothing that is remembered is held, and after chunks have entered there are at most
-   `MOST_REMEMBERED`.
+3. All that a trial knows is of the sample, and it remembers no more than `REMEMBERED` times the
+   chunks that it has room for.
+4. When a chunk was given up, no more names are remembered than `REMEMBERED` times the chunks that
+   there were lately, at the most.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from math import inf
+from operator import gt, lt
 from zlib import crc32
 
 from raykv.node.pool.records import ChunkRecord, RecordQueue, Standing
 
-LEAST_HANDICAP, FIRST_HANDICAP, MOST_HANDICAP = 0.1, 0.35, 8.0
-"""Times the chunks that are held, counted in uses."""
+HANDICAPS = (0, 1, 2, 16)
+"""In times the chunks that may go, counted in uses. The first, none, is in force at first."""
 
-STEP = 25.0
-"""By how much one chunk changes the handicap, as a share of it: so much divided by the chunks that
-are held. Where a tenth of all that is held speaks for more, it doubles or so."""
+CLEARLY = 2.0
+"""So many times as much as it fails to find must be found with a handicap, and not without."""
 
-HOPE, MOST_HOPED = 0.01, 2.0
-"""What a reason is worth for which more handicap might not have been enough, and up to which
-handicap it counts.
+HALF_LIFE = 16
+"""Uses of the sample, for each chunk that it has room for, until what was found counts half."""
+
+LESSON = 16
+"""Uses of the sample that are played at once."""
+
+LEAST_SAMPLED, FINEST = 128, 64
+"""The sample has room for at most so many chunks, or so many times the names of which one is in it:
+the larger a pool, the larger is the sample, and the less it costs for each use.
+"""
+
+FORGET = 64
+"""The most chunks that there were lately fall by such a part in a lesson: while a prompt takes the
+place of others there are fewer for a moment.
 """
 
 REMEMBERED = 2
-"""Times the chunks that are held."""
+"""Times the most chunks that there were lately."""
 
-MOST_REMEMBERED = 131_072
+_PLACES = 8
+"""In which a name may be remembered."""
 
-FEWEST = 64
-"""Chunks from which anything can be learned."""
 
-MOST_SAMPLED = 2048
-"""Names that are played by last use: what it costs falls with the size of a pool."""
+class _Memory:
+    """Names that were given up, by number, in 36 to 45 bytes each when there are most of them.
+
+    A number is in one of a few places that follow each other, of which two in three or more are
+    free; if none is, it is not remembered. It is in a ring as well, which says what is forgotten
+    next, unless it was taken, perhaps to come again. Two names of one number share it: harmless.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._numbers, self._at = (array("I", bytes(12 * room + 4 * _PLACES)) for _ in range(2))
+        # From `_first` up to `_last`, which count on and on.
+        self._ring = array("I", bytes(8 * room))
+        self.count = self._first = self._last = 0
+
+    def add(self, number: int, most: int) -> None:
+        """Remember a name, and no more than so many, for which there must be room."""
+        numbers, ring, size = self._numbers, self._ring, len(self._ring)
+        place = 3 * self.room * number >> 32
+        places = numbers[place : place + _PLACES]
+        wanted = number if number in places else 0
+        if wanted in places:
+            place += places.index(wanted)
+            numbers[place] = number
+            at = self._at[place] = self._last % size
+            ring[at] = place
+            self._last += 1
+            self.count += not wanted
+        while self.count > most or self._last - self._first == size:
+            at = self._first % size
+            self._first += 1
+            if numbers[ring[at]] and self._at[ring[at]] == at:
+                numbers[ring[at]] = 0
+                self.count -= 1
+
+    def take(self, number: int) -> bool:
+        """Forget a name; False if it is not remembered."""
+        place = 3 * self.room * number >> 32
+        places = self._numbers[place : place + _PLACES]
+        if number not in places:
+            return False
+        self._numbers[place + places.index(number)] = 0
+        self.count -= 1
+        return True
+
+
+class _Trial:
+    """The order with one handicap, played on the sample: numbers with the time of last use, those
+    first that were used or given up first.
+    """
+
+    def __init__(self, handicap: int, merit: float = 0.0) -> None:
+        # What it has found lately, and the first trial has not, less what only that one has.
+        self.handicap, self.merit = handicap, merit
+        self.stored: dict[int, int] = {}
+        self.found: dict[int, int] = {}
+        self.remembered: dict[int, int] = {}
+
+    def play(self, uses: Sequence[tuple[int, int]], room: int, handicap: int) -> list[bool]:
+        """Names are asked for, each at its time, and stored where they are not there; returns
+        which were.
+        """
+        stored, found, remembered = self.stored, self.found, self.remembered
+        hits: list[bool] = []
+        for number, now in uses:
+            hits.append(bool(found.pop(number, 0) or stored.pop(number, 0)))
+            (found if hits[-1] or remembered.pop(number, 0) else stored)[number] = now
+            while len(stored) + len(found) > room:
+                used = next(iter(stored.values()), inf) - handicap
+                queue = stored if used < next(iter(found.values()), inf) else found
+                first = next(iter(queue))
+                remembered[first] = queue.pop(first)
+        for number in list(islice(remembered, max(len(remembered) - REMEMBERED * room, 0))):
+            del remembered[number]
+        return hits
+
+
+Fronts = Mapping[RecordQueue, ChunkRecord] | None
+
+
+def _number(record: ChunkRecord) -> int:
+    """Of its name: from 1 to 2 ** 32 - 1, far from those of similar keys."""
+    return crc32(record.key) * 0x9E3779B1 & 0xFFFFFFFF or 1
 
 
 class EvictionOrder:
@@ -57,61 +164,40 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self._released, self._spare = RecordQueue(), RecordQueue()
-        self._stored, self._found = RecordQueue(), RecordQueue()
-        self._kept = RecordQueue()
+        self._released, self._spare, self._stored, self._found = (RecordQueue() for _ in range(4))
+        self._kept = [RecordQueue() for _ in range(Standing.KEPT, Standing.PINNED)]
         # Of what is spare no more: each goes late until it is unmarked.
         self._unmarking: list[RecordQueue] = []
         self._num_entered = self._num_pinned = 0
-        # By hash, the oldest first: the time of last use. Two names of one hash share it: harmless.
-        self._remembered: OrderedDict[int, int] = OrderedDict()
-        # The sample by last use, the oldest first, with that time: names whose hash begins with
-        # `_shift` zeros. `_room`: how many chunks there are when it is full.
-        self._sample: OrderedDict[int, int] = OrderedDict()
-        self._shift = self._room = 0
-        self.now = 0
-        self._handicap = FIRST_HANDICAP
+        self._memory = _Memory(1)
+        self._trials = [_Trial(each) for each in HANDICAPS]
+        # The sample has numbers without the bits of `_rest`; its uses since the last lesson.
+        self._handicap = self._rest = 0
+        self._uses: list[tuple[int, int]] = []
+        # `_room`: the most chunks that there were lately.
+        self._room = self.now = 0
 
-    def enter(
-        self, records: Sequence[ChunkRecord], front: Mapping[RecordQueue, ChunkRecord] | None = None
-    ) -> None:
+    def enter(self, records: Sequence[ChunkRecord], front: Fronts = None) -> None:
         """Chunks of a prompt have become READY; they were in no order. They go before those in
         `front` of them in the prompt, of which each queue may have one.
         """
-        began, remembered = self.now, self._remembered
         for record in reversed(records):
-            past = remembered.pop(hash((record.namespace, record.key)), None)
-            if past is not None:
-                record.hits += 1
-                self._came_back(*divmod(past, 2), began)
-            self._use(record)
+            number = _number(record)
+            record.hits += self._memory.take(number)
+            self._use(record, number)
             self._put(record, front)
-        if remembered:
-            self._room = self._num_entered
-            most = min(MOST_REMEMBERED, REMEMBERED * (self._num_entered or 1))
-            while len(remembered) > most:
-                remembered.popitem(last=False)
-
-    def _came_back(self, used: int, was_found: int, now: int) -> None:
-        """A chunk that was given up is stored again."""
-        if now - used < self._age_by_use():
-            self._learn(-1)
-        elif was_found and self._handicap < MOST_HOPED:
-            self._learn(HOPE)
+        self._room = max(self._room, self._num_entered)
 
     def touch(self, records: Sequence[ChunkRecord]) -> None:
         """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
         all the same.
         """
-        age, began = self._age_by_use(), self.now
         for record in reversed(records):
-            if record.queue is self._found and began - record.used > age:
-                self._learn(1)
             record.hits += 1
             if record.standing is Standing.RELEASED:
                 record.standing = Standing.NORMAL
             self._take(record)
-            self._use(record)
+            self._use(record, _number(record))
             self._put(record)
 
     def stand(self, record: ChunkRecord, standing: Standing) -> None:
@@ -120,19 +206,18 @@ class EvictionOrder:
         """
         if standing is not record.standing or self._is_marked_void(record):
             self._take(record)
-            self._use(record)
-            record.standing = standing
+            self.now += 1
+            record.used, record.standing = self.now, standing
             self._put(record)
 
     def leave(self, record: ChunkRecord, *, remember: bool) -> None:
         """A chunk that has entered is gone; `remember` it if it went for lack of room."""
-        was_found = record.queue is self._found
         self._take(record)
         if remember:
-            past = 2 * record.used + was_found
-            self._remembered[hash((record.namespace, record.key))] = past
-            if len(self._remembered) > MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
+            most = REMEMBERED * self._room
+            if not most <= self._memory.room <= 1 + 7 * most // 5:
+                self._memory = _Memory(1 + 9 * most // 8)
+            self._memory.add(_number(record), most)
 
     def forget_spares(self) -> None:
         """What was said of spare chunks is void: from now on they go after those that are not,
@@ -144,51 +229,38 @@ class EvictionOrder:
 
     def unmark(self, most: int) -> int:
         """Up to so many chunks that are spare no more stand like others; returns how many."""
-        num_done = 0
-        while self._unmarking and num_done < most:
-            record = self._unmarking[0].first
-            if record is None:
-                del self._unmarking[0]
-            else:
-                self.stand(record, Standing.NORMAL)
-                num_done += 1
-        return num_done
+        records = list(islice(chain.from_iterable(self._unmarking), most))
+        for record in records:
+            self.stand(record, Standing.NORMAL)
+        self._unmarking = [queue for queue in self._unmarking if queue.first is not None]
+        return len(records)
 
     def _is_marked_void(self, record: ChunkRecord) -> bool:
         return record.standing is Standing.SPARE and record.queue is not self._spare
 
     def first(self, count: int, may_go: Callable[[ChunkRecord], bool]) -> list[ChunkRecord]:
         """Up to `count` chunks that go first, of those that may."""
-        found: list[ChunkRecord] = []
-        for record in self:
-            if len(found) == count:
-                break
-            if may_go(record):
-                found.append(record)
-        return found
+        return list(islice(filter(may_go, self), count))
 
     def __iter__(self) -> Iterator[ChunkRecord]:
         """All but those that are pinned, in order. Not valid after a change."""
         yield from self._released
         yield from self._spare
-        stored, found = self._stored.first, self._found.first
-        handicap = int(self._handicap * self._num_entered)
-        while stored is not None or found is not None:
-            if found is None or (stored is not None and stored.used - handicap < found.used):
-                assert stored is not None
-                yield stored
-                stored = stored.after
-            else:
+        found, handicap = self._found.first, self._handicap * self.num_that_go
+        for stored in self._stored:
+            while found is not None and found.used <= stored.used - handicap:
                 yield found
                 found = found.after
-        for queue in self._unmarking:
-            yield from queue
-        yield from self._kept
+            yield stored
+        while found is not None:
+            yield found
+            found = found.after
+        yield from chain.from_iterable((*self._unmarking, *self._kept))
 
     @property
     def num_remembered(self) -> int:
         """Names that went for lack of room and are remembered."""
-        return len(self._remembered)
+        return self._memory.count
 
     @property
     def num_that_go(self) -> int:
@@ -199,16 +271,32 @@ class EvictionOrder:
         """How many have entered and not left."""
         return self._num_entered
 
-    def _use(self, record: ChunkRecord) -> None:
+    def _use(self, record: ChunkRecord, number: int) -> None:
         self.now += 1
         record.used = self.now
-        name = crc32(record.key)
-        if not name >> (32 - self._shift):
-            self._play(name)
+        if not number & self._rest:
+            self._uses.append((number, self.now))
+            if len(self._uses) == LESSON:
+                self._learn()
 
-    def _put(
-        self, record: ChunkRecord, front: Mapping[RecordQueue, ChunkRecord] | None = None
-    ) -> None:
+    def _learn(self) -> None:
+        """Play the sample, go by the best trial, and see to the size of the sample."""
+        num = self._room = max(self._num_entered, self._room - 1 - self._room // FORGET)
+        room = 1 + num // (self._rest + 1)
+        plays = [trial.play(self._uses, room, trial.handicap * num) for trial in self._trials]
+        for trial, hits in zip(self._trials, plays, strict=True):
+            trial.merit *= 0.5 ** (LESSON / (HALF_LIFE * room))
+            trial.merit += sum(map(gt, hits, plays[0])) / CLEARLY - sum(map(lt, hits, plays[0]))
+        self._uses.clear()
+        self._handicap = max(self._trials, key=lambda each: each.merit).handicap
+        most = max(LEAST_SAMPLED, FINEST * (self._rest + 1))
+        if room > most:
+            self._rest = 2 * self._rest + 1
+            self._trials = [_Trial(each.handicap, each.merit) for each in self._trials]
+        elif room < most // 8:
+            self._rest //= 2
+
+    def _put(self, record: ChunkRecord, front: Fronts = None) -> None:
         self._num_entered += 1
         standing = record.standing
         if standing is Standing.NORMAL:
@@ -221,8 +309,8 @@ class EvictionOrder:
                 queue.append(record)
         elif standing is Standing.PINNED:
             self._num_pinned += 1
-        elif standing is Standing.KEPT:
-            self._kept.append(record)
+        elif standing >= Standing.KEPT:
+            self._kept[standing - Standing.KEPT].append(record)
         else:
             (self._spare if standing is Standing.SPARE else self._released).append(record)
 
@@ -234,30 +322,3 @@ class EvictionOrder:
             if self._unmarking and self._is_marked_void(record):
                 record.standing = Standing.NORMAL
             record.queue.remove(record)
-
-    def _learn(self, direction: float) -> None:
-        if len(self) < FEWEST:
-            return
-        factor = 1 + direction * min(STEP / len(self), 0.5)
-        handicap = self._handicap * factor
-        self._handicap = min(max(handicap, LEAST_HANDICAP), MOST_HANDICAP)
-
-    def _play(self, name: int) -> None:
-        """A name of the sample is used in it, too."""
-        sample, most = self._sample, self._room >> self._shift or 1
-        sample[name] = self.now
-        sample.move_to_end(name)
-        while len(sample) > most:
-            sample.popitem(last=False)
-        while self._room >> self._shift > MOST_SAMPLED:
-            self._shift += 1
-            for each in [each for each in self._sample if each >> (32 - self._shift)]:
-                del self._sample[each]
-
-    def _age_by_use(self) -> float:
-        """How old the oldest chunk would be if all were in the order of last use; infinite until
-        that is known.
-        """
-        if len(self._sample) < max(self._room >> self._shift, 1) or not self._room:
-            return inf
-        return self.now - next(iter(self._sample.values()))

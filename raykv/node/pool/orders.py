@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -26,10 +26,10 @@ from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import Standing
 from raykv.node.pool.room import NOBODY
 from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrdersDocument
+from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrderedShare, OrdersDocument
 
 MOST_TENANTS = 4096
-"""That are told apart; all others are nobody in particular."""
+"""That are told apart; all others that have no share are nobody in particular."""
 
 SOON_S = 1.0
 """The end of a pin is moved only by more than that."""
@@ -44,12 +44,14 @@ class TenantNumbers:
 
     def of(self, label: str) -> int:
         """The number of a tenant, perhaps a new one."""
-        number = self._numbers.get(label)
-        if number is None:
-            if not is_label(label) or len(self._numbers) >= MOST_TENANTS:
-                return NOBODY
-            number = self._numbers[label] = next(self._next)
-        return number
+        is_full = len(self._numbers) >= MOST_TENANTS
+        return self._numbers.get(label, NOBODY) if is_full else self.of_share(label)
+
+    def of_share(self, label: str) -> int:
+        """The number of a tenant that has a share, however many others there are."""
+        if label not in self._numbers and is_label(label):
+            self._numbers[label] = next(self._next)
+        return self._numbers.get(label, NOBODY)
 
     def forget(self, used: Collection[int]) -> None:
         """Forget all but these."""
@@ -63,16 +65,17 @@ class TenantNumbers:
 
 @dataclass(slots=True)
 class LocalPin:
-    """A pin; `is_known`: its keys have come, and are claimed."""
+    """A pin; `names` of its chunks have come, and are claimed, unless there are none."""
 
     order: OrderedPin
     until: float
-    is_known: bool = False
+    names: Sequence[Name] = ()
 
     @property
     def standing(self) -> Standing:
         """How its chunks stand."""
-        return Standing.PINNED if self.order.priority is None else Standing.KEPT
+        priority = self.order.priority
+        return Standing.PINNED if priority is None else Standing.kept(priority)
 
 
 class LocalOrders:
@@ -113,16 +116,26 @@ class LocalOrders:
         }
         return msgspec.structs.replace(self._document, pins=pins)
 
-    def take(self, document: OrdersDocument, now: float) -> None:
-        """A document, which counts if its number is later than that of the last one."""
+    @property
+    def shares(self) -> Mapping[str, OrderedShare]:
+        """Of tenants, by their labels."""
+        return {} if self._document is None else self._document.shares
+
+    def take(self, document: OrdersDocument, now: float) -> set[Namespace]:
+        """A document, which counts if its number is later than that of the last one.
+
+        Returns:
+            Namespaces that it has cleared; the empty name: all.
+        """
         if document.stamp <= self.stamp:
-            return
+            return set()
         self._document, self._taken_at = document, now
-        self._clear(document)
+        risen = self._clear(document)
         self._share(document)
         self._pin(document, now)
+        return risen
 
-    def _clear(self, document: OrdersDocument) -> None:
+    def _clear(self, document: OrdersDocument) -> set[Namespace]:
         floors, risen = self._index.floors, set()
         if document.stamp.history != floors.history:
             floors.begin(document.stamp.history)
@@ -131,11 +144,12 @@ class LocalOrders:
         risen |= floors.take(document.floors)
         if risen:
             self._index.drop_void(risen)
+        return risen
 
     def _share(self, document: OrdersDocument) -> None:
         shares = {}
         for label, each in document.shares.items():
-            number = self._tenants.of(label)
+            number = self._tenants.of_share(label)
             if number != NOBODY or not label:
                 shares[number] = Share(each.guaranteed, each.most)
         self._shared = set(shares)
@@ -153,39 +167,44 @@ class LocalOrders:
                 is_same = known.standing is pin.standing
                 if is_same and abs(pin.until - known.until) <= SOON_S:
                     continue
-                pin.is_known = known.is_known
+                pin.names = known.names
             self._pins[pin_id] = pin
-            if pin.is_known:
-                self._claim(pin_id, pin, list(self._index.claims.names_of(_owner(pin_id))))
+            if pin.names:
+                self._claim(pin_id, pin)
 
-    def _claim(self, pin_id: str, pin: LocalPin, names: Iterable[tuple[Namespace, Key]]) -> None:
-        self._index.claims.claim(_owner(pin_id), names, pin.standing, pin.until)
+    def _claim(self, pin_id: str, pin: LocalPin) -> None:
+        self._index.claims.claim(_owner(pin_id), pin.names, pin.standing, pin.until)
 
     def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
         """The keys of pins that have that digest."""
         names = [(namespace, key) for key in islice(dict.fromkeys(keys), MAX_ORDERED)]
         for pin_id, pin in self._pins.items():
-            if pin.order.digest == digest and not pin.is_known:
-                pin.is_known = True
+            if pin.order.digest == digest and not pin.names:
+                pin.names = names
                 before = self._index.claims.names_of(_owner(pin_id)) - names
                 self._index.claims.end(_owner(pin_id), before)
-                self._claim(pin_id, pin, names)
+                self._claim(pin_id, pin)
 
-    def pinned(self, pin_id: str) -> KeysView[Name] | None:
-        """The names of a pin's chunks; None: they are not known here, or there is no such pin."""
-        pin = self._pins.get(pin_id)
-        is_known = pin is not None and pin.is_known
-        return self._index.claims.names_of(_owner(pin_id)) if is_known else None
+    def pins(self) -> Iterator[tuple[str, LocalPin]]:
+        """The pins of which the chunks are known, by their ids."""
+        return ((pin_id, pin) for pin_id, pin in self._pins.items() if pin.names)
 
     def wanted(self) -> list[bytes]:
         """Digests of pins whose keys are not known."""
-        return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.is_known))
+        return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.names))
 
     def expire(self, now: float) -> None:
-        """Forget pins whose time is over, whose claims end alone, and tenants that are gone."""
-        over = [pin_id for pin_id, pin in self._pins.items() if pin.until <= now]
-        for pin_id in over:
-            del self._pins[pin_id]
+        """Forget pins whose time is over, whose claims end alone, and tenants that are gone; claim
+        what there was no room for.
+        """
+        claims = self._index.claims
+        for pin_id, pin in list(self._pins.items()):
+            own, free = claims.names_of(_owner(pin_id)), claims.num_free(OwnerKind.OPERATOR)
+            if pin.until <= now:
+                del self._pins[pin_id]
+            elif len(own) < len(pin.names) and free:
+                missing = [name for name in pin.names if name not in own]
+                claims.claim(_owner(pin_id), missing[:free], pin.standing, pin.until)
         self._tenants.forget(self._shared | self._index.room.used.keys())
 
 

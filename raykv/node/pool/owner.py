@@ -25,33 +25,36 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 
 import msgspec
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
+from raykv.base.tenants import OTHERS
 from raykv.base.version import __version__
-from raykv.node.accounts.requests import RequestLog
-from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Name, Owner, OwnerKind
+from raykv.node.accounts.accounts import NodeAccounts
+from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
 from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
 from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.orders import LocalOrders, TenantNumbers
+from raykv.node.pool.orders import LocalOrders, LocalPin, TenantNumbers
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.reporting import Reporting, valid
 from raykv.node.pool.room import NOBODY
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.columns import Keys
-from raykv.protocol.engine import Hints, check_record
+from raykv.protocol.engine import Hints
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.named.copies import NamedJob, NamedResult
 from raykv.protocol.named.place import (
+    NOTHING_ORDERED,
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
@@ -61,11 +64,14 @@ from raykv.protocol.named.place import (
 )
 from raykv.protocol.named.report import Report, ReportAnswer, SessionsWord
 from raykv.protocol.node import NodeStats
-from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrdersDocument
+from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
 """How long a request's priority counts."""
+
+SERIES_S = 60.0
+"""How long what operators have brought here stays after the last chunk of their series."""
 
 SOON_S = 1.0
 """A request's wish for a chunk is renewed only for more than that."""
@@ -79,8 +85,6 @@ class NodePool:
         life: of the NodeActor and its listing; a later one is higher.
         geometry: of the pool.
         pin_share: of the pool, that pins may take.
-        hostname: of its host, for people.
-        pid: of the NodeActor, for people.
     """
 
     def __init__(
@@ -88,17 +92,14 @@ class NodePool:
         node_id: NodeId,
         life: int,
         geometry: PoolGeometry,
-        *,
         pin_share: float = PIN_SHARE,
-        hostname: str = "",
-        pid: int = 0,
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self._hostname, self._pid = hostname, pid
-        self.index = PoolIndex(geometry, Listing(life), Floors(), pin_share=pin_share)
         self._tenants = TenantNumbers()
         self._engines = LocalEngines(geometry)
+        companions = self._engines.companions
+        self.index = PoolIndex(geometry, Listing(life), Floors(), companions, pin_share)
         self.sessions = LocalSessions(self.index.claims)
         self._jobs = Jobs(self.index, self._engines, self._tenants.of)
         self._landings = Landings(self.index)
@@ -108,8 +109,12 @@ class NodePool:
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
-        self.records = RequestLog()
-        """Requests of its engines that have ended."""
+        self.accounts = NodeAccounts(self.quota_of)
+        """What is told of it and of its engines to people."""
+        # The highest number of orders that an engine has named since the last document.
+        self._told_orders = NOTHING_ORDERED
+        # Until when the chunks of each series stay.
+        self._series: dict[Owner, float] = {}
 
     # Engines
 
@@ -125,7 +130,9 @@ class NodePool:
         if engine is None or tell.seq <= engine.seq:
             return
         engine.seq = tell.seq
+        self._engines.spaces[engine.namespace].loaded(engine.counters, tell.counters)
         engine.take(tell)
+        self._told_orders = max(self._told_orders, tell.orders)
         namespace = Namespace(tell.namespace)
         self._find(namespace, tell.found, now)
         self._hint(tell.life, namespace, tell.hints, now)
@@ -135,7 +142,7 @@ class NodePool:
         for each in news:
             word = msgspec.structs.replace(each, keys=Keys())
             self._reporting.say(SessionsWord(namespace, word))
-        self.records.take(engine.hello, valid(tell.finished, check_record), now)
+        self.accounts.take(engine.hello, tell, now)
 
     def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
         records: dict[ChunkRecord, str] = {}
@@ -149,7 +156,15 @@ class NodePool:
                 owned.setdefault(label, []).append(record)
         for label, some in owned.items():
             self.index.room.own(some, self._tenants.of(label))
-        self.index.touch(list(records), now)
+        # A request that waits says it again and again.
+        new = [
+            each
+            for each in records
+            if now - each.found_at >= FRESH_S or each.standing is Standing.RELEASED
+        ]
+        for record in records:
+            record.found_at = now
+        self.index.touch(new, now)
 
     def _hint(self, life: int, namespace: Namespace, hints: Hints, now: float) -> None:
         for pin_s, names in _alike(namespace, hints.pinned, hints.pin_s):
@@ -159,15 +174,20 @@ class NodePool:
         for priority, names in _alike(namespace, hints.favoured, hints.priorities):
             if 0 < priority <= MAX_PRIORITY:
                 owner = Owner(OwnerKind.REQUEST, f"{life} priority")
-                self._wish(owner, names, Standing.KEPT, now + FAVOUR_S)
+                self._wish(owner, names, Standing.kept(int(priority)), now + FAVOUR_S)
 
     def _wish(self, owner: Owner, names: list[Name], standing: Standing, until: float) -> None:
-        """Requests of an engine want this; what they have wanted before lasts as long as it did."""
+        """Requests of an engine want this; what they have wanted before lasts as long as it did,
+        and stands as high.
+        """
         claims = self.index.claims
-        known = ((name, claims.claim_of(owner, name)) for name in names)
-        new = [name for name, claim in known if claim is None or until - claim.until > SOON_S]
-        if new:
-            claims.claim(owner, new, standing, until)
+        raised: dict[Standing, list[Name]] = {}
+        for name in names:
+            known = claims.claim_of(owner, name) or Claim(standing, -inf)
+            if until - known.until > SOON_S or standing > known.standing:
+                raised.setdefault(max(standing, known.standing), []).append(name)
+        for each, some in raised.items():
+            claims.claim(owner, some, each, until)
 
     def changes(self, query: ChangesQuery, now: float) -> ChangesAnswer:
         """What is new at this place for an engine; see `ChangesQuery`."""
@@ -187,6 +207,7 @@ class NodePool:
             store_share=facts.store_share,
             has_peers=facts.has_peers,
             naming=facts.naming,
+            has_more=not query.most or self._lacks(part.end, namespace),
         )
 
     def _no_part(self, position: Position) -> ListingPart:
@@ -204,19 +225,21 @@ class NodePool:
             self.is_leaving,
             self._engines.spaces[engine.namespace].gauge.store_share,
             self._reporting.has_peers(engine.namespace),
-            self._reporting.naming(engine.hello.engine_id, engine.heard),
+            self._reporting.naming(engine.hello.life, engine.heard),
         )
 
     def has_changes(self, query: ChangesQuery) -> bool:
         """Whether an answer would say anything that the last one to that engine has not said."""
-        namespace, position = Namespace(query.namespace), query.position
+        namespace = Namespace(query.namespace)
         engine = self._engines.get(query.life)
         if engine is None or engine.namespace != namespace:
             return True
         if self._facts(engine) != engine.answered:
             return True
-        if not query.most:
-            return False
+        return query.most > 0 and self._lacks(query.position, namespace)
+
+    def _lacks(self, position: Position, namespace: Namespace) -> bool:
+        """Whether a reader who is there is to read on."""
         listing = self.index.listing
         if position.life != listing.life or position.place != ALL_READ:
             return True
@@ -248,6 +271,7 @@ class NodePool:
     def begin_chunks(self, job: AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Admit some chunks of a store, by their numbers, from heads of prompts to tails."""
         self._jobs.begin_chunks(job, numbers, now)
+        self._trim(now)
 
     def admit(
         self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
@@ -301,6 +325,15 @@ class NodePool:
         """Nobody writes a chunk any more that was to land."""
         self._landings.landed(record, ok=ok)
 
+    def keep_series(
+        self, series: str, namespace: Namespace, keys: Iterable[Key], now: float
+    ) -> None:
+        """Chunks that an operator brings here stay until others of their series have come, too."""
+        owner = Owner(OwnerKind.SERIES, series)
+        names = dict.fromkeys((namespace, key) for key in keys)
+        self.index.claims.claim(owner, names, Standing.KEPT, inf)
+        self._series[owner] = now + SERIES_S
+
     def begin_read(
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
     ) -> list[ChunkRecord | Refusal]:
@@ -331,6 +364,7 @@ class NodePool:
         del now
         labels = self._tenants.labels
         used = self.index.room.used.items()
+        self._reporting.facts = self.orders, self.is_leaving, tuple(self._engines.said())
         return self._reporting.begin(
             Report(
                 PROTOCOL_VERSION,
@@ -345,9 +379,8 @@ class NodePool:
                 spaces={str(name): num for name, num in self.index.sizes().items()},
                 tenant_bytes={labels[number]: num for number, num in used if number in labels},
                 pinned_bytes=self.index.claims.pinned_bytes,
+                pinned_chunks=self.index.claims.num_pinned,
                 is_leaving=self.is_leaving,
-                pid=self._pid,
-                hostname=self._hostname,
                 raykv_version=__version__,
             )
         )
@@ -367,6 +400,12 @@ class NodePool:
         """Changes that the directory has not read, as far as is known."""
         return self._reporting.num_unread
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a report would say something new."""
+        facts = self.orders, self.is_leaving, tuple(self._engines.said())
+        return self.wants_document or self._reporting.has_news(facts)
+
     def give_up(self) -> None:
         """The report that is out will not be answered."""
         self._reporting.give_up()
@@ -384,12 +423,17 @@ class NodePool:
 
     @property
     def wants_document(self) -> bool:
-        """Whether the directory has later orders; `take_orders` is for them."""
-        return self._reporting.newest > self.orders
+        """Whether there are later orders, as the directory or an engine has said; `take_orders` is
+        for them.
+        """
+        return max(self._reporting.newest, self._told_orders) > self.orders
 
     def take_orders(self, document: OrdersDocument, now: float) -> None:
         """A document of orders; nothing if its number is not later than that of the last one."""
-        self._orders.take(document, now)
+        # An engine that names orders which nobody has is believed once.
+        self._told_orders = NOTHING_ORDERED
+        for namespace in self._orders.take(document, now):
+            self.accounts.descriptions.forget(namespace or None)
 
     def told_orders(self, now: float) -> OrdersDocument | None:
         """The latest document, for a directory that wants it."""
@@ -405,25 +449,46 @@ class NodePool:
 
     # For people
 
-    @property
-    def engines(self) -> Iterator[EngineHello]:
-        """What the engines that are here have said last of themselves."""
-        return (each.hello for each in self._engines)
+    def follow(self, now: float) -> bool:
+        """Count a piece of what has happened here; returns whether there is more."""
+        return self.accounts.follow(self.index.listing, self.sessions, self._tenants.labels, now)
 
     @property
-    def tenant_labels(self) -> dict[int, str]:
-        """The label of each tenant, by its number."""
-        return self._tenants.labels
+    def engines(self) -> Iterator[LocalEngine]:
+        """The engines that are here."""
+        return iter(self._engines)
 
-    def pinned(self, pin_id: str) -> KeysView[Name] | None:
-        """The names of an ordered pin's chunks; None: they are not known here."""
-        return self._orders.pinned(pin_id)
+    @property
+    def shares(self) -> Mapping[str, OrderedShare]:
+        """Of tenants, by their labels."""
+        return self._orders.shares
+
+    def quota_of(self, label: str) -> str:
+        """The name of a tenant's quota; all without one are `OTHERS`."""
+        return self.shares[label].name if label in self.shares else OTHERS
+
+    def tenant(self, label: str) -> str:
+        """What people call a tenant: its quota, or its label."""
+        return self.shares[label].name if label in self.shares else label
+
+    def num_wished(self) -> int:
+        """Chunks that requests and pauses of sessions keep, or would if they were here."""
+        claims = self.index.claims
+        owners = [*claims.owners(OwnerKind.REQUEST), *self.sessions.pausing()]
+        return len(set().union(*map(claims.names_of, owners)))
+
+    def pins(self) -> Iterator[tuple[str, LocalPin]]:
+        """Ordered pins by their ids, as far as their chunks are known here."""
+        return self._orders.pins()
 
     # Time
 
     def expire(self, now: float) -> None:
         """End what is late or over; about once a second, and with a piece of what takes long."""
         self.sessions.expire(now)
+        for series in [each for each, until in self._series.items() if until <= now]:
+            del self._series[series]
+            self.index.claims.end(series)
         self.index.claims.expire(now)
         self.index.expire(now)
         self._orders.expire(now)
@@ -437,7 +502,7 @@ class NodePool:
         """Drop what tenants have above their greatest shares."""
         index = self.index
         for record in index.room.over(lambda r: not r.readers and now - r.found_at >= FRESH_S):
-            index.drop(record, Reason.EVICTED)
+            index.drop(record, Reason.QUOTA)
 
     def check(self) -> None:
         """Assert the invariants; for tests."""

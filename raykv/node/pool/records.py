@@ -38,9 +38,22 @@ class Standing(IntEnum):
     """Another node keeps it, too."""
     NORMAL = 2
     KEPT = 3
-    """It goes when nothing else is left."""
-    PINNED = 4
+    """It goes when nothing else is left, or of lower priority; this is the lowest."""
+    KEPT_2 = 4
+    KEPT_3 = 5
+    KEPT_4 = 6
+    KEPT_5 = 7
+    KEPT_6 = 8
+    KEPT_7 = 9
+    KEPT_8 = 10
+    KEPT_9 = 11
+    PINNED = 12
     """It does not go."""
+
+    @staticmethod
+    def kept(priority: int) -> Standing:
+        """Of chunks that are kept with a priority from 1 to `MAX_PRIORITY`."""
+        return Standing(Standing.KEPT + priority - 1)
 
 
 class ChunkRecord(msgspec.Struct, eq=False, gc=False):

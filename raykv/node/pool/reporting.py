@@ -68,14 +68,17 @@ class Reporting:
         self._sessions = sessions
         self._seq = 0
         self._out: Report | None = None
+        self.facts: object = None
+        """What the last report said of the node itself; its owner sets it."""
         self._said: deque[SessionsWord] = deque(maxlen=MOST_WORDS)
         # Of the directory: its life, how far it has read, and what was heard of it.
         self._life: int | None = None
         self._position: Position | None = None
         self._heard = self._words_heard = 0
+        self._told_heard = (0, 0)
         self._answered_at = -inf
         self._alone: frozenset[str] = frozenset()
-        self._namings: dict[str, tuple[str, str]] = {}
+        self._namings: dict[int, Naming] = {}
         self.newest = Stamp(0, 0)
         """The number of the orders that the directory has."""
         # Namespaces that had engines, and have none any more: as the directory knows, and but for
@@ -105,24 +108,37 @@ class Reporting:
             sessions=list(self._said),
         )
         self._said.clear()
+        self._told_heard = self._heard, self._words_heard
         return self._out
 
     def _part(self) -> ListingPart | None:
         """What the directory has not read; None: it has all, or has not said how far it is."""
+        if self._position is None or self._is_read:
+            return None
+        return self._index.part_after(self._position, MOST_ROWS)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the directory has all of the listing, or has not said how far it is."""
         position, listing = self._position, self._index.listing
         if position is None:
-            return None
+            return True
         has_all = position.life == listing.life and position.place == ALL_READ
-        if has_all and position.number == listing.number:
-            return None
-        return self._index.part_after(position, MOST_ROWS)
+        return has_all and position.number == listing.number
+
+    def has_news(self, facts: object) -> bool:
+        """Whether the next report would say something that the last one has not said."""
+        is_told = (facts, self._heard, self._words_heard) == (self.facts, *self._told_heard)
+        return not is_told or not self._is_read or bool(self._said)
 
     @property
     def num_unread(self) -> int:
-        """Changes of the listing that the directory has not read, as far as is known."""
-        position, listing = self._position, self._index.listing
-        read = position.number if position and position.life == listing.life else 0
-        return max(0, listing.number - read)
+        """Chunks that the directory has not read of, at most: all until it has seen every page."""
+        position, listing, index = self._position, self._index.listing, self._index
+        num_chunks = index.num_ready + len(index.shelf)
+        if position is None or (position.life, position.place) != (listing.life, ALL_READ):
+            return num_chunks
+        return min(num_chunks, max(0, listing.number - position.number))
 
     def give_up(self) -> None:
         """No answer to the report that is out will count."""
@@ -131,7 +147,8 @@ class Reporting:
             waiting = [*self._out.sessions, *self._said]
             self._said.clear()
             self._said.extend(waiting)
-        self._out = None
+        # What it has told may not have come.
+        self._out = self.facts = None
 
     def is_of(self, seq: int | None) -> bool:
         """Whether an answer is of the report that is out; None: nobody knows of which it is."""
@@ -217,10 +234,10 @@ class Reporting:
         """Whether other nodes have engines or chunks of a namespace, or it is not known."""
         return namespace not in self._alone
 
-    def naming(self, engine_id: str, heard: str) -> Naming | None:
-        """What the weights of an engine are called, unless it has heard that."""
-        order_id, version = self._namings.get(engine_id, ("", ""))
-        return Naming(order_id, version) if order_id and order_id != heard else None
+    def naming(self, life: int, heard: Stamp) -> Naming | None:
+        """What the weights of an EngineCore are called, unless it has heard that, or of later."""
+        naming = self._namings.get(life)
+        return naming if naming is not None and naming.stamp > heard else None
 
     def check(self) -> None:
         """Assert the invariants; for tests."""

@@ -9,8 +9,8 @@ something else is left, or will be soon.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from raykv.base.ids import Key, Namespace
 from raykv.base.shares import NO_SHARE, Share, shareholder, to_give_up
@@ -33,8 +33,11 @@ MOST_AT_ONCE = 64
 MOST_OVER = 4096
 """Chunks above greatest shares that go at once."""
 
+LIKELY_CHUNKS, LIKELY_SLABS = 256, 8
+"""A slab that changes its slot size is looked for among so many, with chunks that go first."""
+
 LOOK_S = 1.0
-"""Between two looks for a slab that changes its slot size, after none was found."""
+"""Between two looks at all slabs of other slot sizes."""
 
 MayGo = Callable[[ChunkRecord], bool]
 
@@ -67,7 +70,7 @@ class Room:
         self._used: Counter[int] = Counter()
         self._by_space: Counter[Namespace] = Counter()
         self._all_used = 0
-        # By slot size, when to look again for a slab, after none was found.
+        # By slot size, when to look again at all slabs of others.
         self._look_at: dict[int, float] = {}
 
     def order_of(self, record: ChunkRecord) -> EvictionOrder:
@@ -119,6 +122,11 @@ class Room:
         ]
 
     @property
+    def num_uses(self) -> int:
+        """Another one whenever the orders are: chunks came, were found, or stand in another way."""
+        return sum(order.now for order in self._orders.values())
+
+    @property
     def all_used(self) -> int:
         """Bytes of all together, of what is being written too."""
         return self._all_used
@@ -147,7 +155,9 @@ class Room:
     def _with(
         self, companions: Companions, gone: Sequence[ChunkRecord], may_go: MayGo
     ) -> list[ChunkRecord]:
-        """The companions of chunks that go, as far as they may go as well."""
+        """The companions of chunks that go, as far as they may go as well; what is pinned is in no
+        queue.
+        """
         by_namespace: dict[Namespace, list[Key]] = {}
         for each in gone:
             by_namespace.setdefault(each.namespace, []).append(each.key)
@@ -157,7 +167,7 @@ class Room:
             for key in companions(namespace, keys)
         )
         others = [each for each in found if each is not None and each not in set(gone)]
-        return [each for each in others if may_go(each) and self.may_evict(each)]
+        return [each for each in others if each.queue is not None and may_go(each)]
 
     def _first(self, wanted: ChunkRecord, count: int, may_go: MayGo) -> list[ChunkRecord]:
         for may_go_below in (False, True):
@@ -207,56 +217,84 @@ class Room:
 
     def _slab_for(self, slot_bytes: int, now: float, may_go: MayGo) -> list[ChunkRecord] | None:
         """All chunks of a slab that changes its slot size; None if none does."""
+        for slabs, below in self._looks(slot_bytes, now):
+            slab = self._oldest(slabs, below, may_go)
+            if slab is not None:
+                records = self._places.records_in(slab)
+                if not records:
+                    self._places.give_slab(slab)
+                return records
+        return None
+
+    def _looks(self, slot_bytes: int, now: float) -> Iterator[tuple[list[int], Standing]]:
+        """Slabs of which one may change its slot size, if all of its chunks stand below that: those
+        with chunks that go first, then, once in a while, all.
+        """
+        own = self._places.classes().get(slot_bytes, 0)
+        donors = self._donors(slot_bytes, own, now)
+        for donor in donors:
+            yield self._likely(donor), Standing.KEPT
         if now < self._look_at.get(slot_bytes, now):
-            return None
+            return
+        self._look_at[slot_bytes] = now + LOOK_S
+        # A slot size without a slab takes what is kept, before its chunks find no room at all.
+        for below in (Standing.KEPT,) if own else (Standing.KEPT, Standing.PINNED):
+            for donor in donors:
+                yield self._places.slabs_of(donor), below
+
+    def _donors(self, slot_bytes: int, own: int, now: float) -> list[int]:
+        """Slot sizes that give a slab to one that has `own`, those first that have the most."""
         classes = self._places.classes()
         others = [size for size in classes if size != slot_bytes]
-        own, fair = classes.get(slot_bytes, 0), self._places.geometry.num_slabs // (len(others) + 1)
-        for donor in sorted(others, key=lambda size: -classes[size]):
+        fair = self._places.geometry.num_slabs // (len(others) + 1)
+
+        def gives(donor: int) -> bool:
             is_idle = now - self._wanted_at.get(donor, -IDLE_S) >= IDLE_S
             may_give = classes[donor] > 1 or (is_idle and not own)
             has_more = classes[donor] > fair and own < max(fair, 1)
-            if may_give and (is_idle or has_more):
-                slab = self._slab_of(donor, may_go)
-                if slab is not None:
-                    records = self._places.records_in(slab)
-                    if not records:
-                        self._places.give_slab(slab)
-                    return records
-        self._look_at[slot_bytes] = now + LOOK_S
-        return None
+            return may_give and (is_idle or has_more)
 
-    def _slab_of(self, donor: int, may_go: MayGo) -> int | None:
-        """The slab of a class that was used longest ago, of those of which all may go and nobody
-        goes below its guarantee.
+        return sorted(filter(gives, others), key=lambda size: -classes[size])
+
+    def _likely(self, donor: int) -> list[int]:
+        """Those slabs of a class that have the most of the chunks that go first."""
+        slabs = self._places.slabs_of(donor)
+        if len(slabs) <= LIKELY_SLABS:
+            return slabs
+        orders = (order for (size, _), order in self._orders.items() if size == donor)
+        first = chain.from_iterable(islice(order, LIKELY_CHUNKS) for order in orders)
+        likely = Counter(self._places.geometry.slab_of(record.slot) for record in first)
+        return [slab for slab, _ in likely.most_common(LIKELY_SLABS)]
+
+    def _oldest(self, slabs: Iterable[int], below: Standing, may_go: MayGo) -> int | None:
+        """The slab that was used longest ago, of those of which all chunks may go, and stand below
+        that, and nobody goes below its guarantee.
         """
         total = self._places.geometry.pool_bytes
         least = {owner: int(each.guaranteed * total) for owner, each in self._shares.items()}
         used = {holder: self._used_by(holder) for holder in least}
         found: int | None = None
         oldest = 0
-        for slab in self._places.slabs_of(donor):
+        for slab in slabs:
             records = self._places.records_in(slab)
             latest = max((record.used for record in records), default=0)
             if found is not None and latest > oldest:
                 continue
-            taken = Counter(self._holder(record.owner) for record in records)
+            taken: Counter[int] = Counter()
+            for record in records:
+                taken[self._holder(record.owner)] += record.slot_bytes
             goes_below = any(
-                used[holder] - count * donor < least[holder]
-                for holder, count in taken.items()
+                used[holder] - num_bytes < least[holder]
+                for holder, num_bytes in taken.items()
                 if holder in least
             )
-            may_all = all(self._may_hand_over(each) and may_go(each) for each in records)
+            may_all = all(
+                each.queue is not None and each.standing < below and may_go(each)
+                for each in records
+            )
             if may_all and not goes_below:
                 found, oldest = slab, latest
         return found
-
-    def _may_hand_over(self, record: ChunkRecord) -> bool:
-        return self.may_evict(record) and record.standing is not Standing.KEPT
-
-    def may_evict(self, record: ChunkRecord) -> bool:
-        """Whether a chunk is READY and not pinned."""
-        return record.queue is not None and record.standing is not Standing.PINNED
 
     def forget_sizes(self) -> None:
         """Forget slot sizes that have no slab any more."""
@@ -314,11 +352,19 @@ class Room:
         found: list[ChunkRecord] = []
         for holder, share in self._shares.items():
             over = self._used_by(holder) - int(share.most * self._places.geometry.pool_bytes)
+            if over <= 0:
+                continue
             held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
-            if over > 0 and held:
+            if held:
                 size = max(held, key=lambda size: size * len(held[size]))
                 found += held[size].first(min(-(-over // size), most - len(found)), may_go)
         return found
+
+    def is_over(self, record: ChunkRecord) -> bool:
+        """Whether a chunk counts to a share of which more is used than is guaranteed."""
+        holder = self._holder(record.owner)
+        share, total = self._shares.get(holder), self._places.geometry.pool_bytes
+        return share is not None and self._used_by(holder) > int(share.guaranteed * total)
 
     # Spare copies
 

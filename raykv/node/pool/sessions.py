@@ -37,24 +37,18 @@ MOST_SESSIONS = 4096
 MOST_KEYS = 16_384
 """Chunks of one session."""
 
-STANDINGS = {
-    SessionStage.ACTIVE: Standing.NORMAL,
-    SessionStage.PAUSED: Standing.KEPT,
-    SessionStage.GIVEN_UP: Standing.RELEASED,
-    SessionStage.OVER: Standing.RELEASED,
-}
-"""How chunks of a session stand."""
-
 
 @dataclass(slots=True)
 class LocalSession:
-    """`until`: of its pause, else infinite. `used_at`: by a request of this node, of which so many
-    have come.
+    """`standing`: of its chunks. `until`: of its latest pause, of `pause_s`, else infinite.
+    `used_at`: by a request of this node, of which so many have come.
     """
 
     owner: Owner
     stage: SessionStage = SessionStage.ACTIVE
+    standing: Standing = Standing.NORMAL
     until: float = inf
+    pause_s: float = 0.0
     used_at: float = 0.0
     num_requests: int = 0
 
@@ -90,11 +84,13 @@ class LocalSessions:
         name = namespace, news.session
         match news.word:
             case SessionWord.CAME:
-                self._become(name, SessionStage.ACTIVE, inf)
+                self._become(name, SessionStage.ACTIVE, Standing.NORMAL)
             case SessionWord.PAUSED:
-                self._become(name, SessionStage.PAUSED, now + news.pause_s)
+                self._sessions[name].pause_s = news.pause_s
+                standing = Standing.kept(news.priority or 1)
+                self._become(name, SessionStage.PAUSED, standing, now + news.pause_s)
             case SessionWord.OVER:
-                self._become(name, SessionStage.OVER, inf)
+                self._become(name, SessionStage.OVER, Standing.RELEASED)
             case SessionWord.USED:
                 pass
 
@@ -121,30 +117,68 @@ class LocalSessions:
         while self._claims.num_free(OwnerKind.SESSION) < len(new) and len(self._sessions) > 1:
             self._forget_oldest()
         if new:
-            self._claims.claim(session.owner, new, STANDINGS[session.stage], session.until)
+            self._claims.claim(session.owner, new, session.standing, session.until)
 
-    def _become(self, name: tuple[Namespace, str], stage: SessionStage, until: float) -> None:
+    def _become(
+        self,
+        name: tuple[Namespace, str],
+        stage: SessionStage,
+        standing: Standing,
+        until: float = inf,
+    ) -> None:
         """A session is in another stage. What is released once is not released again."""
         session = self._sessions[name]
-        is_same = STANDINGS[stage] is STANDINGS[session.stage] and until == session.until
-        session.stage, session.until = stage, until
+        is_same = (standing, until) == (session.standing, session.until)
+        session.stage, session.standing, session.until = stage, standing, until
         if stage is SessionStage.PAUSED:
             self._pausing[name] = session
         else:
             self._pausing.pop(name, None)
         if not is_same:
             names = list(self._claims.names_of(session.owner))
-            self._claims.claim(session.owner, names, STANDINGS[stage], until)
+            self._claims.claim(session.owner, names, standing, until)
 
     def expire(self, now: float) -> None:
         """Give up the sessions that were to go on by now; before claims of that time end."""
         for name in [name for name, each in self._pausing.items() if each.until <= now]:
-            self._become(name, SessionStage.GIVEN_UP, inf)
+            self._become(name, SessionStage.GIVEN_UP, Standing.RELEASED)
 
     def stage_of(self, namespace: Namespace, session: str) -> SessionStage | None:
         """Where a session is; None: it is not known."""
         known = self._sessions.get((namespace, session))
         return None if known is None else known.stage
+
+    def released(self, chunk: Name) -> str:
+        """By which session that was over a chunk was released, as the end of a sentence; empty: by
+        none that is known.
+        """
+        for owner in self._claims.claims_on(chunk):
+            namespace, _, session = owner.name.partition("\n")
+            known = self._sessions.get((Namespace(namespace), session))
+            if owner.kind is not OwnerKind.SESSION or known is None:
+                continue
+            if known.stage is SessionStage.OVER:
+                return f"released: its session {session!r} was over"
+            if known.stage is SessionStage.GIVEN_UP:
+                pause = f"kept for the pause of its session {session!r}, {known.pause_s:g} s"
+                return f"{pause}, and released when that was over"
+        return ""
+
+    def num_private(self, session: LocalSession) -> int:
+        """Chunks of a session that no other one has."""
+        kinds = (
+            [owner.kind for owner in self._claims.claims_on(name)]
+            for name in self._claims.names_of(session.owner)
+        )
+        return sum(each.count(OwnerKind.SESSION) == 1 for each in kinds)
+
+    def pausing(self) -> list[Owner]:
+        """Sessions that are to go on."""
+        return [session.owner for session in self._pausing.values()]
+
+    def keys_of(self, session: LocalSession) -> list[Key]:
+        """The chunks of a session, from heads of prompts to tails."""
+        return [key for _, key in self._claims.names_of(session.owner)]
 
     def latest(self) -> Iterator[tuple[Namespace, str, LocalSession]]:
         """All sessions, the most recently used one first. Not valid after a change."""
@@ -166,7 +200,7 @@ class LocalSessions:
                 claim = self._claims.claim_of(session.owner, chunk)
                 assert claim is not None, chunk
                 assert claim.until == session.until, (claim, session)
-                if claim.standing is not STANDINGS[session.stage]:
-                    assert STANDINGS[session.stage] is Standing.RELEASED, (claim, session)
+                if claim.standing is not session.standing:
+                    assert session.standing is Standing.RELEASED, (claim, session)
                     assert claim.standing is Standing.NORMAL, (claim, session)
         assert self._pausing.keys() <= self._sessions.keys()

@@ -10,12 +10,15 @@ The disk is a second place in the row of a name. What is in which file is not kn
 tier says what has come to the disk, and what has gone.
 
 Chunks are written before they go: of the chunks that go next as many as two steps of an engine
-store, once there is no free room for so many. What has not been written in time is lost.
+store, once there is no free room for so many. What has not been written in time is lost. What is
+released is written, too: a session that is over may come back. What is spare another node has. A
+disk that is full takes only what was found since it was stored: else prompts that nobody asks for
+again would take the place of what is asked for.
 
 Invariants:
 1. What the shelf has is in the listing as on the disk, and every change of that is numbered.
 2. A record that is being written was READY when that began, and has a reader until its bytes are
-   copied. Its copy counts if it is READY at the end, or was evicted for room.
+   copied. Its copy counts if it is READY at the end, or was evicted or moved.
 3. Each chunk on the disk has a place that no other one has, for whoever reads the listing in pages.
 """
 
@@ -36,11 +39,8 @@ RESERVE = 2048
 two KV groups.
 """
 
-RESERVED_PART = 8
+RESERVED_PART = 4
 """One of so many chunks is in that reserve at most."""
-
-NOT_WORTH_IT = (Standing.RELEASED, Standing.SPARE)
-"""Nobody will miss it, or another node has it."""
 
 
 class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
@@ -84,16 +84,22 @@ class Shelf:
         # By place; places that nothing has are used again.
         self._by_place: list[ShelvedChunk | None] = []
         self._free: list[int] = []
-        # Records that are being written, and whether each was evicted meanwhile.
+        # Records that are being written, and whether each has gone well meanwhile.
         self._writing: dict[ChunkRecord, bool] = {}
-        # The listing's number when nothing was left to be written.
-        self._done_at = -1
+        self.is_full = False
+        """Whether files have had to go for others; the disk says it."""
+        # When nothing was left to be written: the listing's number, and that of uses.
+        self._done_at = (-1, -1)
 
     # Looking
 
     def find(self, namespace: Namespace, key: Key) -> ShelvedChunk | None:
         """A chunk on the disk."""
         return self._chunks.get(namespace, {}).get(key)
+
+    def has_any(self, namespace: Namespace) -> bool:
+        """Whether chunks of a namespace are on the disk."""
+        return namespace in self._chunks
 
     def __len__(self) -> int:
         return len(self._by_place) - len(self._free)
@@ -141,17 +147,19 @@ class Shelf:
         """Up to so many chunks of those that go next that are not on the disk, each with a reader;
         `end_write` is for each.
         """
-        if self._done_at == self._listing.number:
+        now = self._listing.number, self._room.num_uses
+        if self._done_at == now:
             return []
         found = []
         for record in self._going():
-            is_wanted = record.standing not in NOT_WORTH_IT and not record.is_written
-            if is_wanted and record not in self._writing and self._is_unwritten(record):
+            is_wanted = record.standing is not Standing.SPARE and not record.is_written
+            is_used = record.hits or not self.is_full
+            if is_wanted and is_used and record not in self._writing and self._is_unwritten(record):
                 found.append(record)
                 if len(found) == most:
                     break
         else:
-            self._done_at = self._listing.number
+            self._done_at = now
         return self._begin(found)
 
     def _going(self) -> list[ChunkRecord]:
@@ -192,8 +200,8 @@ class Shelf:
             or self._floors.is_older(kept.stamp, record.stamp)
         )
 
-    def evicted(self, record: ChunkRecord) -> None:
-        """A READY chunk has gone for others."""
+    def left(self, record: ChunkRecord) -> None:
+        """A READY chunk has gone, and nothing is wrong with it."""
         if record in self._writing:
             self._writing[record] = True
 
@@ -202,12 +210,12 @@ class Shelf:
 
         What was not written is tried again.
         """
-        was_evicted = self._writing.pop(record)
+        has_left = self._writing.pop(record)
         if not is_written:
-            self._done_at = -1
+            self._done_at = (-1, -1)
             return False
         record.is_written = True
-        is_good = was_evicted or record.state is ChunkState.READY
+        is_good = has_left or record.state is ChunkState.READY
         return is_good and not self._floors.is_void(record.namespace, record.stamp)
 
     def refuse(self, record: ChunkRecord) -> None:

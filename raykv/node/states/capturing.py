@@ -36,7 +36,7 @@ from raykv.base.deadlines import (
     STATES_ROOM_S,
 )
 from raykv.base.errors import HiddenStatesError, first_line
-from raykv.base.ids import Direction, Epoch, Refusal
+from raykv.base.ids import Direction, Refusal, group_of
 from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely
 from raykv.copy.engine import HOST, HOST_SPAN_BYTES, MAX_QUEUED_JOBS, SPAN_BYTES
 from raykv.copy.plan import CopyRuns, PlanError
@@ -88,7 +88,6 @@ class Capturing:
     Args:
         keeper: has the pool, beside which states are copied.
         rows: copies within the host's memory.
-        epoch: of this life of the NodeActor.
         give_way: lets loads go first; called before each part of a copy.
         answer: tells the worker how its job has ended, with the bytes that were copied.
     """
@@ -97,13 +96,11 @@ class Capturing:
         self,
         keeper: PoolKeeper,
         rows: RowCopier,
-        epoch: Epoch,
         give_way: Callable[[QueuedJob], None],
         answer: Callable[[QueuedJob, int], None],
     ) -> None:
         self._keeper = keeper
         self._rows = rows
-        self._epoch = epoch
         self._give_way = give_way
         self._answer = answer
         self._lock = threading.Condition()
@@ -146,7 +143,7 @@ class Capturing:
     def cancel(self, worker: AttachedWorker, job_ids: Collection[int]) -> None:
         """Answer a worker's waiting captures that were given up."""
         with self._lock:
-            taken = self._take(lambda q: q.worker is worker and q.job.job_id in job_ids)
+            taken = self._take(lambda q: q.worker is worker and q.admitted.job.job_id in job_ids)
         for queued in taken:
             self.refuse(queued, Refusal.CANCELLED, "the engine gave the copy up: it took too long")
 
@@ -300,18 +297,16 @@ class Capturing:
 
     def _plan(self, queued: QueuedJob, capture: Capture) -> tuple[CopyRuns, Bytes]:
         """What is to be copied, and fresh memory for it, [number of blocks, bytes of a page]."""
-        job = queued.job
-        if job.node_epoch != self._epoch:
-            raise _RefusedError(Refusal.BAD_HANDLE, "the NodeActor has been restarted")
+        block_ids = queued.admitted.job.block_ids
         try:
             planner = queued.worker.planner
-            layer = planner.layer(job.groups[0], capture.layer)
-            wrong = capture_objection(capture, len(job.block_ids), layer.page_bytes)
+            layer = planner.layer(group_of(queued.admitted.keys[0]), capture.layer)
+            wrong = capture_objection(capture, len(block_ids), layer.page_bytes)
             if wrong:
                 raise PlanError(wrong)
-            pages = np.empty((len(job.block_ids), layer.page_bytes), np.uint8)
+            pages = np.empty((len(block_ids), layer.page_bytes), np.uint8)
             to = pages.ctypes.data - self._keeper.pool.address
-            return planner.pages(layer, job.block_ids, to), pages
+            return planner.pages(layer, block_ids, to), pages
         except PlanError as error:
             logger.warning("refused a malformed capture: %s", error)
             raise _RefusedError(Refusal.BAD_HANDLE, f"invalid capture: {error}") from error
@@ -463,9 +458,9 @@ def arranged(pages: Bytes, capture: Capture) -> HiddenStates:
 
 
 def _capture(queued: QueuedJob) -> Capture:
-    capture = queued.job.capture
-    assert capture is not None, queued.job.job_id
-    return capture
+    job = queued.admitted.job
+    assert job.capture is not None, job.job_id
+    return job.capture
 
 
 def _let_go(lock_fd: int, reason: str) -> None:

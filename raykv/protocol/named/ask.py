@@ -11,6 +11,9 @@ from raykv.protocol.columns import MAX_GROUPS, MAX_ROWS, Keys, Numbers, Source, 
 from raykv.protocol.listing import Reason
 from raykv.protocol.named.columns import Count, Named, Text, check_column, check_index
 
+MOST_ASKED = 16_384
+"""Keys of one question: of a prompt of 262,144 tokens, in chunks of 16."""
+
 MOST_SOURCES = 2
 """Of one chunk, that an answer names: the second for when the first has lost it."""
 
@@ -37,8 +40,8 @@ class Ask(msgspec.Struct, frozen=True):
     coming: Keys = Keys()
 
     def __post_init__(self) -> None:
-        check_column(self.keys)
-        check_column(self.coming)
+        check_column(self.keys, most=MOST_ASKED)
+        check_column(self.coming, most=MOST_ASKED)
 
 
 class AskAnswer(msgspec.Struct, frozen=True):

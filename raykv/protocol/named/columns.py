@@ -55,7 +55,7 @@ class NamedKeys(msgspec.Struct, frozen=True, array_like=True):
     keys: Keys = Keys()
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.index)
+        check_column(self.keys, self.index, most=2 * MAX_KEYS)
         check_index(self.index, self.namespaces)
 
     @staticmethod

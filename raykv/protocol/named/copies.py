@@ -86,6 +86,8 @@ class FetchOrderNamed(msgspec.Struct, frozen=True):
         tenant: whose request wants them.
         deadline_s: from now on.
         with_checksums: whether what arrives is checked.
+        series: of several orders that belong together: what they bring stays until a while after
+            the last one.
     """
 
     version: int
@@ -100,6 +102,7 @@ class FetchOrderNamed(msgspec.Struct, frozen=True):
     tenant: Text = ""
     deadline_s: Seconds = 10.0
     with_checksums: bool = True
+    series: Text = ""
 
     def __post_init__(self) -> None:
         check_column(self.keys, self.slot_bytes)

@@ -84,7 +84,9 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
         wanted_keys: what is new of the sketch of the chunks that its requests have wanted.
         breakers: whom the engine leaves alone.
         described: what is inside of chunks.
-        heard: the order of the last naming that it has taken.
+        heard: the number of the latest naming that it has taken.
+        weights: how often its weights have changed, as far as it knows.
+        orders: the number of the latest orders that it knows of; the place may be behind.
     """
 
     life: Count
@@ -99,7 +101,9 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     wanted_keys: KeySketch = KeySketch()
     breakers: BreakerReport = BreakerReport()
     described: Descriptions = Descriptions()
-    heard: Text = ""
+    heard: Stamp = NOTHING_ORDERED
+    weights: Count = 0
+    orders: Stamp = NOTHING_ORDERED
 
 
 class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
@@ -126,6 +130,7 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
         store_share: one request of so many should store, since little of what is stored is loaded.
         has_peers: other nodes have engines or chunks of the namespace, or it is not known.
         naming: what the user calls the engine's weights, until it was `heard`.
+        has_more: there may be more to read at once.
     """
 
     part: ListingPart
@@ -136,6 +141,7 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
     store_share: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAME)] = 1
     has_peers: bool = True
     naming: Naming | None = None
+    has_more: bool = False
 
 
 EngineMessage = EngineHello | Tell | ChangesQuery

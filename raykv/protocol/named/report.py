@@ -8,6 +8,7 @@ import msgspec
 
 from raykv.base.ids import Stamp
 from raykv.protocol.columns import MAX_GROUPS, MAX_NUMBER, MAX_POOL_BYTES, MAX_ROWS
+from raykv.protocol.engine import Naming
 from raykv.protocol.listing import ListingPart, Position
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.named.columns import Count, Named, NamedKeys, Text
@@ -26,12 +27,13 @@ PAUSE_MS = (10, 1000)
 
 
 class ReportedEngine(msgspec.Struct, frozen=True):
-    """An engine that a node introduces, and its counters since its start."""
+    """An engine that a node introduces, and its counters since its start; the rest as in `Tell`."""
 
     hello: EngineHello
     counters: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     breakers: BreakerReport = BreakerReport()
-    heard: Text = ""
+    heard: Stamp = NOTHING_ORDERED
+    weights: Count = 0
 
 
 class SessionsWord(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +62,8 @@ class Report(msgspec.Struct, frozen=True):
         engines: all that are here.
         spaces: READY chunks, by namespace.
         tenant_bytes: of the pool, by tenant.
-        pinned_bytes: of the pool.
+        pinned_bytes: of the pool;
+        pinned_chunks: that these are.
         sessions: what its engines have said of sessions since the last report that was answered.
         is_leaving: the node drains.
         pid: of the NodeActor.
@@ -83,6 +86,7 @@ class Report(msgspec.Struct, frozen=True):
     spaces: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     tenant_bytes: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     pinned_bytes: Count = 0
+    pinned_chunks: Count = 0
     sessions: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_ROWS)] = []
     is_leaving: bool = False
     pid: Count = 0
@@ -127,8 +131,8 @@ class ReportAnswer(msgspec.Struct, frozen=True):
         left: namespaces that had engines, and have none any more.
         words: of sessions that this node has named, what was said at other nodes;
         words_number: of the last of them.
-        namings: what weights of the node's engines are called, by the engine's id, with the
-            number of the order.
+        namings: what weights of the node's engines are called, by the life of the EngineCore: of
+            those that have not heard it.
     """
 
     life: int
@@ -141,4 +145,4 @@ class ReportAnswer(msgspec.Struct, frozen=True):
     left: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
     words: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_GROUPS)] = []
     words_number: Count = 0
-    namings: Annotated[dict[Text, tuple[Text, Text]], msgspec.Meta(max_length=MOST_ENGINES)] = {}
+    namings: Annotated[dict[Count, Naming], msgspec.Meta(max_length=MOST_ENGINES)] = {}

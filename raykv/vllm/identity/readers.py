@@ -29,7 +29,7 @@ RANDOM_SEED = "random in "
 """Beginning of a seed of block hashes that no other process has."""
 
 CHUNK_FORMAT = 1
-"""How RayKV lays out a chunk in a slot, on disk and in a file. Rises when it changes."""
+"""How RayKV lays out a chunk in a pool, on disk and in a file. Rises when it changes."""
 
 READABLE = frozenset(
     (

@@ -26,7 +26,7 @@ from raykv.cluster.deaths import DeathWatch
 from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.worker.link import LinkSettings
-from tests.children.worker import KV_NAME
+from tests.children.worker import KV_NAME, LIFE
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Worker, failures
 from tests.fixtures.waiting import wait_until
@@ -176,9 +176,9 @@ def test_killed_workers_copy_is_given_up_and_its_slots_are_not_ready(
     heir = Worker(world.node, [SLOT_BYTES], 1)
     workers.append(heir)
     for chunk in (0, 1):
-        assert failures(heir.run(heir.job(Direction.LOAD, [chunk], [0]))) == [Refusal.STALE]
+        assert failures(heir.run(heir.job(Direction.LOAD, [chunk], [0]))) == [Refusal.NOT_HERE]
     # The next store of the slot begins at once: nobody writes there any more.
-    heir.link.submit(heir.job(Direction.STORE, [0], [0], generation=2))
+    heir.link.submit(heir.job(Direction.STORE, [0], [0]))
     world.expect_line("copying")
 
 
@@ -200,7 +200,7 @@ def test_jobs_that_wait_for_their_lane_go_with_their_worker(world: World) -> Non
 
 def test_other_rank_lives_on_when_one_is_killed(world: World, workers: list[Worker]) -> None:
     half = SLOT_BYTES // 2
-    survivor = Worker(world.node, [half], 1, rank=0, num_ranks=2)
+    survivor = Worker(world.node, [half], 1, rank=0, num_ranks=2, life=LIFE)
     workers.append(survivor)
     num_fds = count_fds(world.node.process.pid)
     orphan = world.spawn("attached", rank=1, num_ranks=2)
@@ -215,12 +215,13 @@ def test_other_rank_lives_on_when_one_is_killed(world: World, workers: list[Work
         "the dead rank's memory is unmapped",
     )
     too_early = survivor.run(survivor.job(Direction.LOAD, [0], [1]))
-    assert failures(too_early) == [Refusal.WRITING]
+    # It would wait in vain for the other part.
+    assert failures(too_early) == [Refusal.NOT_HERE]
     # The same slot is stored anew, by an engine that lives, at once.
     alone = Worker(world.node, [SLOT_BYTES], 1, namespace="other")
     workers.append(alone)
-    assert failures(alone.run(alone.job(Direction.STORE, [0], [0], generation=2))) == []
-    assert failures(alone.run(alone.job(Direction.LOAD, [0], [1], generation=2))) == []
+    assert failures(alone.run(alone.job(Direction.STORE, [0], [0]))) == []
+    assert failures(alone.run(alone.job(Direction.LOAD, [0], [1]))) == []
 
 
 def test_nothing_of_a_killed_node_stays_in_its_worker(world: World, workers: list[Worker]) -> None:
@@ -274,6 +275,49 @@ def test_memory_of_others_is_not_in_forked_children() -> None:
     assert (own, os.waitstatus_to_exitcode(status)) == (2, 1)
     received.close()
     memory.close()
+
+
+def test_pool_file_of_a_node_that_was_killed_while_it_wrote_has_whole_chunks_only(
+    tmp_path: Path, workers: list[Worker]
+) -> None:
+    num_blocks = links.NUM_SLOTS // 2
+    node = links.Node(SLOT_BYTES, f"pool={tmp_path / 'pool'}")
+    try:
+        worker = Worker(node, [SLOT_BYTES], 1)
+        workers.append(worker)
+        blocks = list(range(num_blocks))
+        for first in (0, num_blocks):
+            chunks = [first + each for each in blocks]
+            assert failures(worker.run(worker.job(Direction.STORE, chunks, blocks))) == []
+        # It ends in order, with all chunks sealed.
+        node.process.communicate(timeout=LONG_S)
+        node.options = (*node.options, "endless")
+        node.start()
+        writer = Worker(node, [SLOT_BYTES], 1, settings=links.PATIENT)
+        workers.append(writer)
+        # The pool is full: this one takes another one's slot.
+        writer.link.submit(writer.job(Direction.STORE, [links.NUM_SLOTS], [num_blocks]))
+        assert node.process.stdout is not None
+        assert node.process.stdout.readline() == "copying\n"
+        node.end()
+        node.options = node.options[:1]
+        node.start()
+        reader = Worker(node, [SLOT_BYTES], 1)
+        workers.append(reader)
+        expected = [reader.block(each) for each in blocks]
+        missing = []
+        for chunk in range(links.NUM_SLOTS + 1):
+            refused = failures(reader.run(reader.job(Direction.LOAD, [chunk], [num_blocks])))
+            if refused:
+                missing.append((chunk, refused))
+            else:
+                assert reader.block(num_blocks) == expected[chunk % num_blocks], chunk
+        evicted = [each for each in missing if each[0] != links.NUM_SLOTS]
+        assert len(evicted) == 1
+        assert (links.NUM_SLOTS, [Refusal.NOT_HERE]) in missing
+        assert evicted[0][1] == [Refusal.NOT_HERE]
+    finally:
+        node.end()
 
 
 # The watch

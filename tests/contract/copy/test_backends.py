@@ -19,18 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.geometry import MAX_SLAB_BYTES
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.words import Word
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from raykv.protocol.worker import KVLayout, TensorLayout
 from tests.fixtures.copy.memories import (
     MEMORIES,
     NEVER,
     Bytes,
     Memory,
 )
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
@@ -113,17 +114,10 @@ def copied(
 
 def runs_of(of: KVLayout, parts: list[Part], rank: int, direction: Direction) -> CopyRuns:
     count = len(parts)
-    job = CopyJob(
-        job_id=1,
-        direction=int(direction),
-        node_epoch=1,
-        handles=Handles(Keys.of([b"k"] * count), [part.slot for part in parts], [1] * count),
-        groups=[part.group for part in parts],
-        num_blocks=[len(part.blocks) for part in parts],
-        first_block=[part.first for part in parts],
-        block_ids=[block for part in parts for block in part.blocks],
-    )
-    return Planner(of, rank).plan(job).runs(range(count), MAX_SLAB_BYTES)
+    keys = [named_key("k", part.group) for part in parts]
+    blocks, first = [part.blocks for part in parts], [part.first for part in parts]
+    plan = Planner(of, rank).plan(named_job(direction, keys, blocks, first=first))
+    return plan.runs(range(count), [Slot(part.slot) for part in parts], MAX_SLAB_BYTES)
 
 
 def fill(memory: Memory, seed: int) -> None:

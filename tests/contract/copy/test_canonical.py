@@ -22,13 +22,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from raykv.base.errors import SettingError
 from raykv.base.geometry import MAX_SLAB_BYTES
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CanonicalPages, CopyJob, KVLayout, TensorLayout
+from raykv.protocol.worker import CanonicalPages, KVLayout, TensorLayout
 from raykv.vllm.kv_form import block_bytes, pages_of
 from tests.fixtures.copy.memories import MEMORIES, NEVER, Memory
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Bytes = npt.NDArray[np.uint8]
@@ -204,17 +205,9 @@ class Rank:
     def copy(
         self, direction: Direction, groups: list[int], slots: list[int], blocks: list[list[int]]
     ) -> int:
-        job = CopyJob(
-            1,
-            int(direction),
-            1,
-            Handles(Keys.of([b"k"] * len(slots)), slots, [1] * len(slots)),
-            groups,
-            [len(each) for each in blocks],
-            [0] * len(slots),
-            [block for each in blocks for block in each],
-        )
-        runs = self.planner.plan(job).runs(range(len(slots)), MAX_SLAB_BYTES)
+        keys = [named_key("k", group) for group in groups]
+        plan = self.planner.plan(named_job(direction, keys, blocks))
+        runs = plan.runs(range(len(slots)), list(map(Slot, slots)), MAX_SLAB_BYTES)
         assert self._backend.copy(direction, runs, 0, len(runs.size), NEVER)
         return runs.num_bytes
 

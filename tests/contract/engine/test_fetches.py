@@ -16,7 +16,7 @@ import pytest
 
 import raykv.engine.fetches
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Epoch, Generation, Key, Refusal, Slot
+from raykv.base.ids import Key, Refusal
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.engine.fetches import (
@@ -24,25 +24,23 @@ from raykv.engine.fetches import (
     MAX_CHUNKS,
     FetchClient,
     FetchEnded,
-    fetch_request,
+    RayActor,
+    fetch_order,
     split,
 )
 from raykv.engine.remote import FetchOrder
-from raykv.protocol.columns import Handle, Replica, Source
+from raykv.protocol.columns import Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.peer import FetchRequest, FetchResult
-from tests.fixtures.engine.scheduler import Actor, handle, order
-from tests.fixtures.node.peers import LONG_S, NAMESPACE
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
+from tests.fixtures.engine.scheduler import Actor, order
 from tests.fixtures.waiting import wait_until
 
+LONG_S = 10.0
 DEADLINE_S = 0.3
+NAMESPACE = "ns"
 GRACE_S = 0.2
 NO_PAUSES = Pauses(0.0, 0.0, 0.0)
 """The breaker refuses nothing."""
-
-
-def replica(node_id: str, number: int, epoch: int = 1 << 45) -> Replica:
-    return Replica(Source(node_id), Epoch(epoch), handle(number))
 
 
 class Engine:
@@ -63,7 +61,7 @@ class Engine:
         pauses: Pauses = NO_PAUSES,
     ) -> None:
         """Begin with a new client, which is not started."""
-        self.client = FetchClient(self._find, deadline_s, with_checksums=with_checksums)
+        self.client = FetchClient(RayActor(self._find), deadline_s, with_checksums=with_checksums)
         self.client.breakers.pauses = pauses
 
     def _find(self) -> Any:
@@ -80,7 +78,7 @@ class Engine:
         futures = self.actor.futures
         wait_until(lambda: len(futures) >= num_calls, LONG_S, "the NodeActor is called")
 
-    def wait_for_ends(self, num_ends: int) -> list[FetchResult | None]:
+    def wait_for_ends(self, num_ends: int) -> list[NamedResult | None]:
         wait_until(lambda: len(self.ended) >= num_ends, LONG_S, "the orders end")
         return [ended.result for ended in self.ended]
 
@@ -100,7 +98,7 @@ def test_handle_of_an_earlier_connection_is_not_used() -> None:
         yield connections[-1]
 
     ended: list[FetchEnded] = []
-    client = FetchClient(lambda: actors[-1], LONG_S, with_checksums=True, calling=calling)
+    client = FetchClient(RayActor(lambda: actors[-1], calling), LONG_S, with_checksums=True)
     client.start(ended.append)
     try:
         client.submit([order(1)], 5, NAMESPACE)
@@ -134,13 +132,11 @@ def is_running() -> bool:
     return any(thread.name.startswith("raykv-fetch") for thread in threading.enumerate())
 
 
-def result_of(request: FetchRequest) -> FetchResult:
-    handles = request.handles
-    done = [0] * len(handles)
-    return FetchResult(request.node_epoch, done, handles.slots, handles.generations, seconds=0.5)
+def result_of(request: FetchOrderNamed) -> NamedResult:
+    return NamedResult(request.number, 7, 1, num_bytes=4096, seconds=0.5)
 
 
-def answer(request: FetchRequest) -> bytes:
+def answer(request: FetchOrderNamed) -> bytes:
     return encode(result_of(request))
 
 
@@ -170,45 +166,37 @@ def test_orders_are_split_by_number_and_by_bytes_and_stay_in_order(
     assert [each for part in found for each in part] == orders
 
 
+def test_orders_of_different_tenants_are_split() -> None:
+    orders = [order(0), order(1, tenant="a"), order(2, tenant="a"), order(3)]
+    assert [[*part] for part in split(orders)] == [orders[:1], orders[1:3], orders[3:]]
+
+
 def test_columns_of_a_request_say_all_that_the_orders_said() -> None:
+    a, b, c = Source("a"), Source("b"), Source("c")
     orders = [
-        order(0, replica("a", 7), replica("b", 8), num_bytes=4096),
-        order(1, num_bytes=8192),
-        order(2, replica("b", 9), num_bytes=4096),
-        order(3, replica("a", 5, epoch=2), replica("a", 6), replica("c", 0)),
+        order(0, a, b, num_bytes=4096, tenant="team"),
+        order(1, num_bytes=8192, tenant="team"),
+        order(2, b, num_bytes=4096, tenant="team"),
+        order(3, a, c, tenant="team"),
     ]
-    request = decode(encode(fetch_request(NAMESPACE, orders, 5, 2.5)), FetchRequest)
-    sources = request.sources
-    found: dict[int, list[Replica]] = {i: [] for i in range(len(request.handles))}
-    rows = zip(
-        sources.key_index, sources.source_index, sources.slots, sources.generations, strict=True
-    )
-    for index, at, slot, generation in rows:
-        where = Handle(Slot(slot), Generation(generation))
-        found[index].append(Replica(sources.sources[at], Epoch(sources.node_epochs[at]), where))
-    columns = zip(
-        request.handles.keys,
-        request.handles.slots,
-        request.handles.generations,
-        request.slot_bytes,
-        strict=True,
-    )
+    request = decode(encode(fetch_order(NAMESPACE, orders, 5, 2.5)), FetchOrderNamed)
+    found: dict[int, list[Source]] = {i: [] for i in range(len(request.keys))}
+    for index, at in zip(request.key_index, request.source_index, strict=True):
+        found[index].append(request.sources[at])
+    columns = zip(request.keys, request.slot_bytes, strict=True)
     assert [
-        FetchOrder(Key(name), Handle(Slot(slot), Generation(number)), size, tuple(found[i]))
-        for i, (name, slot, number, size) in enumerate(columns)
+        FetchOrder(Key(name), size, tuple(found[i]), request.tenant)
+        for i, (name, size) in enumerate(columns)
     ] == orders
-    assert len(sources.sources) == len(sources.node_epochs) == 4
+    assert request.sources == [a, b, c]
     assert (request.version, request.namespace) == (PROTOCOL_VERSION, NAMESPACE)
-    assert (request.node_epoch, request.deadline_s) == (5, 2.5)
+    assert (request.life, request.deadline_s) == (5, 2.5)
 
 
 def test_largest_request_stays_under_the_limit_of_inline_arguments() -> None:
-    slots = [(1 << 28) + i for i in range(MAX_CHUNKS)]
-    nodes = ["a" * 56, "b" * 56]
-    orders = [
-        order(slot, *(replica(node, slot) for node in nodes), num_bytes=1 << 20) for slot in slots
-    ]
-    assert len(encode(fetch_request(NAMESPACE, orders, 1 << 45, 10.0))) < 100 * 1024
+    sources = [Source("a" * 56), Source("b" * 56)]
+    orders = [order((1 << 28) + at, *sources, num_bytes=1 << 20) for at in range(MAX_CHUNKS)]
+    assert len(encode(fetch_order(NAMESPACE, orders, 1 << 62, 10.0))) < 100 * 1024
 
 
 @pytest.mark.parametrize("with_checksums", [True, False])
@@ -216,11 +204,11 @@ def test_request_carries_the_settings_of_the_client(with_checksums: bool, engine
     engine.connect(deadline_s=7.5, with_checksums=with_checksums)
     engine.actor.reply = answer
     engine.start()
-    engine.submit(order(0, replica("a", 1)))
+    engine.submit(order(0, Source("a")))
     engine.wait_for_ends(1)
-    expected = fetch_request(NAMESPACE, [order(0, replica("a", 1))], 5, 7.5)
+    expected = fetch_order(NAMESPACE, [order(0, Source("a"))], 5, 7.5)
     assert engine.actor.requests == [
-        msgspec.structs.replace(expected, with_checksums=with_checksums)
+        msgspec.structs.replace(expected, number=1, with_checksums=with_checksums)
     ]
 
 
@@ -249,7 +237,7 @@ def test_many_orders_end_in_parts_of_their_own(engine: Engine) -> None:
     orders = [order(i) for i in range(MAX_CHUNKS + 10)]
     engine.submit(*orders)
     engine.wait_for_ends(2)
-    assert [len(request.handles) for request in engine.actor.requests] == [MAX_CHUNKS, 10]
+    assert [len(request.keys) for request in engine.actor.requests] == [MAX_CHUNKS, 10]
     assert [each for ended in engine.ended for each in ended.orders] == orders
 
 
@@ -417,8 +405,8 @@ def test_orders_end_at_once_while_the_breaker_is_open(
         engine.submit(order(number), order(10 + number))
         refused = engine.ended[-1].result
         assert refused is not None
-        assert refused.refusals == [Refusal.BREAKER_OPEN] * 2
-        assert refused.node_epoch == 5
+        assert refused.failed_chunks == Numbers.of([0, 1])
+        assert refused.refusals == bytes([Refusal.BREAKER_OPEN]) * 2
         assert engine.ended[-1].orders == [order(number), order(10 + number)]
     assert len(engine.actor.requests) == 1
     report = engine.client.breaker_report(time.monotonic())
@@ -446,7 +434,7 @@ def test_one_order_tries_whether_the_node_is_back(
     engine.submit(order(2))
     refused = engine.ended[-1].result
     assert refused is not None
-    assert refused.refusals == [Refusal.BREAKER_OPEN]
+    assert refused.refusals == bytes([Refusal.BREAKER_OPEN])
     engine.actor.futures[0].set_result(answer(engine.actor.requests[-1]))
     assert breaker_of(engine) is BreakerState.CLOSED
     assert len(engine.actor.futures) == 1
@@ -481,7 +469,7 @@ class MoodyActor(Actor):
         self.timers[-1].start()
         return future
 
-    def _end(self, future: Future[bytes], request: FetchRequest) -> None:
+    def _end(self, future: Future[bytes], request: FetchOrderNamed) -> None:
         if self.chosen.random() < 0.7:
             future.set_result(answer(request))
         else:
@@ -508,6 +496,3 @@ def test_each_order_ends_exactly_once_whatever_happens(engine: Engine) -> None:
         timer.join()
     assert engine.keys == Counter(each.key for orders in lots for each in orders)
     assert sum(ended.result is None for ended in engine.ended) > 30
-    for ended in engine.ended:
-        if ended.result is not None:
-            assert ended.result.slots == [each.handle.slot for each in ended.orders]

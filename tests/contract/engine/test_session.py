@@ -1,4 +1,4 @@
-"""An engine's exchange when the scheduler actor fails, hangs and comes back; and its end."""
+"""An engine whose actors fail, hang and come back; and its end."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ import ray
 
 from raykv.base.deadlines import ENTER_S
 from raykv.base.errors import ClusterError
-from raykv.base.ids import EngineId, NodeId
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.cluster.join import leave_ray
-from raykv.engine.hints import Allowed, Hint, HintBox
+from raykv.engine.lines import OWN_PLACE
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
-from raykv.engine.session import Session, SessionSettings
+from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Leases
-from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply, SyncRequest
-from raykv.protocol.framing import decode, encode
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.sessions import SessionWord
-from tests.fixtures.engine.scheduler import PlayedScheduler, attached
+from raykv.protocol.engine import Space
+from raykv.protocol.node import NodeDescription
+from tests.fixtures.engine.place import PlayedPlace, session_at
+from tests.fixtures.engine.scheduler import PlayedScheduler
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -39,142 +36,195 @@ SECONDS = 3.0
 """What "within seconds" is for an engine that ends."""
 
 
-class Scheduler:
-    """Stands for the scheduler actor: `trouble` is what happens to a call first."""
-
-    def __init__(self) -> None:
-        self.requests: list[SyncRequest] = []
-        self.num_attached = 0
-        self.trouble: Callable[[], object] = lambda: None
-
-    def attach(self, raw: bytes) -> bytes:
-        """See `SchedulerCalls.attach`."""
-        self.num_attached += 1
-        self.trouble()
-        return encode(EngineAttached(epoch=1, node_epoch=1))
-
-    def sync(self, raw: bytes) -> bytes:
-        """See `SchedulerCalls.sync`."""
-        request = decode(raw, SyncRequest)
-        self.requests.append(request)
-        self.trouble()
-        return encode(SyncReply(1, request.seq, 1))
-
-    def detach(self, engine_id: str) -> None:
-        """See `SchedulerCalls.detach`."""
-        self.trouble()
-
-
 def die() -> None:
     raise ConnectionError("the actor died\nand much more")
 
 
 @pytest.fixture
-def scheduler() -> Scheduler:
-    return Scheduler()
+def scheduler() -> PlayedScheduler:
+    return PlayedScheduler()
 
 
 @pytest.fixture
-def session(scheduler: Scheduler) -> Iterator[Session]:
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
-    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
-    made = Session(view, scheduler, settings)
+def place() -> Iterator[PlayedPlace]:
+    with PlayedPlace() as made:
+        yield made
+
+
+@pytest.fixture
+def view() -> EngineView:
+    return EngineView(1.0)
+
+
+@pytest.fixture
+def session(place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView) -> Iterator[Session]:
+    made = session_at(place, scheduler, view)
     made._breakers.pauses = Pauses(0.01, 0.02)
     yield made
     scheduler.trouble = lambda: None
     made.stop(LONG_S)
 
 
+def drained(session: Session, is_so: Callable[[], object], what: str) -> None:
+    """The engine goes on from step to step until something is so."""
+
+    def step() -> bool:
+        session.drain()
+        session.nudge()
+        return bool(is_so())
+
+    wait_until(step, LONG_S, what)
+
+
+def asks(view: EngineView) -> None:
+    """A request wants to know of a chunk."""
+    view.remote.has_peers = True
+    view.start_request("r", RequestOptions())
+    view.ask("r", [key(1)])
+
+
 def state(session: Session) -> BreakerState:
     return session._breakers.state_of(names.SCHEDULER)
 
 
+# The scheduler actor
+
+
 def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
-    session: Session, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+    session: Session,
+    scheduler: PlayedScheduler,
+    place: PlayedPlace,
+    view: EngineView,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "raykv.session")
     session.attach(LONG_S)
     session.start()
     scheduler.trouble = die
+    asks(view)
+    session.nudge()
     wait_until(
         lambda: session._breakers.failures_of(names.SCHEDULER) > 5, LONG_S, "it fails and fails"
     )
     scheduler.trouble = lambda: None
     wait_until(lambda: state(session) is BreakerState.CLOSED, LONG_S, "it is back")
-    assert caplog.text.count("no exchange with the scheduler actor: ConnectionError") == 1
-    assert caplog.text.count("works again") == 1
-    session.drain()
-    num_known = len(scheduler.requests)
-    wait_until(lambda: len(scheduler.requests) > num_known + 2, LONG_S, "exchanges go on")
-    assert scheduler.requests[-1].breakers.opened == 1
-    assert scheduler.requests[-1].breakers.failed > 5
+    assert caplog.text.count("the scheduler actor does not answer: ConnectionError") == 1
+    assert caplog.text.count("answers again") == 1
+    drained(session, lambda: place.tells[-1].breakers.failed > 5, "that is told")
+    assert place.tells[-1].breakers.opened == 1
 
 
-class Place:
-    """At which node an engine is."""
-
-    def __init__(self) -> None:
-        self.node_id = "n"
-
-    def follow(self) -> str:
-        return self.node_id
+# The line
 
 
-def test_engine_that_is_at_another_node_attaches_there_with_nothing_of_the_last_one() -> None:
-    scheduler, place = PlayedScheduler(), Place()
-    view = EngineView(EngineId("engine"), [0], 1.0, 4, node_id=NodeId("n"))
-    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096}, heartbeat_s=0.01)
-    session = Session(view, scheduler, settings, follow=place.follow)
-    session.attach(LONG_S)
-    scheduler.grants = 4
-    session._exchange_quietly()
-    session.drain()
-    view.start_request("r", RequestOptions())
-    assert view.prepare_store("r", [key(1)]) is not None
-    place.node_id, scheduler.wants_attach = "next", True
-    session._exchange_quietly()
-    session._exchange_quietly()
-    there = scheduler.attached[-1]
-    assert (there.node_id, there.leases) == ("next", Leases())
-    # The engine's thread does not know yet: nothing of the last node is told to the next one.
-    assert scheduler.requests[-1].idle
-    session.drain()
-    assert view.node_id == "next"
-    session._exchange_quietly()
-    told = scheduler.requests[-1]
-    assert not told.idle
-    assert (told.released, told.announced) == (Leases(), Handles())
-    assert told.wanted
-
-
-def test_messages_tell_of_the_lines_of_the_workers(session: Session, scheduler: Scheduler) -> None:
-    session.attach(LONG_S)
-    session.take_lines({0: BreakerReport(["own node"], ["open"], [2], [1.0], ["gone"], 1, 2, 3)})
-    session.start()
-    num_known = len(scheduler.requests)
-    wait_until(lambda: len(scheduler.requests) > num_known, LONG_S, "an exchange")
-    told = scheduler.requests[-1].breakers
-    assert (told.peers, told.states, told.reasons) == (["own node"], ["open"], ["gone"])
-    assert told.seconds[0] >= 1.0
-    session.take_lines({0: BreakerReport(opened=1)})
-    num_known = len(scheduler.requests)
-    wait_until(lambda: len(scheduler.requests) > num_known + 1, LONG_S, "an exchange")
-    assert scheduler.requests[-1].breakers == BreakerReport(opened=1)
-
-
-def test_start_does_not_hammer_a_scheduler_actor_that_dies_after_the_attach(
-    session: Session, scheduler: Scheduler
+def test_line_that_broke_is_opened_again_with_all_that_is_there(
+    session: Session, place: PlayedPlace, view: EngineView, caplog: pytest.LogCaptureFixture
 ) -> None:
-
-    def die_unless_it_attaches() -> None:
-        if scheduler.requests:
-            die()
-
-    scheduler.trouble = die_unless_it_attaches
-    started = time.monotonic()
+    caplog.set_level(logging.WARNING, "raykv.session")
+    place.store(key(1))
     session.attach(LONG_S)
-    assert time.monotonic() - started < SECONDS
-    assert len(scheduler.requests) == 1
+    session.start()
+    place.hang_up()
+    place.store(key(2))
+    drained(session, lambda: view.num_ready == 2, "it hears of the other chunk")
+    assert len(place.hellos) == 2
+    wait_until(lambda: "there again" in caplog.text, LONG_S, "that is said")
+    assert caplog.text.count("no line to the NodeActor") == 1
+
+
+def test_line_that_broke_is_opened_again_while_ray_does_not_answer(
+    place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    def locate(is_lost: bool) -> NodeDescription:
+        if is_lost:
+            raise ClusterError("Ray does not answer")
+        return place.description()
+
+    session = session_at(place, scheduler, view, locate=locate)
+    try:
+        session.attach(LONG_S)
+        session.start()
+        place.hang_up()
+        place.store(key(1))
+        drained(session, lambda: view.num_ready == 1, "it is there again")
+    finally:
+        session.stop(LONG_S)
+
+
+def test_next_life_of_the_node_has_nothing_of_the_last_one(
+    session: Session, place: PlayedPlace, view: EngineView
+) -> None:
+    place.store(key(1))
+    session.attach(LONG_S)
+    session.start()
+    place.__exit__()
+    with PlayedPlace(life=8, name=place.name) as later:
+        later.store(key(2))
+        drained(session, lambda: [*view.loadable] == [key(2)], "it has what the next one has")
+        assert view.life_of(0) == 8
+        wait_until(lambda: bool(later.tells), LONG_S, "the next one is told of the engine")
+
+
+def test_engine_goes_to_the_node_where_it_is_found_with_nothing_of_the_last_one(
+    scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    with PlayedPlace("first") as first, PlayedPlace("second", life=3) as second:
+        second.store(key(2))
+        here = [first]
+
+        def locate(is_lost: bool) -> NodeDescription:
+            return (here[-1] if is_lost else first).description()
+
+        session = session_at(first, scheduler, view, locate=locate)
+        try:
+            first.store(key(1))
+            session.attach(LONG_S)
+            session.start()
+            view.start_request("r", RequestOptions())
+            assert view.prepare_store("r", [key(9)]) == [key(9)]
+            here.append(second)
+            first.__exit__()
+            drained(session, lambda: [*view.loadable] == [key(2)], "it has what is there")
+            assert view.node_ids == ["second"]
+            view.start_request("s", RequestOptions())
+            assert view.prepare_store("s", [key(9)]) == [key(9)]
+        finally:
+            session.stop(LONG_S)
+
+
+def test_refused_engine_says_why_and_goes_on_trying(
+    session: Session, place: PlayedPlace, view: EngineView, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "raykv.session")
+    place.refusal = "install the same version on both"
+    with pytest.raises(ClusterError, match="install the same version on both"):
+        session.attach(LONG_S)
+    session.start()
+    wait_until(lambda: len(place.hellos) > 2, LONG_S, "it tries again")
+    assert caplog.text.count("install the same version") == 1
+    assert not view.life_of(0)
+    place.refusal = ""
+    drained(session, lambda: view.life_of(0), "it is let in")
+
+
+def test_node_that_does_not_answer_is_left_alone_for_a_while(
+    scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    session = session_at(PlayedPlace(), scheduler, view)
+    session._line.breakers.pauses = Pauses(LONG_S, LONG_S)
+    try:
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match="does not answer"):
+            session.attach(0.2)
+        session.start()
+        session.enter(Space("next"))
+        assert time.monotonic() - started < ENTER_S
+        assert view.namespace == "next"
+        assert session._line.breakers.failures_of(OWN_PLACE) == 1
+    finally:
+        started = time.monotonic()
+        session.stop(LONG_S)
+        assert time.monotonic() - started < SECONDS
 
 
 # The end
@@ -188,34 +238,41 @@ def hanging() -> Iterator[threading.Event]:
     made.set()
 
 
-@pytest.mark.usefixtures("session")
-def test_session_ends_in_time_while_an_exchange_hangs(
-    session: Session, scheduler: Scheduler, hanging: threading.Event
+def test_session_ends_in_time_while_a_question_hangs(
+    session: Session, scheduler: PlayedScheduler, view: EngineView, hanging: threading.Event
 ) -> None:
     session.attach(LONG_S)
     session.start()
     scheduler.trouble = lambda: hanging.wait(LONG_S)
-    num_known = len(scheduler.requests)
-    wait_until(lambda: len(scheduler.requests) > num_known, LONG_S, "an exchange hangs")
-    scheduler.detach = lambda engine_id: None  # type: ignore[method-assign]
+    asks(view)
+    session.nudge()
+    wait_until(lambda: scheduler.num_calls > 0, LONG_S, "a question hangs")
     started = time.monotonic()
     session.stop(0.2)
     assert time.monotonic() - started < SECONDS
 
 
 def test_session_ends_at_once_while_it_leaves_the_scheduler_actor_alone(
-    session: Session, scheduler: Scheduler
+    session: Session, scheduler: PlayedScheduler, view: EngineView
 ) -> None:
     session._breakers.pauses = Pauses(LONG_S, LONG_S)
     session.attach(LONG_S)
     session.start()
     scheduler.trouble = die
+    asks(view)
+    session.nudge()
     wait_until(lambda: state(session) is BreakerState.OPEN, LONG_S, "the breaker opens")
     started = time.monotonic()
     session.stop(LONG_S)
     assert time.monotonic() - started < SECONDS
-    assert session._thread is not None
-    assert not session._thread.is_alive()
+    assert not session._asking.is_alive()
+
+
+def test_node_sees_that_an_engine_has_ended(session: Session, place: PlayedPlace) -> None:
+    session.attach(LONG_S)
+    assert place.num_open == 1
+    session.stop(LONG_S)
+    wait_until(lambda: place.num_open == 0, LONG_S, "the line ends")
 
 
 def test_ray_that_does_not_let_go_is_left(
@@ -271,110 +328,3 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     for find in (ended._find_actors, ended._find_node_actor):
         with pytest.raises(ClusterError, match="the engine is shutting down"):
             find()
-
-
-def test_engine_that_goes_to_another_namespace_attaches_there_with_nothing_of_the_last_one() -> (
-    None
-):
-    scheduler = PlayedScheduler()
-    scheduler.grants = 4
-    view, session = attached(scheduler, heartbeat_s=LONG_S)
-    session.start()
-    try:
-        view.start_request("r", RequestOptions())
-        assert view.prepare_store("r", [key(1)]) is not None
-        view.leave()
-        began = time.monotonic()
-        session.enter(Space("next", {"weights": "new"}))
-        assert time.monotonic() - began < ENTER_S
-        there = scheduler.attached[-1]
-        assert (there.namespace, there.traits) == ("next", {"weights": "new"})
-        assert there.leases == Leases()
-        assert (view.namespace, view.epoch, view.has_left) == ("next", 1, False)
-        num_attached = len(scheduler.attached)
-        view.leave()
-        session.enter(Space("next", {"weights": "new"}))
-        assert not view.has_left
-        assert len(scheduler.attached) == num_attached
-    finally:
-        session.stop(LONG_S)
-
-
-def test_clearing_is_of_the_namespace_in_which_it_was_asked_for() -> None:
-    scheduler = PlayedScheduler()
-    view, session = attached(scheduler, heartbeat_s=LONG_S)
-    view.reset()
-    session.enter(Space("next"))
-    assert view.namespace == "ns"
-    session._exchange_quietly()
-    assert scheduler.requests[-1].clear == 1
-    assert scheduler.attached[-1].namespace == "ns"
-    session.drain()
-    assert view.namespace == "next"
-    session._exchange_quietly()
-    assert scheduler.attached[-1].namespace == "next"
-    assert scheduler.requests[-1].clear == 0
-
-
-def test_answers_of_the_last_namespace_are_ignored_when_they_come_late() -> None:
-    scheduler = PlayedScheduler()
-    view, session = attached(scheduler, heartbeat_s=LONG_S)
-    scheduler.grants, scheduler.wants_attach = 4, True
-    session._exchange_quietly()
-    session.enter(Space("next"))
-    # It has attached as of the last one meanwhile.
-    assert (view.namespace, view.epoch) == ("next", 0)
-    session._exchange_quietly()
-    session.drain()
-    assert (view.namespace, view.epoch) == ("next", 1)
-
-
-def test_engine_does_not_wait_for_a_scheduler_actor_that_does_not_answer() -> None:
-    scheduler = PlayedScheduler()
-    view, session = attached(scheduler, heartbeat_s=LONG_S)
-    session._breakers.pauses = Pauses(LONG_S, LONG_S)
-    session.start()
-    try:
-        scheduler.answers = False
-        began = time.monotonic()
-        session.enter(Space("next"))
-        assert time.monotonic() - began < ENTER_S + SECONDS
-        assert view.namespace == "next"
-    finally:
-        scheduler.answers = True
-        session.stop(LONG_S)
-
-
-def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once() -> None:
-    scheduler = PlayedScheduler()
-    _, session = attached(scheduler, heartbeat_s=LONG_S)
-    scheduler.naming = Naming("order", "v2")
-    session._exchange_quietly()
-    assert session._wake.is_set()
-    session._exchange_quietly()
-    assert scheduler.requests[-1].heard == "order"
-    assert session.take_naming() == Naming("order", "v2")
-    assert session.take_naming() is None
-
-
-def test_end_of_a_session_is_told_after_the_touches_of_its_chunks(scheduler: Scheduler) -> None:
-    """A touch that came later would take its chunks back."""
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
-    view.attached(EngineAttached(1, 1, {0: 4}))
-    hints = HintBox(Allowed.SESSION)
-    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096})
-    session = Session(view, scheduler, settings, hints=hints)
-    keys = [key(number) for number in range(2000)]
-    hints.begin("request", Hint(session="agent", is_over=True))
-    view.prepare_load(keys)
-    hints.name_chunks("request", [keys[:2]])
-    hints.end("request")
-    assert session._exchange_quietly()
-    touched = [number for number, each in enumerate(scheduler.requests) if each.touched]
-    told = [number for number, each in enumerate(scheduler.requests) if each.sessions]
-    assert len(touched) == 2
-    assert told == [touched[-1]]
-    assert [each.word for each in scheduler.requests[told[0]].sessions] == [
-        SessionWord.CAME,
-        SessionWord.OVER,
-    ]

@@ -15,18 +15,20 @@ import pytest
 
 from raykv.base.errors import HiddenStatesError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Refusal
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.base.ids import Direction, NodeId, Refusal
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, ServiceSettings
 from raykv.node.states import capturing
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.named.captures import Capture
+from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.node import CaptureStats
-from raykv.protocol.worker import JobResult
 from raykv.worker.job import JobRequest
-from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, failures
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, changed, failures
 from tests.fixtures.node.states_reader import DisappointedReader
 from tests.fixtures.waiting import wait_until
 
@@ -46,7 +48,8 @@ class Here:
         self.name = f"raykv-capture/{os.getpid()}/{next(_names)}"
         self.slot_bytes = SLOT_BYTES
         geometry = PoolGeometry(8 * SLOT_BYTES, 8 * SLOT_BYTES)
-        self.service = NodeService(ServiceSettings(self.name, geometry), boot_epoch())
+        keeper = PoolKeeper(NodeId("here"), 1, geometry)
+        self.service = NodeService(ServiceSettings(self.name), keeper)
         self.service.start()
 
     def states(self, name: str, deadline_s: float = 10.0) -> HiddenStates:
@@ -85,18 +88,15 @@ def request(
         "has_lock": lock_fd != -1,
         **changes,
     }
-    return JobRequest(
-        next(_job_ids),
+    job = named_job(
         Direction.STORE,
-        worker.link.node_epoch,
-        Handles(Keys.of([b"states"]), [0], [0]),
-        [0],
-        [len(blocks)],
-        [0],
-        blocks,
-        capture=Capture(**values),  # type: ignore[arg-type]
-        lock_fd=lock_fd,  # type: ignore[arg-type]
+        [numbered_key(0)],
+        [blocks],
+        job_id=next(_job_ids),
+        namespace=worker.namespace,
     )
+    capture = Capture(**values)  # type: ignore[arg-type]
+    return changed(JobRequest(job, lock_fd), capture=capture)  # type: ignore[arg-type]
 
 
 def numbers(worker: Worker, blocks: list[int]) -> np.ndarray:
@@ -328,7 +328,7 @@ def test_many_captures_at_once_come_through_with_their_locks(
         jobs.append(request(worker, path, blocks, BLOCK, path=path, lock_fd=locks[-1]))
     for job in jobs:
         worker.link.submit(job)
-    found: dict[int, JobResult] = {}
+    found: dict[int, NamedResult] = {}
 
     def have_ended() -> bool:
         found.update({each.job_id: each for each in worker.link.drain()})
@@ -338,7 +338,7 @@ def test_many_captures_at_once_come_through_with_their_locks(
     assert {tuple(failures(result)) for result in found.values()} == {()}
     for number, (job, lock_fd) in enumerate(zip(jobs, locks, strict=True)):
         os.close(lock_fd)
-        assert job.capture is not None
-        loaded = load_hidden_states(job.capture.path, 10.0)["hidden_states"]
+        assert job.job.capture is not None
+        loaded = load_hidden_states(job.job.capture.path, 10.0)["hidden_states"]
         expected = numbers(worker, [number % NUM_BLOCKS])
         assert np.array_equal(loaded.numpy().view(np.uint16), expected)

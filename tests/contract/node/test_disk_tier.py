@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import raykv.node.disk.folder
 import raykv.node.disk.tier
-from raykv.base.ids import (
-    EVERY_NAMESPACE,
-    ChunkName,
-    Epoch,
-    Generation,
-    Namespace,
-    Refusal,
-    Slot,
-)
+from raykv.base.ids import EVERY_NAMESPACE, Blocks, Key, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace
-from raykv.node.disk.chunk_file import PART_SUFFIX, ChunkBytes, ChunkFile, write_chunks
+from raykv.node.disk.chunk_file import (
+    PART_SUFFIX,
+    ChunkBytes,
+    ChunkFile,
+    read_header,
+    write_chunks,
+)
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
+from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PendingRead
-from raykv.protocol.columns import Handle, Replica, Source, SourceKind
-from raykv.protocol.node import Demotions, DiskOrder
-from raykv.protocol.peer import ReadRequest
+from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.node.pool.shelf import RESERVED_PART
+from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.listing import Where
+from raykv.protocol.named.copies import ReadNamed
+from raykv.protocol.operator import OrderedShare, OrdersDocument
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
+    HISTORY,
     NAMESPACE,
     PAGE,
     Network,
     Node,
+    Wanted,
     assert_right,
-    overwritten,
-    refusals,
+    content,
 )
 from tests.fixtures.waiting import wait_until
 
 Made = Callable[..., DiskTier]
+NONE = Refusal.NONE
+NUM_SLOTS = 32
+RESERVE = NUM_SLOTS // RESERVED_PART
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def here(network: Network) -> Node:
+    return network.node("here", slab_bytes=NUM_SLOTS * PAGE // 8)
 
 
 @pytest.fixture
@@ -50,11 +69,14 @@ def make(here: Node, tmp_path: Path) -> Iterator[Made]:
     """Tiers of the node `here`, one after another on the same folder."""
     made: list[DiskTier] = []
 
-    def one(path: Path = tmp_path, *, epoch: Epoch = here.epoch, **place: int) -> DiskTier:
+    def one(path: Path = tmp_path, *, is_open: bool = True, **place: int) -> DiskTier:
         limits = {"most_bytes": 1 << 20, "floor_bytes": 0, **place}
-        tier = DiskTier(DiskPlace(str(path), **limits), here.keeper, epoch)
+        tier = DiskTier(DiskPlace(str(path), **limits), here.keeper)
+        here.keeper.keep_floors = tier.keep_floors
         made.append(tier)
         tier.start()
+        if is_open:
+            wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
         return tier
 
     yield one
@@ -62,6 +84,7 @@ def make(here: Node, tmp_path: Path) -> Iterator[Made]:
         tier.stop()
     for tier in made:
         end(tier)
+        tier._index.check()
 
 
 def end(tier: DiskTier) -> None:
@@ -74,179 +97,249 @@ def end(tier: DiskTier) -> None:
         folder.close()
 
 
+def begin_life(here: Node, tier: DiskTier, number: int = 1) -> None:
+    """Another NodeActor with an empty pool, which has no orders if `number` is 0."""
+    end(tier)
+    here.keeper.pool._region.close()
+    here.life += 1
+    here.use(PoolKeeper(NodeId("here"), here.life, here.geometry))
+    if number:
+        here.order(number)
+
+
 def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("raykv-disk")]
 
 
-def demotions(*names: ChunkName, tenant: str = "") -> Demotions:
-    return Demotions(
-        [str(NAMESPACE)],
-        [0] * len(names),
-        [name.key for name in names],
-        [name.slot for name in names],
-        [name.generation for name in names],
-        ["", tenant] if tenant else [],
-        [1] * len(names) if tenant else [],
-    )
+def on_disk(here: Node) -> set[Key]:
+    """What the listing says."""
+    with here.keeper.lock:
+        shelf = here.keeper.owner.index.shelf
+        return {each.key for each in shelf.page(0, 1 << 20)[0]}
 
 
-def write(tier: DiskTier, *names: ChunkName, tenant: str = "") -> None:
-    """Have chunks of a tenant on the disk."""
-    before = tier.stats().chunks_written
-    tier.demote(demotions(*names, tenant=tenant))
-    wait_until(
-        lambda: tier.stats().chunks_written == before + len(names), 10.0, "chunks are written"
-    )
+def files(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.glob("*/*.safetensors"))
 
 
-def replicas(tier: DiskTier, epoch: Epoch) -> dict[bytes, Replica]:
-    """What a directory is told of the disk."""
-    found = {}
-    tier.take_order(DiskOrder(99, 0))
-    news = tier.news()
-    columns = zip(news.came.keys, news.came.places, news.came.generations, strict=True)
-    for name, place, generation in columns:
-        handle = Handle(Slot(place), Generation(generation))
-        found[name] = Replica(Source("here", SourceKind.DISK), epoch, handle)
-    return found
+def fill(here: Node, count: int = NUM_SLOTS) -> list[ChunkRecord]:
+    """The first one goes first."""
+    return [here.store(key(number)) for number in range(count)]
 
 
-def fetcher(here: Node, tier: DiskTier) -> FetchService:
-    transport = TieredTransport("here", tier.reads, here.network)
-    return FetchService(here.keeper, here.epoch, transport)
+def from_disk(chunk: ChunkRecord, node_id: str = "here") -> Wanted:
+    source = Source(node_id, SourceKind.DISK)
+    return Wanted(chunk.key, (source,), chunk.slot_bytes, chunk.namespace)
 
 
-def test_what_the_pool_gives_up_comes_back_with_equal_bytes(here: Node, make: Made) -> None:
+def fetch(here: Node, tier: DiskTier, *chunks: ChunkRecord) -> list[Refusal]:
+    """Bring chunks back from the disk."""
+    here.fetcher = FetchService(here.keeper, TieredTransport("here", tier.reads, here.network))
+    return here.fetch([from_disk(chunk) for chunk in chunks]).refusals
+
+
+# What is written
+
+
+def test_what_goes_next_is_written_before_it_goes_and_comes_back_as_it_was(
+    here: Node, make: Made
+) -> None:
     tier = make()
-    names = [here.store(key(number), PAGE * (1 + number % 3)) for number in range(9)]
-    write(tier, *names)
-    told = replicas(tier, here.epoch)
-    for name in names:
-        here.keeper.clear({})
-        here.store(key(50 + name.slot), name.slot_bytes, at=here.lease(slot=name.slot))
-    orders = [here.order(n.key, told[n.key], num_bytes=n.slot_bytes) for n in names]
-    result = fetcher(here, tier).fetch(here.request(orders))
-    assert refusals(result) == [Refusal.NONE] * len(names)
-    assert_right(here, orders)
-    assert tier.stats().chunks_read == len(names)
+    records = fill(here)
+    first = records[:RESERVE]
+    wait_until(lambda: on_disk(here) == {each.key for each in first}, 10.0, "chunks are written")
+    (row,) = here.keeper.owner.state_of(NAMESPACE, [first[0].key])[2]
+    assert row.where == Where.RAM | Where.DISK
+    for record in first:
+        here.evict(record)
+    for number in range(RESERVE):
+        here.store(key(100 + number))
+    wait_until(lambda: len(on_disk(here)) == 2 * RESERVE, 10.0, "the next ones are written")
+    for record in here.records():
+        here.evict(record)
+    assert fetch(here, tier, *first) == [NONE] * RESERVE
+    assert_right(here, first)
+    arrived = here.find(first[0])
+    assert arrived is not None
+    assert (arrived.stamp, arrived.blocks) == (first[0].stamp, first[0].blocks)
+    assert tier.stats().chunks_read == RESERVE
+    assert tier.stats().chunks_written == 2 * RESERVE
+
+
+def test_chunks_of_a_session_that_is_over_are_written_too(here: Node, make: Made) -> None:
+    make()
+    records = fill(here)
+    with here.keeper.lock:
+        here.keeper.owner.index.stand(records[-1], Standing.RELEASED)
+    wait_until(lambda: records[-1].key in on_disk(here), 10.0, "it is written")
+
+
+def test_chunk_that_goes_next_since_others_were_found_is_written(here: Node, make: Made) -> None:
+    make()
+    records = fill(here)
+    wait_until(lambda: len(on_disk(here)) == RESERVE, 10.0, "chunks are written")
+    with here.keeper.lock:
+        here.keeper.owner.index.touch(records[:RESERVE], here.keeper.now())
+    wait_until(lambda: records[RESERVE].key in on_disk(here), 10.0, "the next one is written")
+
+
+def test_slow_disk_holds_up_no_store(
+    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        goes_on.wait(20.0)
+        return write_chunks(*arguments)
+
+    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
+    tier = make()
+    records = fill(here)
+    wait_until(lambda: bool(tier._batches), 10.0, "chunks were copied")
+    wait_until(lambda: records[0].readers == 0, 10.0, "they have no reader")
+    # Their slots are free for others while the disk is at it.
+    here.evict(records[0])
+    assert here.store(key(100)).slot == records[0].slot
+    goes_on.set()
+    wait_until(lambda: records[0].key in on_disk(here), 10.0, "it is written")
+    here.evict(here.records()[0])
+    assert fetch(here, tier, records[0]) == [NONE]
+    assert here.load(records[0]) == content(records[0])
+
+
+def test_chunk_that_is_cleared_while_it_is_written_does_not_count(
+    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, begun = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        goes_on.wait(20.0)
+        return write_chunks(*arguments)
+
+    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
+    tier = make()
+    here.store(key(0))
+    here.store(key(1), stamp=Stamp(HISTORY, 2))
+    keeping = threading.Thread(target=lambda: tier.keep(20.0))
+    keeping.start()
+    assert begun.wait(10.0)
+    with here.keeper.lock:
+        document = OrdersDocument(Stamp(HISTORY, 2), floors={NAMESPACE: 2})
+        here.keeper.owner.take_orders(document, here.keeper.now())
+    goes_on.set()
+    keeping.join(10.0)
+    assert on_disk(here) == {key(1)}
+
+
+def test_wider_chunk_takes_the_place_of_the_narrower_one(here: Node, make: Made) -> None:
+    tier = make()
+    narrow = here.store(key(0), blocks=Blocks(1, 1))
+    assert tier.keep(10.0) == 0
+    here.evict(narrow)
+    wide = here.store(key(0))
+    assert tier.keep(10.0) == 0
+    here.evict(wide)
+    assert fetch(here, tier, wide) == [NONE]
+    arrived = here.find(wide)
+    assert arrived is not None
+    assert arrived.blocks == wide.blocks
+    assert tier.stats().num_chunks == 1
+
+
+def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
+    here: Node, make: Made
+) -> None:
+    """Batches of tenants are written when each is full, or old, whatever is in the others."""
+    tier = make()
+    wide = here.store(key(1), stamp=Stamp(HISTORY, 1))
+    later = here.store(key(2), stamp=Stamp(HISTORY, 2))
+    tier.keep(10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    path = folder.new_path()
+    data = np.zeros(PAGE, np.uint8)
+    chunks = [
+        ChunkBytes(wide.key, wide.stamp, 1, data, Blocks(0, 1)),
+        ChunkBytes(later.key, Stamp(HISTORY, 1), 1, data, later.blocks),
+    ]
+    write_chunks(path, NAMESPACE, chunks)
+    tier._add(read_header(path), {wide.key, later.key})
+    entries = [tier._index.find(NAMESPACE, each.key) for each in (wide, later)]
+    assert all(entry is not None and entry.file != path.name for entry in entries)
+
+
+def test_chunk_from_before_the_orders_is_not_found_again_where_anything_was_cleared(
+    here: Node, make: Made
+) -> None:
+    tier = make()
+    here.order(2, floors={NAMESPACE: 2})
+    begin_life(here, tier, 0)
+    here.store(key(1), stamp=Stamp(0, 0))
+    again = make(is_open=False)
+    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
+    again.keep(10.0)
+    assert on_disk(here) == {key(1)}
+    begin_life(here, again, 0)
+    third = make(is_open=False)
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
+    wait_until(lambda: not third.stats().problem, 10.0, "the folder is read")
+    assert on_disk(here) == set()
+
+
+def test_keep_writes_all_that_the_pool_has(here: Node, make: Made) -> None:
+    tier = make()
+    fill(here, 20)
+    assert tier.keep(10.0) == 0
+    assert tier.stats().num_chunks == 20
+    # A second time there is nothing to do.
+    assert tier.keep(10.0) == 0
+    assert tier.stats().chunks_written == 20
+
+
+def test_damaged_chunk_is_not_written(here: Node, make: Made) -> None:
+    tier = make()
+    record = here.store(key(0))
+    record.checksum = 1
+    assert tier.keep(10.0) == 0
+    assert on_disk(here) == set()
+    assert here.keeper.num_quarantined == 1
+
+
+# Reads
 
 
 def test_another_node_reads_from_the_disk_through_the_node(
-    here: Node, other: Node, network: Network, make: Made
+    here: Node, network: Network, make: Made
 ) -> None:
-    tier = make()
-    name = here.store(key(1))
-    write(tier, name)
-    order = other.order(key(1), replicas(tier, here.epoch)[key(1)])
+    tier, other = make(), network.node("other")
+    record = here.store(key(1), stamp=Stamp(HISTORY, 4))
+    tier.keep(10.0)
+    here.evict(record)
 
     class Remote:
-        def start_read(self, source: Source, request: ReadRequest) -> PendingRead:
+        def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
             assert source.node_id == "here"
             assert request.from_disk
             return tier.reads.start_read(request)
 
-    transport = TieredTransport("other", None, Remote())
-    service = FetchService(other.keeper, other.epoch, transport)
-    assert refusals(service.fetch(other.request([order]))) == [Refusal.NONE]
-    assert_right(other, [order])
+    other.fetcher = FetchService(other.keeper, TieredTransport("other", None, Remote()))
+    assert other.fetch([from_disk(record)]).refusals == [NONE]
+    assert_right(other, [record])
+    arrived = other.find(record)
+    assert arrived is not None
+    assert arrived.stamp == Stamp(HISTORY, 4)
 
 
-def test_chunk_that_was_overwritten_before_it_was_written_is_left_out(
-    here: Node, make: Made
-) -> None:
+def test_chunk_of_another_size_is_refused(here: Node, make: Made) -> None:
     tier = make()
-    gone, kept = here.store(key(1)), here.store(key(2))
-    overwritten(here, gone)
-    write_some = demotions(gone, kept)
-    tier.demote(write_some)
-    wait_until(lambda: tier.stats().chunks_written == 1, 10.0, "the other one is written")
-    assert list(replicas(tier, here.epoch)) == [key(2)]
-
-
-def test_restart_finds_the_chunks_again(here: Node, make: Made) -> None:
-    first = make()
-    name = here.store(key(1))
-    write(first, name)
-    end(first)
-    again = make()
-    wait_until(lambda: again.stats().num_chunks == 1, 10.0, "the folder is read")
-    overwritten(here, name)
-    order = here.order(key(1), replicas(again, here.epoch)[key(1)])
-    assert refusals(fetcher(here, again).fetch(here.request([order]))) == [Refusal.NONE]
-    assert_right(here, [order])
-
-
-def test_place_of_an_earlier_life_is_refused(here: Node, make: Made) -> None:
-    tier = make()
-    write(tier, here.store(key(1)))
-    replica = replicas(tier, Epoch(here.epoch - 1))[key(1)]
-    result = fetcher(here, tier).fetch(here.request([here.order(key(1), replica)]))
-    assert refusals(result) == [Refusal.BAD_HANDLE]
-
-
-def test_cleared_chunks_never_come_back(here: Node, make: Made) -> None:
-    tier = make()
-    name = here.store(key(1))
-    write(tier, name)
-    told = replicas(tier, here.epoch)
-    tier.clear({NAMESPACE: name.generation})
-    order = here.order(key(1), told[key(1)])
-    result = fetcher(here, tier).fetch(here.request([order]))
-    assert refusals(result) == [Refusal.STALE]
-    assert result.lost.keys == [key(1)]
-    folder = tier._state.folder
-    assert folder is not None
-    wait_until(lambda: not list(folder.path.glob("*.safetensors")), 10.0, "the file is deleted")
-    end(tier)
-    again = make()
-    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
-    assert again.cleared() == {NAMESPACE: name.generation}
-
-
-def test_folder_that_is_taken_up_later_brings_nothing_back(here: Node, make: Made) -> None:
-    """All was cleared while nobody owned the folder, nor knew the namespaces in it."""
-    first = make()
-    old, new = here.store(key(1)), here.store(key(2))
-    write(first, old, new)
-    end(first)
-    later = make()
-    later.clear({EVERY_NAMESPACE: old.generation})
-    wait_until(lambda: later.stats().num_chunks == 1, 10.0, "the folder is read")
-    assert later.wait_for_clearings(10.0)
-    assert list(replicas(later, here.epoch)) == [key(2)]
-    end(later)
-    last = make()
-    wait_until(lambda: last.stats().num_chunks == 1, 10.0, "the folder is read")
-    assert last.cleared() == {EVERY_NAMESPACE: old.generation}
-
-
-def test_folder_whose_clearings_can_not_be_meant_is_not_believed(here: Node, make: Made) -> None:
-    tier = make()
-    write(tier, here.store(key(1)))
-    folder = tier._state.folder
-    assert folder is not None
-    end(tier)
-    (folder.path / "cleared.json").write_text(f'{{"": {1 << 70}}}')
-    again = make()
-    wait_until(lambda: "can't be read" in again.stats().problem, 10.0, "it says why")
-    assert again.stats().num_chunks == 0
-
-
-def test_file_that_outlived_its_clearing_is_not_believed(
-    here: Node, make: Made, tmp_path: Path
-) -> None:
-    """A crash came after the clearing was noted and before the files were deleted."""
-    tier = make()
-    name = here.store(key(1))
-    write(tier, name)
-    folder = tier._state.folder
-    assert folder is not None
-    end(tier)
-    folder.write_cleared({NAMESPACE: int(name.generation)})
-    again = make()
-    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
-    assert again.stats().num_chunks == 0
-    wait_until(lambda: not list(tmp_path.glob("*/*.safetensors")), 10.0, "it is deleted")
+    record = here.store(key(1))
+    tier.keep(10.0)
+    here.evict(record)
+    record.slot_bytes = 2 * PAGE
+    assert fetch(here, tier, record) == [Refusal.BAD_HANDLE]
+    record.slot_bytes = PAGE
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete"])
@@ -254,63 +347,236 @@ def test_damaged_file_is_a_refusal_and_is_forgotten(
     here: Node, make: Made, tmp_path: Path, harm: str
 ) -> None:
     tier = make()
-    write(tier, here.store(key(1)))
-    (path,) = tmp_path.glob("*/*.safetensors")
+    record = here.store(key(1))
+    tier.keep(10.0)
+    here.evict(record)
+    (path,) = files(tmp_path)
     raw = bytearray(path.read_bytes())
     if harm == "delete":
         path.unlink()
     else:
         raw[-1] ^= 1
         path.write_bytes(raw if harm == "flip" else raw[:-1])
-    order = here.order(key(1), replicas(tier, here.epoch)[key(1)])
-    (refusal,) = refusals(fetcher(here, tier).fetch(here.request([order])))
-    assert refusal is (Refusal.STALE if harm == "delete" else Refusal.CORRUPT)
+    refusal = Refusal.NOT_HERE if harm == "delete" else Refusal.CORRUPT
+    assert fetch(here, tier, record) == [refusal]
+    assert on_disk(here) == set()
     assert tier.stats().num_chunks == 0
     assert tier.stats().chunks_damaged == (harm != "delete")
+
+
+# Lives
+
+
+def test_restart_finds_the_chunks_again(here: Node, make: Made) -> None:
+    tier = make()
+    record = here.store(key(1))
+    tier.keep(10.0)
+    begin_life(here, tier)
+    again = make()
+    assert on_disk(here) == {key(1)}
+    assert fetch(here, again, record) == [NONE]
+    assert_right(here, [record])
+
+
+def test_nothing_is_found_before_there_are_orders(here: Node, make: Made, tmp_path: Path) -> None:
+    tier = make()
+    here.store(key(1))
+    here.store(key(2), stamp=Stamp(HISTORY, 2))
+    tier.keep(10.0)
+    begin_life(here, tier, 0)
+    again = make(is_open=False)
+    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    assert on_disk(here) == set()
+    assert len(files(tmp_path)) == 1
+    # What was cleared while nobody had the folder does not come back.
+    here.order(2, floors={NAMESPACE: 2})
+    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
+    assert on_disk(here) == {key(2)}
+
+
+def test_cleared_chunks_never_come_back(here: Node, make: Made, tmp_path: Path) -> None:
+    tier = make()
+    record = here.store(key(1))
+    tier.keep(10.0)
+    here.order(2, floors={NAMESPACE: 2})
+    assert on_disk(here) == set()
+    assert fetch(here, tier, record) == [Refusal.NOT_HERE]
+    wait_until(lambda: not files(tmp_path), 10.0, "the file is deleted")
+    folder = tier._state.folder
+    assert folder is not None
+    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+
+
+def test_floors_of_earlier_histories_are_kept(here: Node, make: Made) -> None:
+    """Their clears count for what another disk or pool brings along."""
+    tier = make()
+    here.order(2, floors={EVERY_NAMESPACE: 2})
+    old = here.store(key(1), stamp=Stamp(HISTORY, 2))
+    tier.keep(10.0)
+    begin_life(here, tier, 0)
+    again = make(is_open=False)
+    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
+    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
+    # It is of an earlier history, of which something is known.
+    assert on_disk(here) == {old.key}
+    assert here.keeper.owner.index.floors.told[HISTORY] == {EVERY_NAMESPACE: 2}
+    folder = again._state.folder
+    assert folder is not None
+    assert folder.read_floors() == here.keeper.owner.index.floors.told
+
+
+def test_file_that_outlived_its_clearing_is_not_believed(
+    here: Node, make: Made, tmp_path: Path
+) -> None:
+    """A crash came after the clearing was noted and before the files were deleted."""
+    tier = make()
+    here.store(key(1))
+    tier.keep(10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    begin_life(here, tier)
+    folder.write_floors({0: {}, HISTORY: {NAMESPACE: 2}})
+    again = make()
+    assert again.stats().num_chunks == 0
+    wait_until(lambda: not files(tmp_path), 10.0, "it is deleted")
+
+
+def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: Made) -> None:
+    tier = make()
+    here.store(key(1))
+    tier.keep(10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    begin_life(here, tier)
+    (folder.path / "floors.json").write_text(f'{{"3": {{"": {1 << 63}}}}}')
+    again = make(is_open=False)
+    wait_until(lambda: "can't be read" in again.stats().problem, 10.0, "it says why")
+    assert again.stats().num_chunks == 0
+    # It serves nothing, and holds up no orders.
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY, 2)), 0.0)
+
+
+def test_folder_of_the_format_before_is_left_as_it_is(
+    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(raykv.node.disk.chunk_file, "FORMAT", "raykv.chunks.2")
+        tier = make()
+        here.store(key(1))
+        tier.keep(10.0)
+        begin_life(here, tier)
+    (old,) = files(tmp_path)
+    again = make()
+    here.store(key(2))
+    again.keep(10.0)
+    assert on_disk(here) == {key(2)}
+    assert old.exists()
+    assert len({path.parent for path in files(tmp_path)}) == 2
+
+
+# Clears that meet a bad disk
+
+
+def test_clearing_is_noted_while_nothing_can_be_written(
+    here: Node, make: Made, tmp_path: Path
+) -> None:
+    tier = make()
+    here.store(key(1))
+    tier.keep(10.0)
+    begin_life(here, tier)
+    full = make(floor_bytes=1 << 60, is_open=False)
+    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
+    here.order(2, floors={NAMESPACE: 2})
+    folder = full._state.folder
+    assert folder is not None
+    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+    wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
+
+
+def test_clearing_makes_room_where_it_can_not_be_noted(
+    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    here.store(key(1))
+    tier.keep(10.0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    document = OrdersDocument(Stamp(HISTORY, 2), floors={NAMESPACE: 2})
+    with monkeypatch.context() as broken:
+        broken.setattr(TierFolder, "write_floors", full)
+        assert not here.keeper.take_orders(document, 0.2)
+        wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
+    assert here.keeper.take_orders(document, 10.0)
+    folder = tier._state.folder
+    assert folder is not None
+    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+
+
+# Room
 
 
 def test_oldest_files_go_when_the_limit_is_reached(here: Node, make: Made, tmp_path: Path) -> None:
     tier = make(most_bytes=20 * PAGE)
     for number in range(8):
-        write(tier, here.store(key(number), 4 * PAGE))
+        record = here.store(key(number), 4 * PAGE)
+        tier.keep(10.0)
+        here.evict(record)
     stats = tier.stats()
     assert stats.is_full
     assert stats.used_bytes <= 20 * PAGE
-    assert sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors")) <= 20 * PAGE
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * PAGE
     assert stats.files_evicted >= 4
-    assert key(7) in replicas(tier, here.epoch)
+    assert key(7) in on_disk(here)
+    assert key(0) not in on_disk(here)
 
 
 def test_flood_of_others_leaves_a_tenant_what_it_is_guaranteed_of_the_disk(
     here: Node, make: Made
 ) -> None:
-    shares = {"quiet": (0.4, 1.0), "greedy": (0.0, 0.2)}
-    tier = make(most_bytes=20 * (PAGE + 1024))
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
-    tier.take_order(DiskOrder(shares=shares))
-    hers = [here.store(key(number)) for number in range(6)]
-    for name in hers:
-        write(tier, name, tenant="quiet")
+    shares = {"quiet": OrderedShare("", 0.4, 1.0), "greedy": OrderedShare("", 0.0, 0.2)}
+    most = 20 * (PAGE + 1024)
+    tier = make(most_bytes=most)
+    here.order(2, shares=shares)
+
+    def write(number: int, tenant: str) -> None:
+        record = here.store(key(number), tenant=tenant)
+        assert tier.keep(10.0) == 0
+        here.evict(record)
+
+    for number in range(6):
+        write(number, "quiet")
     for number in range(100, 140):
-        write(tier, here.store(key(number)), tenant="greedy" if number % 2 else "")
+        write(number, "greedy" if number % 2 else "")
     stats = tier.stats()
     assert stats.used_bytes <= stats.most_bytes
     assert stats.tenant_bytes["greedy"] <= 0.2 * stats.most_bytes
-    told = replicas(tier, here.epoch)
-    assert {name.key for name in hers} <= told.keys()
-    assert len(told) > len(hers) + 3
+    told = on_disk(here)
+    assert {key(number) for number in range(6)} <= told
+    assert len(told) > 9
     # Files say whose they are.
-    end(tier)
-    again = make(most_bytes=20 * (PAGE + 1024))
-    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read again")
-    assert again.stats().tenant_bytes == stats.tenant_bytes
+    begin_life(here, tier)
+    assert make(most_bytes=most).stats().tenant_bytes == stats.tenant_bytes
+
+
+def test_chunk_that_can_have_no_place_is_not_tried_again(here: Node, make: Made) -> None:
+    tier = make(most_bytes=PAGE // 2)
+    record = here.store(key(0))
+    assert tier.keep(10.0) == 1
+    assert record.is_written
+    assert not tier.stats().problem
+
+
+# Disks that fail
 
 
 def test_nothing_is_written_below_the_floor_and_it_says_so(here: Node, make: Made) -> None:
-    tier = make(floor_bytes=1 << 60)
+    tier = make(floor_bytes=1 << 60, is_open=False)
     wait_until(lambda: "must stay free" in tier.stats().problem, 10.0, "it says why")
-    tier.demote(demotions(here.store(key(1))))
-    time.sleep(0.2)
+    here.store(key(1))
+    assert tier.keep(10.0) == 1
     assert tier.stats().chunks_written == 0
 
 
@@ -319,17 +585,18 @@ def test_disk_that_fails_for_a_while_is_used_again(
 ) -> None:
     monkeypatch.setattr(raykv.node.disk.tier, "DISK_RETRY_S", 0.2)
     tier = make()
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
+    record = here.store(key(1))
     with monkeypatch.context() as broken:
         broken.setattr(raykv.node.disk.tier, "write_chunks", full)
-        tier.demote(demotions(here.store(key(1))))
-        wait_until(lambda: tier.stats().problem == "No space left on device", 10.0, "it fails")
+        assert tier.keep(10.0) == 1
+        assert tier.stats().problem == "No space left on device"
+        assert record.readers == 0
     wait_until(lambda: not tier.stats().problem, 10.0, "it is tried again")
-    write(tier, here.store(key(2)))
+    assert tier.keep(10.0) == 0
     assert not list(tmp_path.glob(f"*/*{PART_SUFFIX}"))
 
 
@@ -338,142 +605,21 @@ def test_place_that_can_not_be_a_folder_is_a_problem_and_no_error(
 ) -> None:
     place = tmp_path / "file"
     place.write_bytes(b"")
-    tier = make(place)
+    tier = make(place, is_open=False)
     wait_until(lambda: "disk_path=" in tier.stats().problem, 10.0, "it says why")
-    assert tier.news().listing == 0
-    order = here.order(
-        key(1), Replica(Source("here", SourceKind.DISK), here.epoch, Handle(Slot(1), Generation(1)))
-    )
-    assert refusals(fetcher(here, tier).fetch(here.request([order]))) == [Refusal.BAD_HANDLE]
-
-
-def test_keep_writes_all_that_the_pool_has(here: Node, make: Made) -> None:
-    tier = make()
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
-    for number in range(20):
-        here.store(key(number))
-    assert tier.keep(10.0) == 0
-    assert tier.stats().num_chunks == 20
-    # A second time there is nothing to do.
-    assert tier.keep(10.0) == 0
-    assert tier.stats().chunks_written == 20
-
-
-def test_slow_disk_holds_up_no_store(
-    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-
-    def slow(
-        path: Path,
-        namespace: Namespace,
-        chunks: list[ChunkBytes],
-        facts: dict[str, str] | None = None,
-    ) -> int:
-        goes_on.wait(20.0)
-        return write_chunks(path, namespace, chunks, facts)
-
-    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
-    tier = make()
-    name = here.store(key(1))
-    tier.demote(demotions(name))
-    wait_until(lambda: bool(tier._batches), 10.0, "the chunk was copied")
-    # Its slot is free for others while the disk is at it.
-    overwritten(here, name)
-    goes_on.set()
-    wait_until(lambda: tier.stats().chunks_written == 1, 10.0, "it is written")
-    assert list(replicas(tier, here.epoch)) == [key(1)]
-
-
-def test_chunks_are_copied_before_others_take_their_place(here: Node, make: Made) -> None:
-    tier = make()
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
-    names = [here.store(key(number)) for number in range(9)]
-    assert tier.demote_now(demotions(*names), 10.0)
-    for name in names:
-        overwritten(here, name)
-    wait_until(lambda: tier.stats().chunks_written == len(names), 10.0, "they are written")
-    assert sorted(replicas(tier, here.epoch)) == [key(number) for number in range(9)]
-    assert tier.demote_now(Demotions(), 10.0)
-
-
-def test_nobody_waits_for_a_disk_that_can_not_be_written(here: Node, make: Made) -> None:
-    full = make(floor_bytes=1 << 60)
-    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
-    began = time.monotonic()
-    assert not full.demote_now(demotions(here.store(key(1))), 30.0)
-    assert time.monotonic() - began < 15.0
-    assert full.stats().chunks_written == 0
-
-
-def test_chunks_that_find_no_room_are_said(
-    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make()
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
-    names = [here.store(key(number)) for number in range(2)]
-    monkeypatch.setattr(raykv.node.disk.tier, "MAX_QUEUED", 0)
-    assert not tier.demote_now(demotions(*names), 10.0)
-    monkeypatch.setattr(raykv.node.disk.tier, "MAX_QUEUED", 2)
-    assert tier.demote_now(demotions(*names), 10.0)
-
-
-def test_copy_that_takes_too_long_is_said(
-    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make()
-    wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
-    goes_on = threading.Event()
-    real = DiskTier._copy
-    monkeypatch.setattr(
-        DiskTier, "_copy", lambda self, *queued: (goes_on.wait(20.0), real(self, *queued))
-    )
-    assert not tier.demote_now(demotions(here.store(key(1))), 0.1)
-    goes_on.set()
-    assert tier.demote_now(Demotions(), 10.0)
-
-
-def test_clearing_is_noted_while_nothing_can_be_written(here: Node, make: Made) -> None:
-    tier = make()
-    name = here.store(key(1))
-    write(tier, name)
-    end(tier)
-    full = make(floor_bytes=1 << 60)
-    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
-    full.clear({NAMESPACE: name.generation})
-    folder = full._state.folder
-    assert folder is not None
-    wait_until(lambda: bool(folder.read_cleared()), 10.0, "it is noted")
-    wait_until(lambda: not list(folder.path.glob("*.safetensors")), 10.0, "the file goes")
-
-
-def test_clearing_makes_room_where_it_can_not_be_noted(
-    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make()
-    name = here.store(key(1))
-    write(tier, name)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(TierFolder, "write_cleared", full)
-    tier.clear({NAMESPACE: name.generation})
-    wait_until(lambda: not list(tmp_path.glob("*/*.safetensors")), 10.0, "the file goes")
-    assert not tier.wait_for_clearings(0.1)
-    monkeypatch.undo()
-    assert tier.wait_for_clearings(10.0)
-    folder = tier._state.folder
-    assert folder is not None
-    assert folder.read_cleared() == {NAMESPACE: name.generation}
+    assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY, 2)), 0.0)
+    record = here.store(key(1))
+    here.evict(record)
+    assert fetch(here, tier, record) == [Refusal.NOT_HERE]
 
 
 def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
-    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make()
-    write(tier, here.store(key(1)))
-    end(tier)
+    here.store(key(1))
+    tier.keep(10.0)
+    begin_life(here, tier)
     monkeypatch.setattr(raykv.node.disk.tier, "DISK_RETRY_S", 0.1)
 
     def fails(_: Path) -> ChunkFile:
@@ -481,7 +627,7 @@ def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
 
     with monkeypatch.context() as broken:
         broken.setattr(raykv.node.disk.folder, "read_header", fails)
-        again = make()
+        again = make(is_open=False)
         wait_until(lambda: again.stats().problem == "Input/output error", 10.0, "it says why")
     wait_until(lambda: again.stats().num_chunks == 1, 10.0, "it is tried again")
     assert again.stats().files_damaged == 0

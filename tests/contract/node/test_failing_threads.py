@@ -15,14 +15,12 @@ import pytest
 import raykv.base.threads
 from raykv.base.errors import ThreadError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, EngineId, Refusal
+from raykv.base.ids import Direction, NodeId, Refusal
 from raykv.cluster.deaths import DeathWatch
-from raykv.engine.fetches import FetchClient, FetchEnded
-from raykv.engine.view import EngineView
 from raykv.node.integrity import Integrity
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol import wire
-from tests.fixtures.engine.scheduler import Actor, PlayedScheduler, attached, order
 from tests.fixtures.node.links import NUM_SLOTS, Line, Node, Worker, ended, failures
 from tests.fixtures.node.links import SETTINGS as LINK_SETTINGS
 from tests.fixtures.waiting import wait_until
@@ -71,7 +69,8 @@ class Service:
         self.name = f"raykv-threads/{os.getpid()}/{next(_names)}"
         self.slot_bytes = SLOT_BYTES
         geometry = PoolGeometry(NUM_SLOTS * SLOT_BYTES, NUM_SLOTS * SLOT_BYTES)
-        self.service = NodeService(ServiceSettings(self.name, geometry), boot_epoch())
+        keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
+        self.service = NodeService(ServiceSettings(self.name), keeper)
 
 
 @pytest.fixture
@@ -177,18 +176,18 @@ def test_worker_is_turned_away_at_once_while_there_is_no_thread_for_it_and_serve
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made.service.start()
-    no_threads.add("raykv-worker")
+    no_threads.add("raykv-line")
     line = Line(made, LINK_SETTINGS)  # type: ignore[arg-type]
     began = time.monotonic()
     wait_until(lambda: line.link.breaker_report().failed > 0, LONG_S, "it is told so")
     assert time.monotonic() - began < REFUSED_S
-    assert "the NodeActor: the thread raykv-worker can't be started" in caplog.text
+    assert "the NodeActor: the thread raykv-line can't be started" in caplog.text
     line.submit()
     assert ended(line, REFUSED_S) == [Refusal.NODE_LOST]
     no_threads.clear()
-    wait_until(lambda: line.link.node_epoch != 0, LONG_S, "it is served")
+    wait_until(lambda: line.link.node_life != 0, LONG_S, "it is served")
     line.end_in_time()
-    assert caplog.text.count("workers are turned away") == 1
+    assert caplog.text.count("are turned away") == 1
 
 
 def test_worker_of_a_process_at_its_limit_of_threads_is_turned_away(
@@ -219,82 +218,7 @@ def test_lane_without_a_thread_is_none(made: Service, no_threads: set[str]) -> N
     assert names.count("raykv-store") >= 2
 
 
-# The engine's
-
-
-def test_engine_is_heard_of_after_the_thread_that_speaks_for_it_has_failed() -> None:
-    scheduler, fault = PlayedScheduler(), Fault()
-    _, session = attached(scheduler, heartbeat_s=0.02)
-
-    class Faulty(EngineView):
-        @property
-        def wants_leases(self) -> bool:
-            fault()
-            return super().wants_leases
-
-    session._view = Faulty(EngineId("engine"), [0], 1.0, 4)
-    num_heard = len(scheduler.requests)
-    session.start()
-    try:
-        wait_until(lambda: fault.is_over, LONG_S, "the thread fails")
-        wait_until(lambda: len(scheduler.requests) > num_heard, LONG_S, "it is heard of")
-    finally:
-        session.stop(LONG_S)
-
-
-def test_engine_is_heard_of_once_there_is_a_thread_for_it(
-    no_threads: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
-    scheduler = PlayedScheduler()
-    _, session = attached(scheduler, heartbeat_s=0.02)
-    no_threads.add("raykv-session")
-    session.start()
-    session.nudge()
-    no_threads.clear()
-    num_heard = len(scheduler.requests)
-    session.nudge()
-    try:
-        wait_until(lambda: len(scheduler.requests) > num_heard, LONG_S, "it is heard of")
-    finally:
-        session.stop(LONG_S)
-
-
-def test_fetches_end_after_the_thread_that_gives_them_up_has_failed() -> None:
-    actor, fault, delivered = Actor(), Fault(1), list[FetchEnded]()
-
-    def deliver(end: FetchEnded) -> None:
-        fault()
-        delivered.append(end)
-
-    client = FetchClient(lambda: actor, -1.8, with_checksums=True)
-    client.start(deliver)
-    try:
-        client.submit([order(1)], 1, "ns")
-        wait_until(lambda: fault.is_over, LONG_S, "the thread fails")
-        client.submit([order(2)], 1, "ns")
-        wait_until(lambda: bool(delivered), LONG_S, "the next one ends")
-        assert delivered[0].orders == [order(2)]
-    finally:
-        client.stop()
-
-
-def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
-    no_threads: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
-    delivered = list[FetchEnded]()
-    client = FetchClient(Actor, LONG_S, with_checksums=True)
-    no_threads.add("raykv-fetch-watch")
-    client.start(delivered.append)
-    try:
-        client.submit([order(1)], 1, "ns")
-        assert [end.orders for end in delivered] == [[order(1)]]
-        no_threads.clear()
-        client.submit([order(2)], 1, "ns")
-        assert len(delivered) == 1
-    finally:
-        client.stop()
+# The worker's
 
 
 def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_later(
@@ -309,7 +233,7 @@ def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_la
     assert [result.job_id for result in link.drain()] == [job_id]
     no_threads.clear()
     lines[0].submit()
-    wait_until(lambda: link.node_epoch != 0, LONG_S, "there is a line")
+    wait_until(lambda: link.node_life != 0, LONG_S, "there is a line")
 
 
 def test_line_begins_anew_after_its_thread_has_failed(
@@ -330,5 +254,6 @@ def test_line_begins_anew_after_its_thread_has_failed(
     assert node.process.wait(LONG_S) != 0
     node.end()
     node.start()
-    wait_until(lambda: worker.link.node_epoch != 0, LONG_S, "the worker attaches again")
+    wait_until(lambda: worker.link.node_life != 0, LONG_S, "the worker attaches again")
+    worker.core.wait()
     works(worker)

@@ -11,45 +11,38 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import msgspec
 import pytest
 
 import raykv.node.fetch
-from raykv.base.ids import ChunkName, Epoch, Generation, Namespace, Refusal, Slot
-from raykv.engine.remote import FetchOrder
+from raykv.base.ids import ALL_BLOCKS, Blocks, Namespace, Refusal, Stamp
 from raykv.node.fetch import MOST_PIECE_BYTES, PIECE_BYTES, WINDOW, piece_bytes
-from raykv.node.slots import SlotState
-from raykv.protocol.columns import (
-    Handle,
-    Handles,
-    Keys,
-    LostReplicas,
-    Numbers,
-    Replica,
-    Replicas,
-    Source,
-    SourceKind,
-)
-from raykv.protocol.peer import FetchResult
+from raykv.node.pool.owner import SERIES_S
+from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.protocol.columns import SourceKind
+from raykv.protocol.listing import Where
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
+    HISTORY,
     LONG_S,
     NAMESPACE,
     PAGE,
     Faults,
+    Fetched,
     Network,
     Node,
+    Wanted,
     assert_nothing_there,
     assert_right,
     being_stored,
     cleared,
-    content,
-    landed,
-    of_other_namespace,
-    overwritten,
-    refusals,
+    evicted,
+    given_up,
+    of_other_size,
+    only_in_other_namespace,
+    order_of,
+    wanted,
     within,
 )
 from tests.fixtures.waiting import wait_until
@@ -61,10 +54,6 @@ NONE = Refusal.NONE
 def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
-
-
-def state(node: Node, order: FetchOrder) -> SlotState:
-    return node.keeper.table.state_of(order.handle.slot)
 
 
 # Bytes
@@ -84,42 +73,48 @@ SIZES = {
 @pytest.mark.parametrize("case", SIZES)
 def test_bytes_at_the_destination_are_those_of_the_source(network: Network, case: str) -> None:
     source, here = (network.node(name, slab_bytes=96 << 20) for name in ("source", "here"))
-    held = [(source, source.store(key(i), pages * PAGE)) for i, pages in enumerate(SIZES[case])]
-    orders = here.orders(*held)
-    result = here.fetch(orders)
-    num_bytes = sum(order.num_bytes for order in orders)
-    assert refusals(result) == [NONE] * len(orders)
-    assert result.slots == [order.handle.slot for order in orders]
-    assert result.generations == [order.handle.generation for order in orders]
-    assert result.node_epoch == here.epoch
-    assert result.lost == LostReplicas()
-    assert result.num_bytes == here.fetcher.counters.bytes_fetched == num_bytes
+    held = [source.store(key(i), pages * PAGE) for i, pages in enumerate(SIZES[case])]
+    fetched = here.fetch([wanted(record, source) for record in held])
+    num_bytes = sum(record.slot_bytes for record in held)
+    assert fetched.refusals == [NONE] * len(held)
+    assert fetched.result.num_bytes == here.fetcher.counters.bytes_fetched == num_bytes
     assert source.reader.bytes_sent == num_bytes
-    assert here.fetcher.counters.chunks_fetched == len(orders)
-    assert_right(here, orders)
-    assert here.ready() == {landed(order) for order in orders}
+    assert here.fetcher.counters.chunks_fetched == len(held)
+    assert_right(here, held)
+    assert here.ready() == {record.key for record in held}
     for _, read in network.reads:
-        assert sum(read.slot_bytes) <= piece_bytes(num_bytes) or len(read.handles) == 1
+        assert sum(read.slot_bytes) <= piece_bytes(num_bytes) or len(read.keys) == 1
 
 
 def test_chunks_that_fit_into_one_piece_are_read_with_one_call(
     network: Network, here: Node, source: Node
 ) -> None:
-    orders = here.orders(*((source, source.store(key(i))) for i in range(50)))
-    assert refusals(here.fetch(orders)) == [NONE] * 50
+    chunks = [wanted(source.store(key(i)), source) for i in range(50)]
+    assert here.fetch(chunks).refusals == [NONE] * 50
     assert network.num_reads(source) == 1
 
 
-def test_what_has_landed_is_reported_and_somebody_is_told(here: Node, source: Node) -> None:
-    orders = here.orders(*((source, source.store(key(i), 2 * PAGE)) for i in range(3)))
-    here.fetch(orders)
-    assert here.num_told > 0
-    report = here.keeper.take_unreported(100)
-    assert report.keys == [order.key for order in orders]
-    assert report.slots == [order.handle.slot for order in orders]
-    assert report.generations == [order.handle.generation for order in orders]
-    assert report.slot_bytes == [2 * PAGE] * 3
-    assert report.namespaces == [NAMESPACE]
+def test_result_says_how_chunks_are_now_and_at_which_number(here: Node, source: Node) -> None:
+    record = source.store(key(1), blocks=Blocks(1, 2))
+    result = here.fetch([wanted(record, source), Wanted(key(2), (source.source,))]).result
+    assert result.number == here.keeper.owner.index.listing.number
+    found = {row.key: (row.where, row.blocks) for row in result.rows}
+    assert found[key(1)] == (Where.RAM, Blocks(1, 2))
+    assert found[key(2)][0] is Where.NOWHERE
+    assert (list(result.failed_chunks), result.refusals) == ([1], bytes([Refusal.NOT_HERE]))
+
+
+@pytest.mark.parametrize("blocks", [ALL_BLOCKS, Blocks(0, 1), Blocks(2, 2)])
+def test_stamp_blocks_and_checksum_come_with_the_bytes(
+    here: Node, source: Node, blocks: Blocks
+) -> None:
+    here.order(9)
+    record = source.store(key(1), stamp=Stamp(HISTORY, 5), blocks=blocks)
+    assert here.fetch([wanted(record, source)]).refusals == [NONE]
+    arrived = here.find(record)
+    assert arrived is not None
+    assert (arrived.stamp, arrived.blocks) == (Stamp(HISTORY, 5), blocks)
+    assert arrived.checksum == record.checksum
 
 
 @pytest.mark.parametrize(
@@ -142,14 +137,14 @@ def test_as_many_pieces_are_under_way_as_the_window_allows(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    orders = here.orders(*((source, source.store(key(i))) for i in range(12)))
-    fetch = here.begin_fetch(orders)
+    chunks = [wanted(source.store(key(i)), source) for i in range(12)]
+    fetch = here.begin_fetch(chunks)
     wait_until(lambda: network.num_reads(source) == WINDOW, LONG_S, "a full window")
     source.faults.gate.set()
-    assert refusals(fetch.result(LONG_S)) == [NONE] * 12
+    assert fetch.result(LONG_S).refusals == [NONE] * 12
     assert network.most_under_way == WINDOW
     assert network.num_reads(source) == 12
-    assert_right(here, orders)
+    assert_right(here, chunks)
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
@@ -158,438 +153,397 @@ def test_answers_that_overtake_each_other_land_in_their_own_slots(
 ) -> None:
     source.faults.delay_s = 0.05
     held = [(node, node.store(key(i))) for i in range(6) for node in (source, other)][::3]
-    orders = here.orders(*held)
-    assert refusals(here.fetch(orders)) == [NONE] * len(orders)
+    chunks = [wanted(record, node) for node, record in held]
+    assert here.fetch(chunks).refusals == [NONE] * len(chunks)
     assert network.num_reads(source) == network.num_reads(other) == 2
-    assert_right(here, orders)
+    assert_right(here, chunks)
 
 
 # Sources that don't have it
 
-GONE: dict[str, tuple[Callable[[Node, ChunkName], ChunkName], Refusal, bool]] = {
-    "overwritten": (overwritten, Refusal.STALE, True),
-    "other key": (lambda _, name: name._replace(slot=Slot(name.slot + 1)), Refusal.STALE, True),
-    "other namespace": (of_other_namespace, Refusal.STALE, True),
-    "cleared": (cleared, Refusal.STALE, True),
-    "other epoch": (lambda _, name: name, Refusal.BAD_HANDLE, False),
-    "being stored": (being_stored, Refusal.WRITING, False),
+GONE: dict[str, tuple[Callable[[Node, ChunkRecord], None], Refusal]] = {
+    "evicted": (evicted, Refusal.NOT_HERE),
+    "given up": (given_up, Refusal.NOT_HERE),
+    "other namespace": (only_in_other_namespace, Refusal.NOT_HERE),
+    "cleared": (cleared, Refusal.NOT_HERE),
+    "other size": (of_other_size, Refusal.BAD_HANDLE),
+    "being stored": (being_stored, Refusal.WRITING),
 }
-"""What is done to the source, what it answers, and whether the replica counts as lost."""
+"""What is done to the source, and what it answers."""
 
 
-def gone(source: Node, case: str) -> Replica:
-    """A replica that the source does not have, or not as it is named; there are others."""
-    name = source.store(key(0))
-    source.store(key(98))
-    replica = source.replica(GONE[case][0](source, name))
-    if case == "other epoch":
-        return msgspec.structs.replace(replica, node_epoch=Epoch(6))
-    return replica
+def gone(source: Node, case: str) -> ChunkRecord:
+    """A chunk that the source does not have, or not as it is asked for; there are others."""
+    record = source.store(key(0))
+    GONE[case][0](source, record)
+    source.store(key(98), namespace=Namespace("more"))
+    return record
 
 
 @pytest.mark.parametrize("case", GONE)
-def test_chunk_that_no_source_has_is_refused_and_its_slot_is_free_again(
+def test_chunk_that_no_source_has_is_refused_and_takes_no_slot(
     here: Node, source: Node, case: str
 ) -> None:
-    _, refusal, is_lost = GONE[case]
-    replica = gone(source, case)
-    order = here.order(key(0), replica)
-    result = here.fetch([order])
-    assert refusals(result) == [refusal]
-    lost = LostReplicas([Source("source")], Keys.of([key(0)]), [replica.handle.generation])
-    assert result.lost == (lost if is_lost else LostReplicas())
-    assert result.num_bytes == here.fetcher.counters.chunks_fetched == 0
+    fetched = here.fetch([wanted(gone(source, case), source)])
+    assert fetched.refusals == [GONE[case][1]]
+    assert fetched.result.num_bytes == here.fetcher.counters.chunks_fetched == 0
     assert here.fetcher.counters.fetches_failed == 1
-    assert len(here.keeper.take_unreported(10)) == 0
-    assert_nothing_there(here, order)
+    assert_nothing_there(here)
 
 
 @pytest.mark.parametrize("case", GONE)
-def test_next_replica_is_read_when_the_first_does_not_have_the_chunk(
+def test_next_source_is_read_when_the_first_does_not_have_the_chunk(
     here: Node, source: Node, other: Node, case: str
 ) -> None:
-    spare = other.replica(other.store(key(0)))
-    order = here.order(key(0), gone(source, case), spare)
-    result = here.fetch([order])
-    assert refusals(result) == [NONE]
-    assert result.lost.sources == ([Source("source")] if GONE[case][2] else [])
-    assert_right(here, [order])
+    chunk = wanted(gone(source, case), source, other)
+    other.store(key(0))
+    assert here.fetch([chunk]).refusals == [NONE]
+    assert_right(here, [chunk])
 
 
 def test_one_chunk_that_is_gone_does_not_shift_its_neighbours(
     here: Node, source: Node, other: Node
 ) -> None:
-    names = [source.store(key(i), (1 + i % 2) * PAGE) for i in range(5)]
-    overwritten(source, names[1])
-    overwritten(source, names[3])
-    orders = here.orders(*((source, name) for name in names))
-    spare = other.replica(other.store(key(3), 2 * PAGE))
-    orders[3] = replace(orders[3], replicas=(*orders[3].replicas, spare))
-    result = here.fetch(orders)
-    assert refusals(result) == [NONE, Refusal.STALE, NONE, NONE, NONE]
-    assert result.lost.keys == [key(1), key(3)]
-    assert_right(here, [orders[i] for i in (0, 2, 3, 4)])
-    assert state(here, orders[1]) is SlotState.EMPTY
+    held = [source.store(key(i), (1 + i % 2) * PAGE) for i in range(5)]
+    source.evict(held[1])
+    source.evict(held[3])
+    chunks = [wanted(record, source) for record in held]
+    chunks[3] = wanted(other.store(key(3), 2 * PAGE), source, other)
+    assert here.fetch(chunks).refusals == [NONE, Refusal.NOT_HERE, NONE, NONE, NONE]
+    assert_right(here, [chunks[i] for i in (0, 2, 3, 4)])
+    assert len(here.records()) == 4
 
 
-def test_chunk_without_any_replica_is_refused(here: Node) -> None:
-    order = here.order(key(0))
-    assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
-    assert_nothing_there(here, order)
+def test_chunk_without_any_source_is_refused(here: Node) -> None:
+    assert here.fetch([Wanted(key(0), ())]).refusals == [Refusal.NODE_LOST]
+    assert_nothing_there(here)
 
 
-# The destination's slots
+# What may be here
 
 
-def test_lease_that_is_older_than_what_its_slot_holds_is_refused(
+def test_chunk_that_is_here_already_is_not_fetched_but_was_found(
     network: Network, here: Node, source: Node
 ) -> None:
-    old = here.lease()
-    kept = here.store(key(1), at=here.lease(slot=old.slot))
-    name = source.store(key(0))
-    orders = [here.order(key(0), source.replica(name), at=old), *here.orders((source, name))]
-    orders[1] = replace(orders[1], key=key(2), replicas=(source.replica(source.store(key(2))),))
-    assert refusals(here.fetch(orders)) == [Refusal.STALE, NONE]
-    assert here.load(kept) == content(kept)
-    assert_right(here, orders[1:])
-    assert [read.handles.keys for _, read in network.reads] == [[key(2)]]
+    kept, record = here.store(key(0)), source.store(key(1))
+    chunks = [wanted(kept, source), wanted(record, source)]
+    hits = kept.hits
+    fetched = here.fetch(chunks)
+    assert fetched.refusals == [NONE, NONE]
+    assert fetched.result.num_bytes == PAGE
+    assert kept.hits == hits + 1
+    assert [list(read.keys) for _, read in network.reads] == [[key(1)]]
+    assert_right(here, chunks)
 
 
-def test_place_where_no_slot_can_be_is_refused(here: Node, source: Node) -> None:
-    replica = source.replica(source.store(key(0)))
-    behind = Handle(here.geometry.slots_of(8, PAGE)[0], Generation(1))
-    assert refusals(here.fetch([here.order(key(0), replica, at=behind)])) == [Refusal.BAD_HANDLE]
-
-
-def test_fetch_waits_for_the_reader_of_its_slot(here: Node, source: Node) -> None:
-    old = here.store(key(1))
-    assert here.keeper.begin_load(old) is NONE
-    replica = source.replica(source.store(key(0)))
-    order = here.order(key(0), replica, at=here.lease(slot=old.slot))
-    fetch = here.begin_fetch([order])
-    with pytest.raises(TimeoutError):
-        fetch.result(0.1)
-    assert here.load(old) == content(old)
-    here.keeper.end_load(old)
-    assert refusals(fetch.result(LONG_S)) == [NONE]
-    assert_right(here, [order])
-
-
-def test_fetch_gives_up_a_slot_whose_reader_stays(
-    here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.fetch, "FETCH_SLOT_WAIT_S", 0.2)
-    old = here.store(key(1))
-    assert here.keeper.begin_load(old) is NONE
-    replica = source.replica(source.store(key(0)))
-    order = here.order(key(0), replica, at=here.lease(slot=old.slot))
-    with within(0.2, 0.2):
-        assert refusals(here.fetch([order])) == [Refusal.WRITING]
-    assert here.load(old) == content(old)
-    here.keeper.end_load(old)
-
-
-def test_chunk_is_not_loaded_while_it_is_fetched(
+def test_chunk_that_an_engine_stores_meanwhile_counts_as_fetched(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    fetch = here.begin_fetch([order])
+    record = source.store(key(0))
+    fetch = here.begin_fetch([wanted(record, source)])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
-    assert here.load(landed(order)) is Refusal.WRITING
+    own = here.store(key(0))
     source.faults.gate.set()
-    assert refusals(fetch.result(LONG_S)) == [NONE]
-    assert_right(here, [order])
+    assert fetch.result(LONG_S).refusals == [NONE]
+    assert here.find(record) is own
 
 
-def test_chunk_of_a_namespace_that_is_cleared_meanwhile_is_not_ready(
+def test_chunk_that_an_engine_is_storing_is_left_to_it(here: Node, source: Node) -> None:
+    own = here.begin_store(key(0))
+    assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [Refusal.WRITING]
+    here.keeper.landed(own, ok=False)
+
+
+def test_chunk_takes_a_slot_when_its_bytes_have_come(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    fetch = here.begin_fetch([order])
+    fetch = here.begin_fetch([wanted(source.store(key(0)), source)])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
-    here.keeper.clear({NAMESPACE: order.handle.generation})
+    assert here.records() == []
     source.faults.gate.set()
-    assert refusals(fetch.result(LONG_S)) == [Refusal.CLEARED]
-    assert len(here.keeper.take_unreported(10)) == 0
-    assert_nothing_there(here, order)
+    assert fetch.result(LONG_S).refusals == [NONE]
 
 
-def test_late_answer_does_not_touch_what_was_stored_since(
-    network: Network, here: Node, source: Node
+def test_fetch_into_a_pool_in_which_nothing_may_go_has_no_room(network: Network) -> None:
+    here, source = network.node("here", slab_bytes=PAGE), network.node("source")
+    held = [here.store(key(100 + i)) for i in range(8)]
+    record = source.store(key(0))
+    assert here.fetch([wanted(record, source)]).refusals == [Refusal.NO_ROOM]
+    assert_right(here, held)
+    assert here.find(record) is None
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_chunk_that_was_cleared_here_does_not_come_back(
+    network: Network, here: Node, source: Node, when: str
 ) -> None:
     source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    assert refusals(here.fetch([order], deadline_s=0.1)) == [Refusal.TOO_LATE]
-    later = here.store(key(1), at=here.lease(slot=order.handle.slot))
+    chunk = wanted(source.store(key(0)), source)
+    if when == "before":
+        here.order(2, floors={NAMESPACE: 2})
+    fetch = here.begin_fetch([chunk])
+    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
+    if when == "meanwhile":
+        here.order(2, floors={NAMESPACE: 2})
+    source.faults.gate.set()
+    assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
+    assert_nothing_there(here)
+
+
+def test_source_with_a_later_copy_is_read_when_that_of_the_first_was_cleared(
+    here: Node, source: Node, other: Node
+) -> None:
+    here.order(2, floors={NAMESPACE: 2})
+    chunk = wanted(source.store(key(0)), source, other)
+    other.store(key(0), stamp=Stamp(HISTORY, 2))
+    assert here.fetch([chunk]).refusals == [NONE]
+    arrived = here.find(chunk)
+    assert arrived is not None
+    assert arrived.stamp == Stamp(HISTORY, 2)
+
+
+def test_import_is_a_store_of_the_time_when_it_was_ordered(
+    network: Network, here: Node, source: Node
+) -> None:
+    source.kind = SourceKind.IMPORT
+    here.order(5, floors={NAMESPACE: 4})
+    record = source.store(key(0), stamp=Stamp(0, 0))
+    assert here.fetch([wanted(record, source)]).refusals == [NONE]
+    arrived = here.find(record)
+    assert arrived is not None
+    assert arrived.stamp == Stamp(HISTORY, 5)
+    # What is cleared while it comes is cleared.
+    source.faults.gate = threading.Event()
+    later = wanted(source.store(key(1), stamp=Stamp(0, 0)), source)
+    fetch = here.begin_fetch([later])
+    wait_until(lambda: network.num_reads(source) == 2, LONG_S, "the read begins")
+    here.order(6, floors={NAMESPACE: 6})
+    source.faults.gate.set()
+    assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
+
+
+def test_late_answer_changes_nothing(network: Network, here: Node, source: Node) -> None:
+    source.faults.gate = threading.Event()
+    chunk = wanted(source.store(key(0)), source)
+    assert here.fetch([chunk], deadline_s=0.1).refusals == [Refusal.TOO_LATE]
     source.faults.gate.set()
     network.settle()
-    assert here.load(later) == content(later)
-    assert here.ready() == {later}
+    assert_nothing_there(here)
 
 
-def test_store_of_an_engine_waits_for_the_fetch_that_has_its_slot(
-    network: Network, here: Node, source: Node
-) -> None:
-    source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    fetch = here.begin_fetch([order])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
-    lease = here.lease(slot=order.handle.slot)
-    later = ChunkName(NAMESPACE, key(1), lease.slot, lease.generation, PAGE)
-    assert here.keeper.begin_store(later, 0, 1, 0.0, LONG_S) is Refusal.WRITING
-    source.faults.gate.set()
-    fetch.result(LONG_S)
-    assert here.load(here.store(key(1), at=lease)) == content(later)
+def test_chunks_of_a_series_stay_until_others_of_it_have_come(here: Node, source: Node) -> None:
+    held = [source.store(key(i)) for i in range(3)]
+    for record in held[:2]:
+        here.fetch([wanted(record, source)], series="import 1", life=0)
+    here.fetch([wanted(held[2], source)])
+    owner, now = here.keeper.owner, here.keeper.now()
+
+    def standings() -> list[Standing]:
+        return [each.standing for each in map(here.find, held) if each is not None]
+
+    assert standings() == [Standing.KEPT, Standing.KEPT, Standing.NORMAL]
+    with here.keeper.lock:
+        owner.keep_series("import 1", NAMESPACE, [key(9)], now + SERIES_S * 0.7)
+        owner.expire(now + SERIES_S * 1.5)
+    assert standings() == [Standing.KEPT, Standing.KEPT, Standing.NORMAL]
+    with here.keeper.lock:
+        owner.expire(now + SERIES_S * 1.8)
+    assert standings() == [Standing.NORMAL] * 3
 
 
 # Fetches of the same chunk
 
 
-def begin_second(
-    network: Network, here: Node, source: Node
-) -> tuple[FetchOrder, Future[FetchResult]]:
+def begin_second(network: Network, here: Node, source: Node) -> Future[Fetched]:
     """Begin a fetch of key 0, which another one is reading, and of one more chunk.
 
     The read of the latter shows that both were claimed.
     """
-    orders = here.orders((source, source.store(key(0))), (source, source.store(key(50))))
+    chunks = [Wanted(key(0), (source.source,)), wanted(source.store(key(50)), source)]
     num_reads = network.num_reads(source)
-    fetch = here.begin_fetch(orders)
+    fetch = here.begin_fetch(chunks)
     wait_until(lambda: network.num_reads(source) > num_reads, LONG_S, "the second fetch begins")
-    return orders[0], fetch
+    return fetch
 
 
 def test_two_fetches_of_a_chunk_share_one_read(network: Network, here: Node, source: Node) -> None:
     source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    first = here.begin_fetch([order])
+    chunk = wanted(source.store(key(0)), source)
+    first = here.begin_fetch([chunk])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
-    unused, second = begin_second(network, here, source)
+    second = begin_second(network, here, source)
     source.faults.gate.set()
-    assert refusals(first.result(LONG_S)) == [NONE]
-    result = second.result(LONG_S)
-    assert refusals(result) == [NONE, NONE]
-    assert result.slots[0] == order.handle.slot
-    assert result.generations[0] == order.handle.generation
-    assert result.num_bytes == PAGE
-    assert [read.handles.keys for _, read in network.reads] == [[key(0)], [key(50)]]
-    assert state(here, unused) is SlotState.EMPTY
-    assert_right(here, [order])
+    assert first.result(LONG_S).refusals == [NONE]
+    fetched = second.result(LONG_S)
+    assert fetched.refusals == [NONE, NONE]
+    assert fetched.result.num_bytes == PAGE
+    assert [list(read.keys) for _, read in network.reads] == [[key(0)], [key(50)]]
+    assert_right(here, [chunk])
 
 
 def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    first = here.begin_fetch([here.order_of((source, overwritten(source, source.store(key(0)))))])
+    record = source.store(key(0))
+    source.evict(record)
+    first = here.begin_fetch([wanted(record, source)])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
-    unused, second = begin_second(network, here, source)
+    second = begin_second(network, here, source)
     source.faults.gate.set()
-    assert refusals(first.result(LONG_S)) == [Refusal.STALE]
-    assert refusals(second.result(LONG_S)) == [Refusal.STALE, NONE]
-    assert state(here, unused) is SlotState.EMPTY
-    assert refusals(here.fetch([unused])) == [NONE]
-    assert_right(here, [unused])
+    assert first.result(LONG_S).refusals == [Refusal.NOT_HERE]
+    assert second.result(LONG_S).refusals == [Refusal.NOT_HERE, NONE]
+    source.store(key(0))
+    assert here.fetch([wanted(record, source)]).refusals == [NONE]
+    assert_right(here, [record])
 
 
 def test_second_fetch_of_a_chunk_keeps_its_own_deadline(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    name = source.store(key(0))
-    order = here.order_of((source, name))
-    first = here.begin_fetch([order])
+    chunk = wanted(source.store(key(0)), source)
+    first = here.begin_fetch([chunk])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
     with within(0.2, 0.2):
-        assert refusals(here.fetch(here.orders((source, name)), 0.2)) == [Refusal.TOO_LATE]
+        assert here.fetch([chunk], 0.2).refusals == [Refusal.TOO_LATE]
     source.faults.gate.set()
-    assert refusals(first.result(LONG_S)) == [NONE]
-    assert_right(here, [order])
+    assert first.result(LONG_S).refusals == [NONE]
+    assert_right(here, [chunk])
 
 
-def test_second_fetch_does_not_wait_for_what_the_first_could_not_begin(
+def test_chunk_is_read_anew_when_it_has_gone_since(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
-    replica = source.replica(source.store(key(0)))
-    old = here.lease()
-    here.store(key(1), at=here.lease(slot=old.slot))
-    more = here.order_of((source, source.store(key(2))))
-    first = here.begin_fetch([here.order(key(0), replica, at=old), more])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
-    source.faults = Faults()
-    assert refusals(here.fetch([here.order(key(0), replica)], 0.5)) != [Refusal.TOO_LATE]
-    network.open_gates()
-    assert refusals(first.result(LONG_S)) == [Refusal.STALE, NONE]
-
-
-def test_chunk_is_read_anew_when_the_first_fetch_of_it_is_over(
-    network: Network, here: Node, source: Node
-) -> None:
-    name = source.store(key(0))
-    orders = here.orders((source, name), (source, name))
-    for order in orders:
-        result = here.fetch([order])
-        assert refusals(result) == [NONE]
-        assert result.slots == [order.handle.slot]
+    record = source.store(key(0))
+    for _ in range(2):
+        assert here.fetch([wanted(record, source)]).refusals == [NONE]
+        arrived = here.find(record)
+        assert arrived is not None
+        here.evict(arrived)
     assert network.num_reads(source) == 2
-    assert_right(here, orders)
 
 
-def test_chunk_that_is_twice_in_a_request_is_read_once(
-    network: Network, here: Node, source: Node
-) -> None:
-    name = source.store(key(0))
-    orders = here.orders((source, name), (source, name))
-    result = here.fetch(orders)
-    assert refusals(result) == [NONE, NONE]
-    assert result.slots == [orders[0].handle.slot] * 2
-    assert result.num_bytes == source.reader.bytes_sent == PAGE
+def test_chunk_that_is_twice_in_an_order_is_read_once(here: Node, source: Node) -> None:
+    chunk = wanted(source.store(key(0)), source)
+    fetched = here.fetch([chunk, chunk])
+    assert fetched.refusals == [NONE, NONE]
+    assert fetched.result.num_bytes == source.reader.bytes_sent == PAGE
 
 
 def test_same_key_of_another_namespace_is_another_chunk(
     network: Network, here: Node, source: Node
 ) -> None:
     source.faults.gate = threading.Event()
-    order = here.order_of((source, source.store(key(0))))
-    first = here.begin_fetch([order])
+    chunk = wanted(source.store(key(0)), source)
+    first = here.begin_fetch([chunk])
     wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
     source.faults = Faults()
-    foreign = source.store(key(0), namespace=Namespace("other"))
-    orders = here.orders((source, foreign))
-    request = msgspec.structs.replace(here.request(orders), namespace="other")
-    assert refusals(here.fetcher.fetch(request)) == [NONE]
-    assert here.load(landed(orders[0])._replace(namespace=foreign.namespace)) == content(foreign)
+    foreign = wanted(source.store(key(0), namespace=Namespace("other")), source)
+    assert here.fetch([foreign]).refusals == [NONE]
     network.open_gates()
-    assert refusals(first.result(LONG_S)) == [NONE]
-    assert_right(here, [order])
+    assert first.result(LONG_S).refusals == [NONE]
+    assert_right(here, [chunk, foreign])
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
-def test_fetches_of_several_requests_at_once_give_right_bytes(
+def test_fetches_of_several_orders_at_once_give_right_bytes(
     here: Node, source: Node, other: Node
 ) -> None:
     chosen = random.Random(3)
-    held = [[(node, node.store(key(i))) for node in (source, other)] for i in range(30)]
     for node in (source, other):
         node.faults.delay_s = 0.002
-    requests = [
-        [here.order_of(*chosen.sample(each, 2)) for each in chosen.sample(held, 12)]
+    nodes = [source, other]
+    held, _ = ([node.store(key(i)) for i in range(30)] for node in nodes)
+    orders = [
+        [wanted(record, *chosen.sample(nodes, 2)) for record in chosen.sample(held, 12)]
         for _ in range(40)
     ]
-    fetches = [here.begin_fetch(orders) for orders in requests]
-    for orders, fetch in zip(requests, fetches, strict=True):
-        result = fetch.result(LONG_S)
-        assert refusals(result) == [NONE] * 12
-        places = zip(orders, result.slots, result.generations, strict=True)
-        for order, slot, generation in places:
-            place = Handle(Slot(slot), Generation(generation))
-            name = landed(replace(order, handle=place))
-            assert here.load(name) == content(name)
+    fetches = [here.begin_fetch(chunks) for chunks in orders]
+    for chunks, fetch in zip(orders, fetches, strict=True):
+        assert fetch.result(LONG_S).refusals == [NONE] * 12
+        assert_right(here, chunks)
 
 
 def test_no_wrong_bytes_are_ready_whatever_the_source_overwrites_meanwhile(
     here: Node, source: Node
 ) -> None:
     chosen = random.Random(4)
-    slots = [source.lease(8 * PAGE).slot for _ in range(8)]
-    held = [source.store(key(i), 8 * PAGE, at=source.lease(slot=s)) for i, s in enumerate(slots)]
+    held = [source.store(key(i), 8 * PAGE) for i in range(8)]
     stopped = threading.Event()
 
     def overwrite() -> None:
         for number in itertools.count(8):
             if stopped.is_set():
                 return
-            at = source.lease(slot=slots[number * 5 % 8])
-            held.append(source.store(key(number), 8 * PAGE, at=at, wait_s=LONG_S))
+            source.evict(held[-8])
+            held.append(source.store(key(number), 8 * PAGE))
             stopped.wait(0.0005)
 
     seen: list[Refusal] = []
-    targets = [here.lease(8 * PAGE).slot for _ in range(6)]
     with ThreadPoolExecutor(1) as threads:
         overwriting = threads.submit(overwrite)
         for _ in range(150):
-            names = chosen.sample(held[-16:], min(len(held), 6))
-            orders = [
-                here.order(
-                    name.key, source.replica(name), num_bytes=8 * PAGE, at=here.lease(slot=slot)
-                )
-                for name, slot in zip(names, targets, strict=True)
-            ]
-            result = here.fetch(orders)
-            seen += refusals(result)
-            there = [o for o, refusal in zip(orders, refusals(result), strict=True) if not refusal]
+            chunks = [wanted(r, source) for r in chosen.sample(held[-16:], min(len(held), 6))]
+            fetched = here.fetch(chunks)
+            seen += fetched.refusals
+            there = [c for c, why in zip(chunks, fetched.refusals, strict=True) if not why]
             assert_right(here, there)
-            assert here.ready() == {landed(order) for order in there}
+            for record in here.records():
+                here.evict(record)
         stopped.set()
         overwriting.result(LONG_S)
     assert seen.count(NONE) > 100
-    assert seen.count(Refusal.STALE) > 100
+    assert seen.count(Refusal.NOT_HERE) > 100
 
 
-# Requests that are wrong or empty
+# Orders that are wrong or empty
 
 
-def test_request_for_another_life_of_the_node_is_refused_whole(
+def test_order_of_another_version_is_refused_whole(
     network: Network, here: Node, source: Node
 ) -> None:
-    orders = here.orders(*((source, source.store(key(i))) for i in range(2)))
-    right = here.request(orders)
-    for wrong in (
-        msgspec.structs.replace(right, version=right.version + 1),
-        msgspec.structs.replace(right, node_epoch=here.epoch - 1),
-        msgspec.structs.replace(right, node_epoch=here.epoch + 1),
-    ):
-        result = here.fetcher.fetch(wrong)
-        assert refusals(result) == [Refusal.BAD_HANDLE] * 2
-        assert result.node_epoch == here.epoch
+    chunks = [wanted(source.store(key(i)), source) for i in range(2)]
+    right = order_of(chunks)
+    result = here.fetcher.fetch(msgspec.structs.replace(right, version=right.version + 1))
+    assert Fetched(result, 2).refusals == [Refusal.BAD_HANDLE] * 2
     assert network.reads == []
-    assert refusals(here.fetch(orders)) == [NONE] * 2
+    assert here.fetch(chunks).refusals == [NONE] * 2
 
 
-def test_request_for_nothing_has_an_empty_result(here: Node) -> None:
-    result = here.fetch([])
-    assert (result.refusals, result.slots, result.generations) == ([], [], [])
-    assert result.num_bytes == here.num_told == 0
+@pytest.mark.parametrize("slot_bytes", [0, -PAGE, 1 << 40])
+def test_order_of_a_size_that_no_slot_has_is_refused_and_nobody_is_blamed(
+    here: Node, source: Node, slot_bytes: int
+) -> None:
+    record = source.store(key(0))
+    wrong = Wanted(key(1), (source.source,), slot_bytes)
+    assert here.fetch([wrong, wanted(record, source)]).refusals == [Refusal.BAD_HANDLE, NONE]
 
 
-@pytest.mark.parametrize("deadline_s", [0.0, -1.0])
+def test_order_for_nothing_has_an_empty_result(here: Node) -> None:
+    result = here.fetch([]).result
+    assert (result.refusals, list(result.rows)) == (b"", [])
+    assert result.num_bytes == 0
+
+
 def test_without_any_time_nothing_is_asked_and_nothing_stays_behind(
-    network: Network, here: Node, source: Node, deadline_s: float
+    network: Network, here: Node, source: Node
 ) -> None:
-    order = here.order_of((source, source.store(key(0))))
     with within(0.0, 0.0):
-        assert refusals(here.fetch([order], deadline_s)) == [Refusal.TOO_LATE]
+        fetched = here.fetch([wanted(source.store(key(0)), source)], 0.0)
+    assert fetched.refusals == [Refusal.TOO_LATE]
     assert network.reads == []
-    assert_nothing_there(here, order)
+    assert_nothing_there(here)
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"slot_bytes": []},
-        {"handles": Handles(Keys.of([key(0)]))},
-        {"sources": Replicas([], [], Numbers.of([0]), Numbers.of([0]))},
-    ],
-    ids=["sizes", "handles", "sources"],
-)
-def test_malformed_request_is_refused_and_does_not_raise(
-    here: Node, source: Node, columns: dict[str, object]
-) -> None:
-    orders = here.orders((source, source.store(key(0))))
-    request = msgspec.structs.replace(here.request(orders), **columns)
-    assert refusals(here.fetcher.fetch(request)) == [Refusal.BAD_HANDLE]
-
-
-def test_repeated_request_gets_the_same_answer(here: Node, source: Node) -> None:
+def test_repeated_order_gets_the_same_answer(here: Node, source: Node) -> None:
     """All messages are idempotent."""
-    orders = here.orders((source, source.store(key(0))))
-    first = here.fetch(orders)
-    again = here.fetch(orders)
-    assert refusals(first) == refusals(again) == [NONE]
-    assert (again.slots, again.generations) == (first.slots, first.generations)
+    chunks = [wanted(source.store(key(0)), source)]
+    first, again = here.fetch(chunks), here.fetch(chunks)
+    assert first.refusals == again.refusals == [NONE]
+    assert {r.key: r.where for r in again.result.rows} == {key(0): Where.RAM}
 
 
 @pytest.mark.parametrize(
@@ -601,11 +555,10 @@ def test_import_that_was_interrupted_is_not_shown_as_left_alone(
     """Nobody asks it again: it would be shown for ever."""
     away, here = network.node("gone"), network.node("here")
     away.kind = kind
-    order = here.order_of((away, away.store(key(1))))
+    chunk = wanted(away.store(key(1)), away)
     away.faults.is_unreachable = True
-    assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
+    assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
     assert here.fetcher.breaker_report().peers == shown
     # It is left alone all the same while it might be asked.
     away.faults.is_unreachable = False
-    again = here.order(key(1), away.replica(away.store(key(1))))
-    assert refusals(here.fetch([again])) == [Refusal.BREAKER_OPEN]
+    assert here.fetch([chunk]).refusals == [Refusal.BREAKER_OPEN]

@@ -11,31 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    NO_BLOCKS,
-    SLOT_ALIGNMENT,
-    ChunkName,
-    Generation,
-    Key,
-    Namespace,
-    Refusal,
-    Seal,
-    Slot,
-)
+from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Refusal
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
-from raykv.node.slots import SlotState
-from raykv.protocol.columns import Keys, Source
-from raykv.protocol.node import FailedStores
-from raykv.protocol.peer import ReadRequest
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
     NAMESPACE,
+    STAMP,
+    WHOLE,
     Network,
     Node,
+    Wanted,
     assert_right,
     content,
-    refusals,
+    question,
+    wanted,
 )
 
 PAGE = SLOT_ALIGNMENT
@@ -47,9 +40,9 @@ def never() -> bool:
     return False
 
 
-def flip_bit(keeper: PoolKeeper, name: ChunkName, bit: int = 12345) -> None:
+def flip_bit(keeper: PoolKeeper, record: ChunkRecord, bit: int = 12345) -> None:
     """In the pool, behind everybody's back."""
-    place = keeper.pool.address + name.slot * PAGE + bit // 8 % name.slot_bytes
+    place = keeper.address_of(record) + bit // 8 % record.slot_bytes
     ctypes.c_ubyte.from_address(place).value ^= 1 << bit % 8
 
 
@@ -60,10 +53,12 @@ def work_off(keeper: PoolKeeper) -> None:
         pass
 
 
-def load(keeper: PoolKeeper, name: ChunkName, loads_per_check: int) -> Refusal:
-    (refusal,) = Integrity(keeper, loads_per_check).begin_loads([name], [NO_BLOCKS], never)
-    if refusal is NONE:
-        keeper.end_load(name)
+def load(keeper: PoolKeeper, chunk: ChunkRecord | Wanted, loads_per_check: int) -> Refusal:
+    (found,) = keeper.begin_read(chunk.namespace, [chunk.key], [chunk.slot_bytes])
+    if isinstance(found, Refusal):
+        return found
+    refusal = Integrity(keeper, loads_per_check).objection(found, never)
+    keeper.end_read(found)
     return refusal
 
 
@@ -81,30 +76,30 @@ def test_chosen_load_of_a_damaged_chunk_is_refused_and_the_chunk_is_gone(node: N
     flip_bit(node.keeper, bad)
     assert load(node.keeper, good, loads_per_check=1) is NONE
     assert load(node.keeper, bad, loads_per_check=1) is CORRUPT
-    assert load(node.keeper, bad, loads_per_check=1) is Refusal.STALE
-    assert node.ready() == {good}
+    assert load(node.keeper, bad, loads_per_check=1) is Refusal.NOT_HERE
+    assert node.ready() == {good.key}
     assert node.keeper.num_quarantined == 1
-    assert CORRUPT.is_final
 
 
-def test_directory_is_told_of_a_quarantined_chunk_as_of_a_later_store_that_failed(
-    node: Node,
-) -> None:
+def test_listing_says_that_a_chunk_was_damaged(node: Node) -> None:
     bad = node.store(key(1), 2 * PAGE)
     work_off(node.keeper)
     flip_bit(node.keeper, bad)
+    listing = node.keeper.owner.index.listing
+    number = listing.number
     assert load(node.keeper, bad, 1) is CORRUPT
-    told = node.keeper.take_failed(10)
-    assert told == FailedStores([bad.slot], [bad.generation + 1], [bad.slot_bytes])
+    assert listing.since(number, 10) == ([(bad, Reason.DAMAGED)], number + 1)
+    (row,) = node.keeper.owner.state_of(NAMESPACE, [bad.key])[2]
+    assert row.where is Where.NOWHERE
 
 
-def test_slot_of_a_quarantined_chunk_takes_a_later_store_and_no_earlier_one(node: Node) -> None:
+def test_slot_of_a_quarantined_chunk_takes_another_store(node: Node) -> None:
     bad = node.store(key(1))
     work_off(node.keeper)
     flip_bit(node.keeper, bad)
     assert load(node.keeper, bad, 1) is CORRUPT
-    assert node.keeper.begin_store(bad, 0, 1, 0.0, 9.0) is Refusal.STALE
-    later = node.store(key(2), at=node.lease(slot=bad.slot))
+    later = node.store(key(2))
+    assert later.slot == bad.slot
     work_off(node.keeper)
     assert node.load(later) == content(later)
     assert load(node.keeper, later, 1) is NONE
@@ -115,148 +110,148 @@ def test_damaged_chunk_that_is_being_read_is_not_overwritten_before_its_reader_e
 ) -> None:
     bad = node.store(key(1))
     work_off(node.keeper)
-    assert node.keeper.begin_load(bad) is NONE
+    node.keeper.begin_read(NAMESPACE, [bad.key], [PAGE])
     flip_bit(node.keeper, bad)
     assert load(node.keeper, bad, 1) is CORRUPT
-    lease = node.lease(slot=bad.slot)
-    later = ChunkName(NAMESPACE, key(2), lease.slot, lease.generation, PAGE)
-    assert node.keeper.begin_store(later, 0, 1, 0.0, 9.0) is Refusal.WRITING
-    node.keeper.end_load(bad)
-    assert node.keeper.begin_store(later, 0, 1, 0.0, 9.0) is NONE
-    node.keeper.end_store(later, 0, ok=False)
+    assert node.store(key(2)).slot != bad.slot
+    node.keeper.end_read(bad)
+    assert node.store(key(3)).slot == bad.slot
 
 
 def test_one_load_of_so_many_is_compared(node: Node) -> None:
-    name = node.store(key(0))
+    record = node.store(key(0))
     work_off(node.keeper)
     integrity = Integrity(node.keeper, loads_per_check=8)
     integrity._random.seed(1)
-    compared = sum(integrity._must_compare(name) for _ in range(4000))
+    compared = sum(integrity._must_compare(record) for _ in range(4000))
     assert 400 < compared < 600
 
 
 def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
-    name = node.store(key(0))
-    assert node.keeper.seal_of(name) is None
-    assert load(node.keeper, name, 1) is NONE
-    assert node.keeper.seal_of(name) is None
+    record = node.store(key(0))
+    assert load(node.keeper, record, 1) is NONE
+    assert record.checksum is None
 
 
-def test_comparison_that_fails_leaves_no_reader_of_any_chunk(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [node.store(key(number)) for number in range(3)]
+def test_load_of_a_chunk_that_goes_meanwhile_is_compared_all_the_same(node: Node) -> None:
+    """Its bytes stay as long as it has a reader."""
+    good, bad = node.store(key(0)), node.store(key(1))
     work_off(node.keeper)
-    settle = node.keeper.settle
-
-    def failing(name: ChunkName, checksum: int) -> Refusal:
-        if name == names[1]:
-            raise OSError("planted")
-        return settle(name, checksum)
-
-    monkeypatch.setattr(node.keeper, "settle", failing)
-    with pytest.raises(OSError, match="planted"):
-        Integrity(node.keeper, 1).begin_loads(names, [NO_BLOCKS] * 3, never)
-    assert [node.keeper.table.readers_of(name.slot) for name in names] == [0, 0, 0]
+    flip_bit(node.keeper, bad)
+    node.keeper.begin_read(NAMESPACE, [good.key, bad.key], [PAGE, PAGE])
+    node.evict(good)
+    node.evict(bad)
+    integrity = Integrity(node.keeper, 1)
+    assert [integrity.objection(each, never) for each in (good, bad)] == [NONE, CORRUPT]
+    node.keeper.end_read(good, bad)
 
 
 def test_comparison_ends_when_the_job_is_cancelled(node: Node) -> None:
-    name = node.store(key(0))
+    record = node.store(key(0))
     work_off(node.keeper)
-    integrity = Integrity(node.keeper, 1)
-    assert integrity.begin_loads([name], [NO_BLOCKS], lambda: True) == [Refusal.CANCELLED]
-    assert node.keeper.table.readers_of(name.slot) == 0
+    node.keeper.begin_read(NAMESPACE, [record.key], [PAGE])
+    assert Integrity(node.keeper, 1).objection(record, lambda: True) is Refusal.CANCELLED
+    assert record.readers == 1
     assert node.keeper.num_quarantined == 0
+    node.keeper.end_read(record)
 
 
 def test_checksum_is_made_later_when_something_is_more_urgent(node: Node) -> None:
-    name = node.store(key(0))
+    record = node.store(key(0))
     integrity = Integrity(node.keeper)
     assert integrity.work(lambda: True)
-    assert node.keeper.seal_of(name) is None
+    assert (record.checksum, record.readers) == (None, 0)
     assert integrity.work(never)
-    seal = node.keeper.seal_of(name)
-    assert seal is not None
-    assert seal.is_proven
+    assert record.checksum is not None
+    assert record.is_proven
     assert not integrity.work(never)
 
 
-def test_checksum_of_a_chunk_that_was_overwritten_meanwhile_is_forgotten(node: Node) -> None:
-    name = node.store(key(0))
-    later = node.store(key(1), at=node.lease(slot=name.slot))
-    assert node.keeper.settle(name, 1) is Refusal.STALE
-    assert node.keeper.seal_of(later) is None
+def test_checksum_of_a_chunk_that_is_gone_is_not_made(node: Node) -> None:
+    record = node.store(key(0))
+    node.evict(record)
+    later = node.store(key(1))
+    assert node.keeper.check_bytes(record, 1) is Refusal.NOT_HERE
+    assert (record.checksum, later.checksum) == (None, None)
     work_off(node.keeper)
+    assert record.checksum is None
     assert node.keeper.num_quarantined == 0
 
 
+def test_checksum_of_a_chunk_that_is_gone_is_not_that_of_the_next_one_of_its_name(
+    node: Node,
+) -> None:
+    record = node.store(key(0))
+    node.evict(record)
+    again = node.store(key(0))
+    assert node.keeper.check_bytes(record, 1) is Refusal.NOT_HERE
+    assert (record.checksum, again.checksum) == (None, None)
+    assert node.ready() == {key(0)}
+    assert node.load(again) == content(again)
+
+
 # Other nodes
-
-
-def question(source: Node, name: ChunkName, *, with_checksums: bool = True) -> ReadRequest:
-    request = source.request([source.order_of((source, name))])
-    return ReadRequest(
-        request.version,
-        NAMESPACE,
-        source.epoch,
-        type(request.handles)(Keys.of([name.key]), [name.slot], [name.generation]),
-        [name.slot_bytes],
-        with_checksums=with_checksums,
-    )
 
 
 def test_damaged_chunk_does_not_leave_its_node(node: Node) -> None:
     bad = node.store(key(1))
     work_off(node.keeper)
     flip_bit(node.keeper, bad)
-    reply, data = node.reader.read(question(node, bad))
-    assert (reply.refusals, reply.checksums, len(data)) == ([CORRUPT], [], 0)
+    reply, data = node.reader.read(question(bad))
+    assert (reply.refusals, reply.checksums, len(data)) == (bytes([CORRUPT]), [], 0)
     assert node.keeper.num_quarantined == 1
-    reply, data = node.reader.read(question(node, bad))
-    assert (reply.refusals, len(data)) == ([Refusal.STALE], 0)
+    reply, data = node.reader.read(question(bad))
+    assert (reply.refusals, len(data)) == (bytes([Refusal.NOT_HERE]), 0)
+
+
+def test_damaged_chunk_is_not_offered(node: Node) -> None:
+    bad, good = node.store(key(1)), node.store(key(2))
+    work_off(node.keeper)
+    flip_bit(node.keeper, bad)
+    reply, held = node.reader.hold(question(bad, good))
+    assert (reply.refusals, held) == (bytes([CORRUPT, NONE]), [good])
+    assert (bad.readers, good.readers) == (0, 1)
+    node.reader.let_go(held)
 
 
 def test_read_makes_the_checksum_of_a_chunk_that_has_none(node: Node) -> None:
-    name = node.store(key(1))
-    reply, _ = node.reader.read(question(node, name))
-    assert node.keeper.seal_of(name) == Seal(reply.checksums[0], is_proven=True)
+    record = node.store(key(1))
+    reply, _ = node.reader.read(question(record))
+    assert [record.checksum] == reply.checksums
 
 
-def test_fetch_goes_to_the_next_replica_when_the_first_one_is_damaged(
+def test_fetch_goes_to_the_next_source_when_the_first_one_is_damaged(
     network: Network, node: Node
 ) -> None:
-    other, here = network.node("other", epoch=8), network.node("here", epoch=9)
-    bad, good = node.store(key(1)), other.store(key(1))
+    other, here = network.node("other", life=8), network.node("here", life=9)
+    bad = node.store(key(1))
+    other.store(key(1))
     work_off(node.keeper)
     flip_bit(node.keeper, bad)
-    order = here.order_of((node, bad), (other, good))
-    result = here.fetch([order])
-    assert refusals(result) == [NONE]
-    assert_right(here, [order])
-    assert (result.lost.sources, result.lost.keys) == ([Source("node")], Keys.of([bad.key]))
-    assert result.lost.generations == [bad.generation]
+    assert here.fetch([wanted(bad, node, other)]).refusals == [NONE]
+    assert_right(here, [bad])
     assert (node.keeper.num_quarantined, here.keeper.num_quarantined) == (1, 0)
 
 
 def test_fetch_of_a_damaged_chunk_fails_when_nobody_else_has_it(
     network: Network, node: Node
 ) -> None:
-    here = network.node("here", epoch=9)
+    here = network.node("here", life=9)
     bad = node.store(key(1))
     work_off(node.keeper)
     flip_bit(node.keeper, bad)
-    assert refusals(here.fetch([here.order_of((node, bad))])) == [CORRUPT]
+    assert here.fetch([wanted(bad, node)]).refusals == [CORRUPT]
     assert here.ready() == set()
 
 
 def test_chunk_keeps_the_checksum_that_it_came_with(network: Network, node: Node) -> None:
-    here = network.node("here", epoch=9)
-    name = node.store(key(1))
+    here = network.node("here", life=9)
+    record = node.store(key(1))
     work_off(node.keeper)
-    order = here.order_of((node, name))
-    here.fetch([order])
-    (arrived,) = here.ready()
-    assert here.keeper.seal_of(arrived) == node.keeper.seal_of(name)
+    here.fetch([wanted(record, node)])
+    arrived = here.find(record)
+    assert arrived is not None
+    assert arrived.checksum == record.checksum is not None
     flip_bit(here.keeper, arrived)
     assert load(here.keeper, arrived, 1) is CORRUPT
 
@@ -264,47 +259,68 @@ def test_chunk_keeps_the_checksum_that_it_came_with(network: Network, node: Node
 # Pool files
 
 
-def names(count: int = 3) -> list[ChunkName]:
-    return [
-        ChunkName(NAMESPACE, Key(b"key%d" % i), Slot(4 * i), Generation(5 + i), (1 + i % 2) * PAGE)
-        for i in range(count)
-    ]
+CHUNKS = [Wanted(Key(b"key%d" % i), (), (1 + i % 2) * PAGE) for i in range(3)]
 
 
-def fill(path: Path, chunks: list[ChunkName]) -> None:
-    """A life of a pool that stores chunks and ends, after it has had some idle time."""
-    keeper = PoolKeeper(GEOMETRY, str(path))
+def open_pool(path: Path, geometry: PoolGeometry = GEOMETRY) -> PoolKeeper:
+    """The next life of a pool, which knows what was cleared."""
+    keeper = PoolKeeper(NodeId("node"), 1, geometry, str(path))
     keeper.recover()
-    for name in chunks:
-        assert keeper.begin_store(name, 0, 1, 0.0, 9.0) is NONE
-        ctypes.memmove(keeper.pool.address + name.slot * PAGE, content(name), name.slot_bytes)
-        assert keeper.end_store(name, 0, ok=True) is SlotState.READY
+    assert keeper.take_orders(OrdersDocument(STAMP), 9.0)
+    return keeper
+
+
+def store(keeper: PoolKeeper, chunk: Wanted) -> ChunkRecord:
+    record = keeper.land(chunk.namespace, chunk.key, chunk.slot_bytes, STAMP, WHOLE, "")
+    assert isinstance(record, ChunkRecord)
+    ctypes.memmove(keeper.address_of(record), content(chunk), chunk.slot_bytes)
+    keeper.landed(record, ok=True)
+    assert record.state is ChunkState.READY
+    return record
+
+
+def fill(path: Path, chunks: list[Wanted], gone: Wanted) -> list[int]:
+    """A life of a pool that stores chunks and ends, after it has had some idle time; returns where
+    they are. Before, it had another one, which went.
+    """
+    keeper = open_pool(path)
+    before = store(keeper, gone)
+    work_off(keeper)
+    with keeper.lock:
+        keeper.owner.index.drop(before, Reason.EVICTED)
+    offsets = [store(keeper, chunk).slot * PAGE for chunk in chunks]
     work_off(keeper)
     keeper.pool._region.close()
+    return offsets
 
 
-def served(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[dict[ChunkName, bytes], int]:
+def served(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[dict[Wanted, bytes], int]:
     """What the next life serves, without having been idle, and what it has quarantined."""
-    keeper = PoolKeeper(geometry, str(path))
-    keeper.recover()
+    keeper = open_pool(path, geometry)
     integrity = Integrity(keeper, 1 << 30)
     found = {}
-    for name in keeper.all_ready():
-        if integrity.begin_loads([name], [NO_BLOCKS], never) == [NONE]:
-            place = keeper.pool.address + name.slot * PAGE
-            found[name] = ctypes.string_at(place, name.slot_bytes)
-            keeper.end_load(name)
-    keeper.table.check()
+    for record in list(keeper.owner.index.places):
+        assert keeper.begin_read(record.namespace, [record.key], [record.slot_bytes]) == [record]
+        if integrity.objection(record, never) is NONE:
+            chunk = Wanted(record.key, (), record.slot_bytes, record.namespace)
+            found[chunk] = ctypes.string_at(keeper.address_of(record), record.slot_bytes)
+        keeper.end_read(record)
+    with keeper.lock:
+        keeper.owner.check()
     count = keeper.num_quarantined
     keeper.pool._region.close()
     return found, count
+
+
+OFFSETS: list[int] = []
+"""Where the chunks of the original are."""
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pool file, with a slot that was overwritten, and its journal."""
     path = tmp_path_factory.mktemp("pool") / "pool"
-    fill(path, [ChunkName(NAMESPACE, Key(b"old"), Slot(0), Generation(1), PAGE), *names()])
+    OFFSETS[:] = fill(path, CHUNKS, Wanted(Key(b"old"), ()))
     return path
 
 
@@ -314,16 +330,16 @@ def copy_of(original: Path, to: Path) -> tuple[Path, Path]:
     return to / "pool", to / "pool.journal"
 
 
-def assert_true(found: dict[ChunkName, bytes]) -> None:
+def assert_true(found: dict[Wanted, bytes]) -> None:
     """Whatever is served are the bytes that were stored under that name."""
-    assert set(found) <= {*names()}
-    assert all(data == content(name) for name, data in found.items())
+    assert set(found) <= {*CHUNKS}
+    assert all(data == content(chunk) for chunk, data in found.items())
 
 
 def test_sound_pool_file_is_served_whole(original: Path, tmp_path: Path) -> None:
     path, _ = copy_of(original, tmp_path)
     found, quarantined = served(path)
-    assert set(found) == {*names()}
+    assert set(found) == {*CHUNKS}
     assert_true(found)
     assert quarantined == 0
 
@@ -334,13 +350,13 @@ def test_flipped_bit_of_a_pool_file_costs_its_chunk_and_no_other(
     tmp_path_factory: pytest.TempPathFactory, original: Path, data: st.DataObject
 ) -> None:
     path, _ = copy_of(original, tmp_path_factory.mktemp("flipped"))
-    hit = data.draw(st.sampled_from(names()))
-    bit = data.draw(st.integers(0, hit.slot_bytes * 8 - 1))
+    hit = data.draw(st.sampled_from(range(len(CHUNKS))))
+    bit = data.draw(st.integers(0, CHUNKS[hit].slot_bytes * 8 - 1))
     raw = bytearray(path.read_bytes())
-    raw[hit.slot * PAGE + bit // 8] ^= 1 << bit % 8
+    raw[OFFSETS[hit] + bit // 8] ^= 1 << bit % 8
     path.write_bytes(raw)
     found, quarantined = served(path)
-    assert set(found) == {*names()} - {hit}
+    assert set(found) == {*CHUNKS} - {CHUNKS[hit]}
     assert_true(found)
     assert quarantined == 1
     assert served(path)[1] == 0
@@ -356,7 +372,8 @@ def test_truncated_pool_file_serves_what_is_left(
     path.write_bytes(path.read_bytes()[:size])
     found, quarantined = served(path)
     assert_true(found)
-    whole = {name for name in names() if name.slot * PAGE + name.slot_bytes <= size}
+    ends = [at + each.slot_bytes for at, each in zip(OFFSETS, CHUNKS, strict=True)]
+    whole = {each for end, each in zip(ends, CHUNKS, strict=True) if end <= size}
     assert whole <= set(found)
     assert quarantined == 3 - len(found)
 
@@ -399,7 +416,8 @@ def test_pool_file_of_another_pool_is_not_served(original: Path, tmp_path: Path)
     other = tmp_path / "other"
     fill(
         other,
-        [ChunkName(Namespace("x"), n.key, n.slot, n.generation, n.slot_bytes) for n in names()],
+        [Wanted(each.key, (), each.slot_bytes, Namespace("x")) for each in CHUNKS],
+        Wanted(Key(b"old"), ()),
     )
     shutil.copy(other, path)
     assert served(path) == ({}, 3)
@@ -413,11 +431,17 @@ def test_pool_file_of_zeros_is_not_served(original: Path, tmp_path: Path) -> Non
 
 def test_data_that_is_older_than_the_journal_is_not_served(original: Path, tmp_path: Path) -> None:
     path, _ = copy_of(original, tmp_path)
-    later = [ChunkName(NAMESPACE, Key(b"later"), Slot(0), Generation(9), PAGE)]
-    fill(path, later)
+    keeper = open_pool(path)
+    with keeper.lock:
+        first = keeper.owner.index.find(NAMESPACE, CHUNKS[0].key)
+        assert first is not None
+        keeper.owner.index.drop(first, Reason.EVICTED)
+    assert store(keeper, Wanted(Key(b"later"), ())).slot == first.slot
+    work_off(keeper)
+    keeper.pool._region.close()
     shutil.copy(original, path)
     found, quarantined = served(path)
-    assert set(found) == {*names()} - {names()[0]}
+    assert set(found) == {*CHUNKS[1:]}
     assert_true(found)
     assert quarantined == 1
 
@@ -446,14 +470,15 @@ def test_number_of_journals_that_are_kept_is_bounded(original: Path, tmp_path: P
 def test_idle_time_finds_damage_that_nobody_has_asked_for(original: Path, tmp_path: Path) -> None:
     path, _ = copy_of(original, tmp_path)
     raw = bytearray(path.read_bytes())
-    raw[names()[1].slot * PAGE] ^= 1
+    raw[OFFSETS[1]] ^= 1
     path.write_bytes(raw)
-    keeper = PoolKeeper(GEOMETRY, str(path))
-    keeper.recover()
-    assert keeper.table.num_unproven == 3
+    keeper = open_pool(path)
+    records = list(keeper.owner.index.places)
+    assert [record.is_proven for record in records] == [False] * 3
     work_off(keeper)
-    assert keeper.table.num_unproven == 0
-    assert set(keeper.all_held()) == {*names()} - {names()[1]}
+    left = list(keeper.owner.index.places)
+    assert {record.key for record in left} == {CHUNKS[0].key, CHUNKS[2].key}
+    assert all(record.is_proven for record in left)
     assert keeper.num_quarantined == 1
     keeper.pool._region.close()
 
@@ -463,16 +488,15 @@ def test_restored_chunk_is_compared_once_before_it_goes_to_another_node_unchecke
 ) -> None:
     path, _ = copy_of(original, tmp_path)
     raw = bytearray(path.read_bytes())
-    bad, good = names()[0], names()[1]
-    raw[bad.slot * PAGE] ^= 1
+    raw[OFFSETS[0]] ^= 1
     path.write_bytes(raw)
     node = network.node("node")
     node.keeper.pool._region.close()
-    node.keeper = PoolKeeper(GEOMETRY, str(path))
-    node.keeper.recover()
-    node.reader = type(node.reader)(node.keeper, node.epoch)
-    for name, expected in ((bad, [CORRUPT]), (good, [NONE]), (good, [NONE])):
-        reply, data = node.reader.read(question(node, name, with_checksums=False))
-        assert (reply.refusals, reply.checksums) == (expected, [])
-        assert data.tobytes() == (content(name) if expected == [NONE] else b"")
-    assert node.keeper.table.num_unproven == 1
+    node.use(open_pool(path))
+    records = {record.key: record for record in node.records()}
+    bad, good, other = (records[chunk.key] for chunk in CHUNKS)
+    for record, expected in ((bad, CORRUPT), (good, NONE), (good, NONE)):
+        reply, data = node.reader.read(question(record, with_checksums=False))
+        assert (reply.refusals, reply.checksums) == (bytes([expected]), [])
+        assert data.tobytes() == (b"" if expected else content(record))
+    assert (good.is_proven, other.is_proven) == (True, False)

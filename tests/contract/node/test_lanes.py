@@ -19,7 +19,7 @@ import raykv.node.attached
 import raykv.node.copying
 import raykv.node.lanes
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Refusal, Slot
+from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.calibration import Route, always
@@ -29,10 +29,13 @@ from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.node.slots import SlotState
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.protocol.listing import Where
 from tests.fixtures.cuda.copies import FakeDriver
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import lives
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
@@ -41,6 +44,7 @@ from tests.fixtures.node import honest_worker
 from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
+NOWHERE = Where(0)
 
 
 @pytest.fixture
@@ -96,7 +100,7 @@ def test_store_whose_event_never_comes_delays_no_store_of_another_gpu_or_of_the_
     wait_until_all_run(world.service)
     assert other.run(STORE, [0], [1, 2]) == []
     host_worker = HostWorker(world.service, 2 * PART_BYTES)
-    assert host_worker.run(STORE, [9], 500) == [Refusal.NONE]
+    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
     host_worker.close()
     assert slow.link.drain() == []
     slow.cuda.stream(7).run()
@@ -112,7 +116,7 @@ def test_store_that_waits_is_cancelled_and_its_lane_goes_on(world: World) -> Non
     slow.link._link._words.cancel(store)
     assert slow.finish(store) == [Refusal.CANCELLED] * 2
     assert fast.finish(next_one) == []
-    assert fast.run(LOAD, [5, 6], [8, 9, 10, 11]) == [Refusal.STALE] * 2
+    assert fast.run(LOAD, [5, 6], [8, 9, 10, 11]) == [Refusal.NOT_HERE] * 2
 
 
 def test_threads_of_all_lanes_end_with_the_service(world: World) -> None:
@@ -152,7 +156,7 @@ class Driven:
 
     def _backend(self, device: str, kv: int, pool: int, event: int | None) -> CopyBackend:
         assert device == GPU
-        pool_bytes = self.world.service.settings.geometry.pool_bytes
+        pool_bytes = self.world.service.keeper.geometry.pool_bytes
         kv_bytes = next(size for start, size in mapped_ranges() if start == kv)
         for memory in ((kv, kv_bytes), (pool, pool_bytes)):
             if memory not in self._known:
@@ -169,10 +173,18 @@ class Driven:
     def stream(self, urgency: Urgency) -> Any:
         return next(each for each in self.driver.streams.values() if each.urgency is urgency)
 
-    def state_of(self, chunk: int) -> SlotState:
+    def where(self, chunk: int) -> Where:
+        """At this node, as its listing says."""
         keeper = self.world.service.keeper
         with keeper.lock:
-            return keeper.table.state_of(Slot(chunk * 2 * PART_BYTES // 4096))
+            (row,) = keeper.owner.index.rows(Namespace("ns"), [numbered_key(chunk)])
+            return row.where
+
+    def is_idle(self) -> bool:
+        """Nobody copies to or from a slot."""
+        keeper = self.world.service.keeper
+        with keeper.lock:
+            return not any(record.is_busy for record in keeper.owner.index.places)
 
 
 def never_lost(error: CUDAError) -> NoReturn:
@@ -228,18 +240,18 @@ def admitted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     """
     monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", 2 * PART_BYTES)
     keeper, seen, count = driven.world.service.keeper, list[tuple[int, int]](), [0]
-    begin_store, begin_loads = keeper.begin_store, Integrity.begin_loads
+    begin_chunks, objection = keeper.begin_chunks, Integrity.objection
 
-    def counted_store(*args: Any) -> Refusal:
+    def counted_stores(job: Any, numbers: Any) -> None:
+        count[0] += len(numbers)
+        begin_chunks(job, numbers)
+
+    def counted_load(*args: Any) -> Refusal:
         count[0] += 1
-        return begin_store(*args)
+        return objection(*args)
 
-    def counted_loads(integrity: Integrity, names: Any, *args: Any) -> list[Refusal]:
-        count[0] += len(names)
-        return begin_loads(integrity, names, *args)
-
-    monkeypatch.setattr(keeper, "begin_store", counted_store)
-    monkeypatch.setattr(Integrity, "begin_loads", counted_loads)
+    monkeypatch.setattr(keeper, "begin_chunks", counted_stores)
+    monkeypatch.setattr(Integrity, "objection", counted_load)
     driven.driver.on_batch = lambda number: seen.append((number, count[0]))
     return seen
 
@@ -264,7 +276,7 @@ def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_the
     worker = driven.world.worker(num_ranks=1)
     assert cancelled_at(driven, worker, 1) == [Refusal.CANCELLED] * 4
     assert admitted[-1][1] < 4
-    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
     # Nobody has touched their slots.
     assert worker.run(STORE, [2, 3], BLOCKS[4:]) == []
 
@@ -301,13 +313,13 @@ class Taken:
 
 
 def cancelled_before_its_turn(
-    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch
+    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch, job_id: int = 0
 ) -> list[Refusal]:
     """A store of four chunks that the lane has not let in when it is given up."""
     lock = Taken()
     with monkeypatch.context() as patch:
         patch.setattr(driven._device._lanes[STORE], "_lock", lock)
-        job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS)
+        job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
         assert lock.is_wanted.wait(LONG_S)
         worker.link._link._words.cancel(job_id)
         refusals: list[Refusal] = worker.finish(job_id)
@@ -326,11 +338,13 @@ def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_o
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the other one never came to them: else they wait for it until they expire."""
-    ranks = [driven.world.worker(rank=rank, seed=7) for rank in (0, 1)]
-    assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS) == []
-    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.WRITING] * 4
-    assert cancelled_before_its_turn(driven, ranks[0], monkeypatch) == [Refusal.CANCELLED] * 4
-    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
+    life, job_id = next(lives), 500
+    ranks = [driven.world.worker(rank=rank, seed=7, life=life) for rank in (0, 1)]
+    assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS, job_id) == []
+    assert [driven.where(chunk) for chunk in range(4)] == [Where.COMING] * 4
+    refusals = cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
+    assert refusals == [Refusal.CANCELLED] * 4
+    assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
 
 
 def test_later_chunk_whose_admission_fails_takes_those_that_are_admitted_back(
@@ -338,38 +352,32 @@ def test_later_chunk_whose_admission_fails_takes_those_that_are_admitted_back(
 ) -> None:
     worker = driven.world.worker(num_ranks=1)
     assert worker.run(STORE, [0, 1, 2, 3], BLOCKS) == []
-    keeper = driven.world.service.keeper
-    begin_loads = Integrity.begin_loads
+    objection = Integrity.objection
 
-    def failing(*args: Any) -> list[Refusal]:
+    def failing(*args: Any) -> Refusal:
         if admitted[-1][0] > 2:
             raise OSError("planted")
-        return begin_loads(*args)
+        return objection(*args)
 
-    monkeypatch.setattr(Integrity, "begin_loads", failing)
+    monkeypatch.setattr(Integrity, "objection", failing)
     assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == [Refusal.COPY_FAILED] * 4
     assert driven.driver.num_pending == 0
-    slots = [Slot(chunk * 2 * PART_BYTES // 4096) for chunk in range(4)]
-    assert [keeper.table.readers_of(slot) for slot in slots] == [0] * 4
-    monkeypatch.setattr(Integrity, "begin_loads", begin_loads)
+    assert driven.is_idle()
+    monkeypatch.setattr(Integrity, "objection", objection)
     assert worker.run(LOAD, [0, 1, 2, 3], BLOCKS) == []
 
 
-@pytest.mark.parametrize("refused", [0, 1, 3])
-def test_chunk_that_is_refused_spoils_no_other_and_splits_no_batch(
-    driven: Driven, refused: int
-) -> None:
+@pytest.mark.parametrize("here", [0, 1, 3])
+def test_chunk_that_is_here_is_left_out_and_splits_no_batch(driven: Driven, here: int) -> None:
     worker = driven.world.worker(num_ranks=1)
     chunks = [0, 1, 2, 3]
-    there = [chunk for chunk in chunks if chunk != refused]
-    assert worker.run(STORE, [refused], [14, 15]) == []
+    assert worker.run(STORE, [here], [14, 15]) == []
     refusals: list[Refusal] = []
-    # It has the generation already that the job names.
     store = driven.batches(lambda: refusals.extend(worker.run(STORE, chunks, BLOCKS)))
-    assert (store, refusals) == ([3 * NUM_LAYERS], [Refusal.STALE])
-    assert worker.run(LOAD, [refused], [6, 7]) == []
+    assert (store, refusals) == ([3 * NUM_LAYERS], [])
+    assert worker.run(LOAD, [here], [6, 7]) == []
     assert [worker.block(6), worker.block(7)] == [worker.block(14), worker.block(15)]
-    for chunk in there:
+    for chunk in set(chunks) - {here}:
         assert worker.run(LOAD, [chunk], [6, 7]) == []
         assert worker.block(6) == worker.block(BLOCKS[2 * chunk])
 
@@ -382,7 +390,7 @@ def test_load_of_a_chunk_that_is_not_there_leaves_its_blocks_alone(driven: Drive
     load = driven.batches(
         lambda: refusals.extend(worker.run(LOAD, [0, 1, 2], [8, 9, 10, 11, 12, 13]))
     )
-    assert (load, refusals) == ([2 * NUM_LAYERS], [Refusal.STALE])
+    assert (load, refusals) == ([2 * NUM_LAYERS], [Refusal.NOT_HERE])
     assert [worker.block(10), worker.block(11)] == untouched
     assert worker.block(13) == worker.block(4)
 
@@ -394,30 +402,30 @@ def test_store_that_is_cancelled_between_chunks_of_a_batch_leaves_none_ready(
     assert cancelled_at(driven, worker, 2) == [Refusal.CANCELLED] * 4
     assert len(driven.driver.calls_of("copy_batch")) == 2
     assert driven.driver.num_pending == 0
-    assert [driven.state_of(chunk) for chunk in range(4)] == [SlotState.EMPTY] * 4
-    assert worker.run(LOAD, [0, 1], [0, 1, 2, 3]) == [Refusal.STALE] * 2
+    assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
+    assert worker.run(LOAD, [0, 1], [0, 1, 2, 3]) == [Refusal.NOT_HERE] * 2
 
 
-def test_store_that_is_cancelled_after_its_copy_makes_no_further_chunk_ready(
+def test_store_that_is_cancelled_after_a_part_makes_no_further_chunk_ready(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word is looked at for each chunk, and not only for the copy of all of them."""
+    monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", PART_BYTES)
+    monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", PART_BYTES)
     worker = driven.world.worker(num_ranks=1)
-    end_store = driven.world.service.keeper.end_store
+    end_chunks = driven.world.service.keeper.end_chunks
     job_ids: list[int] = []
     submitted = threading.Event()
 
-    def end_and_cancel(*args: Any) -> SlotState:
+    def end_and_cancel(*args: Any, **kwargs: Any) -> None:
         assert submitted.wait(LONG_S)
         worker.link._link._words.cancel(job_ids[0])
-        return end_store(*args)
+        end_chunks(*args, **kwargs)
 
-    monkeypatch.setattr(driven.world.service.keeper, "end_store", end_and_cancel)
+    monkeypatch.setattr(driven.world.service.keeper, "end_chunks", end_and_cancel)
     job_ids.append(worker.submit(STORE, [0, 1, 2], BLOCKS[:6]))
     submitted.set()
     assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 2
-    states = [SlotState.READY, SlotState.EMPTY, SlotState.EMPTY]
-    assert [driven.state_of(chunk) for chunk in range(3)] == states
+    assert [driven.where(chunk) for chunk in range(3)] == [Where.RAM, NOWHERE, NOWHERE]
 
 
 @pytest.mark.parametrize("urgency", [Urgency.STORE, Urgency.LOAD])
@@ -427,11 +435,9 @@ def test_batch_that_fails_leaves_no_chunk_admitted(driven: Driven, urgency: Urge
     driven.driver.fail_at["copy_batch", 1] = "cudaErrorInvalidValue"
     way, chunks = (STORE, [4, 5, 6]) if urgency is Urgency.STORE else (LOAD, [0, 1, 2])
     assert worker.run(way, chunks, BLOCKS[:6]) == [Refusal.COPY_FAILED] * 3
-    states = [driven.state_of(chunk) for chunk in chunks]
-    assert states == [SlotState.EMPTY if way is STORE else SlotState.READY] * 3
-    keeper = driven.world.service.keeper
-    with keeper.lock:
-        assert not any(keeper.table.readers_of(Slot(slot)) for slot in range(64))
+    states = [driven.where(chunk) for chunk in chunks]
+    assert states == [NOWHERE if way is STORE else Where.RAM] * 3
+    assert driven.is_idle()
     assert worker.run(LOAD, [0, 1, 2], BLOCKS[:6]) == []
 
 
@@ -449,13 +455,13 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
     child.wait(LONG_S)
     wait_until(lambda: driven.world.service.stats().num_workers == 1, LONG_S, "it is gone")
     # Loads go on meanwhile.
-    assert worker.run(LOAD, [0], [0, 1]) == [Refusal.STALE]
+    assert worker.run(LOAD, [0], [0, 1]) == [Refusal.NOT_HERE]
     assert driven.world.cuda.num_open > before
     assert driven.driver.num_pending > 0
     stream.is_frozen = False
     wait_until(lambda: driven.world.cuda.num_open == before, LONG_S, "its memory is unmapped")
     assert driven.driver.num_pending == 0
-    assert driven.state_of(0) is SlotState.EMPTY
+    assert driven.where(0) is NOWHERE
     assert worker.run(STORE, [1], [0, 1]) == []
 
 
@@ -464,13 +470,6 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 
 class HostWorker(honest_worker.Worker):
     """Of one page in slots of another size."""
-
-    def __init__(self, service: NodeService, slot_bytes: int) -> None:
-        self._units = slot_bytes // 4096
-        super().__init__(service, slot_bytes)
-
-    def run(self, direction: Direction, chunks: list[int], generation: int) -> list[Refusal]:
-        return super().run(direction, [chunk * self._units for chunk in chunks], generation)
 
 
 class Gate:
@@ -510,11 +509,12 @@ _names = itertools.count()
 def service() -> Iterator[NodeService]:
     page = honest_worker.PAGE
     name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
-    made = NodeService(ServiceSettings(name, PoolGeometry(32 * page, 16 * page)), boot_epoch())
+    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(32 * page, 16 * page))
+    made = NodeService(ServiceSettings(name), keeper)
     made.start()
     yield made
     made.stop()
-    made.keeper.table.check()
+    made.keeper.owner.check()
 
 
 @pytest.fixture
@@ -536,8 +536,8 @@ def in_thread(act: Callable[[], object]) -> threading.Thread:
 
 def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, two: Two) -> None:
     worker, _ = two
-    assert worker.run(STORE, [0, 1, 2, 3, 4], 5) == [Refusal.NONE] * 5
-    assert worker.run(LOAD, [0, 1, 2, 3, 4], 5) == [Refusal.NONE] * 5
+    assert worker.run(STORE, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
+    assert worker.run(LOAD, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
     assert [direction for direction, _ in gate.done] == [STORE, STORE, STORE, LOAD]
 
 
@@ -546,7 +546,7 @@ def test_store_of_host_memory_lets_a_load_that_runs_end_first(
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
-    assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
+    assert loader.run(STORE, [0, 1]) == [Refusal.NONE] * 2
     loads, stores = threading.Event(), threading.Event()
     overtaken: list[bool] = []
 
@@ -558,9 +558,9 @@ def test_store_of_host_memory_lets_a_load_that_runs_end_first(
             stores.set()
 
     gate.before = hold
-    loading = in_thread(lambda: loader.run(LOAD, [0, 1], 5))
+    loading = in_thread(lambda: loader.run(LOAD, [0, 1]))
     assert loads.wait(LONG_S)
-    storing = in_thread(lambda: storer.run(STORE, [4, 5, 6], 6))
+    storing = in_thread(lambda: storer.run(STORE, [4, 5, 6]))
     for thread in (loading, storing):
         thread.join(LONG_S)
         assert not thread.is_alive()
@@ -573,7 +573,7 @@ def test_load_comes_between_the_spans_of_a_store(
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
-    assert loader.run(STORE, [0, 1], 5) == [Refusal.NONE] * 2
+    assert loader.run(STORE, [0, 1]) == [Refusal.NONE] * 2
     loading: list[threading.Thread] = []
     loads, second = threading.Event(), threading.Event()
     overtaken: list[bool] = []
@@ -587,11 +587,11 @@ def test_load_comes_between_the_spans_of_a_store(
         elif loading:
             second.set()
         else:
-            loading.append(in_thread(lambda: loader.run(LOAD, [0, 1], 5)))
+            loading.append(in_thread(lambda: loader.run(LOAD, [0, 1])))
             assert loads.wait(LONG_S)
 
     gate.before = bring_a_load
-    assert storer.run(STORE, [4, 5, 6, 7], 6) == [Refusal.NONE] * 4
+    assert storer.run(STORE, [4, 5, 6, 7]) == [Refusal.NONE] * 4
     loading[0].join(LONG_S)
     assert overtaken == [False]
     assert [direction for direction, _ in gate.done] == [STORE, LOAD, STORE]
@@ -599,7 +599,7 @@ def test_load_comes_between_the_spans_of_a_store(
 
 def test_loads_without_an_end_do_not_keep_a_store_from_ending(gate: Gate, two: Two) -> None:
     loader, storer = two
-    assert loader.run(STORE, [0], 5) == [Refusal.NONE]
+    assert loader.run(STORE, [0]) == [Refusal.NONE]
     loads, stored = threading.Event(), threading.Event()
 
     def hold(direction: Direction) -> None:
@@ -608,34 +608,32 @@ def test_loads_without_an_end_do_not_keep_a_store_from_ending(gate: Gate, two: T
             assert stored.wait(LONG_S)
 
     gate.before = hold
-    loading = in_thread(lambda: loader.run(LOAD, [0], 5))
+    loading = in_thread(lambda: loader.run(LOAD, [0]))
     assert loads.wait(LONG_S)
-    assert storer.run(STORE, [4, 5, 6], 6) == [Refusal.NONE] * 3
+    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
     stored.set()
     loading.join(LONG_S)
     assert not loading.is_alive()
 
 
-def test_store_waits_for_a_load_that_reads_its_slot(gate: Gate, two: Two) -> None:
-    """They are in two threads; the slot table keeps them apart."""
+def test_store_takes_no_slot_that_a_load_reads(gate: Gate, two: Two, service: NodeService) -> None:
+    """They are in two threads; the pool keeps them apart."""
     loader, storer = two
-    assert loader.run(STORE, [0], 5) == [Refusal.NONE]
-    loads = threading.Event()
-    stores = threading.Event()
-    overtaken: list[bool] = []
+    assert loader.run(STORE, [0]) == [Refusal.NONE]
+    loads, stored = threading.Event(), threading.Event()
 
     def hold(direction: Direction) -> None:
         if direction is LOAD:
             loads.set()
-            overtaken.append(stores.wait(0.3))
-        else:
-            stores.set()
+            assert stored.wait(LONG_S)
 
     gate.before = hold
     found: list[Refusal] = []
-    loading = in_thread(lambda: found.extend(loader.run(LOAD, [0], 5)))
+    loading = in_thread(lambda: found.extend(loader.run(LOAD, [0])))
     assert loads.wait(LONG_S)
-    assert storer.run(STORE, [0], 6) == [Refusal.NONE]
+    for first in range(10, 50, 8):
+        storer.run(STORE, list(range(first, first + 8)))
+    stored.set()
     loading.join(LONG_S)
-    assert (overtaken, found) == ([False], [Refusal.NONE])
+    assert found == [Refusal.NONE]
     assert ctypes.string_at(loader.kv.address, 4096) == ctypes.string_at(storer.kv.address, 4096)

@@ -13,18 +13,27 @@ import msgspec
 import pytest
 
 import raykv.node.nixl.transport
-from raykv.base.ids import Refusal
+from raykv.base.ids import NodeId, Refusal
+from raykv.node.keeper import PoolKeeper
 from raykv.node.nixl.agent import NixlAgent, NixlError, Part
+from raykv.node.nixl.offers import Offers
 from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
 from raykv.node.peers import PeerError
-from raykv.protocol.columns import Source
+from raykv.protocol.columns import Numbers, Source
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.node import NixlEnd, NodeDescription
-from raykv.protocol.peer import Offer, ReadRequest
-from tests.contract.node.test_offers import may_overwrite, question
+from raykv.protocol.peer import Offer
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.node.nixl import NixlNetwork, OtherWay, needs_nixl
+from tests.fixtures.node.nixl import FutureCall, NixlNetwork, OtherWay, needs_nixl
 from tests.fixtures.node.nixl import agent as nixl_agent
-from tests.fixtures.node.peers import Node, PendingCall, assert_right, content, refusals
+from tests.fixtures.node.peers import (
+    Node,
+    PendingCall,
+    assert_right,
+    content,
+    question,
+    wanted,
+)
 from tests.fixtures.waiting import wait_until
 
 pytestmark = needs_nixl
@@ -94,46 +103,65 @@ def test_source_that_has_no_nixl_is_read_the_other_way(
 
     monkeypatch.setattr(network, "described", described)
     for number in range(2):
-        order = here.order_of((source, source.store(key(number))))
-        assert refusals(here.fetch([order])) == [NONE]
-        assert_right(here, [order])
+        chunk = wanted(source.store(key(number)), source)
+        assert here.fetch([chunk]).refusals == [NONE]
+        assert_right(here, [chunk])
     assert network.calls == [("source", "describe")]
     assert network.transport.bytes_read == 0
     network.has_another_way = True
 
 
+def test_nobody_waits_while_a_source_is_looked_for(
+    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: dict[str, bool] = {}
+    call = network.call
+
+    def seen(asked: Source, method: str, *arguments: Any) -> FutureCall:
+        locked[method] = network.transport._lock.locked()
+        return call(asked, method, *arguments)
+
+    monkeypatch.setattr(network, "call", seen)
+    assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [NONE]
+    assert here.fetch([wanted(source.store(key(1)), source)]).refusals == [NONE]
+    # At the end of an offer its source is known.
+    assert not locked["describe"]
+    assert not locked["offer"]
+
+
 def test_source_that_can_not_be_read_is_read_the_other_way_next_time(
     network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def described(node: Node) -> NodeDescription:
-        right = NixlNetwork.described(network, node)
-        nowhere = msgspec.structs.replace(right.nixl, address=1 << 40)
-        return msgspec.structs.replace(right, nixl=nowhere)
+    begin = network.offers["source"].begin
 
-    monkeypatch.setattr(network, "described", described)
-    name = source.store(key(0))
-    read = network.transport.start_read(Source("source"), question(source, name))
+    def elsewhere(asked: ReadNamed) -> Offer:
+        return msgspec.structs.replace(begin(asked), addresses=Numbers.of([1 << 40]))
+
+    monkeypatch.setattr(network.offers["source"], "begin", elsewhere)
+    record = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(record))
     with pytest.raises(PeerError, match="NOT_FOUND"):
         read.wait(10.0)
-    again = network.transport.start_read(Source("source"), question(source, name))
+    again = network.transport.start_read(Source("source"), question(record))
     assert isinstance(again, PendingCall)
     network.count_under_way(1)
-    assert again.wait(10.0)[1].tobytes() == content(name)
+    assert again.wait(10.0)[1].tobytes() == content(record)
     network.offers["source"].end(1)
 
 
 def test_bytes_of_an_offer_that_was_too_old_are_refused(
     network: NixlNetwork, here: Node, source: Node, slow: SlowAgent
 ) -> None:
-    name = source.store(key(0))
-    order = here.order_of((source, name))
-    fetch = here.begin_fetch([order])
+    record = source.store(key(0))
+    chunk = wanted(record, source)
+    fetch = here.begin_fetch([chunk])
     wait_until(lambda: bool(slow.parts), 10.0, "the transfer begins")
-    assert not may_overwrite(source, name)
+    assert record.readers == 1
     assert network.offers["source"].end(1)
-    source.store(key(99), at=source.lease(slot=name.slot))
+    source.evict(record)
+    assert source.store(key(99)).slot == record.slot
     slow.finish()
-    assert refusals(fetch.result(10.0)) == [Refusal.NODE_LOST]
+    assert fetch.result(10.0).refusals == [Refusal.NODE_LOST]
     assert here.ready() == set()
 
 
@@ -141,8 +169,8 @@ def test_buffer_of_an_abandoned_transfer_is_not_lent_before_it_has_ended(
     network: NixlNetwork, here: Node, source: Node, slow: SlowAgent
 ) -> None:
     """NIXL can't take a transfer back: it may write at any time."""
-    name = source.store(key(0))
-    read = network.transport.start_read(Source("source"), question(source, name))
+    record = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(record))
     with pytest.raises(PeerError, match="no answer in time"):
         read.wait(0.3)
     (part,) = slow.parts
@@ -171,15 +199,15 @@ def test_buffer_of_a_failed_transfer_rests_and_the_source_is_read_the_other_way(
 ) -> None:
     monkeypatch.setattr(raykv.node.nixl.transport, "NIXL_AGAIN_S", 0.5)
     slow.has_failed = True
-    name = source.store(key(0))
-    read = network.transport.start_read(Source("source"), question(source, name))
+    record = source.store(key(0))
+    read = network.transport.start_read(Source("source"), question(record))
     with pytest.raises(PeerError, match="the transfer has failed"):
         read.wait(10.0)
     del read
     assert len(network.transport._buffers._free) == 0
-    order = here.order_of((source, name))
-    assert refusals(here.fetch([order])) == [NONE]
-    assert_right(here, [order])
+    chunk = wanted(record, source)
+    assert here.fetch([chunk]).refusals == [NONE]
+    assert_right(here, [chunk])
     assert network.transport.bytes_read == 0
 
     def has_rested() -> bool:
@@ -193,18 +221,47 @@ def test_buffer_of_a_failed_transfer_rests_and_the_source_is_read_the_other_way(
     network.offers["source"].end(1)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"reply": ReadNamedReply(7, 0, b"")}, {"addresses": Numbers()}],
+    ids=["refusals", "addresses"],
+)
 def test_answer_about_other_chunks_is_refused(
-    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+    network: NixlNetwork,
+    here: Node,
+    source: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[str, Any],
 ) -> None:
-    name = source.store(key(0))
+    record = source.store(key(0))
     begin = network.offers["source"].begin
 
-    def shortened(asked: ReadRequest) -> Offer:
+    def shortened(asked: ReadNamed) -> Offer:
         offer = begin(asked)
         network.offers["source"].end(offer.number)
-        reply = msgspec.structs.replace(offer.reply, refusals=[])
-        return msgspec.structs.replace(offer, reply=reply)
+        return msgspec.structs.replace(offer, **wrong)
 
     monkeypatch.setattr(network.offers["source"], "begin", shortened)
-    order = here.order_of((source, name))
-    assert refusals(here.fetch([order])) == [Refusal.NODE_LOST]
+    chunk = wanted(record, source)
+    assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
+
+
+def test_source_that_has_begun_another_life_is_asked_anew_who_it_is(
+    network: NixlNetwork, here: Node, source: Node
+) -> None:
+    """What is known of its memory is of the life before."""
+    assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [NONE]
+    bytes_read = network.transport.bytes_read
+    source.life = 8
+    source.use(PoolKeeper(NodeId("source"), 8, source.geometry))
+    source.order(1)
+    nixl_agent("sources").register(source.keeper.pool.address, source.geometry.pool_bytes)
+    network.offers["source"] = Offers(source.reader)
+    record = source.store(key(1))
+    read = network.transport.start_read(Source("source"), question(record))
+    with pytest.raises(PeerError, match="has been restarted"):
+        read.wait(10.0)
+    network.offers["source"].end(1)
+    read = network.transport.start_read(Source("source"), question(record))
+    assert read.wait(10.0)[1].tobytes() == content(record)
+    assert network.transport.bytes_read == bytes_read + record.slot_bytes

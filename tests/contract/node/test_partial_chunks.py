@@ -8,43 +8,35 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    SLOT_ALIGNMENT,
-    Blocks,
-    ChunkName,
-    Direction,
-    Generation,
-    Key,
-    Namespace,
-    Refusal,
-    Slot,
-)
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Namespace, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace
-from raykv.client.import_source import EPOCH, GENERATION, ImportSource
-from raykv.engine.fetches import fetch_request
-from raykv.engine.remote import FetchOrder
+from raykv.client.import_source import ImportSource
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
+from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
+from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.node.slots import SlotState
-from raykv.protocol.columns import Handle, Replica, Source
-from raykv.protocol.framing import decode, encode
-from raykv.protocol.node import Demotions
-from raykv.protocol.peer import ReadReply, ReadRequest
+from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.listing import Reason
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed, ReadNamedReply
+from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
-from tests.fixtures.node.links import Worker, failures
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import lives
+from tests.fixtures.node.links import Worker, changed, failures, job_ids
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGES = [256, 100]
@@ -55,6 +47,7 @@ BEFORE = 0xEE
 """What every slot holds before: perhaps another model's KV."""
 
 CHUNK = 3
+SPACE = Namespace("ns")
 LAST_TWO = Blocks(2, 2)
 
 _names = itertools.count()
@@ -67,31 +60,40 @@ class Node:
     service: NodeService
     name: str
     slot_bytes: int = SLOT_BYTES
-    generation: int = 1
 
     def begin_test(self) -> None:
-        """Slots hold what they held before, and later stores are new ones."""
-        ctypes.memset(self.service.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
-        self.generation += 10
+        """It has no chunk, and slots hold what they held before."""
+        with self.service.keeper.lock:
+            index = self.service.keeper.owner.index
+            for record in list(index.places):
+                index.drop(record, Reason.DAMAGED)
+            assert not list(index.places)
+            ctypes.memset(self.service.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
 
-    def slot(self, chunk: int) -> bytes:
-        place = self.service.keeper.pool.address + chunk * SLOT_BYTES
-        return ctypes.string_at(place, SLOT_BYTES)
+    def record(self, chunk: int = CHUNK) -> ChunkRecord | None:
+        return self.service.keeper.owner.index.find(SPACE, numbered_key(chunk))
 
-    def chunk(self, chunk: int = CHUNK) -> ChunkName:
-        """As `Worker.job` names it."""
-        key, namespace = Key(bytes([chunk]) * 36), Namespace("ns")
-        return ChunkName(namespace, key, Slot(chunk), Generation(self.generation), SLOT_BYTES)
+    def slot(self, chunk: int = CHUNK) -> bytes:
+        record = self.record(chunk)
+        assert record is not None
+        return ctypes.string_at(self.service.keeper.address_of(record), SLOT_BYTES)
 
-    def state(self, chunk: int = CHUNK) -> SlotState:
-        return self.service.keeper.table.state_of(Slot(chunk))
+    def others(self) -> bytes:
+        """What is in all slots but that of the chunk."""
+        pool = ctypes.string_at(self.service.keeper.pool.address, NUM_SLOTS * SLOT_BYTES)
+        record = self.record()
+        assert record is not None
+        start = record.slot * SLOT_ALIGNMENT
+        return pool[:start] + pool[start + SLOT_BYTES :]
 
 
 def begin(pool_path: str = "") -> Node:
     name = f"raykv-test/partial/{os.getpid()}/{next(_names)}"
     size = NUM_SLOTS * SLOT_BYTES
-    service = NodeService(ServiceSettings(name, PoolGeometry(size, size), pool_path), boot_epoch())
+    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(size, size), pool_path)
+    service = NodeService(ServiceSettings(name), keeper)
     service.start()
+    keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
     return Node(service, name)
 
 
@@ -139,10 +141,10 @@ class Rank(Worker):
         num_ranks: int,
         pages: list[int],
         canonical: CanonicalPages,
+        life: int,
     ) -> None:
-        self.node = node
         of: Any = node
-        super().__init__(of, pages, PER_CHUNK, rank, num_ranks, canonical=canonical)
+        super().__init__(of, pages, PER_CHUNK, rank, num_ranks, canonical=canonical, life=life)
 
     def part(
         self,
@@ -150,12 +152,17 @@ class Rank(Worker):
         blocks: Blocks,
         ids: list[int],
         chunk: int = CHUNK,
-        newer: int = 0,
+        job_id: int = 0,
     ) -> JobRequest:
         """A job of these blocks of a chunk, which are those of the engine."""
         assert len(ids) == blocks.length
-        made = self.job(direction, [chunk], ids, self.node.generation + newer)
-        return replace(made, num_blocks=[blocks.length], first_block=[blocks.first])
+        made = self.job(direction, [chunk], ids, job_id)
+        return changed(
+            made,
+            num_blocks=Numbers.of([blocks.length]),
+            first_block=Numbers.of([blocks.first]),
+            block_ids=Numbers.of(ids),
+        )
 
     def carry_out(
         self,
@@ -163,9 +170,9 @@ class Rank(Worker):
         blocks: Blocks,
         ids: list[int],
         chunk: int = CHUNK,
-        newer: int = 0,
+        job_id: int = 0,
     ) -> list[Refusal]:
-        return failures(self.run(self.part(direction, blocks, ids, chunk, newer)))
+        return failures(self.run(self.part(direction, blocks, ids, chunk, job_id)))
 
 
 def attach(
@@ -175,8 +182,9 @@ def attach(
     num_ranks: int = 1,
     pages: list[int] | None = None,
     canonical: CanonicalPages = NOT_CANONICAL,
+    life: int = 0,
 ) -> Rank:
-    worker = Rank(node, rank, num_ranks, pages or PAGES, canonical)
+    worker = Rank(node, rank, num_ranks, pages or PAGES, canonical, life)
     workers.append(worker)
     return worker
 
@@ -220,7 +228,7 @@ def test_load_by_layer_is_refused_for_blocks_that_were_not_stored(
     worker = attach(node, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     before = worker.block(15)
-    load = replace(worker.part(LOAD, Blocks(1, 3), [14, 15, 16]), by_layer=True)
+    load = changed(worker.part(LOAD, Blocks(1, 3), [14, 15, 16]), by_layer=True)
     assert failures(worker.run(load)) == [Refusal.PARTIAL]
     assert worker.block(15) == before
 
@@ -230,9 +238,9 @@ def test_refused_chunk_spoils_no_other_of_its_job(node: Node, workers: list[Rank
     assert worker.carry_out(STORE, LAST_TWO, [1, 2], chunk=0) == []
     assert worker.carry_out(STORE, Blocks(0, 4), [3, 4, 5, 6], chunk=1) == []
     ids = list(range(10, 18))
-    both = worker.job(LOAD, [0, 1], ids, node.generation)
+    both = worker.job(LOAD, [0, 1], ids)
     result = worker.run(both)
-    assert (result.failed_chunks, failures(result)) == ([0], [Refusal.PARTIAL])
+    assert (list(result.failed_chunks), failures(result)) == ([0], [Refusal.PARTIAL])
     assert [worker.block(n) for n in range(14, 18)] == [worker.block(n) for n in range(3, 7)]
 
 
@@ -244,8 +252,7 @@ def test_slot_holds_nothing_of_what_was_there_before(
     ids = list(range(1, 1 + blocks.length))
     assert worker.carry_out(STORE, blocks, ids) == []
     assert node.slot(CHUNK) == image(worker, blocks, ids)
-    untouched = bytes([BEFORE]) * SLOT_BYTES
-    assert [node.slot(CHUNK - 1), node.slot(CHUNK + 1)] == [untouched] * 2
+    assert set(node.others()) == {BEFORE}
 
 
 def test_later_store_of_the_whole_chunk_is_loaded_as_a_whole(
@@ -253,16 +260,18 @@ def test_later_store_of_the_whole_chunk_is_loaded_as_a_whole(
 ) -> None:
     worker = attach(node, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    assert worker.carry_out(STORE, Blocks(0, 4), [3, 4, 5, 6], newer=1) == []
-    assert worker.carry_out(LOAD, Blocks(0, 4), [10, 11, 12, 13], newer=1) == []
+    assert worker.carry_out(STORE, Blocks(0, 4), [3, 4, 5, 6]) == []
+    assert worker.carry_out(LOAD, Blocks(0, 4), [10, 11, 12, 13]) == []
     assert [worker.block(n) for n in range(10, 14)] == [worker.block(n) for n in range(3, 7)]
 
 
 def test_ranks_that_store_the_same_blocks_make_a_chunk_of_these(
     node: Node, workers: list[Rank]
 ) -> None:
-    ranks = [attach(node, workers, rank, 2) for rank in range(2)]
-    assert [rank.carry_out(STORE, LAST_TWO, [1, 2]) for rank in ranks] == [[], []]
+    life, job_id = next(lives), next(job_ids)
+    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in ranks]
+    assert stored == [[], []]
     for rank in ranks:
         assert_range_is_kept(rank)
     assert bytes([BEFORE]) not in node.slot(CHUNK)[2 * 4 * sum(PAGES) :]
@@ -272,12 +281,13 @@ def test_ranks_that_store_the_same_blocks_make_a_chunk_of_these(
 def test_ranks_that_store_other_blocks_make_no_chunk(
     node: Node, workers: list[Rank], other: Blocks
 ) -> None:
-    ranks = [attach(node, workers, rank, 2) for rank in range(2)]
-    assert ranks[0].carry_out(STORE, LAST_TWO, [1, 2]) == []
+    life, job_id = next(lives), next(job_ids)
+    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    assert ranks[0].carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) == []
     ids = list(range(1, 1 + other.length))
-    assert ranks[1].carry_out(STORE, other, ids) == [Refusal.POISONED]
-    assert node.state() is SlotState.EMPTY
-    assert ranks[0].carry_out(LOAD, LAST_TWO, [10, 11]) == [Refusal.STALE]
+    assert ranks[1].carry_out(STORE, other, ids, job_id=job_id) == [Refusal.POISONED]
+    assert node.record() is None
+    assert ranks[0].carry_out(LOAD, LAST_TWO, [10, 11]) == [Refusal.NOT_HERE]
 
 
 def test_canonical_chunk_keeps_the_blocks_that_all_ranks_have_stored(
@@ -287,9 +297,11 @@ def test_canonical_chunk_keeps_the_blocks_that_all_ranks_have_stored(
         columns = ([0], [place], [own_bytes], [1], [own_bytes], [own_bytes])
         return CanonicalPages([PageMap(512, *columns)], [[0]])
 
-    two = [attach(node, workers, n, 2, [256], pages(256, n * 256)) for n in range(2)]
+    life, job_id = next(lives), next(job_ids)
+    two = [attach(node, workers, n, 2, [256], pages(256, n * 256), life) for n in range(2)]
     one = attach(node, workers, pages=[512], canonical=pages(512, 0))
-    assert [rank.carry_out(STORE, LAST_TWO, [1, 2]) for rank in two] == [[], []]
+    stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in two]
+    assert stored == [[], []]
     assert one.carry_out(LOAD, LAST_TWO, [10, 11]) == []
     assert one.block(11) == [two[0].block(2)[0] + two[1].block(2)[0]]
     assert one.carry_out(LOAD, Blocks(1, 3), [10, 11, 12]) == [Refusal.PARTIAL]
@@ -307,7 +319,6 @@ def test_pool_file_keeps_the_blocks_of_a_chunk_over_a_restart(
     assert first.service.keeper.wait_for_seals(10.0) == 0
     first.service.stop()
     second = begin(path)
-    second.generation = first.generation
     assert_range_is_kept(attach(second, workers))
     second.service.stop()
 
@@ -321,18 +332,18 @@ class Direct:
     def __init__(self, read: ReadService | DiskTier | ImportSource) -> None:
         self._read = read
 
-    def start_read(self, source: Source, request: ReadRequest) -> Direct:
+    def start_read(self, source: Source, request: ReadNamed) -> Direct:
         raw = encode(request)
         if isinstance(self._read, ImportSource):
             answered, self._data = self._read.read(raw)
         else:
             read = self._read.reads if isinstance(self._read, DiskTier) else self._read
-            reply, self._data = read.read(decode(raw, ReadRequest))
+            reply, self._data = read.read(decode(raw, ReadNamed))
             answered = encode(reply)
-        self._reply = decode(answered, ReadReply)
+        self._reply = decode(answered, ReadNamedReply)
         return self
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
         assert timeout_s > 0
         return self._reply, self._data
 
@@ -340,14 +351,20 @@ class Direct:
         raise AssertionError
 
 
-def fetch(to: Node, source: Direct, epoch: int, handle: Handle) -> None:
-    """Have the chunk of `handle` at a source in slot `CHUNK` of a node."""
-    name = to.chunk()
-    replica = Replica(Source("source"), epoch, handle)  # type: ignore[arg-type]
-    order = FetchOrder(name.key, Handle(name.slot, name.generation), SLOT_BYTES, (replica,))
-    service = FetchService(to.service.keeper, to.service.epoch, source)
-    result = service.fetch(fetch_request(name.namespace, [order], to.service.epoch, 10.0))
-    assert result.refusals == [Refusal.NONE]
+def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> NamedResult:
+    """Have the chunk at a source come to a node."""
+    order = FetchOrderNamed(
+        PROTOCOL_VERSION,
+        number=1,
+        life=0,
+        namespace=SPACE,
+        keys=Keys.of([numbered_key(CHUNK)]),
+        slot_bytes=Numbers.of([SLOT_BYTES]),
+        sources=[Source("source", kind)],
+        key_index=Numbers.of([0]),
+        source_index=Numbers.of([0]),
+    )
+    return FetchService(to.service.keeper, source).fetch(order)
 
 
 def test_fetched_chunk_has_the_blocks_that_its_source_has(
@@ -355,11 +372,9 @@ def test_fetched_chunk_has_the_blocks_that_its_source_has(
 ) -> None:
     there, here = attach(node, workers), attach(other, workers)
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    source = ReadService(node.service.keeper, node.service.epoch)
-    at = Handle(node.chunk().slot, node.chunk().generation)
-    fetch(other, Direct(source), node.service.epoch, at)
+    assert fetch(other, Direct(ReadService(node.service.keeper))).refusals == b""
     assert_range_is_kept(here)
-    assert other.slot(CHUNK) == image(there, LAST_TWO, [1, 2])
+    assert other.slot() == image(there, LAST_TWO, [1, 2])
 
 
 @pytest.mark.parametrize("blocks", [Blocks(0, 0), Blocks(-1, 2), Blocks(2, -1), Blocks(0, 1 << 40)])
@@ -370,31 +385,23 @@ def test_answer_with_impossible_blocks_is_not_believed(
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
 
     class Liar(Direct):
-        def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+        def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
             reply, data = super().wait(timeout_s)
-            return replace_partial(reply, {0: blocks}), data
+            rows = msgspec.structs.replace(reply.rows)
+            lies = {"first_block": blocks.first, "num_blocks": blocks.length}
+            for name, number in lies.items():
+                msgspec.structs.force_setattr(rows, name, Numbers.of([number]))
+            return msgspec.structs.replace(reply, rows=rows), data
 
-    source = Liar(ReadService(node.service.keeper, node.service.epoch))
-    with pytest.raises(AssertionError):
-        fetch(other, source, node.service.epoch, Handle(Slot(CHUNK), Generation(node.generation)))
-    assert other.state() is SlotState.EMPTY
-
-
-def replace_partial(reply: ReadReply, partial: dict[int, Blocks]) -> ReadReply:
-    return ReadReply(reply.node_epoch, reply.refusals, reply.checksums, partial)
+    assert fetch(other, Liar(ReadService(node.service.keeper))).refusals != b""
+    assert other.record() is None
 
 
 def tier_of(node: Node, path: Path) -> DiskTier:
     place = DiskPlace(str(path), most_bytes=1 << 20, floor_bytes=0)
-    tier = DiskTier(place, node.service.keeper, node.service.epoch)
+    tier = DiskTier(place, node.service.keeper)
     tier.start()
     return tier
-
-
-def write(tier: DiskTier, name: ChunkName) -> None:
-    """Have a chunk written, if it has to be."""
-    tier.demote(Demotions([str(name.namespace)], [0], [name.key], [name.slot], [name.generation]))
-    tier._flush_now(time.monotonic() + 10.0)
 
 
 def test_disk_and_import_bring_back_the_blocks_that_were_stored(
@@ -404,19 +411,18 @@ def test_disk_and_import_bring_back_the_blocks_that_were_stored(
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
     tier = tier_of(node, tmp_path)
     try:
-        write(tier, node.chunk())
-        entry = tier._index.find(Namespace("ns"), node.chunk().key)
-        assert entry is not None
-        assert entry.chunk.blocks == LAST_TWO
-        at = Handle(Slot(entry.place), entry.chunk.generation)
-        fetch(other, Direct(tier), node.service.epoch, at)
+        assert tier.keep(10.0) == 0
+        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        assert kept is not None
+        assert kept.blocks == LAST_TWO
+        assert fetch(other, Direct(tier), SourceKind.DISK).refusals == b""
         assert_range_is_kept(here)
-        assert other.slot(CHUNK) == image(there, LAST_TWO, [1, 2])
+        assert other.slot() == image(there, LAST_TWO, [1, 2])
         (path,) = tmp_path.glob("*/*.safetensors")
         assert bytes([BEFORE]) * 16 not in path.read_bytes()
         worker = attach(third, workers)
         source = ImportSource([str(path)])
-        fetch(third, Direct(source), EPOCH, Handle(Slot(0), Generation(GENERATION)))
+        assert fetch(third, Direct(source), SourceKind.IMPORT).refusals == b""
         assert_range_is_kept(worker)
     finally:
         tier.stop()
@@ -429,15 +435,14 @@ def test_disk_takes_a_chunk_again_when_more_of_it_was_stored_and_never_less(
     tier = tier_of(node, tmp_path)
 
     def on_disk() -> Blocks:
-        write(tier, node.chunk())
-        entry = tier._index.find(Namespace("ns"), node.chunk().key)
-        assert entry is not None
-        return entry.chunk.blocks
+        assert tier.keep(10.0) == 0
+        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        assert kept is not None
+        return kept.blocks
 
     try:
         found = []
         for blocks in (LAST_TWO, Blocks(1, 3), LAST_TWO):
-            node.generation += 1
             assert worker.carry_out(STORE, blocks, list(range(1, 1 + blocks.length))) == []
             found.append(on_disk())
         assert found == [LAST_TWO, Blocks(1, 3), Blocks(1, 3)]

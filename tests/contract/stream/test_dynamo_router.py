@@ -15,7 +15,13 @@ import pytest
 
 from raykv.base.ids import Namespace, NodeId
 from raykv.protocol.descriptions import Description, pack_tokens
-from raykv.protocol.events import BlockRemoved, BlockStored, EpochBegan, PublisherSettings
+from raykv.protocol.events import (
+    BlockRemoved,
+    BlockStored,
+    LifeBegan,
+    NodeJoined,
+    PublisherSettings,
+)
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import NodePlace, Publication
 from raykv.stream.publisher import Sockets, first_number
@@ -65,12 +71,14 @@ class Source:
 
     def event(self, kind: Any, **fields: Any) -> None:
         self._seq += 1
-        self.publication.apply(kind(epoch=1, seq=self._seq, **fields), 0.0)
+        self.publication.apply(kind(life=1, seq=self._seq, **fields), 0.0)
 
     def hold(self, kind: Any, *numbers: int) -> None:
+        if "a" not in self.publication._replay.nodes:
+            self.event(NodeJoined, node_id="a", node_life=1, number=0)
         for number in numbers:
             key = block_hash(number) + bytes(4)
-            self.event(kind, node_id="a", namespace=MODEL, key=key, slot=0, generation=1)
+            self.event(kind, node_id="a", namespace=MODEL, key=key, node_life=1, number=1)
 
     def publish(self, *, is_lost: bool = False) -> None:
         while asked := self.publication.questions(0.0, 100):
@@ -127,7 +135,7 @@ async def play(source: Source) -> None:
     source.publish()
     await until_seen(service, 7, nothing)
     assert source.sockets.num_replays >= 1
-    source.event(EpochBegan)
+    source.event(LifeBegan)
     source.publish()
     await until_seen(service, 0, nothing)
     source.hold(BlockStored, 0, 1)

@@ -14,33 +14,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.base.ids import MAX_GENERATION, Direction, Refusal
+from raykv.base.ids import Direction, Namespace, Refusal, Stamp
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.node.service import NodeService
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import ChangesQuery, EngineWelcome
+from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import (
     AttachWorker,
-    CopyJob,
-    JobBatch,
-    JobResult,
     JobResults,
     NodeMessage,
     WorkerAttached,
     believable,
 )
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine, RawLine, hello_of
 from tests.fixtures.node.honest_worker import (
     LAYOUT,
     PAGE,
+    RawHello,
     Worker,
     make_service,
 )
 from tests.fixtures.waiting import wait_until
 
-HELLO = AttachWorker(PROTOCOL_VERSION, "engine", "ns", 0, 1, {0: PAGE}, LAYOUT)
-BIG = (1 << 64) - 1
+LIFE = 5
+"""Of an engine that is not here."""
+
+HELLO = AttachWorker(PROTOCOL_VERSION, "engine", LIFE, "ns", 0, 1, {0: PAGE}, LAYOUT)
+BIG = (1 << 63) - 1
 
 
 @pytest.fixture(scope="module")
@@ -48,48 +54,42 @@ def service() -> Iterator[NodeService]:
     made = make_service()
     yield made
     made.stop()
-    made.keeper.table.check()
+    made.keeper.owner.check()
 
 
 def assert_serves(service: NodeService) -> None:
     """An honest worker can store and load."""
     worker = Worker(service)
     try:
-        generation = service.keeper.highest_generation + 1
-        assert worker.run(Direction.STORE, [1, 2], generation) == [Refusal.NONE] * 2
-        assert worker.run(Direction.LOAD, [1, 2], generation) == [Refusal.NONE] * 2
+        assert worker.run(Direction.STORE, [1, 2]) == [Refusal.NONE] * 2
+        assert worker.run(Direction.LOAD, [1, 2]) == [Refusal.NONE] * 2
     finally:
         worker.close()
-    service.keeper.table.check()
+    service.keeper.owner.check()
 
 
 # A bit that flips
 
 
-def flip(service: NodeService, slot: int) -> None:
-    place = service.keeper.pool.address + slot * PAGE + 77
-    ctypes.c_ubyte.from_address(place).value ^= 4
-
-
-def sealed(service: NodeService) -> bool:
-    with service.keeper.lock:
-        chunks = list(service.keeper.table.inventory())
-        return all(service.keeper.table.seal_of(name) is not None for name in chunks)
+def flip(service: NodeService, chunk: int) -> None:
+    record = service.keeper.owner.index.find(Namespace("ns"), numbered_key(chunk))
+    assert record is not None
+    ctypes.c_ubyte.from_address(service.keeper.address_of(record) + 77).value ^= 4
 
 
 def test_checksums_are_made_in_idle_time_and_a_damaged_chunk_fails_its_load_alone() -> None:
     service = make_service()
     worker = Worker(service)
     try:
-        assert worker.run(Direction.STORE, [0, 1, 2], 5) == [Refusal.NONE] * 3
-        wait_until(lambda: sealed(service), 10.0, "the checksums are made")
+        assert worker.run(Direction.STORE, [0, 1, 2]) == [Refusal.NONE] * 3
+        assert service.keeper.wait_for_seals(10.0) == 0
         flip(service, 1)
-        loaded = worker.run(Direction.LOAD, [0, 1, 2], 5)
+        loaded = worker.run(Direction.LOAD, [0, 1, 2])
         assert loaded == [Refusal.NONE, Refusal.CORRUPT, Refusal.NONE]
         assert service.stats().quarantined == 1
-        assert worker.run(Direction.LOAD, [1], 5) == [Refusal.STALE]
-        assert worker.run(Direction.STORE, [1], 6) == [Refusal.NONE]
-        assert worker.run(Direction.LOAD, [1], 6) == [Refusal.NONE]
+        assert worker.run(Direction.LOAD, [1]) == [Refusal.NOT_HERE]
+        assert worker.run(Direction.STORE, [1]) == [Refusal.NONE]
+        assert worker.run(Direction.LOAD, [1]) == [Refusal.NONE]
     finally:
         worker.close()
         service.stop()
@@ -99,20 +99,21 @@ def test_bit_flipped_in_a_pool_file_between_two_lives_is_never_loaded(tmp_path: 
     path = tmp_path / "pool"
     first = make_service(str(path), loads_per_check=1 << 30)
     worker = Worker(first)
-    assert worker.run(Direction.STORE, [0, 1, 2], 5) == [Refusal.NONE] * 3
-    wait_until(lambda: sealed(first), 10.0, "the checksums are made")
+    assert worker.run(Direction.STORE, [0, 1, 2]) == [Refusal.NONE] * 3
+    assert first.keeper.wait_for_seals(10.0) == 0
     worker.close()
     first.stop()
     raw = bytearray(path.read_bytes())
     raw[PAGE + 9] ^= 128
     path.write_bytes(raw)
-    second = make_service(str(path), loads_per_check=1 << 30, epoch=8)
+    second = make_service(str(path), loads_per_check=1 << 30, life=8)
+    assert second.keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
     worker = Worker(second)
     try:
-        loaded = worker.run(Direction.LOAD, [0, 1, 2], 5)
+        loaded = worker.run(Direction.LOAD, [0, 1, 2])
         assert loaded[::2] == [Refusal.NONE] * 2
         # Idle time may have come first.
-        assert loaded[1] in (Refusal.CORRUPT, Refusal.STALE)
+        assert loaded[1] in (Refusal.CORRUPT, Refusal.NOT_HERE)
         assert second.stats().quarantined == 1
     finally:
         worker.close()
@@ -183,22 +184,23 @@ def test_worker_whose_message_has_another_form_hears_both_versions(service: Node
 
 
 replace = msgspec.structs.replace
+RAW = RawHello(*(getattr(HELLO, name) for name in RawHello.__struct_fields__))
 
 
-def layout(**fields: Any) -> AttachWorker:
-    return replace(HELLO, layout=replace(LAYOUT, **fields))
+def layout(**fields: Any) -> RawHello:
+    return replace(RAW, layout=replace(LAYOUT, **fields))
 
 
 TENSOR = LAYOUT.tensors[0]
-ABSURD: dict[str, AttachWorker] = {
-    "negative rank": replace(HELLO, rank=-1),
-    "rank above": replace(HELLO, rank=1),
-    "no ranks": replace(HELLO, num_ranks=0),
-    "many ranks": replace(HELLO, num_ranks=BIG),
-    "no slot size": replace(HELLO, slot_bytes={}),
-    "slot size of another group": replace(HELLO, slot_bytes={0: PAGE, 1: PAGE}),
-    "slot too small": replace(HELLO, slot_bytes={0: PAGE - 1}),
-    "long name": replace(HELLO, namespace="x" * 100_000),
+ABSURD: dict[str, RawHello] = {
+    "negative rank": replace(RAW, rank=-1),
+    "rank above": replace(RAW, rank=1),
+    "no ranks": replace(RAW, num_ranks=0),
+    "many ranks": replace(RAW, num_ranks=BIG),
+    "no slot size": replace(RAW, slot_bytes={}),
+    "slot size of another group": replace(RAW, slot_bytes={0: PAGE, 1: PAGE}),
+    "slot too small": replace(RAW, slot_bytes={0: PAGE - 1}),
+    "long name": replace(RAW, namespace="x" * 100_000),
     "no bytes": layout(num_bytes=0),
     "negative bytes": layout(num_bytes=-1),
     "many bytes": layout(num_bytes=BIG),
@@ -262,34 +264,52 @@ COLUMN = st.lists(NUMBER, max_size=3)
 KEYS = st.lists(st.sampled_from([b"k", b"k0", b"x" * 36, b"y" * 255]), max_size=3)
 
 
+class RawJob(msgspec.Struct, frozen=True, array_like=True):
+    """A job that need not be valid."""
+
+    job_id: int
+    direction: int
+    namespace: str
+    keys: Keys
+    num_blocks: Numbers
+    first_block: Numbers
+    block_ids: Numbers
+
+
+class RawBatch(msgspec.Struct, frozen=True, tag="jobs"):
+    """Such jobs."""
+
+    jobs: list[RawJob] = []
+    cancelled: list[int] = []
+
+
 @st.composite
-def any_job(draw: st.DrawFn) -> CopyJob:
+def any_job(draw: st.DrawFn) -> RawJob:
     """Columns of one length most of the time, numbers that are right most of the time."""
     count = draw(st.integers(0, 3))
     column = st.one_of(st.lists(NUMBER, min_size=count, max_size=count), COLUMN)
-    keys = st.one_of(st.just([b"k%d" % i for i in range(count)]), KEYS)
+    keys = st.one_of(st.just([numbered_key(i) for i in range(count)]), KEYS)
     ones = st.one_of(st.just([1] * count), column)
     zeros = st.one_of(st.just([0] * count), column)
-    handles = Handles(Keys.of(draw(keys)), draw(column), draw(column))
-    return CopyJob(
+    return RawJob(
         draw(st.one_of(st.integers(1, 9), NUMBERS)),
         draw(st.sampled_from([0, 0, 0, 1, 1, 7, -1])),
-        draw(st.sampled_from([7, 7, 7, 6, BIG])),
-        handles,
-        draw(zeros),
-        draw(ones),
-        draw(zeros),
-        draw(column),
-        namespace=draw(st.sampled_from(["", "", "ns", "other", "n" * 5000])),
+        draw(st.sampled_from(["ns", "ns", "other", "", "n" * 5000])),
+        Keys.of(draw(keys)),
+        Numbers.of(draw(ones)),
+        Numbers.of(draw(zeros)),
+        Numbers.of(draw(column)),
     )
 
 
 @settings(max_examples=120, deadline=None)
 @given(jobs=st.lists(any_job(), min_size=1, max_size=3), cancelled=st.lists(NUMBERS, max_size=2))
 def test_absurd_jobs_are_refused_and_leave_no_slot_behind(
-    service: NodeService, jobs: list[CopyJob], cancelled: list[int]
+    service: NodeService, jobs: list[RawJob], cancelled: list[int]
 ) -> None:
-    answers = attach(service, HELLO, JobBatch(jobs, cancelled))
+    core = CoreLine(service.settings.socket_name, LIFE, {0: PAGE})
+    core.wait()
+    answers = attach(service, HELLO, RawBatch(jobs, cancelled))
     assert isinstance(answers[0], WorkerAttached)
     assert not answers[0].error
     known = {int(refusal) for refusal in Refusal}
@@ -299,18 +319,15 @@ def test_absurd_jobs_are_refused_and_leave_no_slot_behind(
             assert known.issuperset(result.refusals)
             assert len(result.failed_chunks) == len(result.refusals)
     wait_until(lambda: service.stats().num_workers == 0, 5.0, "it is gone")
+    core.end()
     with service.keeper.lock:
-        table = service.keeper.table
-        table.check()
-        assert not table._writing, table._writing
-        assert all(len(name.key) <= 128 for name in table.inventory())
-    assert service.keeper.highest_generation <= MAX_GENERATION
+        owner = service.keeper.owner
+        owner.check()
+        assert not owner.index.contents()[1]
+        assert not any(record.is_busy for record in owner.index.places)
 
 
 def test_node_serves_after_absurd_jobs(service: NodeService) -> None:
-    with service.keeper.lock:
-        # Nothing above can have been stored at the highest generation of all.
-        assert service.keeper.highest_generation < MAX_GENERATION
     assert_serves(service)
 
 
@@ -318,17 +335,26 @@ def test_node_serves_after_absurd_jobs(service: NodeService) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(failed=COLUMN, refusals=COLUMN, num_chunks=st.integers(0, 4))
+@given(
+    failed=COLUMN,
+    refusals=st.lists(st.integers(0, 255), max_size=3),
+    num_chunks=st.integers(0, 4),
+)
 def test_result_that_can_not_be_meant_counts_as_failed(
     failed: list[int], refusals: list[int], num_chunks: int
 ) -> None:
-    result = believable(JobResult(9, 100, 1.0, failed, refusals), num_chunks)
+    count = min(len(failed), len(refusals))
+    told = NamedResult(
+        *(9, 7, 3), failed_chunks=Numbers.of(failed[:count]), refusals=bytes(refusals[:count])
+    )
+    result = believable(told, num_chunks)
     assert result.job_id == 9
     assert len(result.failed_chunks) == len(result.refusals)
     assert all(0 <= chunk < num_chunks for chunk in result.failed_chunks)
     assert all(isinstance(Refusal(number), Refusal) for number in result.refusals)
-    if len(failed) != len(refusals):
+    if result is not told:
         assert result.failed_chunks == list(range(num_chunks))
+        assert result.life == 0
 
 
 def test_chunks_that_were_admitted_are_given_up_when_a_later_one_fails(
@@ -336,17 +362,50 @@ def test_chunks_that_were_admitted_are_given_up_when_a_later_one_fails(
 ) -> None:
     service = make_service()
     worker = Worker(service)
-    begin = service.keeper.begin_store
+    forget, seen = service.keeper.pool.forget, list[int]()
 
-    def fail_at_two(name: Any, *others: Any) -> Refusal:
-        assert name.slot != 2
-        return begin(name, *others)
+    def fail_at_two(slot: Any, slot_bytes: int) -> None:
+        seen.append(slot)
+        assert len(seen) != 2
+        forget(slot, slot_bytes)
 
     try:
-        monkeypatch.setattr(service.keeper, "begin_store", fail_at_two)
-        assert worker.run(Direction.STORE, [1, 2], 5) == [Refusal.COPY_FAILED] * 2
+        monkeypatch.setattr(service.keeper.pool, "forget", fail_at_two)
+        assert worker.run(Direction.STORE, [1, 2]) == [Refusal.COPY_FAILED] * 2
         monkeypatch.undo()
-        assert worker.run(Direction.STORE, [1, 2], 6) == [Refusal.NONE] * 2
+        assert worker.run(Direction.STORE, [1, 2]) == [Refusal.NONE] * 2
     finally:
         worker.close()
         service.stop()
+
+
+def test_engine_of_another_version_hears_both_versions(service: NodeService) -> None:
+    line = RawLine(service.settings.socket_name)
+    line.send(replace(hello_of(9, {0: PAGE}), version=PROTOCOL_VERSION + 1))
+    welcome = line.receive()
+    assert isinstance(welcome, EngineWelcome)
+    assert f"protocol {PROTOCOL_VERSION + 1} of RayKV" in welcome.error
+    assert line.receive() is None
+    line.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_engine_that_says_anything_loses_its_line_only(service: NodeService, raw: bytes) -> None:
+    line = RawLine(service.settings.socket_name)
+    line.send(hello_of(9, {0: PAGE}))
+    welcome = line.receive()
+    assert welcome == EngineWelcome(service.keeper.life)
+    line.sock.sendall(len(raw).to_bytes(4, "little") + raw)
+    assert line.receive() is None
+    line.close()
+    wait_until(lambda: not list(service.keeper.owner.engines), 5.0, "it is gone")
+
+
+def test_line_of_an_engine_is_for_one_life(service: NodeService) -> None:
+    line = RawLine(service.settings.socket_name)
+    line.send(hello_of(9, {0: PAGE}))
+    line.receive()
+    line.send(ChangesQuery(10, "ns"))
+    assert line.receive() is None
+    line.close()

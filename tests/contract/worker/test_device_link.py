@@ -13,16 +13,17 @@ import pytest
 
 from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, Refusal
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.worker import AttachWorker, JobResult, WorkerAttached
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.worker import WorkerAttached
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.cuda.memory import (
@@ -33,6 +34,10 @@ from tests.fixtures.cuda.memory import (
     FakeCuda,
     make_backend,
 )
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine, lives
+from tests.fixtures.node.honest_worker import RawHello
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
@@ -83,17 +88,21 @@ def test_bytes_of_one_engine_come_back_in_another_one(world: World, kind: str) -
 
 
 def test_ranks_on_two_gpus_have_their_parts_in_one_row(world: World) -> None:
+    life, job_id = next(lives), next(job_ids)
     ranks = [
-        world.worker(device, rank, 2, seed=rank) for rank, device in enumerate((GPU, OTHER_GPU))
+        world.worker(device, rank, 2, seed=rank, life=life)
+        for rank, device in enumerate((GPU, OTHER_GPU))
     ]
-    assert ranks[0].run(Direction.STORE, [5], [1, 2]) == []
+    assert ranks[0].run(Direction.STORE, [5], [1, 2], job_id) == []
     assert ranks[1].run(Direction.LOAD, [5], [8, 9]) == [Refusal.WRITING]
-    assert ranks[1].run(Direction.STORE, [5], [1, 2]) == []
+    assert ranks[1].run(Direction.STORE, [5], [1, 2], job_id) == []
     for rank in ranks:
         assert rank.run(Direction.LOAD, [5], [8, 9]) == []
         assert [rank.block(8), rank.block(9)] == [rank.block(1), rank.block(2)]
     assert ranks[0].block(8) != ranks[1].block(8)
-    pool = world.service.keeper.pool.address + 5 * 2 * PART_BYTES
+    record = world.service.keeper.owner.index.find(Namespace("ns"), numbered_key(5))
+    assert record is not None
+    pool = world.service.keeper.address_of(record)
     for rank in ranks:
         start = pool + ranks.index(rank) * PART_BYTES
         first_layer = ctypes.string_at(start, BLOCKS_PER_CHUNK * PAGE_BYTES)
@@ -145,7 +154,7 @@ def test_job_whose_event_is_not_recorded_fails_and_is_not_sent(world: World) -> 
     assert worker.run(Direction.STORE, [0], [1, 2]) == [Refusal.COPY_FAILED]
     assert worker.link.drain() == []
     worker.cuda.refused = set()
-    assert worker.run(Direction.LOAD, [0], [1, 2]) == [Refusal.STALE]
+    assert worker.run(Direction.LOAD, [0], [1, 2]) == [Refusal.NOT_HERE]
 
 
 def test_worker_that_leaves_is_closed(world: World) -> None:
@@ -168,20 +177,20 @@ def test_killed_worker_is_closed_at_once(world: World, stage: str, kind: str) ->
     world.wait_until_closed()
     # The copy threads are free, and the dead worker's chunk is none.
     heir = world.worker(num_ranks=1)
-    assert heir.run(Direction.LOAD, [0], [0, 1]) == [Refusal.STALE]
+    assert heir.run(Direction.LOAD, [0], [0, 1]) == [Refusal.NOT_HERE]
     assert heir.run(Direction.STORE, [1], [0, 1]) == []
 
 
 def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
     worker = world.worker(num_ranks=1)
     world.service.stop()
-    wait_until(lambda: worker.link.node_epoch == 0, LONG_S, "the line breaks")
-    again = NodeService(
-        world.service.settings, boot_epoch(), Devices(lambda: world.cuda, make_backend)
-    )
+    wait_until(lambda: worker.link.node_life == 0, LONG_S, "the line breaks")
+    keeper = PoolKeeper(NodeId("node"), boot_life(), world.service.keeper.geometry)
+    again = NodeService(world.service.settings, keeper, Devices(lambda: world.cuda, make_backend))
     again.start()
     try:
-        wait_until(lambda: worker.link.node_epoch == again.epoch, LONG_S, "it attaches again")
+        wait_until(lambda: worker.link.node_life == keeper.life, LONG_S, "it attaches again")
+        worker.core.wait()
         worker.service = again
         assert worker.run(Direction.STORE, [0], [1, 2]) == []
         assert worker.run(Direction.LOAD, [0], [8, 9]) == []
@@ -197,7 +206,7 @@ def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
 def attach(service: NodeService, worker: Worker, **changed: Any) -> WorkerAttached:
     """The answer to an attach message with another layout."""
     layout = msgspec.structs.replace(worker.layout, **changed)
-    hello = AttachWorker(PROTOCOL_VERSION, "e", "ns", 0, 1, {0: 2 * PART_BYTES}, layout)
+    hello = RawHello(PROTOCOL_VERSION, "e", 9, "ns", 0, 1, {0: 2 * PART_BYTES}, layout)
     sock = wire.connect(service.settings.socket_name, LONG_S)
     words = CancelWords.create()
     with sock:
@@ -266,23 +275,25 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
 
     direct = DeviceLink(0, exported, LinkSettings(), lambda: 7)
     link = AutoLink(direct, staged)
-    target = LinkTarget(world.service.settings.socket_name, "e", "ns", 1, {0: SLOT_ALIGNMENT})
+    name, life, sizes = world.service.settings.socket_name, next(lives), {0: SLOT_ALIGNMENT}
+    target = LinkTarget(name, "e", life, "ns", 1, sizes)
+    core = CoreLine(name, life, sizes)
+    core.wait()
 
     def request(direction: Direction, block: int) -> JobRequest:
-        handles = Handles(Keys.of([b"k" * 36]), [0], [5])
         ids = next(job_ids)
-        return JobRequest(ids, direction, world.service.epoch, handles, [0], [1], [0], [block])
+        return JobRequest(named_job(direction, [numbered_key(0)], [[block]], job_id=ids))
 
     def run(wanted: JobRequest) -> list[int]:
         link.submit(wanted)
-        found: list[JobResult] = []
+        found: list[NamedResult] = []
 
         def is_there() -> bool:
             found.extend(link.drain())
             return bool(found)
 
         wait_until(is_there, LONG_S, "the job ends")
-        return found[0].refusals
+        return list(found[0].refusals)
 
     link.set_target(target)
     assert run(request(Direction.STORE, 1)) == [Refusal.NODE_LOST]
@@ -296,13 +307,14 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     link.set_target(target)
     assert len(reasons) == 1
     assert f"does not see GPU {GPU}" in reasons[0]
-    wait_until(lambda: link.node_epoch == world.service.epoch, LONG_S, "the staged line is up")
+    wait_until(lambda: link.node_life == world.service.keeper.life, LONG_S, "the staged line is up")
     assert run(request(Direction.STORE, 1)) == []
     assert run(request(Direction.LOAD, 9)) == []
     assert torch.equal(kv[9], kv[1])
     link.set_target(target)
     assert len(reasons) == 1
     link.close(5.0)
+    core.end()
     exported.close()
     cuda.end()
 
@@ -313,7 +325,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
 def test_pool_is_pinned_from_the_first_worker_on_and_until_the_end(world: World) -> None:
     assert world.service.stats().locked_bytes == 0
     worker = world.worker(num_ranks=1)
-    pool_bytes = world.service.settings.geometry.pool_bytes
+    pool_bytes = world.service.keeper.geometry.pool_bytes
     wait_until(
         lambda: world.service.stats().locked_bytes == pool_bytes, LONG_S, "the pool is pinned"
     )
@@ -336,8 +348,8 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
 
     name = f"raykv-test-device/{os.getpid()}/{next(names)}"
     service = NodeService(
-        ServiceSettings(name, PoolGeometry(64 * PAGE, 16 * PAGE)),
-        boot_epoch(),
+        ServiceSettings(name),
+        PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * PAGE, 16 * PAGE)),
         Devices(load, make_backend),
     )
     service.start()
@@ -347,7 +359,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
         tensor = DeviceTensor(cuda.allocate(PAGE), 4, 512, 512)
         exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
         link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
-        link.set_target(LinkTarget(name, "e", "ns", 1, {0: PAGE}))
+        link.set_target(LinkTarget(name, "e", 9, "ns", 1, {0: PAGE}))
         wait_until(lambda: bool(link.unsuited), LONG_S, "the NodeActor has refused")
         assert link.unsuited == "CUDA can't be used here"
         assert loads

@@ -12,24 +12,26 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import raykv.worker.link
 from raykv.base.geometry import aligned
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Direction, Refusal, in_group
 from raykv.memory.region import Region
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.worker import (
     CanonicalPages,
-    JobResult,
     KVLayout,
     PageMap,
     TensorLayout,
 )
 from raykv.worker.job import JobRequest, Stage
 from raykv.worker.link import LinkTarget, WorkerLink
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine, lives
 from tests.fixtures.node.links import (
     LONG_S,
     NUM_BLOCKS,
@@ -40,6 +42,7 @@ from tests.fixtures.node.links import (
     Line,
     Node,
     Worker,
+    changed,
     ended,
     failures,
     job_ids,
@@ -57,11 +60,12 @@ def test_line_goes_to_the_next_node_when_the_engine_is_at_another_one(
         worker = Worker(first, [256], 1)
         workers.append(worker)
         assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-        last_epoch = worker.link.node_epoch
-        at_first = LinkTarget(first.name, "engine-ns", "ns", 1, {0: slot_bytes})
-        worker.link.set_target(replace(at_first, socket_name=second.name))
-        wait_until(lambda: worker.link.node_epoch > last_epoch, LONG_S, "it attaches there")
-        assert failures(worker.run(worker.job(Direction.LOAD, [0], [0]))) == [Refusal.STALE]
+        last_life = worker.link.node_life
+        worker.core.move(second.name)
+        worker.link.set_target(replace(worker.target, socket_name=second.name))
+        wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
+        worker.core.wait()
+        assert failures(worker.run(worker.job(Direction.LOAD, [0], [0]))) == [Refusal.NOT_HERE]
         assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
         assert first.process.poll() is None
     finally:
@@ -78,17 +82,17 @@ def test_jobs_of_the_last_node_have_ended_before_the_line_goes_to_the_next_one(
         worker = Worker(first, [256], 1, settings=PATIENT)
         workers.append(worker)
         assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-        last_epoch = worker.link.node_epoch
+        last_life = worker.link.node_life
         freeze(first.process.pid)
         job = worker.job(Direction.LOAD, [0], [0])
         worker.link.submit(job)
         wait_until(lambda: worker.link._pending[job.job_id].stage is Stage.FLYING, LONG_S, "sent")
-        at_first = LinkTarget(first.name, "engine-ns", "ns", 1, {0: slot_bytes})
-        worker.link.set_target(replace(at_first, socket_name=second.name))
+        worker.core.move(second.name)
+        worker.link.set_target(replace(worker.target, socket_name=second.name))
         assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
         # It could have written into the engine's blocks.
         assert first.process.wait(LONG_S) == -signal.SIGKILL
-        wait_until(lambda: worker.link.node_epoch > last_epoch, LONG_S, "it attaches there")
+        wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
     finally:
         first.end()
         second.end()
@@ -168,7 +172,7 @@ def test_layers_of_a_load_are_told_one_by_one_and_bytes_are_those_of_any_load(
         workers.append(worker)
         assert failures(worker.run(worker.job(Direction.STORE, [0, 1, 2], list(range(6))))) == []
         expected = [worker.block(number) for number in range(6)]
-        job = replace(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
+        job = changed(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
         worker.link.submit(job)
         for count in (1, 2, 3):
             worker.link.wait_layers([job.job_id], count)
@@ -188,14 +192,14 @@ def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Wo
     assert failures(worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))) == []
     untouched = worker.block(6)
     load = worker.job(Direction.LOAD, [0, 7, 1], [5, 6, 7])
-    worker.link.submit(replace(load, by_layer=True))
+    worker.link.submit(changed(load, by_layer=True))
     worker.link.wait_layers([load.job_id], 1 << 30)
     result = worker.finish(load.job_id)
-    assert (result.failed_chunks, failures(result)) == ([1], [Refusal.STALE])
+    assert (list(result.failed_chunks), failures(result)) == ([1], [Refusal.NOT_HERE])
     assert [worker.block(5), worker.block(7)] == [worker.block(0), worker.block(1)]
     assert worker.block(6) == untouched
-    none = replace(worker.job(Direction.LOAD, [7], [6]), by_layer=True)
-    assert failures(worker.run(none)) == [Refusal.STALE]
+    none = changed(worker.job(Direction.LOAD, [7], [6]), by_layer=True)
+    assert failures(worker.run(none)) == [Refusal.NOT_HERE]
 
 
 def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker]) -> None:
@@ -204,7 +208,7 @@ def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker
         worker = Worker(node, [256, 128], 1)
         workers.append(worker)
         worker.link.submit(worker.job(Direction.STORE, [0], [0]))
-        load = replace(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
+        load = changed(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
         freeze(node.process.pid)
         worker.link.submit(load)
         worker.link.wait_layers([load.job_id], 1)
@@ -213,34 +217,27 @@ def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker
         node.end()
 
 
-def test_load_is_refused_unless_every_part_of_its_name_fits(
+def test_load_is_refused_unless_its_name_and_its_blocks_are_there(
     node: Node, workers: list[Worker]
 ) -> None:
     mine = Worker(node, [256], 1)
     stranger = Worker(node, [256], 1, namespace="other")
     workers += [mine, stranger]
-    assert failures(mine.run(mine.job(Direction.STORE, [3], [0], generation=7))) == []
+    assert failures(mine.run(mine.job(Direction.STORE, [3], [0]))) == []
     before = mine.block(5)
-    right = mine.job(Direction.LOAD, [3], [5], generation=7)
+    right = mine.job(Direction.LOAD, [3], [5])
     wrong = [
-        (replace(right, handles=replace_columns(right.handles, generations=[6])), Refusal.STALE),
-        (replace(right, handles=replace_columns(right.handles, generations=[8])), Refusal.STALE),
-        (
-            replace(right, handles=replace_columns(right.handles, keys=Keys.of([b"k" * 36]))),
-            Refusal.STALE,
-        ),
-        (replace(right, handles=replace_columns(right.handles, slots=[4])), Refusal.STALE),
-        (replace(right, node_epoch=right.node_epoch - 1), Refusal.BAD_HANDLE),
-        (replace(right, block_ids=[NUM_BLOCKS]), Refusal.BAD_HANDLE),
-        (replace(right, groups=[1]), Refusal.BAD_HANDLE),
+        (changed(right, keys=Keys.of([numbered_key(4)])), Refusal.NOT_HERE),
+        (changed(right, block_ids=Numbers.of([NUM_BLOCKS])), Refusal.BAD_HANDLE),
+        (changed(right, keys=Keys.of([in_group(numbered_key(3), 1)])), Refusal.NOT_HERE),
+        (changed(right, namespace="other"), Refusal.BAD_HANDLE),
     ]
     for job, refusal in wrong:
-        assert failures(mine.run(replace(job, job_id=next(job_ids)))) == [refusal], job
+        result = mine.run(changed(job, job_id=next(job_ids)))
+        assert failures(result) == [refusal], job
         assert mine.block(5) == before
-    named = replace(right, job_id=next(job_ids), namespace="other")
-    assert failures(mine.run(named)) == [Refusal.STALE]
-    foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5], generation=7))
-    assert failures(foreign) == [Refusal.STALE]
+    foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5]))
+    assert failures(foreign) == [Refusal.NOT_HERE]
     assert failures(mine.run(right)) == []
     assert mine.block(5) == mine.block(0)
 
@@ -248,29 +245,43 @@ def test_load_is_refused_unless_every_part_of_its_name_fits(
 def test_job_is_of_the_namespace_that_it_names_whatever_the_line_was_attached_with(
     node: Node, workers: list[Worker]
 ) -> None:
-    changed, other = Worker(node, [256], 1), Worker(node, [256], 1, namespace="other")
-    workers += [changed, other]
-    store = changed.job(Direction.STORE, [3], [0], generation=7)
-    assert failures(changed.run(replace(store, namespace="other"))) == []
-    assert failures(other.run(other.job(Direction.LOAD, [3], [5], generation=7))) == []
-    assert other.block(5) == changed.block(0)
-    plain = changed.job(Direction.LOAD, [3], [5], generation=7)
-    assert failures(changed.run(plain)) == [Refusal.STALE]
+    moved, other = Worker(node, [256], 1), Worker(node, [256], 1, namespace="other")
+    workers += [moved, other]
+    core = CoreLine(node.name, moved.target.life, {0: node.slot_bytes}, ("ns", "other"))
+    core.wait()
+    store = moved.job(Direction.STORE, [3], [0])
+    assert failures(moved.run(changed(store, namespace="other"))) == []
+    assert failures(other.run(other.job(Direction.LOAD, [3], [5]))) == []
+    assert other.block(5) == moved.block(0)
+    assert failures(moved.run(moved.job(Direction.LOAD, [3], [5]))) == [Refusal.NOT_HERE]
+    core.end()
 
 
-def replace_columns(handles: Handles, **columns: list[int] | Keys) -> Handles:
-    return msgspec.structs.replace(handles, **columns)
+def test_jobs_of_an_engine_that_is_not_here_are_refused(node: Node, workers: list[Worker]) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+    worker.core.end()
+
+    def is_refused() -> bool:
+        return failures(worker.run(worker.job(Direction.LOAD, [0], [5]))) == [Refusal.BAD_HANDLE]
+
+    wait_until(is_refused, LONG_S, "the NodeActor has noticed")
+    worker.core = CoreLine(node.name, worker.target.life, {0: node.slot_bytes})
+    worker.core.wait()
+    assert failures(worker.run(worker.job(Direction.LOAD, [0], [5]))) == []
 
 
 def test_chunk_of_two_ranks_is_readable_after_both_have_stored(
     node: Node, workers: list[Worker]
 ) -> None:
-    ranks = [Worker(node, [256, 128], 1, rank=rank, num_ranks=2) for rank in range(2)]
+    life, job_id = next(lives), next(job_ids)
+    ranks = [Worker(node, [256, 128], 1, rank=rank, num_ranks=2, life=life) for rank in range(2)]
     workers += ranks
-    assert failures(ranks[0].run(ranks[0].job(Direction.STORE, [2], [1]))) == []
+    assert failures(ranks[0].run(ranks[0].job(Direction.STORE, [2], [1], job_id))) == []
     too_early = ranks[1].run(ranks[1].job(Direction.LOAD, [2], [9]))
     assert failures(too_early) == [Refusal.WRITING]
-    assert failures(ranks[1].run(ranks[1].job(Direction.STORE, [2], [1]))) == []
+    assert failures(ranks[1].run(ranks[1].job(Direction.STORE, [2], [1], job_id))) == []
     for rank in ranks:
         assert failures(rank.run(rank.job(Direction.LOAD, [2], [9]))) == []
         assert rank.block(9) == rank.block(1)
@@ -284,12 +295,13 @@ def test_canonical_chunk_of_two_ranks_is_one_ranks_after_both_have_stored(
         columns = ([0], [place], [own_bytes], [1], [own_bytes], [own_bytes])
         return CanonicalPages([PageMap(512, *columns)], [[0]])
 
-    two = [Worker(node, [256], 1, n, 2, canonical=pages(256, n * 256)) for n in range(2)]
+    life, job_id = next(lives), next(job_ids)
+    two = [Worker(node, [256], 1, n, 2, canonical=pages(256, n * 256), life=life) for n in range(2)]
     one = Worker(node, [512], 1, canonical=pages(512, 0))
     workers += [*two, one]
-    assert failures(two[0].run(two[0].job(Direction.STORE, [2], [1]))) == []
+    assert failures(two[0].run(two[0].job(Direction.STORE, [2], [1], job_id))) == []
     assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == [Refusal.WRITING]
-    assert failures(two[1].run(two[1].job(Direction.STORE, [2], [6]))) == []
+    assert failures(two[1].run(two[1].job(Direction.STORE, [2], [6], job_id))) == []
     assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == []
     assert one.block(9) == [two[0].block(1)[0] + two[1].block(6)[0]]
     assert failures(one.run(one.job(Direction.STORE, [3], [4]))) == []
@@ -304,10 +316,9 @@ def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> 
     pages = CanonicalPages([page], [[0]])
     layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]], canonical=pages)
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
-    link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: node.slot_bytes}))
-    job = JobRequest(1, Direction.STORE, 1, Handles(Keys.of([b"k"]), [0], [1]), [0], [1], [0], [0])
-    link.submit(job)
-    found: list[JobResult] = []
+    link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: node.slot_bytes}))
+    link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
+    found: list[NamedResult] = []
 
     def is_there() -> bool:
         found.extend(link.drain())
@@ -315,7 +326,7 @@ def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> 
 
     wait_until(is_there, 10.0, "the job fails")
     assert failures(found[0]) != []
-    assert link.node_epoch == 0
+    assert link.node_life == 0
     link.close(5.0)
 
 
@@ -332,6 +343,34 @@ def test_frozen_node_is_dead_before_its_load_is_reported_failed(
     # Were it alive, it could still write into block 3.
     assert node.process.wait(0) == -signal.SIGKILL
     assert worker.block(3) == before
+
+
+def test_jobs_that_do_not_fit_into_one_message_are_sent_with_several(
+    node: Node, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(node, [256], 1)
+    workers.append(worker)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200 << 10)
+    kept, large = [worker.job(Direction.STORE, [at], [at]) for at in range(8)], job_of([0] * 30_000)
+    with worker.link._lock:
+        for job in (*kept, large):
+            worker.link.submit(job)
+    found: dict[int, NamedResult] = {}
+
+    def is_over() -> bool:
+        found.update((result.job_id, result) for result in worker.link.drain())
+        return len(found) == 9
+
+    wait_until(is_over, LONG_S, "all have ended")
+    assert failures(found.pop(large.job_id)) == [Refusal.BAD_HANDLE]
+    assert not any(result.failed_chunks for result in found.values())
+    assert node.process.poll() is None
+
+
+def job_of(blocks: list[int]) -> JobRequest:
+    """Of one chunk with many blocks."""
+    job = named_job(Direction.STORE, [numbered_key(9)], [blocks], job_id=next(job_ids))
+    return JobRequest(job)
 
 
 def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[Worker]) -> None:
@@ -352,7 +391,7 @@ def test_all_chunks_of_a_job_have_failed_if_its_result_is_absurd(workers: list[W
         worker = Worker(node, [256], 1)
         workers.append(worker)
         result = worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))
-        assert (result.failed_chunks, result.num_bytes) == ([0, 1], 0)
+        assert (list(result.failed_chunks), result.num_bytes) == ([0, 1], 0)
         assert failures(result) == [Refusal.COPY_FAILED] * 2
     finally:
         node.end()
@@ -375,13 +414,13 @@ def test_worker_attaches_again_to_next_life_of_node(node: Node, workers: list[Wo
     worker = Worker(node, [256], 1)
     workers.append(worker)
     worker.run(worker.job(Direction.STORE, [0], [0]))
-    old = worker.link.node_epoch
-    stale = worker.job(Direction.LOAD, [0], [3])
+    old = worker.link.node_life
     node.end()
     assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == [Refusal.NODE_LOST]
     node.start()
-    wait_until(lambda: worker.link.node_epoch > old, 10.0, "the worker attaches again")
-    assert failures(worker.run(stale)) == [Refusal.BAD_HANDLE]
+    wait_until(lambda: worker.link.node_life > old, 10.0, "the worker attaches again")
+    worker.core.wait()
+    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == [Refusal.NOT_HERE]
     assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
     assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == []
     assert worker.block(3) == worker.block(0)
@@ -391,10 +430,10 @@ def test_idle_line_stays_up(node: Node, workers: list[Worker]) -> None:
     """Longer than any deadline of the line: silence alone is no reason to hang up."""
     worker = Worker(node, [256], 1)
     workers.append(worker)
-    epoch = worker.link.node_epoch
+    life = worker.link.node_life
     quiet_until = time.monotonic() + 2.5
     wait_until(lambda: time.monotonic() > quiet_until, 5.0, "some silence")
-    assert worker.link.node_epoch == epoch
+    assert worker.link.node_life == life
     assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
 
 
@@ -402,10 +441,9 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
     kv = Region.anonymous(4096, "test-kv")
     layout = KVLayout("memfd", 1 << 30, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]])
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
-    link.set_target(LinkTarget(node.name, "e", "ns", 1, {0: 4096}))
-    job = JobRequest(1, Direction.STORE, 1, Handles(Keys.of([b"k"]), [0], [1]), [0], [1], [0], [0])
-    link.submit(job)
-    found: list[JobResult] = []
+    link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: 4096}))
+    link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
+    found: list[NamedResult] = []
 
     def has_ended() -> bool:
         found.extend(link.drain())
@@ -413,7 +451,7 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
 
     wait_until(has_ended, 10.0, "the job ends")
     assert failures(found[0]) == [Refusal.NODE_LOST]
-    assert link.node_epoch == 0
+    assert link.node_life == 0
     assert node.process.poll() is None
     link.close(5.0)
 
@@ -438,14 +476,14 @@ def test_node_that_is_gone_is_said_once_and_its_return_too(
 ) -> None:
     lines.append(Line(node, PATIENT))
     link = lines[0].link
-    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches")
+    wait_until(lambda: link.node_life != 0, LONG_S, "the worker attaches")
     assert link.breaker_report().peers == []
     node.end()
     wait_until(lambda: link.breaker_report().failed > 4, LONG_S, "some attempts fail")
     report = link.breaker_report()
     assert (report.peers, report.opened) == (["own node"], 1)
     node.start()
-    wait_until(lambda: link.node_epoch != 0, LONG_S, "the worker attaches again")
+    wait_until(lambda: link.node_life != 0, LONG_S, "the worker attaches again")
     assert link.breaker_report().peers == []
     assert caplog.text.count("no line to the NodeActor: it is gone") == 1
     assert caplog.text.count("no line to the NodeActor") == 1
@@ -480,7 +518,7 @@ def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
 
 def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node, lines: list[Line]) -> None:
     lines.append(Line(node, PATIENT))
-    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
     freeze(node.process.pid)
     lines[0].submit()
     lines[0].end_in_time()
@@ -489,7 +527,7 @@ def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node, lines: 
 
 def test_flush_ends_with_the_engine(node: Node, lines: list[Line]) -> None:
     lines.append(Line(node, PATIENT))
-    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
     freeze(node.process.pid)
     job_id = lines[0].submit()
     flush = threading.Thread(target=lines[0].link.wait, args=([job_id],))
@@ -506,7 +544,7 @@ def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
     killed = threading.Event()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
     lines.append(Line(node, replace(PATIENT, load_deadline_s=0.2, cancel_grace_s=0.2)))
-    wait_until(lambda: lines[0].link.node_epoch != 0, LONG_S, "the worker attaches")
+    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
     freeze(node.process.pid)
     lines[0].submit()
     assert killed.wait(LONG_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,15 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Refusal
-from raykv.node.service import NodeService, ServiceSettings, boot_epoch
-from raykv.protocol.columns import Handles, Keys
+from raykv.base.ids import Direction, Namespace, NodeId, Refusal
+from raykv.node.keeper import PoolKeeper
+from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
-from tests.fixtures.node.links import result_of
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import CoreLine
+from tests.fixtures.node.links import changed, result_of
 from tests.fixtures.waiting import wait_until
 
 torch = pytest.importorskip("torch")
@@ -28,6 +30,8 @@ NUM_BLOCKS = 64
 BLOCKS_PER_CHUNK = 2
 SLOT_BYTES = 4096
 STAGING_BLOCKS = 6
+LIFE = 41
+"""Of the engine."""
 
 
 class Device:
@@ -53,9 +57,13 @@ class Device:
 @pytest.fixture
 def service() -> Iterator[NodeService]:
     name = f"raykv-test/{os.getpid()}/staged"
-    running = NodeService(ServiceSettings(name, PoolGeometry(64 * 4096, 16 * 4096)), boot_epoch())
+    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * 4096, 16 * 4096))
+    running = NodeService(ServiceSettings(name), keeper)
     running.start()
+    core = CoreLine(name, LIFE, {0: SLOT_BYTES})
+    core.wait()
     yield running
+    core.end()
     running.stop()
 
 
@@ -72,37 +80,22 @@ def link(service: NodeService, device: Device) -> Iterator[Any]:
 
     memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
     staged = StagedLink(0, memory, LinkSettings())
-    staged.set_target(LinkTarget(service.settings.socket_name, "e", "ns", 1, {0: SLOT_BYTES}))
-    wait_until(lambda: staged.node_epoch == service.epoch, 10.0, "the link attaches")
+    staged.set_target(LinkTarget(service.settings.socket_name, "e", LIFE, "ns", 1, {0: SLOT_BYTES}))
+    wait_until(lambda: staged.node_life == service.keeper.life, 10.0, "the link attaches")
     yield staged
     staged.close(5.0)
 
 
-def request(
-    service: NodeService, direction: Direction, chunks: list[int], blocks: list[int], job_id: int
-) -> JobRequest:
-    return JobRequest(
-        job_id=job_id,
-        direction=direction,
-        node_epoch=service.epoch,
-        handles=Handles(
-            Keys.of([bytes([chunk]) * 36 for chunk in chunks]),
-            list(chunks),
-            [100 + c for c in chunks],
-        ),
-        groups=[0] * len(chunks),
-        num_blocks=[BLOCKS_PER_CHUNK] * len(chunks),
-        first_block=[0] * len(chunks),
-        block_ids=blocks,
-    )
+def request(direction: Direction, chunks: list[int], blocks: list[int], job_id: int) -> JobRequest:
+    parts = [blocks[i : i + BLOCKS_PER_CHUNK] for i in range(0, len(blocks), BLOCKS_PER_CHUNK)]
+    keys = [numbered_key(chunk) for chunk in chunks]
+    return JobRequest(named_job(direction, keys, parts, job_id=job_id))
 
 
 def store_eight(service: NodeService, link: Any) -> None:
     """Chunks 0 to 7, of blocks 0 to 15."""
     for chunk in range(8):
-        link.submit(
-            request(service, Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
-        )
+        link.submit(request(Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk))
         assert result_of(link, 10 + chunk).failed_chunks == []
 
 
@@ -117,12 +110,12 @@ def test_stored_blocks_come_back_in_other_blocks(
     service: NodeService, link: Any, device: Device
 ) -> None:
     before = [device.block(number) for number in (4, 9, 2, 3)]
-    link.submit(request(service, Direction.STORE, [0, 1], [4, 9, 2, 3], 1))
+    link.submit(request(Direction.STORE, [0, 1], [4, 9, 2, 3], 1))
     # The blocks may be reused at once: their bytes have left.
     for tensor in device.tensors:
         tensor[torch.tensor([4, 9, 2, 3])] = 0
     assert result_of(link, 1).failed_chunks == []
-    link.submit(request(service, Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
+    link.submit(request(Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
     result = result_of(link, 2)
     assert result.failed_chunks == []
     assert result.num_bytes == 4 * sum(PAGES)
@@ -134,7 +127,7 @@ def test_load_larger_than_staging_memory_is_made_in_parts(
 ) -> None:
     store_eight(service, link)
     untouched = [device.block(number) for number in range(16)]
-    link.submit(request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
+    link.submit(request(Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
     assert result_of(link, 30).failed_chunks == []
     assert_blocks(device, range(30, 46), untouched)
 
@@ -145,9 +138,9 @@ def test_load_by_layer_is_there_when_its_first_layer_is(
     """Also one that is larger than the staging memory, which a store still has a part of."""
     store_eight(service, link)
     expected = [device.block(number) for number in range(16)]
-    link.submit(request(service, Direction.STORE, [20, 21, 22], list(range(6)), 20))
-    load = request(service, Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
-    link.submit(replace(load, by_layer=True))
+    link.submit(request(Direction.STORE, [20, 21, 22], list(range(6)), 20))
+    load = request(Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
+    link.submit(changed(load, by_layer=True))
     assert link.wait_layers([30, 77], 1)
     assert_blocks(device, range(30, 46), expected)
     assert link.wait_layers([30], 2)
@@ -159,38 +152,75 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
 ) -> None:
     taken = link._memory.take(STAGING_BLOCKS)
     link._settings = LinkSettings(load_deadline_s=0.05)
-    link.submit(request(service, Direction.LOAD, [0], [4, 5], 1))
+    link.submit(request(Direction.LOAD, [0], [4, 5], 1))
     assert link.wait_layers([1], 1)
     link._memory.give_back(taken)
-    assert result_of(link, 1).refusals == [Refusal.CANCELLED]
+    assert list(result_of(link, 1).refusals) == [Refusal.CANCELLED]
 
 
 def test_chunk_that_is_refused_leaves_its_blocks_alone(
     service: NodeService, link: Any, device: Device
 ) -> None:
-    link.submit(request(service, Direction.STORE, [0], [0, 1], 1))
+    link.submit(request(Direction.STORE, [0], [0, 1], 1))
     result_of(link, 1)
     before = device.block(40)
-    link.submit(request(service, Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
+    link.submit(request(Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
     result = result_of(link, 2)
     assert result.failed_chunks == [0]
-    assert result.refusals == [Refusal.STALE]
+    assert list(result.refusals) == [Refusal.NOT_HERE]
     assert_blocks(device, [40, 42], [before, device.block(0)])
 
 
 def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
-    link.submit(request(service, Direction.STORE, list(range(5)), list(range(10)), 1))
+    link.submit(request(Direction.STORE, list(range(5)), list(range(10)), 1))
     result = result_of(link, 1)
     assert result.failed_chunks == [3, 4]
-    assert result.refusals == [Refusal.QUEUE_FULL] * 2
+    assert list(result.refusals) == [Refusal.QUEUE_FULL] * 2
+
+
+def test_rank_that_stores_less_of_a_job_leaves_no_chunk_that_waits_for_it(
+    service: NodeService, device: Device
+) -> None:
+    """Whatever room each rank's staging memory has: both speak of the same job."""
+    from raykv.worker.staging import StagedLink, StagingMemory
+
+    name, life = service.settings.socket_name, LIFE + 1
+    core = CoreLine(name, life, {0: SLOT_BYTES}, num_ranks=2)
+    core.wait()
+    ranks = []
+    for rank in range(2):
+        room = STAGING_BLOCKS * sum(PAGES)
+        memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, room)
+        ranks.append(StagedLink(rank, memory, LinkSettings()))
+        ranks[rank].set_target(LinkTarget(name, "e", life, "ns", 2, {0: SLOT_BYTES}))
+    wait_until(lambda: all(link.node_life for link in ranks), 10.0, "the links attach")
+    for taken, there in ((4, [0]), (STAGING_BLOCKS, [])):
+        held = ranks[1]._memory.take(taken)
+        job_id = 50 + taken
+        chunks = [taken, taken + 1]
+        for link in ranks:
+            link.submit(request(Direction.STORE, chunks, list(range(4)), job_id))
+        results = [result_of(link, job_id) for link in ranks]
+        assert results[1].failed_chunks == ([1] if there else [0, 1])
+        with service.keeper.lock:
+            assert not service.keeper.owner.index.contents()[1]
+            found = [
+                service.keeper.owner.index.find(Namespace("ns"), numbered_key(chunk)) is not None
+                for chunk in chunks
+            ]
+        assert found == [chunk in there for chunk in range(2)]
+        ranks[1]._memory.give_back(held)
+    for link in ranks:
+        link.close(5.0)
+    core.end()
 
 
 def test_staging_memory_is_free_again_after_every_job(service: NodeService, link: Any) -> None:
     for job_id in range(1, 6):
-        link.submit(request(service, Direction.STORE, [job_id], [0, 1], job_id))
+        link.submit(request(Direction.STORE, [job_id], [0, 1], job_id))
         link.wait([job_id])
         result_of(link, job_id)
-        link.submit(request(service, Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
+        link.submit(request(Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
         link.wait([100 + job_id])
         result_of(link, 100 + job_id)
     assert link._memory.num_free == STAGING_BLOCKS

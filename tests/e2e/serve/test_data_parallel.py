@@ -36,7 +36,7 @@ def test_rank_loads_what_the_other_rank_has_stored(cluster: Cluster, tmp_path: P
         asked: list[tuple[str, str]] = []
 
         def is_stored() -> bool:
-            """The first prompts may be over before the engine has leases: each time another one."""
+            """Each time another prompt."""
             text = f"{len(asked)} {TEXT}"
             first, loaded = ask(server, 0, text)
             asked.append((text, first))

@@ -88,7 +88,7 @@ def test_batch_workers_load_what_the_replica_computed(
     assert answer.usage.prompt_tokens_details is not None
     sources = answer.usage.prompt_tokens_details.model_dump()["raykv_sources"]
     assert sources["computed"] == sum(sources.values()) == answer.usage.prompt_tokens
-    (first,) = asked(cluster, 0, 1)
+    (first,) = asked(cluster, "", 1)
     assert first.node_id == application.node_id
     assert first.record.loaded == first.record.own == 0
     wait_for_chunks(cluster, CHUNKS)

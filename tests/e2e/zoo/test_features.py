@@ -101,7 +101,7 @@ def test_engine_of_two_ranks_loads_what_one_rank_stored(name: str, start_zoo: St
         return found["cached"] >= 4 * BLOCK
 
     # Its two ranks leave the NodeActor little of two cores: a load may take longer than it may.
-    wait_until(loads, 120.0, "it has a mirror, and loads")
+    wait_until(loads, 120.0, "it loads")
 
 
 @pytest.mark.parametrize("name", kinds(["llama4", "qwen3-next"]))

@@ -72,7 +72,6 @@ def test_load_gives_what_vllms_own_hit_gives(engine: ZooEngine, beside: int) -> 
 def test_second_question_about_a_document_finds_it(engine: ZooEngine) -> None:
     cold = [engine.ask(question(number))[0] for number in range(3)]
     engine.process.reset(connector=True)
-    # A state is offered once, and leases come with the next exchange.
     engine.ask(prompt(5, 100))
     engine.settle()
     found = []
@@ -122,7 +121,7 @@ def test_plan_says_what_the_engine_has_and_stores(engine: ZooEngine) -> None:
     ]
     (attached,) = engine.cluster.status().engines
     assert groups_text(groups) == attached.traits["chunks"]
-    # Leases come with the next exchange, and a state is offered once.
+    # A NodeActor's first store takes seconds, and a state is offered once.
     engine.ask(prompt(5, 100))
     engine.settle()
     before = engine.chunks()

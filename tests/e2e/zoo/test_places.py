@@ -60,7 +60,7 @@ def question(number: int) -> list[int]:
 
 
 def knows_the_other(cluster: Cluster) -> None:
-    """An engine that knew of no other when it spoke last asks nobody, until its next heartbeat."""
+    """An engine asks nobody before its node has heard of the other one."""
 
     def has_spoken() -> bool:
         engines = cluster.status().engines
@@ -78,7 +78,7 @@ def test_engine_loads_what_another_one_of_its_node_has_stored(
     (expected,) = first.ask(question(0))
     first.settle()
     other = start_zoo(name, anew=False)
-    wait_until(lambda: bool(other.ask(question(0))[0]["cached"]), 20.0, "it has a mirror")
+    wait_until(lambda: bool(other.ask(question(0))[0]["cached"]), 20.0, "it knows what is there")
     other.process.reset()
     (found,) = other.ask(question(0))
     other.check_same(found, expected)
@@ -93,7 +93,7 @@ def test_engine_that_is_started_again_finds_the_document(name: str, start_zoo: S
     first.settle()
     first.process.stop()
     again = start_zoo(name, anew=False)
-    wait_until(lambda: bool(again.ask(question(0))[0]["cached"]), 20.0, "it has a mirror")
+    wait_until(lambda: bool(again.ask(question(0))[0]["cached"]), 20.0, "it knows what is there")
     again.process.reset()
     (found,) = again.ask(question(1))
     again.check_same(found, expected)

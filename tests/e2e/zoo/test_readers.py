@@ -52,7 +52,7 @@ KV_TOLERANCE = 1e-3
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
     settings = {"pool_bytes": "24MiB", "describe_chunks": True}
     started = start_zoo(request.param, raykv=settings)
-    # Leases come with the next exchange, and a state is offered once.
+    # A NodeActor's first store takes seconds, and a state is offered once.
     started.ask(prompt(5, 100))
     started.settle()
     return started
@@ -150,7 +150,7 @@ def test_listing_has_the_chunks_of_each_group(engine: ZooEngine) -> None:
         assert len(listed) == counts[group.group] > 0
         assert {each.group for each in listed} == {group.group}
         (one,) = engine.cluster.chunk(listed[0].key)
-        assert (one.key, one.slot) == (listed[0].key, listed[0].slot)
+        assert (one.key, one.node_id) == (listed[0].key, listed[0].node_id)
     (space,) = engine.cluster.status().spaces
     assert space.chunks == counts.total()
     assert space.num_bytes == counts.total() * slot_bytes(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import pytest
@@ -20,10 +21,10 @@ from raykv.base.ids import (
     Slot,
     Stamp,
 )
+from raykv.directory.known.document import Orders
 from raykv.directory.known.marks import SpareMarks
-from raykv.directory.orders.document import Orders
-from raykv.engine.places.listed import ListedPlace, PlaceChange
-from raykv.engine.places.view import PlacesView
+from raykv.engine.listed import ListedPlace, PlaceChange
+from raykv.engine.view import EngineView
 from raykv.node.pool.claims import Name
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
@@ -32,7 +33,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.node.pool.reporting import Reporting
 from raykv.node.pool.room import Room
-from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position
+from raykv.protocol.listing import ALL_READ, EVICTIONS, ListedRow, ListingPart, Position, Reason
 from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.named.report import Marks
 from raykv.protocol.operator import OrdersDocument
@@ -199,6 +200,33 @@ def found_chunks_go_for_stores(patches: pytest.MonkeyPatch) -> None:
     patches.setattr("raykv.node.pool.index.FRESH_S", 0.0)
 
 
+def node_waits_for_the_directory(patches: pytest.MonkeyPatch) -> None:
+    """Nothing is stored while much of the listing has not been reported."""
+    from raykv.node.pool.owner import NodePool
+
+    begin = NodePool.begin_chunks
+
+    def begin_chunks(pool: NodePool, job: Any, numbers: Iterable[int], now: float) -> None:
+        if pool._reporting.num_unread > 20:
+            for at in numbers:
+                job.put(at, Refusal.QUEUE_FULL)
+            return
+        begin(pool, job, numbers, now)
+
+    patches.setattr(NodePool, "begin_chunks", begin_chunks)
+
+
+def lives_of_an_engine_are_one(patches: pytest.MonkeyPatch) -> None:
+    """An engine that begins anew has the life that it had before, and numbers its jobs anew."""
+    from tests.simulation.nodes.cluster import Cluster
+
+    def life_of(cluster: Cluster, seats: Any) -> int:
+        del cluster
+        return crc32(seats.engine_id.encode()) + 1
+
+    patches.setattr(Cluster, "life_of", life_of)
+
+
 # Orders
 
 
@@ -345,23 +373,21 @@ def page_comes_without_the_changes_since(patches: pytest.MonkeyPatch) -> None:
 def result_is_no_change(patches: pytest.MonkeyPatch) -> None:
     """What a job's result says is forgotten, and comes with the listing or never."""
 
-    def result(
+    def learn(
         place: ListedPlace, life: int, number: int, rows: Iterable[ListedRow], now: float
     ) -> list[PlaceChange]:
         del place, life, number, rows, now
         return []
 
-    patches.setattr(ListedPlace, "result", result)
+    patches.setattr(ListedPlace, "learn", learn)
 
 
 def eviction_is_not_listed(patches: pytest.MonkeyPatch) -> None:
     """Nobody hears of chunks that have gone."""
-    from raykv.protocol.listing import Reason
-
     changed = Listing.changed
 
     def unless_evicted(listing: Listing, record: Any, reason: Reason) -> None:
-        if reason is not Reason.EVICTED:
+        if reason not in EVICTIONS:
             changed(listing, record, reason)
 
     patches.setattr(Listing, "changed", unless_evicted)
@@ -370,20 +396,48 @@ def eviction_is_not_listed(patches: pytest.MonkeyPatch) -> None:
 # The view
 
 
+def lookups_touch_nothing(patches: pytest.MonkeyPatch) -> None:
+    """Places are not told what a request has found before it is loaded."""
+    ask = EngineView.ask
+
+    def ask_only(view: EngineView, request_id: str, keys: Sequence[Key]) -> None:
+        found = list(view._found._rows)
+        ask(view, request_id, keys)
+        view._found._rows.clear()
+        view._found._rows.extend(found)
+
+    patches.setattr(EngineView, "ask", ask_only)
+
+
+def one_place_is_enough(patches: pytest.MonkeyPatch) -> None:
+    """What one place of an engine has is READY for it."""
+    compare = EngineView._compare
+
+    def compare_any(view: EngineView, key: Key) -> None:
+        found = [each.listed.ready.get(key) for each in view._places]
+        there = [blocks for blocks in found if blocks]
+        if there and isinstance(view._ready, dict):
+            view._ready[key] = there[0]
+        else:
+            compare(view, key)
+
+    patches.setattr(EngineView, "_compare", compare_any)
+
+
 def answer_from_before_a_reset_counts(patches: pytest.MonkeyPatch) -> None:
     """An engine that has emptied its view takes in what was there before."""
-    patches.setattr(PlacesView, "is_clearing", property(lambda _: False))
+    patches.setattr(EngineView, "is_clearing", property(lambda _: False))
 
 
 def what_is_coming_is_a_hit(patches: pytest.MonkeyPatch) -> None:
     """A lookup says HIT for what another engine stores."""
-    lookup = PlacesView.lookup
+    lookup = EngineView.lookup
 
-    def hopeful(view: PlacesView, request_id: str, key: Key, now: float) -> Lookup:
+    def hopeful(view: EngineView, request_id: str, key: Key, now: float) -> Lookup:
         found = lookup(view, request_id, key, now)
         return Lookup.HIT if found is Lookup.HIT_PENDING else found
 
-    patches.setattr(PlacesView, "lookup", hopeful)
+    patches.setattr(EngineView, "lookup", hopeful)
 
 
 def late_refusal_of_blocks_counts(patches: pytest.MonkeyPatch) -> None:
@@ -452,6 +506,8 @@ BUGS: dict[str, Plant] = {
         stores_go_before_loads,
         narrow_chunk_is_here_for_its_repair,
         found_chunks_go_for_stores,
+        node_waits_for_the_directory,
+        lives_of_an_engine_are_one,
         clear_reaches_what_is_known,
         clear_of_all_is_of_what_is_known,
         floor_of_what_was_fetched_is_not_compared,
@@ -459,11 +515,14 @@ BUGS: dict[str, Plant] = {
         orders_are_told_before_they_are_kept,
         orders_die_with_the_scheduler_actor,
         refusal_counts_at_any_number,
+        result_is_no_change,
         parts_count_in_any_order,
         listing_is_read_on_over_a_life,
         page_comes_without_the_changes_since,
         eviction_is_not_listed,
         answer_from_before_a_reset_counts,
+        lookups_touch_nothing,
+        one_place_is_enough,
         what_is_coming_is_a_hit,
         late_refusal_of_blocks_counts,
         silent_place_is_believed,

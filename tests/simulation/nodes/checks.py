@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from raykv.base.ids import Key, Namespace, NodeId, Stamp, group_of
+import raykv.node.pool.reporting
+from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Stamp, group_of
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.protocol.listing import Where
 from tests.simulation.nodes.cluster import Cluster
 from tests.simulation.nodes.engine import PlayedEngine
-from tests.simulation.nodes.models import Prompt
+from tests.simulation.nodes.models import WHOLE, Prompt
 from tests.simulation.nodes.reader import FoldingReader
 from tests.simulation.wire import Manners
 
@@ -21,6 +22,15 @@ MOST_ROUNDS = 30
 """Of a request that nothing befalls."""
 
 LEAST_MET = 1.0
+
+MOST_FILLED = 3
+"""Prompts that an engine has at a time while it fills its pools."""
+
+MOST_FILLS = 20
+"""More than the largest pool takes, but for that of a calm world."""
+
+AWAY_S = 75.0
+"""So long the scheduler actor is away: longer than anything that it has said counts."""
 
 NEW_DOCUMENT = 1000
 """No document of the world has this number, nor one after it."""
@@ -51,7 +61,8 @@ def settle(cluster: Cluster, reader: FoldingReader) -> None:
     talk_until_quiet(cluster, rng)
     check_directory(cluster)
     check_reader(cluster, reader)
-    check_stores_go_on(cluster, rng)
+    if not cluster.is_calm:
+        check_stores_go_on(cluster, rng, reader)
 
 
 # Talking
@@ -68,8 +79,11 @@ def end_faults(cluster: Cluster) -> None:
             node.thaw()
     while cluster.ghosts:
         cluster.ghosts.pop().thaw()
+    for engine in cluster.engines:
+        engine.is_frozen = False
     if cluster.head.is_down:
         cluster.head.begin()
+    cluster.head.thaw()
     deliver_all(cluster)
     cluster.wire.lose_all_patience()
 
@@ -136,7 +150,8 @@ def connect(cluster: Cluster) -> None:
         line.node.end_line(line, is_first=True)
     for engine in cluster.engines:
         for place, rank in engine.ranks():
-            if not engine.lines[place, rank].is_open:
+            has_line = (place, rank) in engine.lines
+            if not has_line or not engine.lines[place, rank].is_open:
                 engine.connect(place, rank)
 
 
@@ -321,12 +336,14 @@ def check_prompts_are_found(cluster: Cluster, rng: random.Random) -> None:
                 assert found, f"{other} does not find what {engine} has stored"
     for engine in cluster.engines:
         for key, asked in list(engine.distrusted.items()):
-            if key not in engine.view.loadable:
+            record = cluster.nodes[engine.seats.node_ids[0]].find(engine.namespace, key)
+            if key not in engine.view.loadable or (record and record.blocks != WHOLE):
                 # A prompt that ends with it needs it.
                 at = engine.model.keys(group_of(key), asked).index(key)
                 play(cluster, rng, engine, Prompt.of(asked.document, at + 1))
                 record = cluster.nodes[engine.seats.node_ids[0]].find(engine.namespace, key)
-                is_found = record is None or key in engine.view.loadable
+                is_whole = record is not None and record.blocks == WHOLE
+                is_found = record is None or (is_whole and key in engine.view.loadable)
                 assert is_found, f"{engine} overlooks {record} for ever"
 
 
@@ -344,15 +361,61 @@ def play(cluster: Cluster, rng: random.Random, engine: PlayedEngine, prompt: Pro
     return request.found or 0
 
 
-def check_stores_go_on(cluster: Cluster, rng: random.Random) -> None:
-    """With the scheduler actor away, a pool that is full takes what is new."""
+def check_stores_go_on(cluster: Cluster, rng: random.Random, reader: FoldingReader) -> None:
+    """With the scheduler actor away for long, pools that are full take what is new; it knows all
+    of it soon after it is back.
+    """
     cluster.wire.cut.add("head")
     cluster.head.die()
-    number = NEW_DOCUMENT + 1000
     places = {engine.seats.node_ids: engine for engine in cluster.engines}
-    for engine in places.values():
-        for _ in range(2):
-            number += 2
-            play(cluster, rng, engine, Prompt.of(number, 1))
-        found = play(cluster, rng, engine, Prompt.of(number, 1))
-        assert found, f"{engine} does not find the chunk that it has stored"
+    engines = list(places.values())
+    number = fill(cluster, rng, engines)
+    until = cluster.now + AWAY_S
+    while cluster.now < until:
+        number += 2
+        play_all(cluster, rng, engines, [Prompt.of(number, 1)])
+        found = play_all(cluster, rng, engines, [Prompt.of(number, 1)])
+        for engine, each in zip(engines, found, strict=True):
+            assert each, f"{engine} does not find the chunk that it has stored"
+    cluster.wire.cut.clear()
+    cluster.head.begin()
+    for _ in range(_reports_of_all(cluster)):
+        talk(cluster, rng)
+    check_directory(cluster)
+    check_reader(cluster, reader)
+
+
+def fill(cluster: Cluster, rng: random.Random, engines: list[PlayedEngine]) -> int:
+    """Engines store prompts until all their pools have evicted; returns the last document."""
+    number = NEW_DOCUMENT + 1000
+    nodes = [cluster.nodes[node_id] for each in engines for node_id in each.seats.node_ids]
+    before = [node.num_evicted for node in nodes]
+    for _ in range(MOST_FILLS):
+        prompts = [Prompt.of(number + 2 * at, 4) for at in range(MOST_FILLED)]
+        number += 2 * MOST_FILLED
+        play_all(cluster, rng, engines, prompts)
+        if all(node.num_evicted > count for node, count in zip(nodes, before, strict=True)):
+            return number
+    raise AssertionError(f"pools are not full: {[node.num_evicted for node in nodes]}")
+
+
+def play_all(
+    cluster: Cluster, rng: random.Random, engines: list[PlayedEngine], prompts: list[Prompt]
+) -> list[int]:
+    """All engines have all these requests at a time; returns how many chunks each has found."""
+    cluster.now += 4.0
+    requests = [[engine.begin(prompt, "") for prompt in prompts] for engine in engines]
+    for _ in range(MOST_ROUNDS):
+        talk(cluster, rng)
+        if not any(engine.is_busy for engine in engines):
+            break
+    for some in requests:
+        assert all(request.is_over for request in some), f"{some} wait for ever"
+    talk(cluster, rng)
+    return [sum(request.found or 0 for request in some) for some in requests]
+
+
+def _reports_of_all(cluster: Cluster) -> int:
+    """How many reports tell a directory that has just begun all that a node has, and some more."""
+    pages = max(node.geometry.pool_bytes // SLOT_ALIGNMENT for node in cluster.nodes.values())
+    return pages // raykv.node.pool.reporting.MOST_ROWS + 10

@@ -62,7 +62,8 @@ def _lives(cluster: Cluster) -> list[int]:
 class Cluster:
     """`now` is the time of all whose clock is not ahead; `tick` counts the steps of the world.
 
-    `ghosts` are engines that are dead, of which a rank is frozen and knows nothing of it.
+    `results_share`: how many of the results that have come an engine takes in one step. `ghosts`
+    are engines that are dead, of which a rank is frozen and knows nothing of it.
     """
 
     rng: random.Random
@@ -70,6 +71,7 @@ class Cluster:
     sockets: Wire
     most_events: int
     kv_blocks: int
+    results_share: float = 0.7
     is_calm: bool = False
     now: float = 1000.0
     tick: int = 1
@@ -105,11 +107,15 @@ class Cluster:
         self._lives += 1
         for weights in (0, 1):
             self.models[seats.model.namespace(weights)] = seats.model
-        engine = PlayedEngine(self, seats, self.rng.getrandbits(40), self.kv_blocks)
+        engine = PlayedEngine(self, seats, self.life_of(seats), self.kv_blocks)
         self.engines.append(engine)
         for place, rank in engine.ranks():
             engine.connect(place, rank)
         return engine
+
+    def life_of(self, seats: Seats) -> int:
+        """Of the next process of an engine."""
+        return self.rng.getrandbits(40)
 
     def is_cut(self, node_id: NodeId) -> bool:
         """Whether a node cannot reach the head."""

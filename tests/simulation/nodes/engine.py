@@ -24,11 +24,12 @@ from raykv.base.ids import (
     Stamp,
 )
 from raykv.engine.cost import FetchCost
-from raykv.engine.places.listed import SILENT_S
-from raykv.engine.places.view import PlacesView
+from raykv.engine.listed import SILENT_S, ListedPlace
 from raykv.engine.remote import RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import ALL_READ, Where
 from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.named.place import EngineHello
 from tests.simulation.nodes.content import BLOCKS, BlockBytes, KVCache, blocks_of
@@ -104,9 +105,8 @@ class PlayedEngine:
             ),
             FetchCost(),
         )
-        self.view = PlacesView(
-            self.hello(0), seats.node_ids, LOOKUP_DEADLINE_S, self.clock, remote=remote
-        )
+        self.view = EngineView(LOOKUP_DEADLINE_S, remote=remote)
+        self.view.begin(self.hello(0), seats.node_ids, self.clock)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
         self.flying: list[CopyJob] = []
@@ -118,7 +118,7 @@ class PlayedEngine:
         self.told: list[set[Stamp]] = [set() for _ in seats.node_ids]
         self.heard_at = [self.clock for _ in seats.node_ids]
         self.num_loads_failed = 0
-        self._is_calm = False
+        self._is_calm = self.is_frozen = False
         # Of chunks that were surely there, how many there were, and how many were found.
         self.num_expected = self.num_met = 0
         # Chunks of which other blocks were wanted than there are: nothing is heard of them until
@@ -187,13 +187,18 @@ class PlayedEngine:
         self._known[request.request_id] = request
         self.view.start_request(request.request_id, RequestOptions(tenant=tenant))
         for group in range(len(self.model.groups)):
-            self.view.ask(request.request_id, self.model.keys(group, prompt))
+            keys = self.model.keys(group, prompt)
+            self.view.ask(request.request_id, keys)
+            found = {key for _, key in self.view._found._rows}
+            untold = [key for key in keys if key in self.view.loadable and key not in found]
+            assert not untold, f"{self} tells nobody that {request} has found {untold}"
         return request
 
     def _schedule(self, request: Prefill, rng: random.Random) -> None:
         """Look its chunks up, as vLLM does, or wait if some may still come."""
         if not request.blocks and not self._has_blocks(request):
             return
+        self.view.touch(request.request_id, self.clock)
         found = self._prefix(request)
         if found is None:
             return
@@ -334,6 +339,7 @@ class PlayedEngine:
             job_id=self._num_jobs,
             direction=direction,
             request_id=request.request_id,
+            prompt=request.prompt,
             namespace=self.namespace,
             keys=[key for key, _ in rows],
             ranges=ranges,
@@ -393,7 +399,7 @@ class PlayedEngine:
         self._results.clear()
         rng.shuffle(results)
         for job, result in results:
-            if is_calm or rng.random() < 0.7:
+            if is_calm or rng.random() < self._cluster.results_share:
                 self._take_result(job, result)
             else:
                 self._results.append((job, result))
@@ -402,13 +408,46 @@ class PlayedEngine:
         """vLLM learns how a rank's job ended: first what failed, then that all have ended it."""
         job = rank_job.job
         end = self.view.end_load if job.direction is Direction.LOAD else self.view.end_store
+        place = self.view._places[rank_job.place].listed
+        trusted = [key for key in job.keys if key not in place._distrusted]
+        before = {key: place.ready.get(key) for key in trusted}
+        is_known = place.position.life == result.life and not place.is_silent(self.clock)
+        early = {key: place._early.get(key, 0) for key in job.keys}
         end(rank_job.place, job.request_id, job.keys, result, self.clock)
+        self._check_old_result(place, before, result)
+        if is_known and result.number > place.position.number:
+            self._check_early_result(place, early, result)
         job.failed.update(result.failed_chunks)
         if job.direction is Direction.LOAD:
             self.note_other_blocks(job, result)
         job.num_left -= 1
         if not job.num_left:
             self._complete(job)
+
+    def _check_old_result(
+        self, place: ListedPlace, before: dict[Key, Blocks | None], result: NamedResult
+    ) -> None:
+        """What was read since a result counts, but for what the result is about."""
+        position = place.position
+        is_old = (result.life, result.number) < (position.life, position.number)
+        if not is_old or position.place != ALL_READ:
+            return
+        there = {row.key: row.blocks for row in result.rows}
+        for key, blocks in before.items():
+            is_same = blocks in (place.ready.get(key), there.get(key))
+            assert is_same, f"{self} believes an old result about {key!r}, which has {blocks}"
+
+    def _check_early_result(
+        self, place: ListedPlace, early: dict[Key, int], result: NamedResult
+    ) -> None:
+        """What a result says counts before the listing comes to it."""
+        if Refusal.PARTIAL in result.refusals:
+            return
+        for row in result.rows:
+            if row.namespace == self.namespace and early[row.key] <= result.number:
+                blocks = row.blocks if row.where & Where.RAM else None
+                believed = place.ready.get(row.key)
+                assert believed == blocks, f"{self} believes {believed} of {row}"
 
     def note_other_blocks(self, job: CopyJob, result: NamedResult) -> None:
         for at, refusal in zip(result.failed_chunks, result.refusals, strict=True):

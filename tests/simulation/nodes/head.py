@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.directory import Directory
-from raykv.directory.orders.document import OrderError, Orders
+from raykv.directory.known.document import OrderError, Orders
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.named.report import Report, ReportAnswer
@@ -62,7 +62,8 @@ class PlayedHead:
         self._most_events = most_events
         self.ahead_s = 0.0
         self.store = HeadStore()
-        self.is_down = False
+        self.is_down = self.is_frozen = False
+        self._at_door: deque[Callable[[], None]] = deque()
         self.num_lives = 0
         # When an operator or an engine has cleared a namespace: in which step of the world.
         self.cleared: list[tuple[Namespace, int]] = []
@@ -75,7 +76,8 @@ class PlayedHead:
     def begin(self) -> None:
         """The next life, which knows what the store has."""
         self.num_lives += 1
-        self.is_down = False
+        self.is_down = self.is_frozen = False
+        self._at_door.clear()
         drawn = self._rng.randrange(1, DRAWN)
         self.orders = Orders(self.store.document, drawn, self.clock)
         self.directory = Directory(
@@ -88,34 +90,56 @@ class PlayedHead:
 
     def die(self) -> None:
         """The actor is gone, and what it was about to order."""
-        self.is_down = True
+        self.is_down, self.is_frozen = True, False
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it does nothing for now."""
+        return self.is_down or self.is_frozen
+
+    def thaw(self) -> None:
+        """It goes on with what has come meanwhile."""
+        self.is_frozen = False
+        while self._at_door and not self.is_down:
+            self._at_door.popleft()()
+
+    def receive(self, deal: Callable[[], None]) -> None:
+        """A message comes; who is frozen deals with it later, who is down never."""
+        if self.is_frozen:
+            self._at_door.append(deal)
+        elif not self.is_down:
+            deal()
 
     # What it is asked
 
     def report(self, report: Report, post: Post[ReportAnswer]) -> None:
-        if not self.is_down:
-            answer = self.directory.report(sent(report), self.clock)
-            post(sent(answer))
+        read = sent(report)
+        self.receive(lambda: post(sent(self.directory.report(read, self.clock))))
 
     def ask(self, question: Ask, post: Post[AskAnswer]) -> None:
-        if not self.is_down:
-            post(sent(self.directory.ask(sent(question), self.clock)))
+        read = sent(question)
+        self.receive(lambda: post(sent(self.directory.ask(read, self.clock))))
 
     def tell_orders(self, post: Post[OrdersDocument]) -> None:
-        document = None if self.is_down else self.orders.told(self.clock)
+        self.receive(lambda: self._tell_orders(post))
+
+    def _tell_orders(self, post: Post[OrdersDocument]) -> None:
+        document = self.orders.told(self.clock)
         if document is not None:
             post(sent(document))
 
     def meet(self, document: OrdersDocument, post: Post[bool]) -> None:
         """A node shows what it has seen."""
-        if not self.is_down:
-            theirs = sent(document)
-            self._wanted.append(WantedOrder("", lambda orders, now: orders.meet(theirs, now)))
-            post(True)
+        theirs = sent(document)
+        self.receive(lambda: self._meet(theirs, post))
+
+    def _meet(self, theirs: OrdersDocument, post: Post[bool]) -> None:
+        self._wanted.append(WantedOrder("", lambda orders, now: orders.meet(theirs, now)))
+        post(True)
 
     def pin_keys(self, digest: bytes, post: Post[tuple[Namespace, list[Key]]]) -> None:
         if digest in self.store.pins:
-            post(self.store.pins[digest])
+            self.receive(lambda: post(self.store.pins[digest]))
 
     # Orders
 
@@ -152,8 +176,11 @@ class PlayedHead:
         self, order_id: str, draft: Draft, post: Post[Stamp], clears: Namespace | None = None
     ) -> None:
         """An order, which may be repeated."""
-        if self.is_down:
-            return
+        self.receive(lambda: self._order(order_id, draft, post, clears))
+
+    def _order(
+        self, order_id: str, draft: Draft, post: Post[Stamp], clears: Namespace | None
+    ) -> None:
         known = self.orders.number_of(order_id)
         if known is not None:
             post(known)
@@ -167,7 +194,7 @@ class PlayedHead:
 
     def work(self) -> str | None:
         """The next step of an order; None if there is none."""
-        if self.is_down:
+        if self.is_away:
             return None
         if self._keeping is not None:
             wanted, draft = self._keeping

@@ -11,6 +11,7 @@ from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.listing import ListedRows
 from raykv.protocol.named.copies import NamedJob, NamedResult
 from tests.simulation.nodes.content import KVCache
+from tests.simulation.nodes.models import Prompt
 
 if TYPE_CHECKING:
     from tests.simulation.nodes.node import PlayedNode
@@ -28,6 +29,7 @@ class CopyJob:
     job_id: int
     direction: Direction
     request_id: str
+    prompt: Prompt
     namespace: Namespace
     keys: list[Key]
     ranges: list[Blocks]

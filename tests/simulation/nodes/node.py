@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Key, Namespace, NodeId, Refusal
+from raykv.base.ids import (
+    SLOT_ALIGNMENT,
+    Blocks,
+    Direction,
+    Key,
+    Namespace,
+    NodeId,
+    Refusal,
+)
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.listing import Reason
+from raykv.protocol.listing import EVICTIONS
 from raykv.protocol.named.copies import NamedJob
 from raykv.protocol.named.place import (
     ChangesAnswer,
@@ -84,6 +92,16 @@ class Copying:
         ticket = self.admitted.chunks[at]
         return ticket if isinstance(ticket, ChunkRecord) else None
 
+    def is_stored_anew(self) -> bool:
+        """Whether another record of one of its chunks is being written."""
+        index = self.line.node.pool.index
+        return any(
+            (record := self.record(at)) is not None
+            and record.state is ChunkState.VOID
+            and index.is_coming(record.namespace, record.key)
+            for at in sorted(self.admitted.under_way)
+        )
+
     @property
     def is_store(self) -> bool:
         return self.job.direction == Direction.STORE
@@ -105,7 +123,7 @@ class PlayedNode:
         self.pool = NodePool(node_id, life, geometry)
         self.ahead_s = cluster.ahead_of(node_id)
         self.is_frozen = self.is_dead = False
-        self.num_answered = 0
+        self.num_answered = self.num_evicted = 0
         self.fetches = Fetches(cluster, self)
         self.copies: list[Copying] = []
         self.lines: list[Line] = []
@@ -292,7 +310,8 @@ class PlayedNode:
         changes = self.pool.index.listing.since(number, 1 << 20)
         for record, reason in changes[0] if changes else ():
             found_at = self._found_at.pop((record.namespace, record.key), None)
-            if reason is Reason.EVICTED and found_at is not None:
+            self.num_evicted += reason in EVICTIONS
+            if reason in EVICTIONS and found_at is not None:
                 found_s = self.clock - found_at
                 assert found_s >= FOUND_S, f"{self} evicts {record}, found {found_s} s ago"
 
@@ -358,7 +377,12 @@ class PlayedNode:
         return True
 
     def _answered(self, report: Report, answer: ReportAnswer) -> None:
+        before = {name: self._is_spare(*name) for name in answer.marks.spare}
         self.pool.answered(answer, self.clock, report.seq)
+        for name, was_spare in before.items():
+            record = self.find(*name)
+            if record is not None and record.number > answer.marks.known and not was_spare:
+                assert not self._is_spare(*name), f"{self} takes {record} for spare by an old mark"
         self.num_answered += 1
         if answer.wants_orders and self.document is not None and not _is_open(self._shown):
             document = self.document
@@ -379,6 +403,10 @@ class PlayedNode:
                 lambda: None,
             )
             self._cluster.wire.send(self._asked_for)
+
+    def _is_spare(self, namespace: Namespace, key: Key) -> bool:
+        record = self.find(namespace, key)
+        return record is not None and record.standing is Standing.SPARE
 
     def take_orders(self, document: OrdersDocument) -> None:
         """The document of orders has come."""

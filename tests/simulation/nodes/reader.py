@@ -43,7 +43,7 @@ class FoldingReader:
 
     def _fold(self, event: KnownEvent) -> None:
         name = event.node_id, event.namespace, event.key
-        if event.kind is EventKind.EPOCH_BEGAN:
+        if event.kind is EventKind.LIFE_BEGAN:
             self._begin()
         elif event.kind is EventKind.NODE_JOINED:
             assert not self.is_whole or event.node_id not in self.nodes, event

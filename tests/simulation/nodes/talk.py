@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace
+from raykv.base.ids import Namespace
 from raykv.engine.remote import FetchOrder
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import Hints
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.named.ask import Ask, AskAnswer
@@ -162,6 +162,8 @@ class EngineTalk:
         ]
         self.news: deque[Callable[[], None]] = deque()
         self._question: Call[AskAnswer] | None = None
+        # That has no answer yet: it is asked until it has.
+        self._asked: Ask | None = None
         self._clear: Call[Stamp] | None = None
         self._fetches: list[Call[NamedResult]] = []
         self._num_fetches = 0
@@ -172,7 +174,9 @@ class EngineTalk:
         """Whether it has something to say, or waits for chunks."""
         view = self._engine.view
         open_fetches = any(call.is_open for call in self._fetches)
-        wants = bool(view.remote.has_questions or view.has_found or view.wanted_clear)
+        wants = bool(
+            self._asked or view.remote.has_questions or view.has_found or view.wanted_clear
+        )
         talks = any(each.is_busy for each in self.places)
         return open_fetches or wants or talks
 
@@ -237,23 +241,28 @@ class EngineTalk:
         view = self._engine.view
         if self._question is not None and self._question.is_open:
             return False
-        keys = view.remote.take_questions(MOST_ASKED, self.rng.random() < 0.5)
-        coming = [Key(key) for key in view.remote.take_announced(MOST_ASKED).keys]
-        if not keys and not coming:
-            return False
-        question = view.question(PROTOCOL_VERSION, keys, coming)
+        question = self._asked
+        if question is None or question.namespace != view.namespace:
+            keys = view.remote.take_questions(MOST_ASKED, self.rng.random() < 0.5)
+            coming = view.remote.take_announced(MOST_ASKED)
+            if not keys and not coming:
+                self._asked = None
+                return False
+            question = view.question(PROTOCOL_VERSION, keys, coming)
+        self._asked = question
         self._question = Call(
-            f"{len(keys)} questions of {self._engine}",
+            f"{len(question.keys)} questions of {self._engine}",
             (self._engine.seats.engine_id, "head"),
             lambda post: self._cluster.head.ask(question, post),
-            lambda answer: self.news.append(lambda: self._answered(question, answer)),
-            view.remote.ask_again,
+            lambda answer: self._heard(question, answer),
+            lambda: None,
         )
         self._cluster.wire.send(self._question)
         return True
 
-    def _answered(self, question: Ask, answer: AskAnswer) -> None:
-        self._engine.view.take_answer(question, answer)
+    def _heard(self, question: Ask, answer: AskAnswer) -> None:
+        self._asked = None
+        self.news.append(lambda: self._engine.view.take_answer(question, answer))
 
     def _order_clear(self) -> bool:
         reset = self._engine.view.wanted_clear
@@ -312,11 +321,9 @@ class EngineTalk:
         self._cluster.wire.send(call)
 
     def _named(self, orders: list[FetchOrder], number: int) -> FetchOrderNamed:
-        sources = list(dict.fromkeys(each.source for order in orders for each in order.replicas))
+        sources = list(dict.fromkeys(each for order in orders for each in order.sources))
         rows = [
-            (at, sources.index(each.source))
-            for at, order in enumerate(orders)
-            for each in order.replicas
+            (at, sources.index(each)) for at, order in enumerate(orders) for each in order.sources
         ]
         return FetchOrderNamed(
             PROTOCOL_VERSION,
@@ -325,7 +332,7 @@ class EngineTalk:
             self._engine.namespace,
             Keys.of(order.key for order in orders),
             Numbers.of(order.num_bytes for order in orders),
-            [Source(each.node_id, SourceKind(each.kind)) for each in sources],
+            sources,
             Numbers.of(at for at, _ in rows),
             Numbers.of(source for _, source in rows),
             "",

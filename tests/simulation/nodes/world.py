@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.simulation.nodes.cluster import Cluster
 from tests.simulation.nodes.engine import PlayedEngine, Seats
 from tests.simulation.nodes.head import SHARES
 from tests.simulation.nodes.models import MODELS, Prompt
+from tests.simulation.nodes.nature import nature
 from tests.simulation.nodes.node import Copying, PlayedNode
 from tests.simulation.nodes.reader import FoldingReader
 from tests.simulation.wire import Call, Manners, Wire
@@ -44,117 +44,6 @@ class SeedError(AssertionError):
     """A seed has failed; says in which step, and what was done before."""
 
 
-@dataclass(frozen=True)
-class WorldNature:
-    """What a world is like: how many parts it has, how fast each is, and what befalls them.
-
-    `pieces`: how many blocks are copied in one step.
-    """
-
-    is_calm: bool
-    num_nodes: int
-    num_engines: int
-    num_documents: int
-    num_slabs: int
-    kv_blocks: int
-    most_events: int
-    pieces: tuple[int, ...]
-    manners: Manners
-    routine: dict[str, float]
-    faults: dict[str, float]
-
-
-def nature(rng: random.Random) -> WorldNature:
-    """A nature of its own for each seed: some faults never happen, others often."""
-    is_calm = rng.random() < 0.1
-    storm = 0.0 if is_calm else rng.choice([0.3, 0.3, 1.0, 1.0, 3.0])
-    faults = {
-        name: 0.0 if rng.random() < 0.3 else weight * storm for name, weight in FAULTS.items()
-    }
-    loss, repeat, disorder = (
-        rng.choice(chances) for chances in ([0.0, 0.02, 0.1], [0.0, 0.05, 0.15], [0.0, 0.1, 0.5])
-    )
-    return WorldNature(
-        is_calm=is_calm,
-        num_nodes=rng.choice([2, 2, 3, 4]),
-        num_engines=rng.choice([2, 3, 3, 4]),
-        num_documents=rng.choice([2, 4, 6, 12]),
-        num_slabs=160 if is_calm else rng.choice([4, 4, 6, 12]),
-        kv_blocks=rng.choice([64, 128]),
-        most_events=rng.choice([30, 100, 100_000]),
-        pieces=rng.choice([(1, 4), (1, 8, 24), (8, 24)]),
-        manners=Manners() if is_calm else Manners(loss, repeat, disorder),
-        routine=ROUTINE | {name: ROUTINE[name] * rng.choice([0.3, 1, 3]) for name in WORK},
-        faults=faults,
-    )
-
-
-# How often each thing happens, beside the others.
-ROUTINE = {
-    "wire": 90.0,
-    "sockets": 50.0,
-    "engine_steps": 25.0,
-    "request_comes": 10.0,
-    "engine_talks": 10.0,
-    "node_copies": 50.0,
-    "node_fetches": 20.0,
-    "node_answers": 25.0,
-    "node_reports": 14.0,
-    "node_looks_at_its_clock": 1.0,
-    "node_looks_for_pins": 1.0,
-    "head_works": 5.0,
-    "head_looks_at_its_clock": 2.0,
-    "time_passes": 6.0,
-    "somebody_loses_patience": 5.0,
-    "worker_looks_for_its_node": 5.0,
-    "node_notices_a_closed_line": 3.0,
-    "rank_notices_a_broken_line": 3.0,
-    "reader_polls": 2.0,
-    "cut_heals": 0.6,
-    "node_thaws": 2.0,
-    "copy_goes_on": 1.0,
-    "ghost_thaws": 0.5,
-    "head_comes_back": 2.0,
-    "operator_repeats": 1.0,
-    "operator_resumes": 1.0,
-    "weights_come": 1.0,
-}
-
-# What is slow in some worlds, and fast in others.
-WORK = ["engine_talks", "node_copies", "node_fetches", "node_answers", "node_reports"]
-
-FAULTS = {
-    "copy_fails": 1.5,
-    "copy_hangs": 1.0,
-    "bits_rot": 0.4,
-    "engine_gives_a_job_up": 0.4,
-    "fetch_is_late": 0.3,
-    "line_breaks": 0.3,
-    "node_restarts": 0.1,
-    "node_is_cut": 0.1,
-    "node_is_cut_from_the_head": 0.1,
-    "node_freezes": 0.1,
-    "node_leaves": 0.05,
-    "engine_is_cut": 0.1,
-    "feed_is_cut": 0.1,
-    "engine_dies": 0.1,
-    "engine_resets": 0.1,
-    "weights_change": 0.05,
-    "head_dies": 0.1,
-    "head_dies_while_it_orders": 0.05,
-    "store_loses_what_it_kept": 0.05,
-    "operator_clears": 0.1,
-    "node_misses_a_clear": 0.15,
-    "operator_pauses": 0.05,
-    "operator_pins": 0.1,
-    "operator_shares": 0.05,
-    "time_jumps": 0.1,
-    "node_clock_jumps": 0.1,
-    "engine_clock_jumps": 0.1,
-    "head_clock_jumps": 0.05,
-}
-
-
 class NodesWorld:
     """Everything in one process; each step is one thing that happens to one part."""
 
@@ -170,6 +59,7 @@ class NodesWorld:
             sockets,
             self.nature.most_events,
             self.nature.kv_blocks,
+            self.nature.results_share,
             is_calm=self.nature.is_calm,
         )
         self.reader = FoldingReader()
@@ -227,13 +117,15 @@ class NodesWorld:
 
     def engine_steps(self) -> str | None:
         engine = self._any_engine()
+        if engine.is_frozen:
+            return None
         engine.step(self.rng)
         engine.talk.talk()
         return str(engine)
 
     def request_comes(self) -> str | None:
         engine = self._any_engine()
-        if len(engine.requests) >= MOST_REQUESTS or engine.view.has_left:
+        if len(engine.requests) >= MOST_REQUESTS or engine.view.has_left or engine.is_frozen:
             return None
         document = self.rng.randrange(self.nature.num_documents)
         prompt = Prompt.of(document, self.rng.randint(1, LONGEST_PROMPT))
@@ -246,6 +138,8 @@ class NodesWorld:
 
     def engine_talks(self) -> str | None:
         engine = self._any_engine()
+        if engine.is_frozen:
+            return None
         return str(engine) if engine.talk.talk() else None
 
     def node_copies(self) -> str | None:
@@ -300,7 +194,7 @@ class NodesWorld:
 
     def head_looks_at_its_clock(self) -> str | None:
         head = self.cluster.head
-        if head.is_down:
+        if head.is_away:
             return None
         return f"{head.directory.expire(head.clock)} are lost"
 
@@ -343,7 +237,7 @@ class NodesWorld:
 
     def reader_polls(self) -> str | None:
         head = self.cluster.head
-        if head.is_down:
+        if head.is_away:
             return None
         return "all read" if self.reader.poll(head.directory) else ""
 
@@ -410,12 +304,48 @@ class NodesWorld:
         copying.is_hung = True
         return f"job {copying.job.job_id} of {copying.line.life}, rank {copying.line.rank}"
 
+    def rank_fails_while_another_hangs(self) -> str | None:
+        ranks: dict[tuple[int, int], list[Copying]] = {}
+        for each in self._copies(is_hung=False):
+            if each.is_store and not each.line.node.is_frozen:
+                ranks.setdefault((each.line.life, each.job.job_id), []).append(each)
+        several = [copies for copies in ranks.values() if len(copies) > 1]
+        if not several:
+            return None
+        one, other, *_ = self.rng.choice(several)
+        one.is_hung = True
+        other.line.node.copy(other, 100, ok=False)
+        self._store_again(one)
+        return f"job {one.job.job_id} of {one.line.life}: {one.line.rank} hangs"
+
+    def _store_again(self, copying: Copying) -> None:
+        """Other engines of its place are asked for what a copy that hangs is about."""
+        job, node_id = copying.rank_job.job, copying.line.node.node_id
+        for engine in self.cluster.engines:
+            is_other = engine.life != copying.line.life and not engine.view.has_left
+            if is_other and node_id in engine.seats.node_ids and engine.namespace == job.namespace:
+                engine.begin(job.prompt, "")
+
     def copy_goes_on(self) -> str | None:
         hung = self._copies(is_hung=True)
         if not hung:
             return None
         copying = self.rng.choice(hung)
         copying.is_hung = False
+        return f"job {copying.job.job_id} of {copying.line.life}, rank {copying.line.rank}"
+
+    def late_copy_meets_a_new_one(self) -> str | None:
+        """A rank goes on with a chunk that is void, while another job stores it anew."""
+        meeting = [
+            each
+            for each in self._copies(is_hung=True)
+            if each.is_store and not each.line.node.is_frozen and each.is_stored_anew()
+        ]
+        if not meeting:
+            return None
+        copying = self.rng.choice(meeting)
+        copying.is_hung = False
+        copying.line.node.copy(copying, 100)
         return f"job {copying.job.job_id} of {copying.line.life}, rank {copying.line.rank}"
 
     def _copies(self, *, is_hung: bool) -> list[Copying]:
@@ -508,12 +438,36 @@ class NodesWorld:
 
     def engine_dies(self) -> str | None:
         engine = self._any_engine()
-        frozen = self.rng.choice([None, self.rng.choice(engine.ranks())])
+        return self.kill(engine, self.rng.choice([None, self.rng.choice(engine.ranks())]))
+
+    def engine_dies_while_it_stores(self) -> str | None:
+        """Some of its ranks have stored their part of a chunk, and its node hears of no other."""
+        lives = {
+            parts.part.life
+            for node in self._awake()
+            for record, parts in node.pool.index._parts.items()
+            if parts.stored and not record.writers
+        }
+        dying = [engine for engine in self.cluster.engines if engine.life in lives]
+        if not dying:
+            return None
+        engine = self.rng.choice(dying)
+        self.kill(engine, None)
+        for line in [line for line in self.cluster.closed_lines() if line.life == engine.life]:
+            line.node.end_line(line, is_first=True)
+        return str(engine)
+
+    def kill(self, engine: PlayedEngine, frozen: tuple[int, int] | None) -> str:
+        """An engine dies, but for a rank that is frozen; another one takes its place."""
         engine.die(frozen)
         self.cluster.engines.remove(engine)
         if frozen is not None:
             self.cluster.ghosts.append(engine)
         self.cluster.add_engine(engine.seats)
+        for each in self._copies(is_hung=False):
+            if frozen is not None and each.line is engine.lines.get(frozen):
+                each.is_hung = True
+                self._store_again(each)
         return f"{engine}, but for {frozen}"
 
     def engine_resets(self) -> str | None:

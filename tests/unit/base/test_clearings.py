@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from raykv.base.clearings import MAX_NAMESPACES, Clearings
-from raykv.base.ids import EVERY_NAMESPACE, NO_GENERATION, Namespace
+from raykv.base.ids import EVERY_NAMESPACE, Namespace
 
 A, B = Namespace("a"), Namespace("b")
 
 
 def test_nothing_is_void_before_anything_was_cleared() -> None:
     clearings = Clearings()
-    assert clearings.of(A) == clearings.highest == NO_GENERATION
-    assert not clearings.cover(A, 1)
+    assert clearings.of(A) == 0
     assert clearings.told == {}
 
 
 def test_floor_of_a_namespace_is_its_own() -> None:
     clearings = Clearings()
     assert clearings.take({"a": 5}) == {A}
-    assert clearings.cover(A, 5)
-    assert not clearings.cover(A, 6)
-    assert not clearings.cover(B, 1)
+    assert (clearings.of(A), clearings.of(B)) == (5, 0)
 
 
 def test_floor_of_all_is_that_of_every_namespace() -> None:
     clearings = Clearings({"": 5, "a": 7})
-    assert (clearings.of(A), clearings.of(B), clearings.highest) == (7, 5, 7)
+    assert (clearings.of(A), clearings.of(B)) == (7, 5)
 
 
 def test_floors_only_rise_in_whatever_order_they_are_told() -> None:
@@ -47,7 +44,7 @@ def test_nothing_has_risen_when_a_floor_is_told_again() -> None:
 
 def test_lowest_floor_becomes_that_of_all_when_there_are_too_many() -> None:
     clearings = Clearings({str(number): 10 + number for number in range(MAX_NAMESPACES)})
-    assert clearings.of(A) == NO_GENERATION
+    assert clearings.of(A) == 0
     assert clearings.take({"a": 500}) == {A, EVERY_NAMESPACE}
     assert (clearings.of(B), clearings.of(A)) == (10, 500)
     assert len(clearings.told) <= MAX_NAMESPACES + 1

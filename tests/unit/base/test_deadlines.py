@@ -59,7 +59,9 @@ BOUNDED = {
     ("raykv.node.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
     ("raykv.node.service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
     ("raykv.node.service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
-    ("raykv.node.service", "_turn_away", "sendall"): "what is left of NODE_TURN_AWAY_S",
+    ("raykv.node.service", "_refuse", "sendall"): "what is left of NODE_HELLO_S, or less",
+    ("raykv.node.lines", "serve", "recv"): "silence is fine; `DeathWatch` and `close` end it",
+    ("raykv.node.lines", "send", "sendall"): "SO_SNDTIMEO, set when the line has begun",
     ("raykv.node.states.file", "promise", "flock"): "LOCK_NB: it does not wait",
     ("raykv.node.states.file", "is_expired", "flock"): "LOCK_NB: it does not wait",
     (
@@ -101,7 +103,9 @@ BOUNDED = {
     ("raykv.stream.publishing", "find_publisher", "get_actor"): "for a person; the same",
     ("raykv.stream.publishing", "stop_publisher", "kill"): "for a person; the same",
     ("raykv.node.peers", "_handle", "get_actor"): "inside of `within`",
-    ("raykv.node.actor", "_call", "get_actor"): "inside of `within`",
+    ("raykv.node.reports", "_call", "get_actor"): "inside of `within`",
+    ("raykv.engine.lines", "_listen", "recv"): "MSG_DONTWAIT",
+    ("raykv.engine.lines", "_send", "sendall"): "SO_SNDTIMEO, set when it is connected",
     ("raykv.doctor.gather", "_find_all", "get_actor"): "inside of `ask_ray`",
     ("raykv.cluster.ask", "named_actors", "list_named_actors"): "for a person; the same",
     (
@@ -246,12 +250,11 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 NOT_WAITED = {
     ("raykv.directory.actor", "EXPIRY_PAUSE_S"),
-    ("raykv.vllm.manager", "NO_LEASE_LOG_PAUSE_S"),
     ("raykv.client.pins", "PIN_S"),
     ("raykv.cli.plan", "_SHORT_S"),
 }
-"""Times that nobody waits: between two looks at who is silent, between two lines in a log, of pins,
-and of requests that were counted.
+"""Times that nobody waits: between two looks at who is silent, of pins, and of requests that were
+counted.
 Pure modules wait for nothing, and get all times as arguments."""
 
 
@@ -296,6 +299,13 @@ def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
         for place, call in calls_of(ast.parse(path.read_text()), module_name(path))
     }
     assert set(BOUNDED) <= there, set(BOUNDED) - there
+    named = {
+        (module_name(path), name)
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        for name, _ in assigned(node)
+    }
+    assert named >= NOT_WAITED, NOT_WAITED - named
 
 
 def test_every_named_time_has_a_reason_and_is_used() -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import raykv.directory.table.flat.cache
 from raykv.base.errors import ClusterError, DiskError, HandleError, HiddenStatesError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Generation, Key, Namespace, Slot
+from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.ownership import make_own_folder, open_own, write_own
 from raykv.cluster import join as cluster
-from raykv.memory.pool import Pool
+from raykv.memory.pool import Pool, PoolEntry
 from raykv.memory.region import Region
 from raykv.metrics.discovery import TargetsFile
 from raykv.node.disk.folder import TierFolder, unowned_folders
@@ -222,9 +221,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
     """One that is whole, and of this pool."""
     pool = pool_in(tmp_path)
     pool.recover()
-    pool.remember(
-        ChunkName(Namespace("model"), Key(b"k"), Slot(0), Generation(5), SLOT_ALIGNMENT), 1
-    )
+    pool.remember(PoolEntry(0, SLOT_ALIGNMENT, "model", b"k", 1, Stamp(1, 5)))
     journal = tmp_path / "pool.journal"
     content = journal.read_bytes()
     match how:
@@ -236,7 +233,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
         case "writable":
             journal.chmod(0o666)
     again = pool_in(tmp_path)
-    assert again.recover() == {}
+    assert again.recover() == []
     assert again.num_set_aside == 1
     assert (tmp_path / "pool.journal.quarantined-1").read_bytes() == content
 
@@ -305,18 +302,6 @@ def test_file_for_prometheus_is_not_written_through_a_link(tmp_path: Path) -> No
     TargetsFile(tmp_path / "targets", "10.0.0.1:6379").write(["10.0.0.2:9000"])
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert not (tmp_path / "targets").is_symlink()
-
-
-@each_folder
-def test_compiled_code_is_not_loaded_from_a_folder_that_may_be_anothers(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    expected = raykv.directory.table.flat.cache.folder()
-    assert expected.parent == tmp_path
-    expected.rmdir()
-    spoil(expected, how)
-    assert raykv.directory.table.flat.cache.folder().parent != tmp_path
 
 
 def test_lock_that_is_this_users_own_is_taken(tmp_path: Path) -> None:

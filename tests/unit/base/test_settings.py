@@ -63,12 +63,18 @@ def test_settings_have_their_defaults_when_nothing_is_said() -> None:
     settings = load_settings({}, {})
     assert settings == Settings()
     assert settings.pool_bytes is None
-    assert settings.lease_slots == 1024
+    assert settings.staging_bytes == 256 << 20
 
 
 def test_settings_come_from_the_extra_config() -> None:
-    settings = load_settings({"pool_bytes": "1GiB", "lease_slots": "7", "heartbeat_s": 0.5}, {})
-    assert (settings.pool_bytes, settings.lease_slots, settings.heartbeat_s) == (1 << 30, 7, 0.5)
+    settings = load_settings(
+        {"pool_bytes": "1GiB", "staging_bytes": "7", "rpc_deadline_s": 0.5}, {}
+    )
+    assert (settings.pool_bytes, settings.staging_bytes, settings.rpc_deadline_s) == (
+        1 << 30,
+        7,
+        0.5,
+    )
 
 
 def test_settings_come_from_the_environment() -> None:
@@ -84,8 +90,8 @@ def test_settings_come_from_the_environment() -> None:
 
 
 def test_extra_config_goes_before_the_environment() -> None:
-    settings = load_settings({"lease_slots": 5}, {"RAYKV_LEASE_SLOTS": "6"})
-    assert settings.lease_slots == 5
+    settings = load_settings({"staging_bytes": 5}, {"RAYKV_STAGING_BYTES": "6"})
+    assert settings.staging_bytes == 5
 
 
 def test_keys_of_vllm_are_left_alone() -> None:
@@ -104,7 +110,9 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
     with pytest.raises(SettingError) as caught:
         load_settings({"zzz": 1}, {})
     text = str(caught.value)
-    assert all(name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "heartbeat_s"))
+    assert all(
+        name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "rpc_deadline_s")
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,15 +185,13 @@ BAD = [
     ("ray_address", None),
     ("node_id", 1),
     ("weights_version", 2.0),
-    ("eviction_policy", 1),
+    ("client_hints", 1),
     ("kv_handover", "teleported"),
     ("transport", "pigeon"),
     ("staging_bytes", "-1"),
-    ("lease_slots", 0),
-    ("lease_slots", -3),
-    ("lease_slots", "1.5"),
-    ("lease_slots", "many"),
-    ("lease_slots", True),
+    ("staging_bytes", -3),
+    ("staging_bytes", "many"),
+    ("staging_bytes", True),
     ("fetch_checksums", "perhaps"),
     ("metrics_port", 0),
     ("metrics_port", 65536),
@@ -252,8 +258,8 @@ def test_every_setting_refuses_some_value() -> None:
 
 
 def test_bad_variable_is_refused_with_its_own_name() -> None:
-    with pytest.raises(SettingError, match="RAYKV_LEASE_SLOTS='x'"):
-        load_settings({}, {"RAYKV_LEASE_SLOTS": "x"})
+    with pytest.raises(SettingError, match="RAYKV_STAGING_BYTES='x'"):
+        load_settings({}, {"RAYKV_STAGING_BYTES": "x"})
 
 
 @pytest.mark.parametrize("seconds", [0.001, "2.5", 3600])

@@ -150,8 +150,6 @@ CHUNK = Chunk(
     idle_s=5.0,
     hits=1234,
     is_replicated=True,
-    slot=3,
-    generation=7,
 )
 
 
@@ -210,8 +208,8 @@ def test_chunk_on_a_disk_is_shown_as_such(cluster: PlayedCluster) -> None:
     assert cluster.asked[-1]["tier"] == "disk"
     assert [row["tier"] for row in json.loads(run("ls", "--json"))] == ["ram", "disk"]
     shown = run("show", "01")
-    assert "1.0 MiB in slot 3 at generation 7, came 2.0 h ago, unused for" in shown
-    assert "1.0 MiB on disk, place 3 at generation 7, came 2.0 h ago, namespace" in shown
+    assert "1.0 MiB in its pool, came 2.0 h ago, unused for" in shown
+    assert "1.0 MiB on its disk, namespace" in shown
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_json_has_keys_as_digits(cluster: PlayedCluster) -> None:
     assert row["key"] == CHUNK.key.hex()
     assert row["hits"] == 1234
     (row,) = json.loads(run("show", "01", "--json"))
-    assert row["generation"] == 7
+    assert row["is_replicated"]
     found = json.loads(run("lookup", "[1, 2]", "--form", "tokens", "--json"))
     assert found["chunks"][0]["key"] == (b"k" * 36).hex()
     assert cluster.asked[-1]["tokens"] == [1, 2]
@@ -342,15 +340,14 @@ def test_status_and_top_are_plain_text_on_a_pipe(cluster: PlayedCluster) -> None
 
 
 def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
-    stored = BlockStored(
-        epoch=4, seq=7, node_id="n", namespace="5f", key=b"\xab" * 36, slot=1, generation=2
-    )
-    cluster.told = [stored, NodeLost(epoch=4, seq=8, time=1.7e9, node_id="n", node_epoch=3)]
+    at_node: dict[str, Any] = {"life": 4, "node_id": "n", "node_life": 3}
+    stored = BlockStored(seq=7, number=9, namespace="5f", key=b"\xab" * 36, **at_node)
+    cluster.told = [stored, NodeLost(seq=8, time=1.7e9, number=0, **at_node)]
     first, second = run("events").splitlines()
-    assert first.startswith("4:7 BlockStored node_id=n namespace=5f key=abab")
+    assert first.startswith("4:7 BlockStored node_id=n node_life=3 number=9 namespace=5f key=abab")
     moment, second = second[:20], second[20:]
     assert moment == f"{datetime.fromtimestamp(1.7e9):%Y-%m-%d %H:%M:%S} "
-    assert second == "4:8 NodeLost node_id=n node_epoch=3"
+    assert second == "4:8 NodeLost node_id=n node_life=3 number=0"
     rows = [json.loads(line) for line in run("events", "--json", "-f").splitlines()]
     assert rows[0]["event"] == "BlockStored"
     assert rows[0]["key"] == "ab" * 36
@@ -358,7 +355,7 @@ def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
     run("events", "--since", "7")
     places = [(each["since"], each["follow"]) for each in cluster.asked]
     assert places == [(0, False), (None, True), ((4, 7), False), (7, False)]
-    with pytest.raises(SettingError, match="EPOCH:NUMBER"):
+    with pytest.raises(SettingError, match="LIFE:NUMBER"):
         run("events", "--since", "yesterday")
 
 
@@ -411,7 +408,7 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     assert found["bytes_per_token"] == 512
     assert found["pool"]["pool_bytes"] == 64 << 20
     text = run("plan", model, "--set", "pool_bytes=4KiB", "--engine", "block-size=32", code=1)
-    assert "a slot      16.0 KiB" in text
+    assert "a chunk     16.0 KiB" in text
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text
     with pytest.raises(SettingError, match="give NAME=VALUE"):
         run("plan", model, "--set", "pool_bytes")

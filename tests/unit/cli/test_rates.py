@@ -39,7 +39,7 @@ def test_progress_is_what_has_grown_between_two_looks() -> None:
 def test_what_began_anew_counts_nothing_that_was_before() -> None:
     before = status([node(100)], [engine(prompt_tokens=10)])
     # A new life of the NodeActor, an engine that is new, and one whose counters began anew.
-    after = status([node(30, epoch=2)], [engine("new", prompt_tokens=7), engine(prompt_tokens=4)])
+    after = status([node(30, life=2)], [engine("new", prompt_tokens=7), engine(prompt_tokens=4)])
     passed = progress(before, after, 1.0)
     assert passed.transfers == {"n": MovedBytes()}
     assert passed.tokens.prompt == 4

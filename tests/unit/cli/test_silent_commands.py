@@ -20,7 +20,7 @@ import typer
 
 import raykv
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Generation, Key, Namespace
+from raykv.base.ids import Key, Namespace, Stamp
 from raykv.cli import app, main
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
@@ -30,9 +30,7 @@ from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import RayNode
 from raykv.protocol.events import PublisherSettings
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import Pinned, TenantPage
-from raykv.protocol.reader import ChunkPage, Explanations
-from raykv.protocol.sessions import SessionPage
+from raykv.protocol.operator import OrderAnswer, OrderState, PinPage, TenantPage
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers
 
@@ -192,7 +190,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     actor = SilentActor()
     made = Cluster("10.0.0.1:6379", joined_here=False)
     monkeypatch.chdir(tmp_path)
-    chunk = ChunkBytes(Key(bytes(36)), Generation(1), 0, np.zeros(4096, np.uint8))
+    chunk = ChunkBytes(Key(bytes(36)), Stamp(0, 0), 0, np.zeros(4096, np.uint8))
     write_chunks(tmp_path / "chunks.safetensors", Namespace("model"), [chunk])
     for module in (raykv, raykv.client.cluster):
         monkeypatch.setattr(module, "connect", lambda _=None: made)
@@ -200,6 +198,7 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cluster, "ensure_cluster", lambda _: joined)
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
     monkeypatch.setattr(ask, "find_node_actor", lambda _: actor)
+    monkeypatch.setattr(ask, "node_actors", lambda: {"node": actor})
     monkeypatch.setattr(deployment, "scheduler_actor", lambda *_: actor)
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler", "node:node"])
     monkeypatch.setattr(deployment, "live_nodes", lambda: [RayNode("node", "host", {}, {})])
@@ -215,6 +214,7 @@ def missing(silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray cluster in which RayKV does not run."""
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: None)
     monkeypatch.setattr(ask, "find_node_actor", lambda _: None)
+    monkeypatch.setattr(ask, "node_actors", dict)
     monkeypatch.setattr(ask, "named_actors", list)
 
 
@@ -326,7 +326,7 @@ def test_address_of_another_kind_is_refused_with_what_is_meant(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    chunk = ChunkBytes(Key(bytes(36)), Generation(1), 0, np.zeros(4096, np.uint8))
+    chunk = ChunkBytes(Key(bytes(36)), Stamp(0, 0), 0, np.zeros(4096, np.uint8))
     write_chunks(tmp_path / "chunks.safetensors", Namespace("model"), [chunk])
     arguments = ASKS.get(command, [str(tmp_path)] if command == "serve" else [])
     # What is meant is the same for all commands.
@@ -347,15 +347,10 @@ def test_address_of_another_kind_in_the_environment_is_refused_too(
 
 NOTHING: dict[str, Any] = {
     "status": encode(ClusterStatus("10.0.0.1:6379", 1, "1.0", paused=False)),
-    "chunks": encode(ChunkPage(PROTOCOL_VERSION, is_last=True)),
-    "why_miss": encode(Explanations()),
-    "sessions": encode(SessionPage(PROTOCOL_VERSION)),
     "tenants": encode(TenantPage(PROTOCOL_VERSION)),
-    "pins": encode(Pinned(PROTOCOL_VERSION)),
-    "pin_order": b"",
-    "name_weights": [],
-    "unpin": False,
-    "remove_quota": False,
+    "pins": encode(PinPage(PROTOCOL_VERSION)),
+    "order": encode(OrderAnswer()),
+    "order_state": encode(OrderState(Stamp(1, 1))),
 }
 """What a scheduler actor answers that has heard of nobody."""
 
@@ -374,6 +369,7 @@ def empty(silent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = EmptyActor()
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: actor)
     monkeypatch.setattr(ask, "find_node_actor", lambda _: None)
+    monkeypatch.setattr(ask, "node_actors", dict)
     monkeypatch.setattr(ask, "named_actors", lambda: ["scheduler"])
     monkeypatch.setattr(publishing, "find_publisher", lambda: None)
     monkeypatch.setattr(ray, "get", lambda found, **_: found)
@@ -443,7 +439,6 @@ METHODS: dict[str, Callable[[Cluster], object]] = {
     "requests": Cluster.requests,
     "events": lambda cluster: list(cluster.events(0, follow=False)),
     "snapshot": Cluster.snapshot,
-    "tokens_of": lambda cluster: cluster.tokens_of([bytes(36)]),
     "publish": lambda cluster: cluster.publish(PublisherSettings("tcp://127.0.0.1:5557")),
     "publisher": Cluster.publisher,
     "pin": lambda cluster: cluster.pin([KEY]),
@@ -462,6 +457,7 @@ OTHER_METHODS = {
     "hidden_states": "says that no node knows the request",
     "keep": "has a problem in each node's row",
     "down": "ends actors that do not answer",
+    "tokens_of": "says nothing of what only they know",
     "stop_publishing": "ends one that does not answer",
     "close": "asks nobody",
     "session": "asks nobody, unlike the methods of what it returns",

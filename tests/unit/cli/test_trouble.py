@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raykv
+import raykv.client.cluster
 from raykv import cli
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import MissReason
@@ -195,10 +196,10 @@ def test_unknown_request_is_one_sentence_and_exit_code_1(
 def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer = Explanations([], num_known=17)
+    told = {"one": Explanations([], num_known=17), "two": Explanations([], num_known=3)}
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
-    monkeypatch.setattr(ask, "why_miss", lambda *_arguments: answer)
-    with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 17 that have ended"):
+    monkeypatch.setattr(raykv.client.cluster, "ask_each", lambda *_arguments: told)
+    with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 20 that have ended"):
         Cluster("here", joined_here=False).why_miss("cmpl-9")
 
 

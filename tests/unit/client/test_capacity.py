@@ -45,7 +45,7 @@ PROMPTS = [
 
 
 def wishes(**changes: Any) -> PoolWishes:
-    usual: dict[str, Any] = {"pool_bytes": 8 << 30, "lease_slots": 64, "staging_bytes": None}
+    usual: dict[str, Any] = {"pool_bytes": 8 << 30, "staging_bytes": None}
     return PoolWishes(**{**usual, **changes})
 
 
@@ -59,7 +59,6 @@ def test_sizes_follow_from_the_shape() -> None:
     assert plan.window_bytes == 0
     assert (plan.pool.chunks, plan.pool.tokens) == (1024, 65_536)
     assert plan.pool.prompts == [16.0]
-    assert plan.sensible_lease_slots == 128
     assert (plan.problems, plan.hints) == ([], [])
 
 
@@ -112,8 +111,7 @@ def test_staging_memory_has_to_hold_one_part_of_a_chunk() -> None:
 @pytest.mark.parametrize(
     ("changes", "hint"),
     [
-        ({"pool_bytes": 256 * MIB, "lease_slots": 1}, "a prompt of 4,096 tokens takes 512.0 MiB"),
-        ({"lease_slots": 600}, "lease_slots=600 is more than half of the pool's 1,024 slots"),
+        ({"pool_bytes": 256 * MIB}, "a prompt of 4,096 tokens takes 512.0 MiB"),
     ],
 )
 def test_what_may_be_meant_is_a_hint(changes: dict[str, Any], hint: str) -> None:
@@ -122,11 +120,9 @@ def test_what_may_be_meant_is_a_hint(changes: dict[str, Any], hint: str) -> None
     assert hint in plan.hints[0]
 
 
-def test_every_kv_group_leases_slots() -> None:
-    plan = make_plan(MIXED, PROMPTS, wishes(lease_slots=200), "known already")
-    assert plan.sensible_lease_slots == 1024 // 8 // 3
-    hint, note = plan.hints
-    assert "lease_slots=200 for each of 3 KV groups is more than half" in hint
+def test_hint_that_is_known_already_comes_last() -> None:
+    plan = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
+    *_, note = plan.hints
     assert note == "known already"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from raykv.base.errors import ChunkFileError, SettingError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Generation, Key, Namespace
+from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.cli.switch import refuse_without_place
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkFile
@@ -60,7 +60,7 @@ def test_no_more_is_imported_than_a_pool_holds() -> None:
     page = SLOT_ALIGNMENT
     sizes = [[page] * 5, [3 * page] * 3, [page] * 9]
     files = [
-        replace(file(), chunks=[DiskChunk(Key(b"k"), Generation(1), 0, size, 0) for size in each])
+        replace(file(), chunks=[DiskChunk(Key(b"k"), Stamp(0, 0), 0, size, 0) for size in each])
         for each in sizes
     ]
 

@@ -1,101 +1,232 @@
-"""What a transfer displaces goes to the node's disk first, within the caller's time."""
+"""Chunks that a node is to fetch: what is ordered, and what is counted of the answer."""
 
 from __future__ import annotations
 
-import logging
-from typing import Any, cast
+import time
+from typing import Any
 
 import pytest
 import ray
 
-from raykv.base.ids import Epoch, Generation, Refusal, Slot
-from raykv.client import transfers
-from raykv.client.import_source import GENERATION
+from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client.listing import Reader
-from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import Moving
-from raykv.cluster import ask
-from raykv.protocol.columns import Handle, Handles, Keys, Replica, Replicas, Source, SourceKind
+from raykv.client.pins import Pinning
+from raykv.client.transfers import Moving, fetch_files
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.node import Demotions
-from raykv.protocol.operator import TransferGrant, TransferOrder, TransferResult
-from raykv.protocol.peer import FetchResult
+from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
+from raykv.protocol.operator import DropOrder, Released, TransferResult
+from raykv.protocol.reader import ChunkPage, ChunkQuery, WherePage, WhereQuery
+from tests.fixtures.played_cluster import Methods, play, status
 
-GRANT = TransferGrant(
-    PROTOCOL_VERSION,
-    handles=Handles(Keys.of([b"k"]), [0], [5]),
-    slot_bytes=[4096],
-    demoted=Demotions(["model"], [0], [b"old"], [0], [3]),
-)
-
-
-class Played:
-    """A scheduler actor and a NodeActor, whose calls take no time but move the clock."""
-
-    def __init__(self, patches: pytest.MonkeyPatch, demote_s: float, *, is_copied: bool) -> None:
-        self.now = 100.0
-        self.demote_s, self.is_copied = demote_s, is_copied
-        self.deadlines: dict[str, float] = {}
-        patches.setattr(transfers, "time", self)
-        patches.setattr(ask, "find_node_actor", lambda _: self)
-        patches.setattr(transfers, "_fetch", self._fetched)
-        patches.setattr(ray, "get", lambda answer, timeout: answer)
-
-    def monotonic(self) -> float:
-        return self.now
-
-    @property
-    def demote(self) -> Any:
-        return self
-
-    def remote(self, _raw: bytes, deadline_s: float) -> bool:
-        self.deadlines["demote"] = deadline_s
-        self.now += self.demote_s
-        return self.is_copied
-
-    def ask(self, method: str, *_arguments: Any) -> Any:
-        return encode(GRANT) if method == "lend" else None
-
-    def _fetched(self, *arguments: Any) -> FetchResult:
-        self.deadlines["fetch"] = arguments[-1]
-        return FetchResult(0, [int(Refusal.NONE)], [0], [5], 4096)
-
-    def bring(self, deadline_s: float) -> TransferResult:
-        order = TransferOrder(PROTOCOL_VERSION, "t", "model", "node", [b"k"])
-        made = Moving(cast("Scheduler", self), cast("Reader", None))
-        return made.fetch_lent(order, Replicas(), deadline_s, TransferResult(asked=1))
+SPACE = "model"
+A, B, C, D = (name * 32 + bytes(4) for name in (b"a", b"b", b"c", b"d"))
+NAMES = {A: "a", B: "b", C: "c", D: "d"}
+FAR, TARGET, DISK = Source("far"), Source("target"), Source("far", SourceKind.DISK)
 
 
-def test_fetch_has_the_time_that_the_disk_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, 4.0, is_copied=True)
-    assert played.bring(30.0).came == 1
-    assert played.deadlines == {"demote": 5.0, "fetch": 26.0}
+class PlayedNodes:
+    """A directory and two nodes; `refusals`: of the target's fetch, by key."""
+
+    def __init__(
+        self, patches: pytest.MonkeyPatch, places: dict[bytes, list[Source]], **refusals: Refusal
+    ) -> None:
+        self.places, self.refusals = places, refusals
+        self.orders: list[FetchOrderNamed] = []
+        self.dropped: list[bytes] = []
+        self.drops: list[DropOrder] = []
+        self.pinned: set[bytes] = set()
+        self.gone: set[bytes] = set()
+        target = {"fetch": self._fetch, "chunks": self._chunks}
+        self.far: Methods = {"chunks": self._chunks, "drop": self._drop}
+        scheduler = play(
+            patches,
+            {"where": self._where, "status": self._status},
+            {"target": target, "far": self.far},
+        )
+        patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
+        reader = Reader(scheduler.find, scheduler.status)
+        patches.setattr(Reader, "full_namespace", lambda _self, _beginning: SPACE)
+        self.moving = Moving(scheduler, reader)
+
+    def _status(self) -> bytes:
+        return encode(status())
+
+    def _where(self, raw: bytes) -> bytes:
+        keys = decode(raw, WhereQuery).keys
+        sources = [FAR, TARGET, DISK]
+        rows = [(at, each) for at, key in enumerate(keys) for each in self.places.get(key, [])]
+        return encode(
+            WherePage(
+                PROTOCOL_VERSION,
+                len(keys),
+                sources,
+                [at for at, _ in rows],
+                [sources.index(each) for _, each in rows],
+            )
+        )
+
+    def _chunks(self, raw: bytes) -> bytes:
+        key = decode(raw, ChunkQuery).key
+        if key in self.gone:
+            return encode(ChunkPage(PROTOCOL_VERSION))
+        return encode(
+            ChunkPage(
+                PROTOCOL_VERSION,
+                [SPACE],
+                Numbers.of([0]),
+                Keys.of([key]),
+                bytes([Where.RAM]),
+                Numbers.of([4096]),
+                [0.0],
+                [0.0],
+                Numbers.of([0]),
+                [""],
+                Numbers.of([0]),
+            )
+        )
+
+    def _fetch(self, raw: bytes) -> bytes:
+        order = decode(raw, FetchOrderNamed)
+        self.orders.append(order)
+        keys = list(order.keys)
+        failed = {
+            at: self.refusals[NAMES[key]]
+            for at, key in enumerate(keys)
+            if NAMES[key] in self.refusals
+        }
+        here = [key for at, key in enumerate(keys) if at not in failed]
+        rows = [
+            ListedRow(Namespace(SPACE), Key(key), Where.RAM, Blocks(0, 1), Reason.STORED)
+            for key in here
+        ]
+        return encode(
+            NamedResult(
+                order.number,
+                1,
+                1,
+                ListedRows.of(rows),
+                Numbers.of(failed),
+                bytes(failed.values()),
+                4096 * (len(keys) - len(failed)),
+            )
+        )
+
+    def _drop(self, raw: bytes) -> bytes:
+        order = decode(raw, DropOrder)
+        self.drops.append(order)
+        gone = [key for key in order.keys if order.with_pinned or key not in self.pinned]
+        self.dropped += gone
+        return encode(Released(PROTOCOL_VERSION, len(gone), len(order.keys) - len(gone)))
+
+    def prefetch(self, *keys: bytes, deadline_s: float = 5.0, watch: Any = print) -> TransferResult:
+        return self.moving.prefetch(list(keys), "target", SPACE, deadline_s, watch)
 
 
-def test_disk_has_no_more_time_than_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, 2.0, is_copied=True)
-    assert played.bring(2.0).refusals == {"TOO_LATE": 1}
-    assert played.deadlines == {"demote": 2.0}
-
-
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_what_did_not_get_to_the_disk_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_copied: bool
+def test_pools_are_asked_before_disks_and_what_is_nowhere_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "raykv"):
-        assert Played(monkeypatch, 1.0, is_copied=is_copied).bring(30.0).came == 1
-    assert ("not all of 1 evicted chunks" in caplog.text) is not is_copied
+    played = PlayedNodes(monkeypatch, {A: [DISK, FAR], B: [DISK]})
+    seen: list[TransferResult] = []
+    result = played.prefetch(A, B, C, watch=seen.append)
+    (order,) = played.orders
+    assert list(order.keys) == [A, B]
+    assert list(order.slot_bytes) == [4096, 4096]
+    rows = zip(order.key_index, order.source_index, strict=True)
+    assert [(at, order.sources[source]) for at, source in rows] == [(0, FAR), (0, DISK), (1, DISK)]
+    assert (order.life, bool(order.series)) == (0, True)
+    assert (result.came, result.nowhere, result.num_bytes) == (2, 1, 8192)
+    assert result.failed == 1
+    assert seen == [result]
 
 
-def test_chunks_of_one_source_are_fetched_from_it_row_by_row() -> None:
+def test_size_of_a_group_is_that_of_any_chunk_that_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedNodes(monkeypatch, {key: [FAR] for key in (A, B, C, D)})
+    played.gone = {A, D}
+    assert played.prefetch(A, B, C, D).came == 4
+    played.gone = {A, B, C, D}
+    result = played.prefetch(A, B, C, D)
+    assert (result.came, result.nowhere, result.refusals) == (0, 0, {"NOT_HERE": 4})
+
+
+def test_silent_node_is_asked_once_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedNodes(monkeypatch, {A: [FAR], B: [FAR], C: [FAR], D: [TARGET]})
+    asked: list[bytes] = []
+
+    def stays_away(raw: bytes) -> None:
+        asked.append(raw)
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.far["chunks"] = stays_away
+    assert played.prefetch(A, B, C, D).came == 3
+    assert len(asked) == 1
+
+
+def test_refusals_are_told_by_what_they_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {key: [FAR] for key in (B, C, D)} | {A: [FAR, TARGET]}
+    refused = {"b": Refusal.NO_ROOM, "c": Refusal.NOT_HERE}
+    result = PlayedNodes(monkeypatch, places, **refused).prefetch(A, B, C, D)
+    assert (result.came, result.there, result.no_room) == (1, 1, 1)
+    assert result.refusals == {"NOT_HERE": 1}
+
+
+def test_what_there_is_no_time_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedNodes(monkeypatch, {A: [FAR]})
+    assert played.prefetch(A, deadline_s=0.0).refusals == {"TOO_LATE": 1}
+    assert played.orders == []
+
+
+def test_move_drops_elsewhere_only_what_the_target_says_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = {A: [FAR], B: [FAR, DISK], C: [FAR], D: [DISK]}
+    played = PlayedNodes(monkeypatch, places, c=Refusal.NO_ROOM)
+    result = played.moving.move([A, B, C, D], "target", SPACE, 5.0, lambda _: None)
+    assert played.dropped == [A, B]
+    assert list(played.drops[0].num_blocks) == [1, 1]
+    assert (result.came, result.dropped) == (3, 2)
+
+
+def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedNodes(monkeypatch, {A: [FAR], B: [FAR], C: [FAR]})
+    played.pinned = {A, B}
+    asked: list[tuple[str, str]] = []
+
+    def pinned_on(_: Pinning, node_id: str, namespace: str) -> set[bytes]:
+        asked.append((node_id, namespace))
+        return {A, D}
+
+    monkeypatch.setattr(Pinning, "pinned_on", pinned_on)
+    result = played.moving.move([A, B, C], "target", SPACE, 5.0, lambda _: None)
+    assert asked == [("target", SPACE)]
+    assert [(list(each.keys), each.with_pinned) for each in played.drops] == [
+        ([A, B, C], False),
+        ([A], True),
+    ]
+    assert (result.dropped, result.kept) == (2, 1)
+
+
+def test_files_are_fetched_from_their_source_in_one_series(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedNodes(monkeypatch, {})
     source = Source("import", SourceKind.IMPORT)
-    grant = TransferGrant(
-        PROTOCOL_VERSION,
-        handles=Handles(Keys.of([b"a", b"b"]), [0, 1], [5, 6]),
-        slot_bytes=[4096, 4096],
-        sources=Replicas([Source("node")], [7]),
-    )
-    rows = decode(encode(transfers._with_rows(Replicas([source], [1]), grant)), Replicas).rows()
-    handle = Handle(Slot(0), Generation(GENERATION))
-    assert list(rows) == [(at, Replica(source, Epoch(1), handle)) for at in (0, 1)]
-    assert transfers._with_rows(Replicas(), grant) is grant.sources
+    pages = iter([(SPACE, {A: 4096}), (SPACE, {B: 8192})])
+    began = time.monotonic()
+    find = played.moving.scheduler.find
+    asked = TransferResult(asked=2)
+    result = fetch_files(find, pages, source, "target", 5.0, lambda _: None, asked)
+    assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
+        ([A], [4096]),
+        ([B], [8192]),
+    ]
+    assert {(*order.sources, order.series) for order in played.orders} == {
+        (source, played.orders[0].series)
+    }
+    assert result.came == 2
+    assert result.seconds <= time.monotonic() - began

@@ -6,9 +6,9 @@ import pytest
 
 import raykv.cluster.breaker
 from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
-from raykv.protocol.engine import SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
+from raykv.protocol.named.place import Tell
 from raykv.protocol.node import NodeStats
 from raykv.protocol.status import EngineStatus, NodeStatus
 
@@ -190,11 +190,11 @@ def test_sentences_say_who_since_when_and_why(breakers: Breakers) -> None:
     "message",
     [
         NodeStats(breakers=BreakerReport(["scheduler"], ["open"], [2], [1.5], ["dead"], 1, 2, 3)),
-        SyncRequest("e", 1, 1, breakers=BreakerReport(opened=4)),
+        Tell(1, 1, "ns", breakers=BreakerReport(opened=4)),
     ],
     ids=["node", "engine"],
 )
-def test_report_crosses_processes(message: NodeStats | SyncRequest) -> None:
+def test_report_crosses_processes(message: NodeStats | Tell) -> None:
     assert decode(encode(message), type(message)) == message
 
 

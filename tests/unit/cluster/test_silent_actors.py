@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 import raykv
 from raykv.base.errors import ClusterError, MessageError
 from raykv.cli import app
-from raykv.client import pools as deployment
-from raykv.cluster import ask, names
+from raykv.cluster import ask
 from raykv.node.actor import CONCURRENCY, NodeActor
-from raykv.node.wishes import RayNode
 
 
 class Refs:
@@ -62,32 +60,6 @@ def test_nobody_is_told_who_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert {name: answer.error for name, answer in answers.items()} == {"one": "", "two": ""}
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_late"),
-    [
-        (ask.Answer(value=True), False),
-        (ask.Answer(value=False), True),
-        (ask.Answer(error="no answer within 1 s"), True),
-        (ask.Answer(error="MessageError: no"), True),
-        (ask.Answer(error="ActorDiedError: killed", is_dead=True), False),
-    ],
-)
-def test_live_node_that_has_not_noted_a_clearing_is_late(
-    monkeypatch: pytest.MonkeyPatch, answer: ask.Answer, *, is_late: bool
-) -> None:
-    answers = {names.node_actor("alive"): answer, names.node_actor("gone"): ask.Answer()}
-    monkeypatch.setattr(deployment, "node_actors", lambda: dict.fromkeys(answers))
-    monkeypatch.setattr(deployment, "ask_all", lambda *_: answers)
-    monkeypatch.setattr(deployment, "live_nodes", lambda: [RayNode("alive", "host", {}, {})])
-    if is_late:
-        with pytest.raises(ClusterError, match="disks of alive have not noted it yet"):
-            deployment.note_clearing({}, 1.0)
-    else:
-        deployment.note_clearing({}, 1.0)
-    # Without a disk there is nothing to come back from.
-    deployment.note_clearing({}, 1.0, diskless={"alive"})
-
-
 def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(ref: str, timeout: float) -> None:
         raise {"dead": ray.exceptions.ActorDiedError(), "bad": ValueError(ref)}[ref]
@@ -102,9 +74,9 @@ def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.Monk
 
 
 def test_slow_disk_keeps_no_other_call_waiting() -> None:
-    group = NodeActor.demote.__ray_concurrency_group__
+    group = NodeActor.keep.__ray_concurrency_group__
     assert group in CONCURRENCY
-    for other in (NodeActor.note_clearing, NodeActor.host):
+    for other in (NodeActor.fetch, NodeActor.host):
         assert other.__ray_concurrency_group__ != group
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
-from raykv.copy.plan import CopyRuns, PlanError, Planner
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CopyJob, KVLayout, TensorLayout
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
+from raykv.copy.plan import CopyRuns, JobPlan, PlanError, Planner
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.worker import KVLayout, TensorLayout
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key
 
 PAGE = 64
 SLAB = 64 * SLOT_ALIGNMENT
@@ -37,27 +42,51 @@ def layout(
     )
 
 
+@dataclass(frozen=True)
+class PlacedJob:
+    """A job, and the slots that its chunks have got."""
+
+    job: NamedJob
+    slots: list[Slot]
+
+    def planned(self, planner: Planner) -> PlacedPlan:
+        return PlacedPlan(planner.plan(self.job), self.slots)
+
+
+@dataclass(frozen=True)
+class PlacedPlan:
+    """The plan of such a job."""
+
+    plan: JobPlan
+    slots: list[Slot]
+
+    def runs(self, chunks: Sequence[int], slab_bytes: int) -> CopyRuns:
+        return self.plan.runs(chunks, [self.slots[chunk] for chunk in chunks], slab_bytes)
+
+    def layers(self, chunks: Sequence[int], slab_bytes: int) -> Iterator[CopyRuns]:
+        return self.plan.layers(chunks, [self.slots[chunk] for chunk in chunks], slab_bytes)
+
+    @property
+    def ends(self) -> list[int]:
+        return self.plan.ends
+
+    def bytes_of(self, chunk: int) -> int:
+        return self.plan.bytes_of(chunk)
+
+
 def job(
     *chunks: tuple[int, list[int]], first_block: int = 0, groups: list[int] | None = None
-) -> CopyJob:
+) -> PlacedJob:
     """Chunks are (slot, block ids)."""
-    count = len(chunks)
-    slots = [slot for slot, _ in chunks]
-    return CopyJob(
-        job_id=1,
-        direction=int(Direction.LOAD),
-        node_epoch=1,
-        handles=Handles(Keys.of([b"k"] * count), slots, [1] * count),
-        groups=[0] * count if groups is None else groups,
-        num_blocks=[len(blocks) for _, blocks in chunks],
-        first_block=[first_block] * count,
-        block_ids=[block for _, blocks in chunks for block in blocks],
-    )
+    keys = [named_key("k", group) for group in groups or [0] * len(chunks)]
+    blocks = [blocks for _, blocks in chunks]
+    made = named_job(Direction.LOAD, keys, blocks, first=[first_block] * len(chunks))
+    return PlacedJob(made, [Slot(slot) for slot, _ in chunks])
 
 
-def runs_of(of: KVLayout, wanted: CopyJob, rank: int = 0, slab_bytes: int = SLAB) -> CopyRuns:
+def runs_of(of: KVLayout, wanted: PlacedJob, rank: int = 0, slab_bytes: int = SLAB) -> CopyRuns:
     """Of all chunks."""
-    return Planner(of, rank).plan(wanted).runs(range(len(wanted.groups)), slab_bytes)
+    return wanted.planned(Planner(of, rank)).runs(range(len(wanted.slots)), slab_bytes)
 
 
 def rows(runs: CopyRuns) -> list[Run]:
@@ -65,7 +94,7 @@ def rows(runs: CopyRuns) -> list[Run]:
     return list(zip(runs.kv.tolist(), runs.pool.tolist(), runs.size.tolist(), strict=True))
 
 
-def plan(of: KVLayout, wanted: CopyJob, rank: int = 0) -> list[Run]:
+def plan(of: KVLayout, wanted: PlacedJob, rank: int = 0) -> list[Run]:
     return rows(runs_of(of, wanted, rank))
 
 
@@ -165,7 +194,7 @@ def test_plan_joins_neighbouring_chunks_of_a_slab_and_parts_them_at_its_end() ->
 
 
 def test_chunk_that_is_left_out_parts_its_neighbours() -> None:
-    plan = Planner(WHOLE_PAGES, 0).plan(job((4, [0]), (5, [1]), (6, [2]), (7, [3])))
+    plan = job((4, [0]), (5, [1]), (6, [2]), (7, [3])).planned(Planner(WHOLE_PAGES, 0))
     assert rows(plan.runs([0, 1, 3], SLAB)) == [
         (0, 4 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT),
         (3 * SLOT_ALIGNMENT, 7 * SLOT_ALIGNMENT, SLOT_ALIGNMENT),
@@ -194,7 +223,7 @@ def test_runs_of_some_chunks_are_their_bytes_in_order_and_none_crosses_a_slab(
         chunks.append((slot, [block, block + 1][: data.draw(st.integers(1, 2))]))
     groups = [data.draw(st.integers(0, 1)) for _ in slots]
     kept = [chunk for chunk in range(len(slots)) if data.draw(st.integers(0, 3))]
-    plan = Planner(of, 0).plan(job(*chunks, groups=groups))
+    plan = job(*chunks, groups=groups).planned(Planner(of, 0))
     slab_bytes = num_slots * SLOT_ALIGNMENT
     runs = plan.runs(kept, slab_bytes)
     alone = [run for chunk in kept for run in rows(plan.runs([chunk], slab_bytes))]
@@ -215,7 +244,7 @@ def bytes_of(some: list[Run]) -> list[tuple[int, int]]:
 
 def test_plan_says_where_the_bytes_of_each_chunk_end() -> None:
     of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=3)
-    plan = Planner(of, 0).plan(job((0, [1, 2, 3]), (1, [9, 0, 5]), (2, [4, 5])))
+    plan = job((0, [1, 2, 3]), (1, [9, 0, 5]), (2, [4, 5])).planned(Planner(of, 0))
     assert plan.ends == [3 * PAGE, 6 * PAGE, 8 * PAGE]
     assert [plan.bytes_of(chunk) for chunk in range(3)] == [3 * PAGE, 3 * PAGE, 2 * PAGE]
     assert plan.runs(range(3), SLAB).num_bytes == 8 * PAGE
@@ -244,7 +273,7 @@ def test_plan_keeps_the_order_of_chunks_that_differ_in_group_and_number_of_block
         (7 * PAGE, 2 * SLOT_ALIGNMENT + PAGE, PAGE),
         (6 * PAGE, 3 * SLOT_ALIGNMENT, PAGE),
     ]
-    assert Planner(of, 0).plan(wanted).ends == [128, 160, 288, 352]
+    assert wanted.planned(Planner(of, 0)).ends == [128, 160, 288, 352]
 
 
 def test_plan_of_a_job_without_chunks_is_empty() -> None:
@@ -264,30 +293,27 @@ WHOLE = job((0, [1, 2]), (1, [3, 4]))
         {"block_ids": [1, 2, 3, 10]},
         {"block_ids": [1, 2, 3, -1]},
         {"block_ids": [1, 2, 3, 1 << 62]},
-        {"groups": [0]},
-        {"groups": [0, 0, 0]},
-        {"groups": [0, 1]},
-        {"groups": [0, -1]},
-        {"num_blocks": [4]},
+        {"keys": Keys.of([named_key("k", 0), named_key("k", 1)])},
+        {"keys": Keys.of([named_key("k", 0), b"k"])},
         {"num_blocks": [4, 0]},
-        {"num_blocks": [5, -1]},
         {"num_blocks": [2, 0], "block_ids": [1, 2]},
         {"num_blocks": [0, 0], "block_ids": []},
         {"num_blocks": [3, 1]},
-        {"first_block": [0]},
+        {"num_blocks": [(1 << 62) - 1] * 2},
         {"first_block": [0, 1]},
-        {"first_block": [-1, 0]},
-        {"handles": Handles(Keys.of([b"k", b"k"]), [0], [1, 1])},
-        {"handles": Handles(Keys.of([b"k", b"k"]), [0, 1], [1])},
-        {"handles": Handles(Keys.of([b"k"]), [0, 1], [1, 1])},
+        {"first_block": [(1 << 62) - 1, 0]},
     ],
     ids=str,
 )
 def test_plan_refuses_a_job_that_is_malformed(changed: dict[str, Any]) -> None:
     planner = Planner(layout((0, 10, PAGE, PAGE), blocks_per_chunk=2), 0)
-    planner.plan(WHOLE)
+    planner.plan(WHOLE.job)
+    columns = {
+        name: Numbers.of(value) if isinstance(value, list) else value
+        for name, value in changed.items()
+    }
     with pytest.raises(PlanError):
-        planner.plan(msgspec.structs.replace(WHOLE, **changed))
+        planner.plan(msgspec.structs.replace(WHOLE.job, **columns))
 
 
 def test_plan_refuses_a_block_that_one_layer_of_the_group_does_not_have() -> None:
@@ -310,20 +336,10 @@ def test_part_bytes_names_the_groups_that_there_are() -> None:
         Planner(of, 0).part_bytes(1)
 
 
-@pytest.mark.parametrize("slot", [-1, 1 << 32, 1 << 62, (1 << 64) - 1])
-def test_slot_beyond_all_pools_is_refused(slot: int) -> None:
-    layout = KVLayout("memfd", 64, 1, [TensorLayout(0, 1, 64, 64)], [0], [[0]])
-    job = CopyJob(1, 0, 1, Handles(Keys.of([b"k"]), [slot], [1]), [0], [1], [0], [0])
-    with pytest.raises(PlanError, match="slots from"):
-        Planner(layout, rank=0).plan(job)
-
-
 def test_layers_of_a_plan_together_are_the_plan() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), (2000, 10, 100, 48), blocks_per_chunk=3)
     wanted = job((0, [1, 2, 3]), (4, [7, 5]), (6, [9, 0, 4]))
-    planner = Planner(of, 0)
-
-    plan = planner.plan(wanted)
+    plan = wanted.planned(Planner(of, 0))
 
     def of_bytes(runs: list[Run]) -> set[tuple[int, int]]:
         return {(kv + i, pool + i) for kv, pool, size in runs for i in range(size)}
@@ -340,7 +356,7 @@ def test_layers_of_a_plan_together_are_the_plan() -> None:
 def test_layers_of_some_chunks_leave_the_others_out() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
     wanted = job((0, [1]), (2, [5]), (4, [7]))
-    layers = [rows(each) for each in Planner(of, 0).plan(wanted).layers([0, 2], SLAB)]
+    layers = [rows(each) for each in wanted.planned(Planner(of, 0)).layers([0, 2], SLAB)]
     assert layers == [
         [(PAGE, 0, PAGE), (7 * PAGE, 4 * SLOT_ALIGNMENT, PAGE)],
         [(640 + 32, PAGE, 32), (640 + 7 * 32, 4 * SLOT_ALIGNMENT + PAGE, 32)],
@@ -349,7 +365,7 @@ def test_layers_of_some_chunks_leave_the_others_out() -> None:
 
 def test_layers_of_chunks_of_one_length_need_none_of_another_one() -> None:
     of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=2)
-    plan = Planner(of, 0).plan(job((0, [1, 3]), (2, [5])))
+    plan = job((0, [1, 3]), (2, [5])).planned(Planner(of, 0))
     assert [rows(each) for each in plan.layers([1], SLAB)] == [
         [(5 * PAGE, 2 * SLOT_ALIGNMENT, PAGE)]
     ]
@@ -358,15 +374,15 @@ def test_layers_of_chunks_of_one_length_need_none_of_another_one() -> None:
 def test_layers_of_several_groups_are_refused() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), groups={0: [0], 1: [1]})
     wanted = job((0, [1]), (2, [5]), groups=[0, 1])
-    Planner(of, 0).plan(wanted)
-    with pytest.raises(PlanError, match="2 groups"):
-        Planner(of, 0).plan(msgspec.structs.replace(wanted, by_layer=True))
+    wanted.planned(Planner(of, 0))
+    with pytest.raises(PlanError, match="several KV groups"):
+        Planner(of, 0).plan(msgspec.structs.replace(wanted.job, by_layer=True))
 
 
 def test_bytes_of_a_chunk_are_those_of_its_blocks_in_all_layers() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=2)
     wanted = job((0, [1, 2]), (2, [5]))
-    assert [Planner(of, 0).plan(wanted).bytes_of(chunk) for chunk in (0, 1)] == [
+    assert [wanted.planned(Planner(of, 0)).bytes_of(chunk) for chunk in (0, 1)] == [
         2 * (PAGE + 32),
         PAGE + 32,
     ]

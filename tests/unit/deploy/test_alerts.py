@@ -95,10 +95,10 @@ TROUBLES = {
         "Most fetches of a fail",
         HERE,
     ),
-    "RayKVStoresFindNoSlot": Trouble(
-        {"raykv_stores_without_lease_total{cluster='c', instance='s', namespace='n'}": "0+1x40"},
+    "RayKVStoresFindNoRoom": Trouble(
+        {"raykv_stores_without_room_total{cluster='c', instance='s', namespace='n'}": "0+1x40"},
         25,
-        "Chunks of n find no free slot",
+        "Chunks of n find no room",
         {"cluster": "c", "namespace": "n"},
     ),
     "RayKVThreadsFail": Trouble(
@@ -123,7 +123,7 @@ CALM = {
     "raykv_disk_failed_writes_total": "3x125",
     "raykv_failed_fetches_total": "0+1x125",
     "raykv_fetched_chunks_total": "0+2x125",
-    "raykv_stores_without_lease_total{namespace='n'}": "0x30 9x95",
+    "raykv_stores_without_room_total{namespace='n'}": "0x30 9x95",
     "raykv_failed_threads_total": "3x125",
 }
 """What an alert would be a nuisance for: a start, short troubles, a few failures of many."""

@@ -123,7 +123,7 @@ def first_expressions() -> list[str]:
         ("rate(raykv_cluster_missed_tokens_total", "count:tokens/s"),
         ("rate(raykv_refused_chunks_total", "count:chunks/s"),
         ("rate(raykv_failed_fetches_total", "count:chunks/s"),
-        ("rate(raykv_granted_leases_total", "count:leases/s"),
+        ("rate(raykv_stores_without_room_total", "count:stores/s"),
         ("rate(raykv_copied_bytes_total", "Bps"),
         ("rate(raykv_disk_damaged_total", "cps"),
         ("raykv_copy_seconds_bucket", "s"),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from raykv.base.ids import Stamp
 from raykv.cli.trouble import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_MISSED, MANY_STORED, diagnose
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
@@ -39,7 +40,7 @@ def description(node_id: str, **changes: Any) -> NodeDescription:
         version=PROTOCOL,
         raykv_version="1.0",
         node_id=node_id,
-        epoch=1,
+        life=1,
         socket_name="s",
         pool_bytes=8 * GIB,
         slab_bytes=GIB,
@@ -75,21 +76,23 @@ def node(node_id: str, **changes: Any) -> NodeFacts:
 def node_status(node_id: str, age_s: float = 0.5) -> NodeStatus:
     values: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0)
     texts = {"node_id": node_id, "hostname": "box", "raykv_version": "1.0"}
-    return NodeStatus(**{**values, **texts, "age_s": age_s, "disk": DiskStats()})
+    others = {"age_s": age_s, "disk": DiskStats(), "orders": Stamp(1, 4)}
+    return NodeStatus(**{**values, **texts, **others})
 
 
 def engine(engine_id: str, node_id: str, **changes: Any) -> EngineStatus:
-    plain = EngineStatus(engine_id, node_id, "ns", "tiny", 1, 0, 1.0, "vLLM 0.32", {}, TRAITS)
+    plain = EngineStatus(engine_id, node_id, "ns", "tiny", 1, 1.0, "vLLM 0.32", {}, TRAITS)
     return msgspec.structs.replace(plain, **changes)
 
 
 STATUS = ClusterStatus(
     address="head:1",
-    epoch=1,
+    life=1,
     raykv_version="1.0",
     paused=False,
     nodes=[node_status("one"), node_status("two")],
     engines=[engine("e1", "one"), engine("e2", "two")],
+    orders=Stamp(1, 4),
 )
 HEALTHY = ClusterFacts("1.0", PROTOCOL, ANSWERED, STATUS, [node("one"), node("two")])
 
@@ -179,6 +182,18 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         "placement",
         Severity.FAIL,
         ["node two", "does not answer"],
+    ),
+    (
+        "node that does not hear of orders",
+        with_status(
+            nodes=[
+                node_status("one"),
+                msgspec.structs.replace(node_status("two"), orders=Stamp(1, 3)),
+            ]
+        ),
+        "orders",
+        Severity.WARN,
+        ["node two goes by orders number 3", "number 4 is in force"],
     ),
     (
         "disk that can't be written",

@@ -12,10 +12,10 @@ from raykv.engine.requests import Miss
 from raykv.protocol.engine import (
     MAX_NAMES_BYTES,
     MissRecord,
-    SyncRequest,
-    checked_sync,
+    check_record,
 )
 from raykv.protocol.framing import decode, encode
+from raykv.protocol.named.place import Tell
 from tests.fixtures.keys import chunk_names, hashed_key
 
 CHUNK = 32
@@ -69,8 +69,9 @@ def test_id_that_a_client_has_chosen_is_printable_and_short_in_a_record(
     accounts.close(sent)
     (record,) = accounts.take_records()
     assert record.request_id == shown
-    request = SyncRequest("e", 1, 1, finished=[record])
-    assert checked_sync(decode(encode(request), SyncRequest)) == request
+    tell = Tell(1, 1, "ns", finished=[record])
+    assert decode(encode(tell), Tell) == tell
+    check_record(record)
 
 
 def test_whole_prompt_that_was_loaded_misses_nothing() -> None:
@@ -256,20 +257,6 @@ def test_oldest_records_are_lost_when_too_many_wait_and_messages_are_bounded() -
     assert accounts.num_prompt == MAX_WAITING + 10
 
 
-def test_refined_reasons_move_tokens_and_change_no_sum() -> None:
-    accounts = Accounts(CHUNK)
-    accounts.open("r", 4 * CHUNK)
-    account = accounts.get("r")
-    assert account is not None
-    account.look(0, OTHER)
-    account.admit(0, 0, Miss(EVICTED.key, MissReason.NEVER_STORED))
-    accounts.close("r")
-    accounts.refine({"node_lost": CHUNK})
-    assert accounts.missed == {"never_stored": 3 * CHUNK, "node_lost": CHUNK}
-    assert accounts.take_refined() == {"node_lost": CHUNK}
-    assert accounts.take_refined() == {}
-
-
 def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord:
     accounts.open(request_id, 32 * num_chunks)
     record = accounts.close(request_id, [hashed_key(number) for number in range(num_chunks)])
@@ -295,5 +282,5 @@ def test_names_of_waiting_records_have_a_bound_until_they_are_taken() -> None:
     assert sizes[0] == 8000
     assert sizes[-1] == 0
     # Those that wait are told in the same message.
-    assert len(encode(SyncRequest("e", 1, 1, finished=accounts.take_records()))) < 100 << 10
+    assert len(encode(Tell(1, 1, "ns", finished=accounts.take_records()))) < 100 << 10
     assert recorded(accounts, "later", 2).chunks == chunk_names(0, 1)

@@ -1,101 +1,85 @@
-"""What an engine tells vLLM's subscribers: chunks that came, and, in time, those that went."""
+"""vLLM's subscribers hear of each chunk once when it comes, and once when it goes."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import random
 
-from raykv.base.ids import Key
-from raykv.engine.announcements import EXPECTED_S, MAX_LOOKS, Announcements
+from raykv.engine.announcements import Announcements, News
+from tests.fixtures.keys import numbered_key
 
-KEYS = [Key(b"key %d" % number) for number in range(2 * MAX_LOOKS + 50)]
+KEYS = [numbered_key(number) for number in range(8)]
 
 
-def test_stored_chunk_is_told_once_when_it_is_there() -> None:
-    announcements, loadable = Announcements(), {KEYS[0]}
-    announcements.expect(KEYS[0], 0.0)
-    announcements.came([KEYS[0], KEYS[1]], loadable)
-    assert announcements.take(loadable, 0.0).stored == [KEYS[0]]
-    announcements.came([KEYS[0]], loadable)
-    announcements.expect(KEYS[0], 0.0)
-    news = announcements.take(loadable, 0.0)
-    assert not news.stored
-    assert not news.removed
+def test_chunk_is_announced_when_it_came_and_not_again() -> None:
+    announcements = Announcements()
+    announcements.expect(KEYS[:1])
+    assert announcements.take() == News([], [], [])
+    announcements.changed(KEYS[0], is_there=True)
+    announcements.changed(KEYS[0], is_there=True)
+    announcements.expect(KEYS[:1])
+    assert announcements.take() == News(KEYS[:1], [], [])
+    announcements.come(KEYS[:1])
+    assert announcements.take() == News([], [], [])
+
+
+def test_expected_chunk_that_has_not_come_is_missing() -> None:
+    announcements = Announcements()
+    announcements.expect(KEYS[:2])
+    announcements.changed(KEYS[1], is_there=False)
+    assert announcements.take() == News([], [], [KEYS[1]])
+    announcements.changed(KEYS[1], is_there=True)
     assert len(announcements) == 1
 
 
-def test_chunk_that_was_found_is_told_with_the_next_look() -> None:
+def test_what_the_engine_has_not_found_is_not_announced() -> None:
     announcements = Announcements()
-    announcements.expect(KEYS[0], 0.0)
-    assert announcements.take({KEYS[0]}, 0.0).stored == [KEYS[0]]
+    for is_there in (True, False):
+        announcements.changed(KEYS[0], is_there=is_there)
+    assert announcements.take() == News([], [], [])
 
 
-def test_chunk_whose_store_has_failed_is_given_up_in_time() -> None:
+def test_what_came_and_went_in_between_is_not_announced() -> None:
     announcements = Announcements()
-    announcements.expect(KEYS[0], 0.0)
-    assert not announcements.take(set(), EXPECTED_S).missing
-    news = announcements.take(set(), EXPECTED_S + 1.0)
-    # It was never announced, so that nobody has to hear that it went.
-    assert (news.stored, news.removed, news.missing) == ([], [], [KEYS[0]])
+    announcements.come(KEYS[:1])
+    announcements.changed(KEYS[0], is_there=False)
+    assert announcements.take() == News([], [], [])
     assert len(announcements) == 0
 
 
-def test_chunks_that_went_are_told_within_some_steps_however_many_there_are() -> None:
+def test_cleared_chunks_are_announced_by_vllm_and_lost_ones_here() -> None:
     announcements = Announcements()
-    announcements.came(KEYS, set(KEYS))
-    announcements.take(set(KEYS), 0.0)
-    kept = set(KEYS[:50])
-    removed: list[Key] = []
-    for _ in range(3):
-        news = announcements.take(kept, 0.0)
-        assert len(news.removed) <= MAX_LOOKS
-        removed += news.removed
-    assert set(removed) == set(KEYS) - kept
-    assert len(announcements) == 50
-
-
-def test_nothing_is_known_after_the_cache_was_emptied() -> None:
-    announcements = Announcements()
-    announcements.came(KEYS, set(KEYS))
+    announcements.come(KEYS)
+    announcements.take()
+    announcements.changed(KEYS[0], is_there=False)
     announcements.clear()
-    news = announcements.take(set(), 0.0)
-    assert (news.stored, news.removed, len(announcements)) == ([], [], 0)
+    assert announcements.take() == News([], [], [])
+    announcements.come(KEYS[:2])
+    announcements.take()
+    announcements.expect(KEYS[2:3])
+    announcements.lose_all()
+    assert announcements.take() == News([], KEYS[:2], KEYS[2:3])
 
 
-def test_chunk_that_came_and_went_in_between_is_not_told() -> None:
+def test_subscriber_that_believes_all_news_knows_what_is_there() -> None:
+    rng = random.Random(7)
     announcements = Announcements()
-    announcements.came(KEYS[:1], set(KEYS))
-    assert announcements.take(set(), 0.0).stored == []
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["expect", "came", "there", "gone", "take"]), st.integers(0, 5))
-    )
-)
-def test_subscribers_know_in_the_end_what_is_there(steps: list[tuple[str, int]]) -> None:
-    announcements, loadable = Announcements(), set[Key]()
-    told: set[Key] = set()
-    touched: set[Key] = set()
-    now = 0.0
-    for what, number in [*steps, ("take", 0), ("late", 0), ("take", 0)]:
-        key = KEYS[number]
-        match what:
-            case "expect":
-                announcements.expect(key, now)
-                touched.add(key)
-            case "came":
-                announcements.came([key], loadable)
-                touched |= {key} & loadable
-            case "there":
-                loadable.add(key)
-            case "gone":
-                loadable.discard(key)
-            case "late":
-                now += 2 * EXPECTED_S
-            case _:
-                news = announcements.take(loadable, now)
-                assert len(set(news.stored)) == len(news.stored)
-                told = (told - set(news.removed)) | set(news.stored)
-                touched -= {*news.removed, *news.missing}
-    assert told == touched & loadable
+    there: set[bytes] = set()
+    known: set[bytes] = set()
+    for _ in range(3000):
+        key = rng.choice(KEYS)
+        match rng.randrange(4):
+            case 0:
+                announcements.expect([key])
+            case 1 if key in there:
+                announcements.come([key])
+            case 2:
+                is_there = rng.random() < 0.5
+                (there.add if is_there else there.discard)(key)
+                announcements.changed(key, is_there=is_there)
+            case 3:
+                news = announcements.take()
+                assert known.issuperset(news.removed)
+                known.difference_update(news.removed)
+                assert known.isdisjoint(news.stored)
+                known.update(news.stored)
+                assert known <= there

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.base.ids import Epoch, Generation, Key, Lookup, Slot
+from raykv.base.ids import Key, Lookup, Refusal
 from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
 from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions, RequestState
-from raykv.engine.stock import LeaseStock
-from raykv.protocol.columns import Handle, Leases, Replica, Source
-from raykv.protocol.peer import FetchResult
+from raykv.protocol.columns import Source
 from tests.fixtures.keys import named_key as key
 
 MB = 1 << 20
@@ -160,36 +158,29 @@ def test_rate_that_is_not_given_is_measured() -> None:
 
 
 class Fetcher:
-    """Chunks of other nodes, and leases to fetch them into.
-
-    A chunk of group 0 has 1000 bytes, one of group 1 has 50, each the KV of 16 tokens.
+    """Chunks of other nodes. One of group 0 has 1000 bytes, one of group 1 has 50, each the KV of
+    16 tokens.
     """
 
     def __init__(self, prefill_tokens_per_s: float, fetch_bytes_per_s: float | None = 1000) -> None:
         sizes = {0: ChunkSize(1000, 16), 1: ChunkSize(50, 16)}
         cost = FetchCost(Rates(fetch_bytes_per_s, prefill_tokens_per_s))
         self.remote = RemoteChunks(RemoteSettings(sizes=sizes), cost)
-        self.stock = LeaseStock([0, 1], 8)
-        self.stock.add(Leases([0] * 8, list(range(8)), list(range(1, 9))), {})
 
     def found(self, *keys: Key) -> RequestState:
-        """A request that has asked for chunks and was told of a replica of each."""
-        replica = Replica(Source("one"), Epoch(80), Handle(Slot(5), Generation(6)))
+        """A request that has asked for chunks and was told where each is."""
         request = RequestState(RequestOptions(), asked=set(keys))
-        request.found.update((key, (replica,)) for key in keys)
+        request.found.update((key, (Source("one"),)) for key in keys)
         return request
 
     def look(self, request: RequestState, *keys: Key) -> list[Lookup]:
-        return [self.remote.lookup(request, key, 0.0, self.stock) for key in keys]
+        return [self.remote.lookup(request, key, 0.0) for key in keys]
 
     def finish_all(self, num_bytes: int = 0, seconds: float = 0.0) -> None:
         orders = self.remote.take_orders()
-        places = [order.handle for order in orders]
-        result = FetchResult(70, [0] * len(places), [], [], num_bytes, seconds)
-        result.slots.extend(place.slot for place in places)
-        result.generations.extend(place.generation for place in places)
-        ended = self.remote.finish(orders, result)
-        assert [each.place for each in ended] == places
+        self.remote.measure(orders, num_bytes, seconds)
+        ended = list(self.remote.finish(orders, [Refusal.NONE] * len(orders)))
+        assert ended == [(order, None) for order in orders]
 
 
 A, B, C, OTHER_GROUP = key("a"), key("b"), key("c"), key("d", 1)
@@ -201,7 +192,6 @@ def test_found_chunks_are_a_miss_for_a_request_when_computing_them_is_faster() -
     request = fetcher.found(A, B, C)
     assert fetcher.look(request, A, B, C) == [MISS] * 3
     assert fetcher.remote.take_orders() == []
-    assert len(fetcher.stock.rows()) == 8
     assert fetcher.remote.num_declined == 3
 
 
@@ -251,8 +241,6 @@ def test_fetches_are_measured() -> None:
     fetcher = Fetcher(prefill_tokens_per_s=16, fetch_bytes_per_s=None)
     fetcher.look(fetcher.found(A), A)
     fetcher.finish_all(num_bytes=MB, seconds=0.5)
-    assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
-    list(fetcher.remote.finish([], None))
     assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
 
 

@@ -1,4 +1,4 @@
-"""What requests wish for, from their params to the message of an exchange."""
+"""What requests wish for, from their params to the message that tells it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES, Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
 from raykv.protocol.columns import Keys
-from raykv.protocol.engine import Hints, SyncRequest, checked_sync
-from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
+from raykv.protocol.engine import Hints
+from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord, check_news
 
 BOTH = Hint(pin_s=60.0, priority=3)
 
@@ -83,36 +83,11 @@ def test_queue_is_bounded_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) 
     assert (counters["hinted_chunks"], counters["hinted_chunks_dropped"]) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    "hints",
-    [
-        Hints(Keys.of([b"k"]), []),
-        Hints(Keys.of([b"k"]), [0.0]),
-        Hints(Keys.of([b"k"]), [-1.0]),
-        Hints(Keys.of([b"k"]), [float("nan")]),
-        Hints(Keys.of([b"a", b"b"]), [1.0, float("nan")]),
-        Hints(Keys.of([b"k"]), [float("inf")]),
-        Hints(Keys.of([b"k"]), [1e9]),
-        Hints(Keys.of([bytes(MAX_KEY_BYTES + 1)]), [1.0]),
-        Hints(favoured=Keys.of([b"k"])),
-        Hints(favoured=Keys.of([b"k"]), priorities=[0]),
-        Hints(favoured=Keys.of([b"k"]), priorities=[10]),
-        Hints(favoured=Keys.of([b"k" * 129]), priorities=[1]),
-    ],
-)
-def test_hints_that_cannot_be_meant_are_refused(hints: Hints) -> None:
-    checked_sync(
-        SyncRequest("engine", 1, 1, hints=Hints(Keys.of([b"k"]), [1.0], Keys.of([b"k"]), [9]))
-    )
-    with pytest.raises(MessageError):
-        checked_sync(SyncRequest("engine", 1, 1, hints=hints))
-
-
 SESSION = Hint(session="agent")
 
 
 def said(box: HintBox) -> list[SessionNews]:
-    """All that is told of sessions, exchange by exchange."""
+    """All that is told of sessions, message by message."""
     told: list[SessionNews] = []
     while box.has_news:
         told += box.take_sessions()
@@ -226,7 +201,7 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
         SessionNews("s", SessionWord.PAUSED, pause_s=1.0, priority=-1),
     ],
 )
-def test_news_that_cannot_be_meant_is_left_out_and_refuses_nothing_else(news: SessionNews) -> None:
-    valid = [SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9)]
-    sent = SyncRequest("engine", 1, 1, sessions=[*valid, news])
-    assert checked_sync(sent).sessions == valid
+def test_news_that_cannot_be_meant_is_refused(news: SessionNews) -> None:
+    check_news(SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9))
+    with pytest.raises(MessageError):
+        check_news(news)

@@ -51,6 +51,16 @@ def test_load_that_has_come_holds_up_nobody() -> None:
     assert not known.is_spoiled("a")
 
 
+def test_load_of_a_step_of_whose_end_nobody_tells_counts_as_lost() -> None:
+    known = loads(12, 13)
+    known.lose_step(known.close_step())
+    assert known.must_wait(HASHES), "until it has left the prefix cache"
+    assert ended(known) == {12, 13}
+    known.evicted()
+    assert not known.must_wait(HASHES)
+    assert known.is_spoiled("a")
+
+
 def test_block_that_did_not_come_is_evicted_with_all_behind_it_of_its_request_only() -> None:
     known = loads(12, 13, 14, 15)
     known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))

@@ -2,79 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from raykv.base.ids import EngineId, Epoch, Generation, Key, Lookup, MissReason, NodeId, Refusal
+from raykv.base.ids import Key, Lookup, MissReason, Namespace, Refusal, Stamp
 from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.remote import ChunkSize, FetchOrder, RemoteChunks, RemoteSettings
-from raykv.engine.requests import FailedLoad, RequestOptions
+from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
+from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Keys, Leases, Numbers, Replicas, Source
-from raykv.protocol.engine import EngineAttached
-from raykv.protocol.peer import FetchResult
-from tests.fixtures.engine.views import EPOCH, NODE_EPOCH, apply, take
+from raykv.protocol.columns import Numbers
+from raykv.protocol.listing import Reason, Where
+from raykv.protocol.named.ask import AskAnswer
+from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
 from tests.fixtures.keys import named_key as key
 
-QUERY_S, PENDING_S, STORE_S, FETCH_S = 1.0, 2.0, 4.0, 10.0
-SLOT, GENERATION = 5, 7
-
-
+QUERY_S, PENDING_S, FETCH_S = 1.0, 2.0, 10.0
 A, B, C = key("a"), key("b"), key("c")
 
 
-def new_view(rates: Rates | None = None) -> EngineView:
+def chunks(rates: Rates | None = None) -> RemoteChunks:
     settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: ChunkSize(1000, 16)})
-    remote = RemoteChunks(settings, FetchCost(rates or Rates()))
-    made = EngineView(EngineId("engine"), [0], STORE_S, 4, remote, node_id=NodeId("own"))
-    made.start_request("r", RequestOptions())
-    return made
-
-
-def attach(view: EngineView, leases: int = 2) -> None:
-    view.attached(EngineAttached(EPOCH, NODE_EPOCH, {0: 40}))
-    rows = list(range(leases))
-    apply(view, granted=Leases([0] * leases, rows, [10 + row for row in rows]))
+    return RemoteChunks(settings, FetchCost(rates or Rates()))
 
 
 @pytest.fixture
-def view() -> Iterator[EngineView]:
-    """Attached, with two leases and the request "r"; it has peers."""
-    made = new_view()
-    attach(made)
-    yield made
-    made.check()
+def place() -> HeardPlace:
+    """It has peers; its view has the request "r"."""
+    _, (place,) = made(HERE, remote=chunks())
+    place.has_peers = True
+    place.says()
+    return place
 
 
-def here(*keys: Key) -> Handles:
-    """Chunks on the engine's own node."""
-    return Handles(
-        Keys.of([*keys]), [SLOT + at for at, _ in enumerate(keys)], [GENERATION] * len(keys)
-    )
+@pytest.fixture
+def view(place: HeardPlace) -> EngineView:
+    return place.view
+
+
+@pytest.fixture
+def alone(place: HeardPlace) -> HeardPlace:
+    """It has chunk A, and no peers."""
+    place.has_peers = False
+    place.says(row(A))
+    return place
 
 
 def look(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> Lookup:
     return view.lookup(request, name, now)
 
 
-def learn(view: EngineView, *, is_there: bool = True, is_pending: bool = False) -> None:
-    """The request asks for A, and is told that the node "one" has it, stores it, or nobody."""
+def learn(view: EngineView, where: str = "one", *, is_pending: bool = False) -> None:
+    """The request asks for A, and is told where that is, or that it is being stored."""
     view.ask("r", [A])
-    question = take(view, may_want=False)
-    place = (
-        Replicas(
-            [Source("one")],
-            [80],
-            Numbers.of([0]),
-            Numbers.of([0]),
-            Numbers.of([97]),
-            Numbers.of([1097]),
-        )
-        if is_there
-        else Replicas()
-    )
-    apply(view, question, replicas=Replicas(pending=[0]) if is_pending else place)
+    told(view, asked(view), {A: where}, [A] if is_pending else None)
 
 
 def why(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> MissReason:
@@ -87,25 +68,23 @@ def why(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> Mi
     return miss.reason
 
 
-def finished(view: EngineView, refusal: Refusal | None) -> list[FetchOrder]:
+def finished(place: HeardPlace, refusal: Refusal | None) -> None:
     """The fetch of A ends so; None: without an answer."""
+    view = place.view
     learn(view)
     assert look(view, A) is Lookup.HIT_PENDING
-    orders = view.remote.take_orders()
-    result = None if refusal is None else FetchResult(NODE_EPOCH, [int(refusal)], [0], [0])
-    view.finish_fetch(orders, result)
-    return orders
+    result = None if refusal is None else place.result(failed={0: refusal})
+    view.finish_fetch(view.remote.take_orders(), [result], 0.0)
 
 
-def test_hit_leaves_no_miss_behind(view: EngineView) -> None:
-    apply(view, stored=here(A))
-    assert look(view, A) is Lookup.HIT
-    assert view.requests.take_miss("r") is None
+def test_hit_leaves_no_miss_behind(alone: HeardPlace) -> None:
+    assert look(alone.view, A) is Lookup.HIT
+    assert alone.view.requests.take_miss("r") is None
 
 
-def test_latest_miss_is_kept_until_it_is_taken(view: EngineView) -> None:
-    apply(view, stored=here(A), has_peers=False)
-    view.fail_load(FailedLoad("r", A, Generation(GENERATION), Epoch(NODE_EPOCH), is_gone=False))
+def test_latest_miss_is_kept_until_it_is_taken(alone: HeardPlace) -> None:
+    view = alone.view
+    view.bar("r", [A])
     assert [look(view, name) for name in (A, B)] == [Lookup.MISS] * 2
     miss = view.requests.take_miss("r")
     assert miss is not None
@@ -113,117 +92,167 @@ def test_latest_miss_is_kept_until_it_is_taken(view: EngineView) -> None:
     assert view.requests.take_miss("r") is None
 
 
-def test_opted_out(view: EngineView) -> None:
-    apply(view, stored=here(A))
-    view.start_request("other", RequestOptions(load=False))
-    assert why(view, A, request="other") is MissReason.OPTED_OUT
+def test_opted_out(alone: HeardPlace) -> None:
+    alone.view.start_request("other", RequestOptions(load=False))
+    assert why(alone.view, A, request="other") is MissReason.OPTED_OUT
 
 
-def test_paused(view: EngineView) -> None:
-    apply(view, stored=here(A), paused=True)
-    assert why(view, A) is MissReason.PAUSED
+def test_paused(alone: HeardPlace) -> None:
+    alone.says(is_paused=True)
+    assert why(alone.view, A) is MissReason.PAUSED
 
 
-def test_node_lost_while_the_workers_do_not_reach_it(view: EngineView) -> None:
-    apply(view, stored=here(A))
-    view.set_link(False)
-    assert why(view, A) is MissReason.NODE_LOST
-    view.set_link(True)
-    assert look(view, A) is Lookup.HIT
+def test_weights_changed(alone: HeardPlace) -> None:
+    alone.view.leave(0.0)
+    assert why(alone.view, A) is MissReason.WEIGHTS_CHANGED
+    alone.view.enter(Namespace("theirs"), 0.0)
+    assert why(alone.view, A) is MissReason.NOT_ATTACHED
 
 
-def test_node_lost_with_all_that_it_had(view: EngineView) -> None:
-    apply(view, stored=here(A), has_peers=False)
-    view.node_restarted(Epoch(NODE_EPOCH + 1))
-    assert why(view, A) is MissReason.NODE_LOST
-    assert why(view, B) is MissReason.NEVER_STORED
+def test_node_lost_while_the_workers_do_not_reach_it(alone: HeardPlace) -> None:
+    alone.view.set_line(0, None, 0.0)
+    assert why(alone.view, A) is MissReason.NODE_LOST
+    alone.view.set_line(0, alone.life, 0.0)
+    assert look(alone.view, A) is Lookup.HIT
+
+
+def test_node_lost_with_all_that_it_had(alone: HeardPlace) -> None:
+    alone.life += 1
+    alone.says()
+    alone.view.set_line(0, alone.life, 0.0)
+    assert why(alone.view, A) is MissReason.NODE_LOST
+    assert why(alone.view, B) is MissReason.NEVER_STORED
 
 
 def test_not_attached() -> None:
-    view = new_view()
+    view = EngineView(STORE_S)
+    view.start_request("r", RequestOptions())
     assert why(view, A) is MissReason.NOT_ATTACHED
-    assert view.prepare_store("r", [B]) is None
+    assert view.prepare_store("r", [B]) == []
     assert why(view, B) is MissReason.NOT_ATTACHED
 
 
 def test_never_stored(view: EngineView) -> None:
-    learn(view, is_there=False)
+    learn(view, "")
     assert why(view, A) is MissReason.NEVER_STORED
 
 
-def test_stores_off_for_what_a_request_did_not_store(view: EngineView) -> None:
-    apply(view, has_peers=False)
-    view.start_request("other", RequestOptions(store=False))
-    plan = view.prepare_store("other", [A])
-    assert plan is not None
-    assert not plan.keys
-    assert why(view, A) is MissReason.STORES_OFF
-    assert why(view, B) is MissReason.NEVER_STORED
-
-
-def test_store_failed(view: EngineView) -> None:
-    apply(view, has_peers=False)
-    plan = view.prepare_store("r", [A])
-    assert plan is not None
-    view.fail_store(A, plan.handles[0].generation)
-    view.complete_store([A])
-    assert why(view, A) is MissReason.STORE_FAILED
+def test_stores_off_for_what_a_request_did_not_store(alone: HeardPlace) -> None:
+    alone.view.start_request("other", RequestOptions(store=False))
+    assert alone.view.prepare_store("other", [B]) == []
+    assert why(alone.view, B) is MissReason.STORES_OFF
+    assert why(alone.view, C) is MissReason.NEVER_STORED
 
 
 @pytest.mark.parametrize(
-    ("is_dry", "reason"), [(True, MissReason.POOL_FULL), (False, MissReason.NO_LEASE)]
+    ("refusal", "expected"),
+    [
+        (Refusal.COPY_FAILED, MissReason.STORE_FAILED),
+        (Refusal.NO_ROOM, MissReason.POOL_FULL),
+    ],
 )
-def test_no_slot_for_what_was_computed_tells_a_full_pool_from_a_short_stock(
-    view: EngineView, is_dry: bool, reason: MissReason
+def test_store_failed_or_found_no_room(
+    alone: HeardPlace, refusal: Refusal, expected: MissReason
 ) -> None:
-    apply(view, take(view) if is_dry else None, has_peers=False)
-    plan = view.prepare_store("r", [A, B, C])
-    assert plan is not None
-    assert plan.keys == [A, B]
-    assert why(view, C) is reason
+    view = alone.view
+    assert view.prepare_store("r", [B]) == [B]
+    view.end_store(0, "r", [B], alone.result(failed={0: refusal}), 0.0)
+    view.complete_store([B])
+    assert why(view, B) is expected
 
 
-def test_pool_full_for_what_finds_no_slot_to_be_fetched_into() -> None:
-    view = new_view()
-    attach(view, leases=0)
-    learn(view)
-    assert look(view, A, now=0.0) is Lookup.RETRY
-    apply(view, take(view))
-    assert why(view, A, now=0.1) is MissReason.POOL_FULL
+def test_pool_full_for_what_was_not_offered_behind_it(alone: HeardPlace) -> None:
+    view = alone.view
+    assert view.prepare_store("r", [B]) == [B]
+    view.end_store(0, "r", [B], alone.result(failed={0: Refusal.NO_ROOM}), 0.0)
+    view.complete_store([B])
+    assert view.prepare_store("r", [C]) == []
+    assert why(view, C) is MissReason.POOL_FULL
 
 
-def test_no_lease_for_what_was_to_be_fetched_and_got_none_in_time() -> None:
-    view = new_view()
-    attach(view, leases=0)
-    learn(view)
-    assert look(view, A, now=0.0) is Lookup.RETRY
-    assert why(view, A, now=QUERY_S) is MissReason.NO_LEASE
-
-
-@pytest.mark.parametrize("how", ["removed", "left out of a snapshot", "refused as gone"])
-def test_evicted(view: EngineView, how: str) -> None:
-    apply(view, stored=here(A), has_peers=False)
-    if how == "removed":
-        apply(view, removed=here(A), has_peers=False)
-    elif how == "left out of a snapshot":
-        apply(view, reset=True, has_peers=False)
-    else:
+@pytest.mark.parametrize("by_a_result", [True, False])
+def test_evicted(alone: HeardPlace, by_a_result: bool) -> None:
+    view, gone = alone.view, row(A, Where.NOWHERE, Reason.EVICTED)
+    if by_a_result:
         view.start_request("other", RequestOptions())
-        failed = FailedLoad("other", A, Generation(GENERATION), Epoch(NODE_EPOCH), is_gone=True)
-        view.fail_load(failed)
+        refused = alone.result(gone, failed={0: Refusal.NOT_HERE})
+        view.end_load(0, "other", [A], refused, 0.0)
         assert why(view, A, request="other") is MissReason.LOAD_FAILED
+    else:
+        alone.says(gone)
     assert why(view, A) is MissReason.EVICTED
     assert why(view, B) is MissReason.NEVER_STORED
 
 
+def test_quota(alone: HeardPlace) -> None:
+    alone.says(row(A, Where.NOWHERE, Reason.QUOTA))
+    assert why(alone.view, A) is MissReason.QUOTA
+
+
+def test_evicted_if_a_listing_that_is_read_anew_does_not_have_it(alone: HeardPlace) -> None:
+    alone.says_anew()
+    assert why(alone.view, A) is MissReason.EVICTED
+
+
 @pytest.mark.parametrize("by_this_engine", [True, False])
-def test_cleared(view: EngineView, by_this_engine: bool) -> None:
-    apply(view, stored=here(A), has_peers=False)
+def test_cleared(alone: HeardPlace, by_this_engine: bool) -> None:
     if by_this_engine:
-        view.reset()
-    else:
-        apply(view, void=True, reset=True, has_peers=False)
-    assert why(view, A) is MissReason.CLEARED
+        clear(alone)
+    alone.says(row(A, Where.NOWHERE, Reason.FAILED if by_this_engine else Reason.CLEARED))
+    assert why(alone.view, A) is MissReason.CLEARED
+
+
+def test_cleared_though_nobody_says_why_the_chunk_is_gone(alone: HeardPlace) -> None:
+    """Of a large namespace the listing begins anew."""
+    clear(alone)
+    alone.says_anew()
+    assert why(alone.view, A) is MissReason.CLEARED
+
+
+def clear(place: HeardPlace) -> None:
+    """The engine empties its cache, and the place has shown that; its chunk is not gone yet."""
+    place.view.reset()
+    place.orders = Stamp(1, 6)
+    place.view.cleared(place.view.wanted_clear, place.orders, 0.0)
+    place.says()
+
+
+def test_clearing_until_the_place_has_shown_it(alone: HeardPlace) -> None:
+    alone.view.reset()
+    assert why(alone.view, A) is MissReason.CLEARING
+    alone.view.look(0.0)
+    assert why(alone.view, B) is MissReason.CLEARING
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"gone": [0], "reasons": bytes([Reason.EVICTED])}, MissReason.EVICTED),
+        ({"other": [0]}, MissReason.OTHER_NAMESPACE),
+        ({}, MissReason.NEVER_STORED),
+    ],
+)
+def test_engine_that_is_alone_learns_why_though_nobody_waits_for_it(
+    alone: HeardPlace, answer: dict[str, Any], expected: MissReason
+) -> None:
+    """What the engine has known is lost with its last life, or never was its own."""
+    view = alone.view
+    view.accounts.open("r", 100)
+    assert why(view, B) is MissReason.NEVER_STORED
+    assert view.requests.take_miss("r") is None
+    assert look(view, B) is Lookup.MISS
+    account = view.accounts.get("r")
+    assert account is not None
+    account.admit(0, 0, view.requests.take_miss("r"))
+    assert view.remote.has_news
+    question = asked(view)
+    assert question == [B], "once for each request"
+    columns = {name: Numbers.of(each) for name, each in answer.items() if name != "reasons"}
+    view.take_answer(view.question(1, question, []), AskAnswer(1, **{**answer, **columns}))
+    record = view.accounts.close("r")
+    assert record is not None
+    assert record.missed == {expected: 100}
+    assert why(view, B) is expected
 
 
 def test_pending_too_long_here(view: EngineView) -> None:
@@ -247,14 +276,13 @@ def test_breaker_open_while_the_scheduler_actor_is_left_alone(view: EngineView) 
     view.remote.is_cut_off = True
     assert look(view, A, now=0.0) is Lookup.RETRY
     assert why(view, A, now=QUERY_S) is MissReason.BREAKER_OPEN
-    apply(view, has_peers=False)
-    view.prepare_store("r", [A, B, C])
-    assert why(view, C) is MissReason.BREAKER_OPEN
 
 
 def test_fetch_slower() -> None:
-    view = new_view(Rates(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9))
-    attach(view)
+    rates = Rates(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9)
+    view, (place,) = made(HERE, remote=chunks(rates))
+    place.has_peers = True
+    place.says()
     learn(view)
     assert why(view, A) is MissReason.FETCH_SLOWER
 
@@ -265,17 +293,17 @@ def test_fetch_slower() -> None:
         (None, MissReason.FETCH_FAILED),
         (Refusal.CORRUPT, MissReason.FETCH_FAILED),
         (Refusal.TOO_LATE, MissReason.FETCH_FAILED),
-        (Refusal.STALE, MissReason.EVICTED),
+        (Refusal.NOT_HERE, MissReason.EVICTED),
         (Refusal.CLEARED, MissReason.CLEARED),
         (Refusal.NODE_LOST, MissReason.NODE_LOST),
-        (Refusal.BAD_HANDLE, MissReason.NODE_LOST),
+        (Refusal.NO_ROOM, MissReason.POOL_FULL),
     ],
 )
 def test_fetch_failed_or_what_its_source_said(
-    view: EngineView, refusal: Refusal | None, expected: MissReason
+    place: HeardPlace, refusal: Refusal | None, expected: MissReason
 ) -> None:
-    finished(view, refusal)
-    assert why(view, A) is expected
+    finished(place, refusal)
+    assert why(place.view, A) is expected
 
 
 def test_fetch_failed_when_it_takes_too_long(view: EngineView) -> None:
@@ -291,45 +319,38 @@ def test_fetch_failed_when_the_time_is_up_before_it_begins(view: EngineView) -> 
     assert why(view, A, now=FETCH_S) is MissReason.FETCH_FAILED
 
 
-def test_failed_fetch_is_no_reason_for_who_did_not_know_of_it(view: EngineView) -> None:
-    finished(view, Refusal.CORRUPT)
-    apply(view, has_peers=False)
-    view.start_request("other", RequestOptions())
-    assert why(view, A, request="other") is MissReason.NEVER_STORED
+def test_failed_fetch_is_no_reason_for_who_did_not_know_of_it(place: HeardPlace) -> None:
+    finished(place, Refusal.CORRUPT)
+    place.has_peers = False
+    place.says()
+    place.view.start_request("other", RequestOptions())
+    assert why(place.view, A, request="other") is MissReason.NEVER_STORED
 
 
-def test_load_failed(view: EngineView) -> None:
-    apply(view, stored=here(A), has_peers=False)
-    view.fail_load(FailedLoad("r", A, Generation(GENERATION), Epoch(NODE_EPOCH), is_gone=False))
+def test_load_failed_for_that_request_alone(alone: HeardPlace) -> None:
+    view = alone.view
+    view.end_load(0, "r", [A], alone.result(failed={0: Refusal.COPY_FAILED}), 0.0)
     assert why(view, A) is MissReason.LOAD_FAILED
     view.start_request("other", RequestOptions())
-    assert why(view, A, request="other") is MissReason.LOAD_FAILED
+    assert look(view, A, request="other") is Lookup.HIT
 
 
-def test_chunk_that_came_back_is_a_hit_whatever_is_remembered(view: EngineView) -> None:
-    apply(view, stored=here(A), has_peers=False)
-    apply(view, removed=here(A), has_peers=False)
-    apply(view, stored=Handles(Keys.of([A]), [SLOT], [GENERATION + 1]), has_peers=False)
-    assert look(view, A) is Lookup.HIT
+def test_chunk_that_came_back_is_a_hit_whatever_is_remembered(alone: HeardPlace) -> None:
+    alone.says(row(A, Where.NOWHERE, Reason.EVICTED))
+    alone.says(row(A))
+    assert look(alone.view, A) is Lookup.HIT
 
 
 def test_unknown_request_keeps_no_miss(view: EngineView) -> None:
-    assert look(view, A, request="stranger") is Lookup.MISS
+    assert look(view, A, request="stranger") is not Lookup.HIT
     assert view.requests.take_miss("stranger") is None
 
 
-def test_exchange_carries_records_and_counters_of_finished_requests(view: EngineView) -> None:
+def test_records_are_told_once_and_counted_for_ever(view: EngineView) -> None:
     view.accounts.open("r", 100)
     view.accounts.close("r")
-    assert take(view, may_want=False).finished[0].request_id == "r"
-    again = take(view, may_want=False)
-    assert again.finished == []
-    assert again.counters["prompt_tokens"] == 100
-    assert again.counters["missed_tokens_aborted"] == 100
-
-
-def test_heartbeat_that_takes_nothing_in_leaves_the_records(view: EngineView) -> None:
-    view.accounts.open("r", 100)
-    view.accounts.close("r")
-    assert view.take_request(Epoch(EPOCH), may_grow=False, may_want=False).finished == []
-    assert len(take(view, may_want=False).finished) == 1
+    assert view.accounts.has_records
+    assert [each.request_id for each in view.accounts.take_records()] == ["r"]
+    assert view.accounts.take_records() == []
+    counters = view.counter_values()
+    assert (counters["prompt_tokens"], counters["missed_tokens_aborted"]) == (100, 100)

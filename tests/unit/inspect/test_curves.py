@@ -14,10 +14,10 @@ pytest.importorskip("pandas")
 
 from raykv import inspect
 from raykv.base.errors import SettingError
-from raykv.directory.table.policies import POLICIES
 from raykv.inspect.curves import stack_distances
 from raykv.inspect.frames import frame
 from raykv.inspect.hits import replay
+from raykv.inspect.orders import POLICIES
 from raykv.inspect.traces import Trace
 
 # Requests
@@ -146,44 +146,38 @@ def test_impossible_sizes_and_policies_are_refused(
 
 
 def event(seq: int, kind: str, node: str = "", key: str = "", **more: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {"epoch": 1, "seq": seq, "event": kind, "node_id": node or None}
+    row: dict[str, Any] = {"life": 1, "seq": seq, "event": kind, "node_id": node or None}
     if key:
-        row |= {"namespace": "space", "key": key, "generation": seq}
+        row |= {"namespace": "space", "key": key, "node_life": 1, "number": seq}
     return {**row, **more}
 
 
 def test_occupancy_follows_every_kind_of_event() -> None:
     rows = [
-        event(1, "EpochBegan"),
+        event(1, "LifeBegan"),
         event(2, "NodeJoined", "n"),
         event(3, "BlockStored", "n", "a"),
         event(4, "BlockStored", "m", "a"),
         event(5, "BlockStored", "n", "b"),
         event(6, "BlockStored", "n", "a"),
         event(7, "BlockRemoved", "n", "b"),
-        event(8, "CacheCleared", namespace="space", generation=5),
-        event(9, "NodeLost", "n"),
+        event(8, "CacheCleared", namespace="space", history=1, floor=5),
+        event(9, "BlockRemoved", "m", "a"),
+        event(10, "BlockRemoved", "m", "b"),
+        event(11, "NodeLost", "n"),
     ]
     known = inspect.occupancy(frame("events", rows))
     found = [tuple(row) for row in known[["seq", "node_id", "chunks"]].itertuples(index=False)]
     assert found == [
         *[(2, "n", 0), (3, "n", 1), (4, "m", 1), (5, "n", 2), (6, "n", 2), (7, "n", 1)],
-        # The chunk that was stored after generation 5 stays.
-        *[(8, "m", 0), (9, "n", 0)],
+        # What is void goes when its node says so.
+        *[(9, "m", 0), (11, "n", 0)],
     ]
-
-
-def test_occupancy_ignores_the_removal_of_what_has_come_anew() -> None:
-    rows = [
-        event(5, "BlockStored", "n", "a", generation=9),
-        event(6, "BlockRemoved", "n", "a", generation=8),
-    ]
-    assert inspect.occupancy(frame("events", rows))["chunks"].tolist() == [1]
 
 
 def test_occupancy_begins_with_what_was_there() -> None:
-    start = {"node_id": "n", "namespace": "space", "key": "a", "generation": 3}
-    rows = [event(5, "BlockStored", "n", "b"), event(6, "EpochBegan")]
+    start = {"node_id": "n", "namespace": "space", "key": "a"}
+    rows = [event(5, "BlockStored", "n", "b"), event(6, "LifeBegan")]
     known = inspect.occupancy(frame("events", rows), frame("chunks", [start]))
     assert known["chunks"].tolist() == [2, 0]
 
@@ -202,6 +196,19 @@ def test_ages_are_of_chunks_that_were_seen_to_come_and_go() -> None:
     assert known["age_s"].tolist() == [2.0, 8.0]
     assert known["age_events"].tolist() == [1, 3]
     assert known["share"].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(("cleared", "left"), [("space", []), ("", []), ("other", ["a"])])
+def test_chunks_that_were_cleared_have_no_age(cleared: str, left: list[str]) -> None:
+    rows = [
+        event(1, "BlockStored", "n", "a", time_s=1.0),
+        event(2, "CacheCleared", namespace=cleared, history=1, floor=5, time_s=2.0),
+        event(3, "BlockStored", "n", "b", time_s=3.0),
+        event(4, "BlockRemoved", "n", "a", time_s=4.0),
+        event(5, "BlockRemoved", "n", "b", time_s=5.0),
+    ]
+    known = inspect.ages_at_eviction(frame("events", rows))
+    assert known["key"].tolist() == ["b", *left]
 
 
 def test_ages_without_times_are_in_events() -> None:

@@ -29,7 +29,7 @@ from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.inspect.traces import Trace
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
-from raykv.protocol.reader import Explanation, RequestPage
+from raykv.protocol.reader import EndedRequests, Explanation
 from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 from raykv.stream.replay import Replay
 from tests.fixtures.waiting import wait_until
@@ -41,7 +41,7 @@ PAGE = 3
 
 def block(seq: int, kind: type[BlockStored | BlockRemoved] = BlockStored) -> Event:
     return kind(
-        epoch=1, seq=seq, node_id="node", namespace="space", key=KEY, slot=8, generation=seq
+        life=1, seq=seq, node_id="node", node_life=5, number=seq, namespace="space", key=KEY
     )
 
 
@@ -56,9 +56,8 @@ class PlayedCluster:
     """What `Cluster` answers, of a directory that changes when the test says so."""
 
     def __init__(self) -> None:
-        self.log: list[Event] = [NodeJoined(epoch=1, seq=1, node_id="node", node_epoch=1)]
+        self.log: list[Event] = [NodeJoined(life=1, seq=1, node_id="node", node_life=5, number=0)]
         self.told: list[Explanation] = []
-        self.epoch = 1
         self.is_silent = False
         self.num_looks = 0
 
@@ -68,14 +67,12 @@ class PlayedCluster:
             raise ClusterError("the scheduler actor does not answer")
         node = NodeStatus(
             node_id="node",
-            epoch=1,
+            life=5,
             hostname="host",
             pid=7,
             pool_bytes=1 << 20,
             prefaulted_bytes=1 << 20,
             used_bytes=4096,
-            free_slots=3,
-            leased_slots=1,
             chunks=1,
             bytes_stored=100 * self.num_looks,
             bytes_loaded=0,
@@ -83,7 +80,7 @@ class PlayedCluster:
             num_workers=1,
             age_s=0.5,
         )
-        engine = EngineStatus("engine", "node", "space", "tiny", 1, 1, 0.1)
+        engine = EngineStatus("engine", "node", "space", "tiny", 1, 0.1)
         return ClusterStatus("here", 1, "0", paused=False, nodes=[node], engines=[engine])
 
     def snapshot(self) -> Replay:
@@ -97,9 +94,10 @@ class PlayedCluster:
         after = since if isinstance(since, int) else since[1]
         yield from [event for event in self.log if event.seq > after]
 
-    def requests(self, after: int = 0) -> RequestPage:
-        found = self.told[after : after + PAGE]
-        return RequestPage(self.epoch, after + 1, len(self.told), found)
+    def requests(self, after: str = "") -> EndedRequests:
+        first = int(after or 0)
+        found = self.told[first : first + PAGE]
+        return EndedRequests(found, str(first + len(found)), str(len(self.told)))
 
 
 class Listed(msgspec.Struct):
@@ -111,8 +109,6 @@ class Listed(msgspec.Struct):
     num_bytes: int
     age_s: float
     hits: int
-    slot: int
-    generation: int
 
 
 @dataclass
@@ -127,7 +123,7 @@ class ListingCluster(PlayedCluster):
 
     def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Listed]:
         assert (namespace, node, tier) == ("sp", None, "ram")
-        yield Listed(KEY, "node", "space", 4096, 1.5, 7, 8, 9)
+        yield Listed(KEY, "node", "space", 4096, 1.5, 7)
 
     def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:
         assert namespace == "space"
@@ -166,7 +162,7 @@ def test_frames_of_a_cluster(played: PlayedCluster, cluster: Cluster) -> None:
     played.log.append(block(2))
     chunks = inspect.chunks(cluster)
     assert chunks["key"].tolist() == [KEY.hex()]
-    assert (chunks["group"].tolist(), chunks["slot"].tolist()) == ([1], [8])
+    assert chunks["group"].tolist() == [1]
     assert chunks["hits"].isna().all()
     assert inspect.nodes(cluster)["pool_bytes"].tolist() == [1 << 20]
     (space,) = inspect.namespaces(cluster).itertuples(index=False)
@@ -176,6 +172,7 @@ def test_frames_of_a_cluster(played: PlayedCluster, cluster: Cluster) -> None:
     events = inspect.events(cluster)
     assert events["event"].tolist() == ["NodeJoined", "BlockStored"]
     assert events["key"].isna().tolist() == [True, False]
+    assert (events["node_life"].tolist(), events["number"].tolist()) == ([5, 5], [0, 2])
 
 
 def test_chunks_of_a_namespace_or_node_only(played: PlayedCluster, cluster: Cluster) -> None:
@@ -190,7 +187,7 @@ def test_cluster_that_lists_its_chunks_gives_sizes_ages_and_hits() -> None:
     (row,) = inspect.chunks(listing, namespace="sp").itertuples(index=False)
     assert (row.key, row.bytes, row.age_s, row.hits) == (KEY.hex(), 4096, 1.5, 7)
     (place,) = chunk_places(listing, "sp", None)
-    assert (place.key, place.node_epoch, place.slot, place.generation) == (KEY, 1, 8, 9)
+    assert (place.namespace, place.key, place.node_id) == ("space", KEY, "node")
 
 
 def test_tokens_are_known_of_all_chunks_or_of_none(cluster: Cluster) -> None:
@@ -242,7 +239,7 @@ def test_recorder_stamps_what_happens_after_its_start(
         wait_until(lambda: len(recorder.requests()) >= 2 * PAGE - 1, 10.0, "requests come")
     assert recorder.events()["seq"].tolist() == [3, 4]
     assert recorder.events()["time_s"].is_monotonic_increasing
-    assert recorder.chunks_at_start()["generation"].tolist() == [2]
+    assert recorder.chunks_at_start()["key"].tolist() == [KEY.hex()]
     expected = [f"cmpl-{number}" for number in range(1, 2 * PAGE)]
     assert recorder.requests()["request_id"].tolist() == expected
     rates = inspect.transfer_rates(recorder.transfers())
@@ -252,7 +249,7 @@ def test_recorder_stamps_what_happens_after_its_start(
     assert played.num_looks == looks
 
 
-def test_recorder_outlives_silence_and_another_life_of_the_scheduler_actor(
+def test_recorder_outlives_silence_and_missed_events(
     played: PlayedCluster, cluster: Cluster
 ) -> None:
     played.told = [told(0), told(1)]
@@ -260,9 +257,9 @@ def test_recorder_outlives_silence_and_another_life_of_the_scheduler_actor(
         played.is_silent = True
         wait_until(lambda: bool(recorder.errors), 10.0, "it notices")
         played.is_silent = False
-        played.told, played.epoch = [told(7)], 2
-        played.log.append(EventsMissed(epoch=1, seq=9, missed=5))
-        wait_until(lambda: len(recorder.requests()) == 1, 10.0, "the new life's request comes")
+        played.told.append(told(7))
+        played.log.append(EventsMissed(life=1, seq=9, missed=5))
+        wait_until(lambda: len(recorder.requests()) == 1, 10.0, "the next request comes")
     assert recorder.requests()["request_id"].tolist() == ["cmpl-7"]
     assert "does not answer" in recorder.errors[0]
     assert recorder.events()["missed"].tolist()[0] == 5

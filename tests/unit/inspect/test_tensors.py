@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import xxhash
-
-from raykv.protocol.columns import Source
+from ray.exceptions import GetTimeoutError
 
 pytest.importorskip("torch")
 
@@ -17,15 +16,17 @@ import torch
 
 from raykv import inspect
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Blocks, Generation, Key, Namespace, NodeId, Refusal, Slot
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, NodeId, Refusal
 from raykv.client import chunks as inspection
 from raykv.client.chunks import ChunkPlace
 from raykv.client.cluster import Cluster
 from raykv.inspect import tensors
-from raykv.node.peers import Bytes, PeerError
+from raykv.node.peers import Bytes
+from raykv.protocol.columns import Numbers
 from raykv.protocol.events import BlockStored, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.peer import ReadReply, ReadRequest
+from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.status import ClusterStatus, NamespaceStatus, NodeStatus
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
@@ -54,20 +55,22 @@ class PlayedPools:
         self.directory = Replay()
         self.form = FORM
         self.kv_groups = ""
-        self.reads: list[ReadRequest] = []
+        # What each chunk has for its content.
+        self.numbers: dict[tuple[str, bytes], int] = {}
         for node in ("near", "far"):
-            self.directory.apply(NodeJoined(epoch=1, seq=1, node_id=node, node_epoch=5))
+            self.directory.apply(NodeJoined(life=1, seq=1, node_id=node, node_life=5, number=0))
 
-    def hold(self, node: str, name: bytes, slot: int, namespace: str = "space") -> None:
+    def hold(self, node: str, name: bytes, number: int, namespace: str = "space") -> None:
+        self.numbers[node, name] = number
         self.directory.apply(
             BlockStored(
-                epoch=1,
+                life=1,
                 seq=2,
                 node_id=node,
+                node_life=5,
+                number=number,
                 namespace=namespace,
                 key=name,
-                slot=slot,
-                generation=slot + 1,
             )
         )
 
@@ -78,11 +81,9 @@ class PlayedPools:
         nodes = [
             NodeStatus(
                 node_id=node,
-                epoch=5,
+                life=5,
                 hostname="",
                 pid=0,
-                free_slots=0,
-                leased_slots=0,
                 chunks=0,
                 age_s=0.0,
             )
@@ -104,16 +105,19 @@ class PlayedPools:
         assert namespace == "space"
         return self.form if "near" in node_ids else KVForm()
 
-    def read_chunks(self, places: Sequence[ChunkPlace], slot_bytes: int) -> Any:
-        assert slot_bytes == SLOT_BYTES
-        assert all(place.node_epoch == 5 for place in places)
-        return [content(place.slot, str(place.node_id)) for place in places]
+    def read_chunks(
+        self, places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int
+    ) -> list[Bytes]:
+        assert (slot_bytes, num_blocks) == (SLOT_BYTES, self.form.blocks_per_chunk)
+        return [
+            content(self.numbers[place.node_id, place.key], str(place.node_id)) for place in places
+        ]
 
 
-def content(slot: int, node: str) -> Bytes:
-    """A slot whose elements are numbers that say which they are."""
+def content(number: int, node: str) -> Bytes:
+    """A chunk whose elements are numbers that say which they are."""
     numbers = np.zeros(SLOT_BYTES // 4, np.float32)
-    numbers[:48] = np.arange(48) + 100 * slot + (0.5 if node == "far" else 0)
+    numbers[:48] = np.arange(48) + 100 * number + (0.5 if node == "far" else 0)
     return numbers.view(np.uint8)
 
 
@@ -171,13 +175,13 @@ def test_key_may_be_bytes_digits_or_their_beginning(pools: PlayedPools) -> None:
 def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: PlayedPools) -> None:
     for node in ("far", "near"):
         pools.hold(node, key("a"), 1)
-    pools.hold("near", key("b"), 2)
+    pools.hold("far", key("b"), 2)
     assert inspect.kv(cluster_of(pools), key("a"), node="ne").nodes == ("near",)
     assert inspect.kv(cluster_of(pools), key("a"), node="fa").nodes == ("far",)
     # The second one is not on the first one's node.
     found = inspect.kv(cluster_of(pools), [key("a"), key("b")])
-    assert found.nodes == ("far", "near")
-    assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100.5, 200]
+    assert found.nodes == ("near", "far")
+    assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100, 200.5]
 
 
 # What is refused
@@ -248,8 +252,7 @@ def test_bytes_per_chunk_are_of_all_groups_where_none_needs_whole_prefixes(
 # What the source may answer
 
 PLACES = [
-    ChunkPlace(Namespace("space"), Key(key(name)), NodeId("near"), 5, Slot(slot), Generation(9))
-    for slot, name in enumerate(("a", "b", "c"))
+    ChunkPlace(Namespace("space"), Key(key(name)), NodeId("near")) for name in ("a", "b", "c")
 ]
 
 
@@ -257,40 +260,54 @@ class PlayedSource:
     """Answers reads as a NodeActor does, unless the test has it answer otherwise."""
 
     def __init__(self) -> None:
-        self.asked: list[ReadRequest] = []
+        self.asked: list[ReadNamed] = []
         self.refusals: dict[bytes, Refusal] = {}
         self.flips = False
         self.cuts = False
         self.is_gone = False
-        self.partial: dict[int, Blocks] = {}
+        self.partial: dict[bytes, Blocks] = {}
+        self.read = self
 
-    def start_read(self, source: Source, request: ReadRequest) -> PlayedSource:
-        assert source == Source("near")
-        self.asked.append(decode(encode(request), ReadRequest))
-        return self
+    def remote(self, raw: bytes) -> Callable[[], tuple[bytes, Bytes]]:
+        """A call of `read`."""
+        request = decode(raw, ReadNamed)
+        self.asked.append(request)
+        return lambda: self.answer(request)
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
-        assert timeout_s > 0
+    def answer(self, request: ReadNamed) -> tuple[bytes, Bytes]:
         if self.is_gone:
-            raise PeerError("node near: GetTimeoutError")
-        request = self.asked[-1]
-        refusals = [int(self.refusals.get(key, 0)) for key in request.handles.keys]
-        rows = [
-            content(slot, "near")
-            for slot, refusal in zip(request.handles.slots, refusals, strict=True)
+            raise GetTimeoutError("too late")
+        refusals = [self.refusals.get(name, Refusal.NONE) for name in request.keys]
+        known = [place.key for place in PLACES]
+        sent = [
+            content(known.index(Key(name)), "near")
+            for name, refusal in zip(request.keys, refusals, strict=True)
             if not refusal
         ]
-        sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows]
-        data = np.concatenate([*rows, np.zeros(0, np.uint8)])
+        rows = ListedRows.of(
+            ListedRow(
+                Namespace("space"),
+                Key(name),
+                Where.RAM,
+                self.partial.get(name, ALL_BLOCKS),
+                Reason.STORED,
+            )
+            for name in request.keys
+        )
+        sums = [xxhash.xxh3_64_intdigest(row.data) for row in sent]
+        ones = Numbers.of([1] * len(sent))
+        reply = ReadNamedReply(5, 1, bytes(refusals), rows, sums, ones, ones)
+        data = np.concatenate([*sent, np.zeros(0, np.uint8)])
         if self.flips:
             data[17] ^= 1
-        return ReadReply(5, refusals, sums, self.partial), data[:-1] if self.cuts else data
+        return encode(reply), data[:-1] if self.cuts else data
 
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> PlayedSource:
     played = PlayedSource()
-    monkeypatch.setattr(inspection, "ObjectRefTransport", lambda: played)
+    monkeypatch.setattr("raykv.client.chunks.ask.ask_ray", lambda _find, _node: played)
+    monkeypatch.setattr("raykv.client.chunks.ray.get", lambda call, timeout: call())
     return played
 
 
@@ -300,10 +317,9 @@ def test_reads_are_cut_into_pieces_and_come_in_order(
     monkeypatch.setattr(inspection, "MAX_READ_BYTES", 2 * SLOT_BYTES)
     found = list(inspection.read_chunks(PLACES, SLOT_BYTES))
     assert [each.view(np.float32)[0] for each in found] == [0, 100, 200]
-    assert [len(request.handles) for request in source.asked] == [2, 1]
+    assert [len(request.keys) for request in source.asked] == [2, 1]
     first = source.asked[0]
-    assert (first.version, first.namespace, first.node_epoch) == (PROTOCOL_VERSION, "space", 5)
-    assert first.handles.generations == [9, 9]
+    assert (first.version, first.namespace) == (PROTOCOL_VERSION, "space")
     assert first.with_checksums
 
 
@@ -318,12 +334,18 @@ def test_chunk_larger_than_a_piece_is_read_alone(
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ({"refusals": {key("b"): Refusal.STALE}}, "stale; it may have been evicted meanwhile"),
+        (
+            {"refusals": {key("b"): Refusal.NOT_HERE}},
+            "not_here; it may have been evicted meanwhile",
+        ),
         ({"refusals": {key("a"): Refusal.CORRUPT}}, "corrupt"),
         ({"flips": True}, "was damaged on its way"),
-        ({"cuts": True}, "no chunks could be read: .* 12287 bytes of chunks that have 12288"),
-        ({"partial": {1: Blocks(2, 3)}}, "was stored in part: only 3 of its blocks, from number 2"),
-        ({"is_gone": True}, "no chunks could be read: node near: GetTimeoutError"),
+        ({"cuts": True}, "12287 bytes of chunks that have 12288"),
+        (
+            {"partial": {key("b"): Blocks(2, 3)}},
+            "was stored in part: only 3 of its blocks, from number 2",
+        ),
+        ({"is_gone": True}, "the NodeActor does not answer: GetTimeoutError"),
     ],
 )
 def test_wrong_answers_are_no_chunks(

@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import HandleError
 from raykv.base.geometry import MAX_SLAB_BYTES
-from raykv.base.ids import SLOT_ALIGNMENT, Direction
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
 from raykv.memory.handles import check_layout
-from raykv.protocol.columns import Handles, Keys
 from raykv.protocol.framing import decode, encode
+from raykv.protocol.named.copies import NamedJob
 from raykv.protocol.worker import (
     NOT_CANONICAL,
     CanonicalPages,
-    CopyJob,
     KVLayout,
     PageMap,
     TensorLayout,
 )
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import named_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 replace = msgspec.structs.replace
@@ -45,13 +46,14 @@ LAYOUT = KVLayout(
 )
 
 
-def job(direction: Direction, slot: int, blocks: list[int], first: int = 0) -> CopyJob:
-    handles = Handles(Keys.of([b"k"]), [slot], [1])
-    return CopyJob(1, int(direction), 1, handles, [0], [len(blocks)], [first], blocks)
+def job(
+    direction: Direction, slot: int, blocks: list[int], first: int = 0
+) -> tuple[NamedJob, Slot]:
+    return named_job(direction, [named_key("k")], [blocks], first=[first]), Slot(slot)
 
 
-def runs_of(planner: Planner, of: CopyJob) -> CopyRuns:
-    return planner.plan(of).runs([0], MAX_SLAB_BYTES)
+def runs_of(planner: Planner, of: tuple[NamedJob, Slot]) -> CopyRuns:
+    return planner.plan(of[0]).runs([0], [of[1]], MAX_SLAB_BYTES)
 
 
 def test_rows_are_the_fragments_of_each_block_of_each_layer() -> None:
@@ -117,11 +119,11 @@ def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers:
 
 @pytest.mark.parametrize("some", [[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]])
 def test_rows_of_some_chunks_of_several_lengths_are_those_of_each(some: list[int]) -> None:
-    handles = Handles(Keys.of([b"k"] * 3), [5, 9, 2], [1] * 3)
-    wanted = CopyJob(1, int(LOAD), 1, handles, [0] * 3, [2, 1, 2], [0, 1, 0], [7, 2, 3, 5, 1])
-    plan = Planner(LAYOUT, 1).plan(wanted)
-    alone = [plan.runs([chunk], MAX_SLAB_BYTES) for chunk in some]
-    together = plan.runs(some, MAX_SLAB_BYTES)
+    slots = [Slot(5), Slot(9), Slot(2)]
+    keys = [named_key("k")] * 3
+    plan = Planner(LAYOUT, 1).plan(named_job(LOAD, keys, [[7, 2], [3], [5, 1]], first=[0, 1, 0]))
+    alone = [plan.runs([chunk], [slots[chunk]], MAX_SLAB_BYTES) for chunk in some]
+    together = plan.runs(some, [slots[chunk] for chunk in some], MAX_SLAB_BYTES)
     for name in ("kv", "pool", "size"):
         expected = np.concatenate([getattr(each, name) for each in alone])
         assert np.array_equal(getattr(together, name), expected), name

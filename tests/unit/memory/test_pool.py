@@ -14,10 +14,8 @@ import pytest
 
 import raykv.memory.pool
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, ChunkName, Refusal, Slot
-from raykv.memory.pool import Pool
-from raykv.node.keeper import PoolKeeper
-from tests.fixtures.keys import chunk
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Slot, Stamp
+from raykv.memory.pool import JOURNAL_VERSION, Pool, PoolEntry
 
 PAGE = SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)
@@ -33,21 +31,28 @@ def journal(path: Path) -> Path:
     return path.with_name("pool.journal")
 
 
-def life(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[Pool, set[ChunkName]]:
+def chunk(
+    number: int, slot: int = 0, key: bytes = b"k", namespace: str = "model", pages: int = 1
+) -> PoolEntry:
+    """Stored under orders of that number."""
+    return PoolEntry(slot, pages * PAGE, namespace, key, CHECKSUM, Stamp(3, number), Blocks(1, 2))
+
+
+def life(path: Path, geometry: PoolGeometry = GEOMETRY) -> tuple[Pool, set[PoolEntry]]:
     """A pool in its next life, and what it found."""
     pool = Pool(geometry, str(path))
     return pool, set(pool.recover())
 
 
-def found(path: Path, geometry: PoolGeometry = GEOMETRY) -> set[ChunkName]:
+def found(path: Path, geometry: PoolGeometry = GEOMETRY) -> set[PoolEntry]:
     return life(path, geometry)[1]
 
 
-def store(pool: Pool, name: ChunkName, text: bytes = b"") -> None:
+def store(pool: Pool, entry: PoolEntry, text: bytes = b"") -> None:
     """As the node's service does it: strike off, write, enter."""
-    pool.forget(name.slot, name.slot_bytes)
-    ctypes.memmove(pool.address + name.slot * PAGE, text, len(text))
-    pool.remember(name, CHECKSUM)
+    pool.forget(Slot(entry.slot), entry.slot_bytes)
+    ctypes.memmove(pool.address + entry.slot * PAGE, text, len(text))
+    pool.remember(entry)
 
 
 def test_pool_is_empty_in_its_first_life(path: Path) -> None:
@@ -96,26 +101,21 @@ def test_slot_holds_the_last_chunk_that_was_stored_there(path: Path) -> None:
     assert found(path) == {chunk(7, key=b"7")}
 
 
-def test_chunks_of_a_cleared_namespace_are_not_found(path: Path) -> None:
+def test_chunks_are_found_in_the_order_in_which_they_came(path: Path) -> None:
     pool, _ = life(path)
-    kept = {chunk(6, slot=1), chunk(2, slot=2, namespace="other")}
-    for name in (chunk(5), *kept):
-        store(pool, name)
-    pool.clear({"model": 5})
-    assert found(path) == kept
+    for slot in (0, 1, 2, 0):
+        store(pool, chunk(5, slot))
+    assert [each.slot for each in Pool(GEOMETRY, str(path)).recover()] == [1, 2, 0]
 
 
-def test_clearing_is_remembered_over_lives_and_for_namespaces_without_chunks(path: Path) -> None:
+def test_clearing_is_remembered_over_lives_by_history(path: Path) -> None:
     pool, _ = life(path)
-    store(pool, chunk(5))
-    pool.clear({"": 4, "gone": 9})
-    again, names = life(path)
-    assert names == {chunk(5)}
-    assert again.cleared == {"": 4, "gone": 9}
-    again.clear({"": 9})
-    last, names = life(path)
-    assert names == set()
-    assert last.cleared == {"": 9}
+    pool.keep_floors({9: {"": 4, "gone": 9}, 3: {"gone": 1}})
+    again, _ = life(path)
+    assert list(again.floors.items()) == [(9, {"": 4, "gone": 9}), (3, {"gone": 1})]
+    again.keep_floors({3: {"gone": 1}, 9: {"": 9}})
+    last, _ = life(path)
+    assert list(last.floors.items()) == [(3, {"gone": 1}), (9, {"": 9})]
 
 
 def test_clearing_is_remembered_when_the_host_has_booted(
@@ -123,13 +123,28 @@ def test_clearing_is_remembered_when_the_host_has_booted(
 ) -> None:
     pool, _ = life(path)
     store(pool, chunk(5))
-    pool.clear({"": 4})
+    pool.keep_floors({3: {"": 4}})
     other = tmp_path / "boot_id"
     other.write_text("another boot")
     monkeypatch.setattr(raykv.memory.pool, "_BOOT_ID", other)
     again, names = life(path)
     assert names == set()
-    assert again.cleared == {"": 4}
+    assert again.floors == {3: {"": 4}}
+
+
+def test_journal_of_another_version_is_given_up_and_said_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(raykv.memory.pool, "JOURNAL_VERSION", JOURNAL_VERSION - 1)
+        pool, _ = life(path)
+        store(pool, chunk(5))
+    again, names = life(path)
+    assert names == set()
+    assert f"it is of version {JOURNAL_VERSION - 1}" in caplog.text
+    assert again.num_set_aside == 0
+    store(again, chunk(6))
+    assert found(path) == {chunk(6)}
 
 
 def test_slab_is_struck_off_as_a_whole_when_it_takes_another_slot_size(path: Path) -> None:
@@ -214,7 +229,7 @@ def worn(path: Path) -> bytes:
     return journal(path).read_bytes()
 
 
-def found_in_copy(path: Path, raw: bytes) -> set[ChunkName]:
+def found_in_copy(path: Path, raw: bytes) -> set[PoolEntry]:
     """What a life finds that begins with the journal `raw`."""
     other = path.with_name("copy")
     other.with_name("copy.journal").write_bytes(raw)
@@ -294,10 +309,10 @@ def test_journal_stays_short_however_often_slots_are_overwritten(path: Path) -> 
 
 def test_pool_in_memory_finds_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     pool = Pool(GEOMETRY, "")
-    assert pool.recover() == {}
+    assert pool.recover() == []
     store(pool, chunk(5))
     pool.forget(Slot(0), 2 * PAGE)
-    pool.clear({"model": 9})
+    pool.keep_floors({3: {"model": 9}})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -331,15 +346,6 @@ def test_prefault_waits_while_memory_is_short_and_goes_on_afterwards(
     assert not pool.is_short
     assert pool.prefaulted_bytes == size
     assert caplog.text.count("memory is short") == 1
-
-
-def test_nothing_is_stored_into_untouched_pages_while_memory_is_short() -> None:
-    keeper = PoolKeeper(GEOMETRY, "")
-    name = chunk(5)
-    keeper.pool.is_short = True
-    assert keeper.begin_store(name, 0, 1, 1.0, 1.0) is Refusal.COPY_FAILED
-    keeper.pool.prefault()
-    assert keeper.begin_store(name, 0, 1, 1.0, 1.0) is Refusal.NONE
 
 
 def test_prefault_stops_when_the_pool_is_stopped() -> None:

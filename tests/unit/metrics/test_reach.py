@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from raykv.base.ids import Epoch
 from raykv.metrics.reach import MAX_AT_ONCE, MAX_REGISTERS, MAX_WAITING, Reach, WantedKeys
 
 
@@ -14,10 +13,10 @@ def key(number: int) -> bytes:
     return random.Random(number).randbytes(32) + bytes(4)
 
 
-def told(engine: WantedKeys, reach: Reach, epoch: int = 1) -> None:
+def told(engine: WantedKeys, reach: Reach, life: int = 1) -> None:
     """Messages until nothing is new."""
     before = engine.num_wanted
-    while (sketch := engine.take(Epoch(epoch))).ranks or engine.num_wanted != before:
+    while (sketch := engine.take(life)).ranks or engine.num_wanted != before:
         assert len(sketch.ranks) <= MAX_REGISTERS
         reach.add(engine.num_wanted - before, sketch)
         before = engine.num_wanted
@@ -47,13 +46,13 @@ def test_hit_ratio_is_near_the_exact_one(share_of_old: float) -> None:
     assert 0 <= reach.hit_ratio <= 1
 
 
-def test_engine_begins_anew_for_another_life_of_the_scheduler_actor() -> None:
+def test_engine_begins_anew_for_another_life_of_the_node() -> None:
     engine, first, second = WantedKeys(), Reach(), Reach()
     keys = [key(number) for number in range(500)]
     engine.note(keys)
-    told(engine, first, epoch=1)
+    told(engine, first, life=1)
     engine.note(keys)
-    told(engine, second, epoch=2)
+    told(engine, second, life=2)
     assert first.hit_ratio == pytest.approx(0, abs=0.03)
     assert second.num_distinct == pytest.approx(500, rel=0.03)
     assert second.hit_ratio == pytest.approx(0, abs=0.03)
@@ -61,7 +60,7 @@ def test_engine_begins_anew_for_another_life_of_the_scheduler_actor() -> None:
 
 def test_nothing_wanted_has_no_ratio_and_no_news() -> None:
     assert Reach().hit_ratio == 0
-    assert WantedKeys().take(Epoch(1)).ranks == b""
+    assert WantedKeys().take(1).ranks == b""
 
 
 def test_requests_that_nobody_takes_are_bounded() -> None:
@@ -69,7 +68,7 @@ def test_requests_that_nobody_takes_are_bounded() -> None:
     for number in range(MAX_WAITING + 10):
         engine.note([key(number % 5)])
     for _ in range(9):
-        engine.take(Epoch(1))
+        engine.take(1)
     assert engine.num_wanted == MAX_WAITING
 
 
@@ -77,17 +76,17 @@ def test_many_keys_are_counted_in_several_messages() -> None:
     engine = WantedKeys()
     for _ in range(4):
         engine.note([key(1)] * (MAX_AT_ONCE // 2))
-    engine.take(Epoch(1))
+    engine.take(1)
     assert engine.num_wanted == MAX_AT_ONCE
-    engine.take(Epoch(1))
+    engine.take(1)
     assert engine.num_wanted == 2 * MAX_AT_ONCE
 
 
 def test_message_that_was_lost_is_made_up_for_when_all_is_told_again() -> None:
     engine, reach = WantedKeys(), Reach()
     engine.note([key(number) for number in range(300)])
-    engine.take(Epoch(1))
-    reach.add(engine.num_wanted, engine.take(Epoch(1)))
+    engine.take(1)
+    reach.add(engine.num_wanted, engine.take(1))
     assert reach.num_distinct == 0
     engine.tell_all_again()
     told(engine, reach)

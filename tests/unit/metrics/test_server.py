@@ -17,19 +17,29 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.base.deadlines import METRICS_CLIENT_S
-from raykv.base.ids import Direction, Namespace, Refusal
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import SLOT_ALIGNMENT, Direction, NodeId, Refusal, Stamp
 from raykv.base.settings import MetricsPlace
 from raykv.metrics import server as exposition
 from raykv.metrics.server import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
 from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
-from raykv.node.meter import NodeMeter, PoolContents
-from raykv.node.slots import SlotState
-from raykv.protocol.measures import HistogramData, MetricFamily
+from raykv.node.accounts.meter import NodeMeter
+from raykv.node.pool.owner import NodePool
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.named.place import EngineHello, Tell
 from raykv.protocol.node import NodeStats
+from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.metric_lint import complaints
+from tests.fixtures.scrapes import by_label
 from tests.fixtures.waiting import wait_until
 
 HERE = "127.0.0.1"
+PAGE = SLOT_ALIGNMENT
+NAMESPACES = ("a" * 40, "b")
+ORDERED = Stamp(1, 1)
 
 
 def nodes() -> list[MetricFamily]:
@@ -180,42 +190,76 @@ def test_only_reading_is_allowed() -> None:
 # What a NodeActor shows
 
 
-def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
-    contents = PoolContents(
-        {
-            (SlotState.READY, Namespace("a" * 40)): 50,
-            (SlotState.READY, Namespace("b")): 20,
-            (SlotState.WRITING, Namespace("b")): 10,
-        },
-        num_unreported=2,
+def pool() -> NodePool:
+    """With engines of two namespaces."""
+    made = NodePool(NodeId("node"), 1, PoolGeometry(32 * PAGE, 16 * PAGE))
+    made.take_orders(OrdersDocument(ORDERED), 0.0)
+    for life, namespace in enumerate(NAMESPACES, start=1):
+        hello = EngineHello(PROTOCOL_VERSION, "e", life, namespace, slot_bytes={0: PAGE})
+        assert not made.hello(hello, 0.0).error
+        made.begin_line(life, 0, 1)
+    return made
+
+
+def store(made: NodePool, life: int, count: int, *, ends: bool = True) -> None:
+    """An engine stores so many chunks, or is about to."""
+    keys = Keys.of(bytes([count, number, *bytes(6)]) for number in range(count))
+    ones, zeros = Numbers.of([1] * count), Numbers.of([0] * count)
+    job = NamedJob(
+        count, Direction.STORE, NAMESPACES[life - 1], keys, ones, zeros, ones, orders=ORDERED
     )
-    text = text_of(NodeMeter().families(NodeStats(pool_bytes=100), contents))
+    (admitted,) = made.admit(life, 0, 1, [job], 0.0)
+    if ends:
+        made.end_chunks(admitted, range(count), ok=True)
+
+
+def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
+    made = pool()
+    store(made, 1, 5)
+    store(made, 2, 2)
+    store(made, 2, 1, ends=False)
+    text = text_of(NodeMeter().families(NodeStats(pool_bytes=32 * PAGE), made))
     assert complaints(text) == []
     found = {
-        (sample.labels["state"], sample.labels["namespace"]): sample.value
+        (sample.labels["state"], sample.labels["namespace"]): sample.value / PAGE
         for family in text_string_to_metric_families(text)
         if family.name == "raykv_pool_bytes"
         for sample in family.samples
     }
     assert found == {
-        ("ready", "a" * 12): 50,
-        ("ready", "b"): 20,
-        ("writing", "b"): 10,
-        ("empty", ""): 20,
+        ("ready", "a" * 12): 5,
+        ("ready", "b"): 2,
+        ("writing", "b"): 1,
+        ("empty", ""): 24,
     }
-    assert "raykv_unreported_chunks 2.0" in text
+    assert f"raykv_unreported_chunks {made.num_unread}.0" in text
+
+
+def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:
+    made = pool()
+    for seq, tokens in ((1, 0), (2, 30)):
+        told = {"prompt_tokens": 2 * tokens, "loaded_tokens": tokens, "stores_without_room": tokens}
+        breakers = BreakerReport(["scheduler"], ["open"], [1], [1.0], ["late"], opened=seq)
+        made.tell(Tell(2, seq, "b", counters=told, breakers=breakers), 0.0)
+    text = text_of(NodeMeter().families(NodeStats(), made))
+    assert complaints(text) == []
+    name = "raykv_cluster_prompt_tokens_total"
+    assert by_label(text, name) == {"computed": 30, "same_node": 30}
+    assert by_label(text, "raykv_stores_without_room_total", "namespace") == {"b": 30}
+    assert by_label(text, "raykv_open_breakers", "owner") == {"engine": 1}
+    assert by_label(text, "raykv_breaker_openings_total", "owner") == {"engine": 1}
 
 
 def test_jobs_and_refusals_are_measured() -> None:
     meter = NodeMeter()
     meter.ran(Direction.LOAD, 0.2, 0.01)
-    meter.refused([Refusal.STALE, Refusal.STALE, Refusal.CANCELLED])
-    text = text_of(meter.families(NodeStats(), PoolContents({})))
+    meter.refused([Refusal.NOT_HERE, Refusal.NOT_HERE, Refusal.CANCELLED])
+    text = text_of(meter.families(NodeStats(), pool()))
     assert 'raykv_queue_seconds_bucket{direction="load",le="0.25"} 1.0' in text
     assert 'raykv_queue_seconds_bucket{direction="load",le="0.1"} 0.0' in text
     assert 'raykv_copy_seconds_bucket{direction="load",le="0.01"} 1.0' in text
     assert 'raykv_copy_seconds_count{direction="store"} 0.0' in text
-    assert 'raykv_refused_chunks_total{reason="stale"} 2.0' in text
+    assert 'raykv_refused_chunks_total{reason="not_here"} 2.0' in text
     assert 'raykv_refused_chunks_total{reason="cancelled"} 1.0' in text
 
 

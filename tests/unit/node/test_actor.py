@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from ray._private import worker
 
 import raykv.node.actor
+import raykv.node.reports
 from raykv.base.errors import SettingError
-from raykv.node.actor import NodeActor
-from raykv.protocol.columns import Handles, Replicas
+from raykv.base.settings import NodeOptions
+from raykv.node.actor import NodeActor, is_draining
+from raykv.node.reports import Reports
+from raykv.node.service import boot_life
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
-from raykv.protocol.framing import decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.named.copies import FetchOrderNamed
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.peer import FetchRequest
+from raykv.protocol.operator import PinsHere
 
 POOL_BYTES = 1 << 60
 
@@ -27,12 +34,73 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
 
 
 def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.actor, "NODE_HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
     has_reported = threading.Event()
-    monkeypatch.setattr(NodeActor, "_report", lambda _: has_reported.set())
+    # It never ends: the next one would look for Ray.
+    never = threading.Event()
+
+    def report(_: Reports) -> None:
+        has_reported.set()
+        never.wait()
+
+    monkeypatch.setattr(Reports, "_report", report)
     actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
     try:
         assert has_reported.wait(10.0)
+    finally:
+        actor._service.stop()
+
+
+def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = boot_life()
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    monkeypatch.setattr(time, "time_ns", lambda: -(10**18))
+    life = boot_life()
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    assert before <= life < (up_s + 1.0) * 1e6
+
+
+def test_node_that_ray_drains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    monkeypatch.setattr(raykv.node.actor, "NODE_DRAIN_LOOK_S", 0.0)
+    drains = iter([False, False, True])
+    monkeypatch.setattr(raykv.node.actor, "is_draining", lambda _: next(drains))
+    actor = NodeActor("node", f"raykv/test-drain/{os.getpid()}", 1 << 20, 1 << 20, "")
+    try:
+        with actor._keeper.lock:
+            assert actor._keeper.lock.wait_for(lambda: actor._keeper.owner.is_leaving, 10.0)
+    finally:
+        actor._service.stop()
+
+
+def test_ray_says_which_nodes_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Head:
+        def get_draining_nodes(self, timeout: float) -> dict[str, int]:
+            assert timeout > 0
+            return {"one": 0}
+
+    assert not is_draining("one")
+    monkeypatch.setattr(worker.global_worker, "gcs_client", Head(), raising=False)
+    assert is_draining("one")
+    assert not is_draining("two")
+
+
+def test_no_offer_is_made_while_nothing_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    actor = NodeActor("node", f"raykv/test-offer/{os.getpid()}", 1 << 20, 1 << 20, "")
+    try:
+        with pytest.raises(SettingError, match="NIXL is not open"):
+            actor.offer(b"")
+    finally:
+        actor._service.stop()
+
+
+def test_share_of_pins_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
+    place = f"raykv/test-pin-share/{os.getpid()}"
+    actor = NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(pin_share=0.5))
+    try:
+        assert decode(actor.pins(), PinsHere).node.quota_bytes == 1 << 19
     finally:
         actor._service.stop()
 
@@ -53,9 +121,11 @@ def test_facts_of_the_host_say_it_too(refused: NodeActor) -> None:
 
 
 def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
-    request = FetchRequest(1, "model", 1, Handles(), [], Replicas(), 1.0)
+    order = FetchOrderNamed(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
     with pytest.raises(SettingError, match="does not fit"):
-        refused.fetch(encode(request))
+        refused.fetch(encode(order))
+    with pytest.raises(SettingError, match="does not fit"):
+        refused.pins()
 
 
 def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +143,8 @@ def test_journal_that_is_a_link_is_a_refusal(
     actor = NodeActor("node", "raykv/test-link", 1 << 20, 1 << 20, path)
     refusal = decode(actor.describe(), NodeDescription).refusal
     assert "is a symbolic link, which is not followed" in refusal
+    # It is tried again and again: nothing of it is left.
+    assert path not in Path("/proc/self/maps").read_text()
     assert not (tmp_path / "target").exists()
 
 

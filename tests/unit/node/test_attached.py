@@ -23,6 +23,7 @@ def worker() -> Iterator[AttachedWorker]:
     hello = AttachWorker(
         version=PROTOCOL_VERSION,
         engine_id="engine",
+        life=3,
         namespace="namespace",
         rank=0,
         num_ranks=1,

@@ -1,11 +1,9 @@
-"""A node's pool behind one lock: stores wait for readers, and what is READY is reported once."""
+"""A node's pool behind one lock: what is journaled, checked and served when."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,52 +11,81 @@ import pytest
 import raykv.node.keeper
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
-    NO_GENERATION,
+    ALL_BLOCKS,
     SLOT_ALIGNMENT,
-    ChunkName,
-    Generation,
+    Blocks,
+    Direction,
     Key,
     Namespace,
+    NodeId,
     Refusal,
-    Slot,
+    Stamp,
 )
 from raykv.node.integrity import Integrity
-from raykv.node.keeper import PoolKeeper, inventory_of
-from raykv.node.slots import SlotState
-from raykv.protocol.node import FailedStores, Inventory
-from tests.fixtures.keys import chunk
+from raykv.node.keeper import PoolKeeper
+from raykv.node.pool.jobs import AdmittedJob
+from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import Reason
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.named.place import EngineHello
+from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.jobs import named_job
+from tests.fixtures.keys import numbered_key
 
 PAGE = SLOT_ALIGNMENT
-GEOMETRY = PoolGeometry(16 * PAGE, 4 * PAGE)
+GEOMETRY = PoolGeometry(8 * PAGE, 4 * PAGE)
 MODEL = Namespace("model")
-NONE = Refusal.NONE
+ENGINE = 5
 LONG_S = 10.0
-"""Longer than anything in these tests takes."""
+STORE, LOAD = Direction.STORE, Direction.LOAD
+BLOCKS = Blocks(0, 1)
+HISTORY = 3
+
+
+def made(path: Path | None = None, life: int = 7) -> PoolKeeper:
+    """A keeper at which an engine is."""
+    keeper = PoolKeeper(NodeId("node"), life, GEOMETRY, "" if path is None else str(path))
+    keeper.recover()
+    hello = EngineHello(PROTOCOL_VERSION, "engine", ENGINE, MODEL, slot_bytes={0: PAGE})
+    with keeper.lock:
+        assert not keeper.owner.hello(hello, keeper.now()).error
+        keeper.owner.begin_line(ENGINE, 0, 1)
+    return keeper
 
 
 @pytest.fixture
 def keeper() -> Iterator[PoolKeeper]:
-    """The table's invariants hold when a test is over."""
-    made = PoolKeeper(GEOMETRY, "")
-    yield made
-    made.table.check()
-    made.pool._region.close()
+    """The pool's invariants hold when a test is over."""
+    keeper = made()
+    yield keeper
+    keeper.owner.check()
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as made:
-        yield made
+def announced(keeper: PoolKeeper, way: Direction, *chunks: int, job_id: int = 1) -> AdmittedJob:
+    keys = [numbered_key(chunk) for chunk in chunks]
+    job = named_job(way, keys, [[0]] * len(keys), job_id=job_id, namespace=MODEL)
+    return keeper.announce(ENGINE, 0, 1, [job])[0]
 
 
-def begin(keeper: PoolKeeper, name: ChunkName, wait_s: float = 0.0) -> Refusal:
-    return keeper.begin_store(name, 0, 1, wait_s, LONG_S)
+_ids = iter(range(100, 1 << 30))
 
 
-def store(keeper: PoolKeeper, *names: ChunkName) -> None:
-    for name in names:
-        assert begin(keeper, name) is NONE
-        assert keeper.end_store(name, 0, ok=True) is SlotState.READY
+def store(keeper: PoolKeeper, *chunks: int, ok: bool = True) -> NamedResult:
+    job = announced(keeper, STORE, *chunks, job_id=next(_ids))
+    keeper.begin_chunks(job, range(len(chunks)))
+    keeper.end_chunks(job, range(len(chunks)), ok=ok)
+    return keeper.end_job(job, {}, 0, 0.0)
+
+
+def found(keeper: PoolKeeper, chunk: int) -> ChunkRecord | None:
+    return keeper.owner.index.find(MODEL, numbered_key(chunk))
+
+
+def known(keeper: PoolKeeper, chunk: int) -> ChunkRecord:
+    record = found(keeper, chunk)
+    assert record is not None
+    return record
 
 
 def make_checksums(keeper: PoolKeeper) -> None:
@@ -68,392 +95,276 @@ def make_checksums(keeper: PoolKeeper) -> None:
         pass
 
 
-def can_load(keeper: PoolKeeper, name: ChunkName) -> bool:
-    refusal = keeper.begin_load(name)
-    if refusal is NONE:
-        keeper.end_load(name)
-    return refusal is NONE
+def orders(number: int, floors: Mapping[str, int] | None = None) -> OrdersDocument:
+    return OrdersDocument(Stamp(HISTORY, number), floors=dict(floors or {}))
 
 
-def assert_waits(call: Future[Refusal]) -> None:
-    with pytest.raises(TimeoutError):
-        call.result(0.1)
+def land(keeper: PoolKeeper, chunk: int) -> ChunkRecord | Refusal:
+    return keeper.land(MODEL, numbered_key(chunk), PAGE, Stamp(0, 0), BLOCKS, "")
 
 
-# Stores and readers
+# Jobs
 
 
-def test_store_into_a_free_slot_begins_at_once(keeper: PoolKeeper) -> None:
-    assert begin(keeper, chunk(1)) is NONE
-    assert keeper.begin_load(chunk(1)) is Refusal.WRITING
-    assert keeper.end_store(chunk(1), 0, ok=True) is SlotState.READY
-    assert can_load(keeper, chunk(1))
+def test_chunk_is_found_once_it_was_stored(keeper: PoolKeeper) -> None:
+    assert announced(keeper, LOAD, 1).chunks == [Refusal.NOT_HERE]
+    assert store(keeper, 1).refusals == b""
+    load = announced(keeper, LOAD, 1)
+    assert load.chunks == [found(keeper, 1)]
+    keeper.end_chunks(load, [0], ok=True)
 
 
-def test_store_waits_for_all_readers_of_its_slot(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    store(keeper, chunk(1))
-    for _ in range(2):
-        assert keeper.begin_load(chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(2, key=b"n"), LONG_S)
-    assert_waits(storing)
-    keeper.end_load(chunk(1))
-    assert_waits(storing)
-    keeper.end_load(chunk(1))
-    assert storing.result(LONG_S) is NONE
-    assert not can_load(keeper, chunk(1))
+def test_store_that_fails_leaves_nothing(keeper: PoolKeeper) -> None:
+    assert list(store(keeper, 1, ok=False).refusals) == [Refusal.POISONED]
+    assert found(keeper, 1) is None
+    assert store(keeper, 1).refusals == b""
 
 
-def test_store_waits_for_the_writer_of_its_slot(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    assert begin(keeper, chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(2), LONG_S)
-    assert_waits(storing)
-    assert keeper.end_store(chunk(1), 0, ok=True) is SlotState.READY
-    assert storing.result(LONG_S) is NONE
-    assert keeper.end_store(chunk(2), 0, ok=True) is SlotState.READY
+def test_loads_of_a_message_keep_their_slots_whatever_is_stored_later(keeper: PoolKeeper) -> None:
+    store(keeper, *range(8))
+    load = announced(keeper, LOAD, *range(8), job_id=2)
+    assert list(store(keeper, 20).refusals) == [Refusal.NO_ROOM]
+    keeper.end_chunks(load, range(8), ok=True)
 
 
-def test_store_of_another_slot_size_waits_for_the_readers_of_the_slab(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    store(keeper, chunk(1, slot=1), chunk(2, slot=4))
-    assert keeper.begin_load(chunk(1, slot=1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(3, slot=2, pages=2), LONG_S)
-    assert_waits(storing)
-    keeper.end_load(chunk(1, slot=1))
-    assert storing.result(LONG_S) is NONE
-    assert not can_load(keeper, chunk(1, slot=1))
-    assert can_load(keeper, chunk(2, slot=4))
+def test_nothing_is_stored_into_untouched_pages_while_memory_is_short(keeper: PoolKeeper) -> None:
+    keeper.pool.is_short = True
+    assert list(store(keeper, 1).refusals) == [Refusal.COPY_FAILED]
+    assert land(keeper, 2) is Refusal.COPY_FAILED
+    keeper.pool.prefault()
+    assert store(keeper, 1).refusals == b""
 
 
-def test_waiting_store_is_woken_by_the_last_reader(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.keeper, "SLOT_LOOK_S", 2 * LONG_S)
-    store(keeper, chunk(1))
-    assert keeper.begin_load(chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(2), LONG_S)
-    assert_waits(storing)
-    keeper.end_load(chunk(1))
-    assert storing.result(LONG_S) is NONE
+def test_whoever_waits_hears_of_what_has_changed(keeper: PoolKeeper) -> None:
+    begun, heard = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with keeper.lock:
+            begun.set()
+            if keeper.lock.wait_for(lambda: found(keeper, 1) is not None, LONG_S):
+                heard.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(LONG_S)
+    store(keeper, 1)
+    assert heard.wait(LONG_S)
+    thread.join(LONG_S)
 
 
-def test_waiting_store_is_woken_by_the_last_writer(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.keeper, "SLOT_LOOK_S", 2 * LONG_S)
-    assert begin(keeper, chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(2), LONG_S)
-    assert_waits(storing)
-    keeper.end_store(chunk(1), 0, ok=False)
-    assert storing.result(LONG_S) is NONE
+# Other nodes
 
 
-def test_others_go_on_while_a_store_waits(keeper: PoolKeeper, threads: ThreadPoolExecutor) -> None:
-    store(keeper, chunk(1), chunk(2, slot=1))
-    assert keeper.begin_load(chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(3), LONG_S)
-    assert_waits(storing)
-    store(keeper, chunk(4, slot=1))
-    assert can_load(keeper, chunk(4, slot=1))
-    assert can_load(keeper, chunk(1))
-    keeper.end_load(chunk(1))
-    assert storing.result(LONG_S) is NONE
+def test_chunk_that_lands_has_the_checksum_that_came_along(keeper: PoolKeeper) -> None:
+    record = land(keeper, 1)
+    assert isinstance(record, ChunkRecord)
+    keeper.landed(record, ok=True, checksum=77)
+    assert known(keeper, 1).checksum == 77
+    assert keeper.take_unchecked() is None
+    assert land(keeper, 1) is Refusal.HERE
 
 
-def test_store_gives_up_when_its_time_is_over_and_has_changed_nothing(keeper: PoolKeeper) -> None:
-    store(keeper, chunk(1))
-    assert keeper.begin_load(chunk(1)) is NONE
-    started = time.monotonic()
-    assert begin(keeper, chunk(2), 0.2) is Refusal.WRITING
-    assert 0.2 <= time.monotonic() - started < LONG_S / 2
-    keeper.end_load(chunk(1))
-    assert can_load(keeper, chunk(1))
-    assert keeper.highest_generation == 1
-    store(keeper, chunk(2))
+def test_reader_keeps_its_chunk(keeper: PoolKeeper) -> None:
+    store(keeper, 1)
+    (record,) = keeper.begin_read(MODEL, [numbered_key(1)], [PAGE])
+    assert isinstance(record, ChunkRecord)
+    keeper.owner.index.drop(record, Reason.EVICTED)
+    assert record in set(keeper.owner.index.places)
+    keeper.end_read(record)
+    assert record not in set(keeper.owner.index.places)
 
 
-def test_store_that_is_cancelled_while_it_waits_gives_up_soon(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    store(keeper, chunk(1))
-    assert keeper.begin_load(chunk(1)) is NONE
-    cancelled = threading.Event()
-    storing = threads.submit(
-        keeper.begin_store, chunk(2), 0, 1, 2 * LONG_S, LONG_S, cancelled.is_set
-    )
-    assert_waits(storing)
-    cancelled.set()
-    assert storing.result(LONG_S) is Refusal.WRITING
-    keeper.end_load(chunk(1))
-    assert can_load(keeper, chunk(1))
+# Checksums
 
 
-def test_store_is_refused_when_its_namespace_is_cleared_while_it_waits(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    store(keeper, chunk(1))
-    assert keeper.begin_load(chunk(1)) is NONE
-    storing = threads.submit(begin, keeper, chunk(2), 2 * LONG_S)
-    assert_waits(storing)
-    keeper.clear({MODEL: 2})
-    assert storing.result(LONG_S) is Refusal.CLEARED
-    keeper.end_load(chunk(1))
+def test_checksum_is_made_once_and_compared_later(keeper: PoolKeeper) -> None:
+    store(keeper, 1)
+    record = keeper.take_unchecked()
+    assert record is known(keeper, 1)
+    assert keeper.check_bytes(record, 5) is Refusal.NONE
+    assert keeper.check_bytes(record, 5) is Refusal.NONE
+    assert keeper.check_bytes(record, 6) is Refusal.CORRUPT
+    assert found(keeper, 1) is None
+    assert keeper.check_bytes(record, 5) is Refusal.NOT_HERE
+    keeper.end_read(record)
+    assert keeper.num_quarantined == 1
 
 
-def test_of_stores_that_wait_for_one_slot_the_latest_is_there_in_the_end(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    """Whoever comes first: the older one is overwritten, or refused."""
-    store(keeper, chunk(1))
-    assert keeper.begin_load(chunk(1)) is NONE
-
-    def store_when_free(name: ChunkName) -> Refusal:
-        refusal = begin(keeper, name, LONG_S)
-        if refusal is NONE:
-            keeper.end_store(name, 0, ok=True)
-        return refusal
-
-    storing = [threads.submit(store_when_free, chunk(generation)) for generation in (2, 3, 4)]
-    assert_waits(storing[-1])
-    keeper.end_load(chunk(1))
-    answers = [each.result(LONG_S) for each in storing]
-    assert answers[-1] is NONE
-    assert set(answers) <= {NONE, Refusal.STALE}
-    assert keeper.all_ready() == [chunk(4)]
+def test_chunk_that_is_put_back_is_the_next_one(keeper: PoolKeeper) -> None:
+    store(keeper, 1, 2)
+    first = keeper.take_unchecked()
+    assert first is known(keeper, 1)
+    keeper.put_back(first)
+    keeper.end_read(first)
+    assert keeper.take_unchecked() is first
+    keeper.end_read(first)
 
 
-@pytest.mark.parametrize(
-    ("name", "refusal"),
-    [
-        (chunk(1), Refusal.STALE),
-        (chunk(2), Refusal.STALE),
-        (chunk(3, slot=1, pages=2), Refusal.BAD_HANDLE),
-        (chunk(3, slot=16), Refusal.BAD_HANDLE),
-    ],
-)
-def test_store_that_can_never_begin_is_refused_without_waiting(
-    keeper: PoolKeeper, name: ChunkName, refusal: Refusal
-) -> None:
-    store(keeper, chunk(2))
-    assert keeper.begin_load(chunk(2)) is NONE
-    started = time.monotonic()
-    assert begin(keeper, name, LONG_S) is refusal
-    assert time.monotonic() - started < LONG_S / 2
-    keeper.end_load(chunk(2))
+def test_chunk_that_has_gone_needs_no_checksum(keeper: PoolKeeper) -> None:
+    store(keeper, 1, 2)
+    keeper.owner.index.drop(known(keeper, 1), Reason.EVICTED)
+    record = keeper.take_unchecked()
+    assert record is known(keeper, 2)
+    keeper.end_read(record)
 
 
-def test_chunk_is_ready_when_every_rank_has_stored_its_part(keeper: PoolKeeper) -> None:
-    for rank in range(3):
-        assert keeper.begin_store(chunk(1), rank, 3, 0.0, LONG_S) is NONE
-    for rank in (2, 0):
-        assert keeper.end_store(chunk(1), rank, ok=True) is SlotState.WRITING
-        assert not can_load(keeper, chunk(1))
-    assert len(keeper.take_unreported(10)) == 0
-    assert keeper.end_store(chunk(1), 1, ok=True) is SlotState.READY
-    assert keeper.take_unreported(10).keys == [b"k"]
+def test_wait_for_checksums_says_how_many_have_none(keeper: PoolKeeper) -> None:
+    store(keeper, 1, 2)
+    assert keeper.wait_for_seals(0.0) == 2
+    make_checksums(keeper)
+    assert keeper.wait_for_seals(0.0) == 0
 
 
-def test_store_that_fails_leaves_its_slot_empty_and_unreported(keeper: PoolKeeper) -> None:
-    assert begin(keeper, chunk(1)) is NONE
-    assert keeper.end_store(chunk(1), 0, ok=False) is SlotState.EMPTY
-    assert not can_load(keeper, chunk(1))
-    assert len(keeper.take_unreported(10)) == 0
-    store(keeper, chunk(2))
+def test_chunks_that_were_left_out_get_their_checksums_before_the_end(keeper: PoolKeeper) -> None:
+    store(keeper, 1, 2)
+    # As if others had come since.
+    keeper._unchecked.clear()
+    assert keeper.wait_for_seals(0.0) == 2
+    make_checksums(keeper)
+    assert keeper.wait_for_seals(0.0) == 0
 
 
-def test_store_whose_other_ranks_do_not_come_expires(keeper: PoolKeeper) -> None:
-    assert keeper.begin_store(chunk(1), 0, 2, 0.0, 5.0) is NONE
-    assert keeper.end_store(chunk(1), 0, ok=True) is SlotState.WRITING
-    with keeper.lock:
-        assert keeper.table.expire(time.monotonic() + 4.0) == 0
-        assert keeper.table.expire(time.monotonic() + 5.0) == 1
-    assert keeper.begin_store(chunk(1), 1, 2, 0.0, 5.0) is Refusal.STALE
+# Orders
 
 
-# Reports
+def test_orders_clear_what_was_stored_before_them(keeper: PoolKeeper) -> None:
+    store(keeper, 1)
+    kept: list[Mapping[int, Mapping[str, int]]] = []
 
+    def keep(floors: Mapping[int, Mapping[str, int]], deadline_s: float) -> bool:
+        kept.append(floors)
+        return len(kept) > 1
 
-def test_chunks_are_reported_once_in_the_order_in_which_they_became_ready(
-    keeper: PoolKeeper,
-) -> None:
-    names = [chunk(i + 1, slot=i, key=bytes([i])) for i in range(5)]
-    store(keeper, *names)
-    assert keeper.take_unreported(2) == inventory_of(names[:2])
-    assert keeper.take_unreported(10) == inventory_of(names[2:])
-    assert keeper.take_unreported(10) == Inventory()
-
-
-def test_oldest_chunks_are_not_reported_when_too_many_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(raykv.node.keeper, "MAX_UNREPORTED", 3)
-    keeper = PoolKeeper(GEOMETRY, "")
-    names = [chunk(i + 1, slot=i, key=bytes([i])) for i in range(5)]
-    store(keeper, *names)
-    assert keeper.take_unreported(10) == inventory_of(names[2:])
-    assert set(keeper.all_ready()) == set(names)
-    keeper.pool._region.close()
-
-
-def test_chunks_of_an_inventory_are_not_reported_again(keeper: PoolKeeper) -> None:
-    store(keeper, chunk(1), chunk(2, slot=1))
-    assert begin(keeper, chunk(3, slot=2)) is NONE
-    assert set(keeper.all_ready()) == {chunk(1), chunk(2, slot=1)}
-    assert len(keeper.take_unreported(10)) == 0
-    keeper.end_store(chunk(3, slot=2), 0, ok=True)
-    assert keeper.take_unreported(10).generations == [3]
-
-
-def test_columns_of_an_inventory_name_each_chunk_in_its_namespace() -> None:
-    names = [
-        chunk(5, slot=3, key=b"a", namespace="z"),
-        chunk(4, slot=4, key=b"b", namespace="model", pages=2),
-        chunk(6, slot=2, key=b"c", namespace="z"),
-    ]
-    columns = inventory_of(names)
-    rows = zip(
-        columns.namespace_index,
-        columns.keys,
-        columns.slots,
-        columns.generations,
-        columns.slot_bytes,
-        strict=True,
-    )
-    assert [
-        ChunkName(
-            Namespace(columns.namespaces[index]), Key(key), Slot(slot), Generation(number), size
-        )
-        for index, key, slot, number, size in rows
-    ] == names
-    assert sorted(columns.namespaces) == ["model", "z"]
-    assert inventory_of([]) == Inventory()
-
-
-def test_highest_generation_counts_stores_that_have_begun(keeper: PoolKeeper) -> None:
-    assert keeper.highest_generation == NO_GENERATION
-    assert begin(keeper, chunk(7)) is NONE
-    assert begin(keeper, chunk(9), 0.0) is Refusal.WRITING
-    store(keeper, chunk(3, slot=1))
-    assert keeper.highest_generation == 7
-
-
-# Namespaces
-
-
-def test_clearing_discards_a_namespace_up_to_a_generation(keeper: PoolKeeper) -> None:
-    old, new = chunk(5), chunk(6, slot=1)
-    foreign = chunk(4, slot=2, namespace="other")
-    store(keeper, old, new, foreign)
-    keeper.clear({MODEL: 5})
-    assert set(keeper.all_ready()) == {new, foreign}
-    assert keeper.begin_load(old) is Refusal.STALE
-    assert begin(keeper, chunk(5, slot=3)) is Refusal.CLEARED
-    assert keeper.cleared() == {"model": 5}
-    store(keeper, chunk(7), chunk(5, slot=3, namespace="other"))
-
-
-def test_clearing_of_everything_holds_for_namespaces_that_come_later(keeper: PoolKeeper) -> None:
-    keeper.clear({"": 5})
-    assert begin(keeper, chunk(5)) is Refusal.CLEARED
-    store(keeper, chunk(6))
-
-
-def test_clearing_is_never_taken_back(keeper: PoolKeeper) -> None:
-    keeper.clear({MODEL: 5})
-    keeper.clear({MODEL: 3, "other": 2})
-    assert keeper.cleared() == {"model": 5, "other": 2}
-    assert begin(keeper, chunk(5)) is Refusal.CLEARED
-
-
-def test_chunk_that_is_cleared_while_it_is_written_does_not_become_ready(
-    keeper: PoolKeeper,
-) -> None:
-    assert begin(keeper, chunk(5)) is NONE
-    keeper.clear({MODEL: 5})
-    assert keeper.end_store(chunk(5), 0, ok=True) is SlotState.EMPTY
-    assert len(keeper.take_unreported(10)) == 0
-    store(keeper, chunk(6))
-
-
-def test_reader_of_a_cleared_chunk_finishes_undisturbed(
-    keeper: PoolKeeper, threads: ThreadPoolExecutor
-) -> None:
-    store(keeper, chunk(5))
-    assert keeper.begin_load(chunk(5)) is NONE
-    keeper.clear({MODEL: 5})
-    storing = threads.submit(begin, keeper, chunk(6), LONG_S)
-    assert_waits(storing)
-    keeper.end_load(chunk(5))
-    assert storing.result(LONG_S) is NONE
+    keeper.keep_floors = keep
+    assert not keeper.take_orders(orders(1, {MODEL: 1}), 1.0)
+    assert found(keeper, 1) is None
+    # The disk had no time for it.
+    assert keeper.take_orders(orders(1, {MODEL: 1}), 1.0)
+    assert kept == [{HISTORY: {MODEL: 1}}] * 2
 
 
 # Pool files
 
 
 def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolKeeper(GEOMETRY, path)
-    first.recover()
-    kept, overwritten = chunk(1), chunk(2, slot=1)
-    discarded = chunk(3, slot=2, namespace="other")
-    store(first, kept, overwritten, discarded)
+    first = made(tmp_path / "pool")
+    store(first, 1, 2, 3)
     make_checksums(first)
-    assert begin(first, overwritten._replace(generation=Generation(4))) is NONE
-    assert begin(first, chunk(5, slot=3)) is NONE
-    first.clear({"other": 3})
-    again = PoolKeeper(GEOMETRY, path)
-    again.recover()
-    assert again.all_ready() == [kept]
-    assert can_load(again, kept)
-    assert begin(again, kept) is Refusal.STALE
-    for each in (first, again):
-        each.pool._region.close()
+    # One without a checksum; one that is being written; one that is overwritten.
+    store(first, 4)
+    begun = announced(first, STORE, 5, job_id=next(_ids))
+    first.begin_chunks(begun, [0])
+    first.owner.index.drop(known(first, 2), Reason.EVICTED)
+    filling = announced(first, STORE, *range(20, 24), job_id=next(_ids))
+    first.begin_chunks(filling, range(4))
+    assert len(filling.under_way) == 4
+    again = made(tmp_path / "pool", life=8)
+    assert [found(again, chunk) for chunk in range(8)] == [None] * 8
+    assert again.take_orders(orders(1), 1.0)
+    assert [chunk for chunk in range(8) if found(again, chunk)] == [1, 3]
+    record = known(again, 1)
+    assert (record.blocks, record.stamp) == (BLOCKS, Stamp(0, 0))
+    assert not record.is_proven
+    assert again.num_quarantined == 0
+    again.owner.check()
 
 
-def test_chunks_of_an_earlier_life_are_in_the_inventory_and_need_no_report(
+def test_nothing_of_a_pool_file_is_overwritten_before_the_orders_come(tmp_path: Path) -> None:
+    first = made(tmp_path / "pool")
+    store(first, *range(8))
+    make_checksums(first)
+    again = made(tmp_path / "pool", life=8)
+    assert list(store(again, 20).refusals) == [Refusal.NO_ROOM]
+    assert again.take_orders(orders(1), 1.0)
+    assert store(again, 21).refusals == b""
+    assert sum(found(again, chunk) is not None for chunk in range(8)) == 7
+    again.owner.check()
+
+
+def test_chunks_of_a_pool_file_that_were_cleared_meanwhile_are_void(tmp_path: Path) -> None:
+    first = made(tmp_path / "pool")
+    store(first, 1)
+    make_checksums(first)
+    again = made(tmp_path / "pool", life=8)
+    assert again.take_orders(orders(1, {MODEL: 1}), 1.0)
+    assert found(again, 1) is None
+    again.owner.check()
+
+
+def test_what_was_cleared_is_known_in_the_next_life(tmp_path: Path) -> None:
+    first = made(tmp_path / "pool")
+    assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
+    again = made(tmp_path / "pool", life=8)
+    assert again.owner.index.floors.is_void(MODEL, Stamp(HISTORY, 2))
+    # What is stored here is new; of what others have stored before their first orders who knows?
+    assert store(again, 2).refusals == b""
+    assert land(again, 1) is Refusal.CLEARED
+    assert again.take_orders(orders(3, {MODEL: 3}), 1.0)
+    assert found(again, 2) is None
+
+
+def test_chunks_of_a_pool_file_from_before_the_orders_are_void_where_anything_was_cleared(
     tmp_path: Path,
 ) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolKeeper(GEOMETRY, path)
-    first.recover()
-    store(first, chunk(1))
+    first = made(tmp_path / "pool")
+    assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
+    second = made(tmp_path / "pool", life=8)
+    store(second, 1)
+    make_checksums(second)
+    later = OrdersDocument(Stamp(HISTORY + 1, 1))
+    assert second.take_orders(later, 1.0)
+    assert found(second, 1) is not None
+    third = made(tmp_path / "pool", life=9)
+    assert third.take_orders(later, 1.0)
+    assert found(third, 1) is None
+    third.owner.check()
+
+
+def test_chunks_of_a_pool_file_are_given_up_when_no_orders_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(tmp_path / "pool")
+    store(first, *range(8))
     make_checksums(first)
-    again = PoolKeeper(GEOMETRY, path)
-    again.recover()
-    assert len(again.take_unreported(10)) == 0
-    assert again.all_ready() == [chunk(1)]
-    assert again.highest_generation == 1
-    for each in (first, again):
-        each.pool._region.close()
+    monkeypatch.setattr(raykv.node.keeper, "POOL_FILE_ORDERS_S", 0.0)
+    again = made(tmp_path / "pool", life=8)
+    again.expire()
+    assert store(again, 20).refusals == b""
+    assert again.take_orders(orders(1), 1.0)
+    assert found(again, 1) is None
+    third = made(tmp_path / "pool", life=9)
+    assert third.take_orders(orders(1), 1.0)
+    assert not any(found(third, chunk) for chunk in range(8))
+    again.owner.check()
 
 
-def test_pages_of_an_inventory_leave_out_what_was_overwritten_meanwhile(tmp_path: Path) -> None:
-    keeper = PoolKeeper(GEOMETRY, str(tmp_path / "pool"))
-    keeper.recover()
-    store(keeper, chunk(1), chunk(2, slot=1))
-    names = keeper.all_ready()
-    assert begin(keeper, chunk(3)) is NONE
-    assert keeper.only_ready(names) == [chunk(2, slot=1)]
-    assert keeper.end_store(chunk(3), 0, ok=False) is SlotState.EMPTY
-    assert keeper.take_failed(10) == FailedStores([0], [3], [chunk(3).slot_bytes])
-    assert keeper.take_failed(10) == FailedStores()
-    keeper.pool._region.close()
-
-
-def test_chunk_without_a_checksum_is_not_found_in_the_next_life(tmp_path: Path) -> None:
-    path = str(tmp_path / "pool")
-    first = PoolKeeper(GEOMETRY, path)
-    first.recover()
-    store(first, chunk(1))
+def test_damaged_chunk_is_not_found_in_the_next_life(tmp_path: Path) -> None:
+    first = made(tmp_path / "pool")
+    store(first, 1, 2)
     make_checksums(first)
-    store(first, chunk(2, slot=1))
-    again = PoolKeeper(GEOMETRY, path)
-    again.recover()
-    assert again.all_ready() == [chunk(1)]
+    record = known(first, 1)
+    assert first.check_bytes(record, 0) is Refusal.CORRUPT
+    again = made(tmp_path / "pool", life=8)
+    assert again.take_orders(orders(1), 1.0)
+    assert [chunk for chunk in (1, 2) if found(again, chunk)] == [2]
+
+
+def test_of_a_name_in_two_slots_the_later_one_is_found(tmp_path: Path) -> None:
+    first = made(tmp_path / "pool")
+    store(first, 1)
+    make_checksums(first)
+    old = known(first, 1)
+    first.owner.index.drop(old, Reason.EVICTED)
+    # The slot is taken by a reader no more, and not overwritten: another one is used.
+    record = ChunkRecord(MODEL, Key(b"x" * 36), PAGE, Stamp(0, 0), blocks=ALL_BLOCKS)
+    assert first.owner.index.places.place(record)
+    assert record.slot == old.slot
+    store(first, 1)
+    make_checksums(first)
+    new = known(first, 1)
+    assert new.slot != old.slot
+    again = made(tmp_path / "pool", life=8)
+    assert again.take_orders(orders(1), 1.0)
+    assert known(again, 1).slot == new.slot
     assert again.num_quarantined == 0
-    for each in (first, again):
-        each.pool._region.close()
+    assert known(again, 1).state is ChunkState.READY

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from raykv.base.errors import MessageError, SettingError
 from raykv.cli.operate import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
+from raykv.protocol.columns import Keys
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
     PinOrder,
     PoolWish,
-    ReleaseOrder,
-    TransferEnd,
-    TransferOrder,
-    check_end,
-    check_pin,
-    check_release,
-    check_transfer,
     check_wish,
+    receive_order,
 )
 
 GPU = RayNode("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
@@ -67,39 +66,34 @@ def test_pool_is_ready_when_all_of_it_is_prefaulted_or_it_can_not_be() -> None:
     assert NodeUp("n", "h", pool_bytes=8, error="no room").is_ready
 
 
+K = Keys.of([b"k"])
+
+
 @pytest.mark.parametrize(
-    "order",
+    "fields",
     [
-        PinOrder(1, "p", "ns", [], 1.0),
-        PinOrder(1, "", "ns", [b"k"], 1.0),
-        PinOrder(1, "p", "", [b"k"], 1.0),
-        PinOrder(1, "p" * 5000, "ns", [b"k"], 1.0),
-        PinOrder(1, "p", "ns", [b""], 1.0),
-        PinOrder(1, "p", "ns", [b"k"] * (MAX_ORDERED + 1), 1.0),
-        PinOrder(1, "p", "ns", [b"k"], 0.0),
-        PinOrder(1, "p", "ns", [b"k"], float("nan")),
-        PinOrder(1, "p", "ns", [b"k"], float("inf")),
-        PinOrder(1, "p", "ns", [b"k"], 1.0, 0),
-        PinOrder(1, "p", "ns", [b"k"], 1.0, 10),
+        {"keys": Keys()},
+        {"keys": Keys.of([b"k"] * (MAX_ORDERED + 1))},
+        {"pin_id": ""},
+        {"pin_id": "p" * 5000},
+        {"namespace": ""},
+        {"ttl_s": 0.0},
+        {"ttl_s": float("nan")},
+        {"ttl_s": float("inf")},
+        {"priority": 0},
+        {"priority": 10},
     ],
 )
-def test_pin_that_cannot_be_meant_is_refused(order: PinOrder) -> None:
-    check_pin(PinOrder(1, "p", "ns", [b"k"], 1.0, 9))
+def test_pin_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
+    valid = {"pin_id": "p", "namespace": "ns", "keys": K, "ttl_s": 1.0, "priority": 9}
+    base = {"type": "pin", "version": PROTOCOL_VERSION, "order_id": "o", **valid}
+    assert isinstance(receive_order(msgspec.msgpack.encode(base), "it", "here"), PinOrder)
     with pytest.raises(MessageError):
-        check_pin(order)
+        receive_order(msgspec.msgpack.encode({**base, **fields}), "it", "here")
 
 
 def test_other_orders_that_cannot_be_meant_are_refused() -> None:
-    check_transfer(TransferOrder(1, "t", "ns", "node", [b"k"]))
-    check_release(ReleaseOrder(1, "ns", "node", [b"k"]))
-    check_end(TransferEnd(1, "t", "ns", [1]))
     check_wish(PoolWish(1, pool_bytes=1 << 30))
-    with pytest.raises(MessageError):
-        check_transfer(TransferOrder(1, "t", "ns", "n" * 5000, [b"k"]))
-    with pytest.raises(MessageError):
-        check_release(ReleaseOrder(1, "ns", "", [b"k"]))
-    with pytest.raises(MessageError):
-        check_end(TransferEnd(1, "t" * 5000, "ns"))
     for wish in (
         PoolWish(1, pool_bytes=-1),
         PoolWish(1, slab_bytes=0),

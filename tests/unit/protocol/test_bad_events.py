@@ -5,7 +5,8 @@ A question ends: with events, with `EventsMissed`, or with an error that says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -17,17 +18,19 @@ from hypothesis import strategies as st
 
 import raykv
 from raykv.base.errors import ClusterError, MessageError, VersionError
-from raykv.base.ids import SLOT_ALIGNMENT, EventKind
+from raykv.base.ids import EventKind
+from raykv.cluster.ask import Answer
 from raykv.directory.actor import SchedulerActor
-from raykv.protocol.columns import Keys
-from raykv.protocol.events import EventPage, EventsMissed, SnapshotPage
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.node import Inventory, NodeReport
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.descriptions import Description, Descriptions, pack_tokens, page_of
+from raykv.protocol.events import KEYLESS, EventPage, EventsMissed, ListingQuery
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Where
 from raykv.stream import readers
-from raykv.stream.readers import read_events, take_snapshot
+from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
+from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 
-PAGE = SLOT_ALIGNMENT
 replace = msgspec.structs.replace
 
 
@@ -55,13 +58,7 @@ class Answers:
         self._pages = list(pages)
         self.num_asked = 0
 
-    def events(self, _epoch: int, _after: int) -> Any:
-        return self._next()
-
-    def snapshot(self, _cursor: int) -> Any:
-        return self._next()
-
-    def _next(self) -> Any:
+    def events(self, _life: int, _after: int) -> Any:
         self.num_asked += 1
         assert self.num_asked < 100, "it asks for ever"
         return self._pages[min(self.num_asked, len(self._pages)) - 1]
@@ -70,25 +67,38 @@ class Answers:
         return "9.9"
 
 
+def ask_all(
+    actors: Mapping[str, Any], questions: Mapping[str, Callable[[Any], Any]], _deadline_s: float
+) -> dict[str, Answer]:
+    """As `raykv.cluster.ask.ask_all`, of actors in this process."""
+    answers = {}
+    for name, question in questions.items():
+        try:
+            answers[name] = Answer(question(actors[name]))
+        except ConnectionError as error:
+            answers[name] = Answer(error=str(error), is_dead=str(error) == "dead")
+    return answers
+
+
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(readers, "READER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(readers, "ask_all", ask_all)
 
 
 @pytest.fixture(scope="module")
 def actor() -> SchedulerActor:
     """Of which the first events are forgotten."""
-    made = SchedulerActor("here", "lru")
-    made._manager._log._most = 50
-    for seq in range(1, 41):
-        stored = Inventory(
-            ["model"], [0, 0], Keys.of([b"a%d" % seq, b"b%d" % seq]), [0, 1], [seq] * 2, [PAGE] * 2
-        )
-        made.report(
-            encode(NodeReport(PROTOCOL_VERSION, "node", 7, seq, 8 * PAGE, 4 * PAGE, 0, 0, stored))
-        )
-    log = made._manager._log
+    made = SchedulerActor("here")
+    made._directory.events._most = 50
+    node = ReportingNode(made._directory, "node")
+    for number in range(40):
+        node.report(0.0, row_of(2 * number), row_of(2 * number + 1))
+    for name in ("one", "two", "gone"):
+        ReportingNode(made._directory, name).report(0.0)
+    made._expires_at = math.inf
+    log = made._directory.events
     assert 1 < log.first_seq < log.last_seq
     return made
 
@@ -99,23 +109,23 @@ def read(actor: Any, since: Any) -> list[Any]:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    epoch=st.one_of(st.none(), st.integers(0, (1 << 63) - 1)),
+    life=st.one_of(st.none(), st.integers(0, (1 << 63) - 1)),
     offset=st.integers(-200, 200),
     huge=st.sampled_from([0, 1 << 40, (1 << 63) - 1]),
 )
 def test_every_place_is_answered_with_what_follows_or_with_missed_events(
-    actor: SchedulerActor, epoch: int | None, offset: int, huge: int
+    actor: SchedulerActor, life: int | None, offset: int, huge: int
 ) -> None:
-    log = actor._manager._log
+    log, here = actor._directory.events, actor._directory.life
     number = huge or max(0, log.last_seq + offset)
-    since = number if epoch is None else (epoch, number)
+    since = number if life is None else (life, number)
     found = read(actor, since)
-    is_known = epoch is None or epoch == log.epoch
+    is_known = life is None or life == here
     if is_known and log.first_seq - 1 <= number <= log.last_seq:
         assert [event.seq for event in found] == list(range(number + 1, log.last_seq + 1))
         return
     assert isinstance(found[0], EventsMissed)
-    assert (found[0].epoch, found[0].seq) == (log.epoch, log.first_seq)
+    assert (found[0].life, found[0].seq) == (here, log.first_seq)
     expected = log.first_seq - number - 1 if is_known and number < log.first_seq else None
     assert found[0].missed == expected
     assert [event.seq for event in found[1:]] == list(range(log.first_seq, log.last_seq + 1))
@@ -131,85 +141,191 @@ def test_what_is_no_place_is_refused_at_once(actor: SchedulerActor, since: Any) 
 
 # Answers that are none
 
-GOOD = EventPage(
-    PROTOCOL_VERSION,
-    epoch=5,
-    first_seq=1,
-    last_seq=2,
-    nodes=["", "node"],
-    namespaces=["", "model"],
-    kinds=[int(EventKind.EPOCH_BEGAN), int(EventKind.BLOCK_STORED)],
-    node_index=[0, 1],
-    namespace_index=[0, 1],
-    keys=[b"", b"key1"],
-    slots=[0, 3],
-    generations=[0, 9],
-)
-WRONG = {
-    "empty though there is more": EventPage(PROTOCOL_VERSION, 5, 1, 2),
-    "unknown kind": replace(GOOD, kinds=[0, 77]),
-    "ragged": replace(GOOD, slots=[1]),
-    "node that is not there": replace(GOOD, node_index=[0, 9]),
-    "not what was asked for": replace(GOOD, first_seq=9, kinds=[1, 1]),
+GOOD: dict[str, Any] = {
+    "version": PROTOCOL_VERSION,
+    "life": 5,
+    "first_seq": 1,
+    "last_seq": 2,
+    "nodes": ["", "node"],
+    "namespaces": ["", "model"],
+    "kinds": bytes([EventKind.LIFE_BEGAN, EventKind.BLOCK_STORED]),
+    "node_index": Numbers.of([0, 1]),
+    "namespace_index": Numbers.of([0, 1]),
+    "keys": Keys.of([KEYLESS, b"key1"]),
+    "lives": Numbers.of([0, 3]),
+    "numbers": Numbers.of([0, 9]),
+}
+EMPTY: dict[str, Any] = {
+    "version": PROTOCOL_VERSION,
+    "life": 5,
+    "first_seq": 1,
+    "last_seq": 2,
+}
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "unknown kind": GOOD | {"kinds": bytes([0, 77])},
+    "ragged": GOOD | {"lives": Numbers.of([1])},
+    "node that is not there": GOOD | {"node_index": Numbers.of([0, 9])},
+    "numbers that nobody has": GOOD | {"first_seq": -1},
+}
+WRONG: dict[str, dict[str, Any]] = {
+    "empty though there is more": EMPTY,
+    "not what was asked for": GOOD | {"first_seq": 9, "kinds": b"\1\1"},
 }
 
 
+def raw_of(fields: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
 def test_page_that_is_right_is_read() -> None:
-    assert [event.seq for event in read(Answers(encode(GOOD)), (5, 0))] == [1, 2]
+    assert decode(raw_of(GOOD), EventPage).keys == [KEYLESS, b"key1"]
+    assert [event.seq for event in read(Answers(raw_of(GOOD)), (5, 0))] == [1, 2]
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_page_that_can_not_be_meant_is_an_error(case: str) -> None:
-    actor = Answers(encode(WRONG[case]))
+    actor = Answers(raw_of(WRONG[case]))
     with pytest.raises(MessageError):
         read(actor, (5, 0))
     assert actor.num_asked == 1
 
 
 def test_stream_that_goes_round_in_circles_ends() -> None:
-    same = encode(replace(GOOD, last_seq=99, kinds=[1, 1], keys=[b"key1"] * 2))
+    same = raw_of(GOOD | {"last_seq": 99, "kinds": b"\1\1"})
     with pytest.raises(MessageError):
         read(Answers(same), (5, 0))
 
 
 def test_scheduler_actor_of_another_version_is_named_with_both_versions() -> None:
     with pytest.raises(VersionError) as caught:
-        read(Answers(encode(replace(GOOD, version=PROTOCOL_VERSION + 1))), (5, 0))
+        read(Answers(raw_of(GOOD | {"version": PROTOCOL_VERSION + 1})), (5, 0))
     assert f"protocol {PROTOCOL_VERSION + 1}" in str(caught.value)
     assert f"this process {PROTOCOL_VERSION}" in str(caught.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", encode(Inventory())])
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", *map(raw_of, UNREADABLE.values())])
 def test_answer_that_can_not_be_read_names_both_versions(raw: bytes) -> None:
-    for ask in (lambda: read(Answers(raw), (5, 0)), lambda: snapshot(raw)):
-        with pytest.raises(VersionError) as caught:
-            ask()
-        assert f"runs RayKV 9.9, this process {raykv.__version__}" in str(caught.value)
+    with pytest.raises(VersionError) as caught:
+        read(Answers(raw), (5, 0))
+    assert f"runs RayKV 9.9, this process {raykv.__version__}" in str(caught.value)
 
 
-def snapshot(*pages: bytes) -> Replay:
-    return take_snapshot(lambda: Handle(Answers(*pages)))
+# Snapshots
+
+
+class Node:
+    """A NodeActor that tells its listing in the parts that a test wants."""
+
+    def __init__(self, *parts: Any, gone: str = "") -> None:
+        self._parts = list(parts)
+        self._gone = gone
+        self.num_asked = 0
+
+    def listing(self, raw: bytes) -> bytes:
+        decode(raw, ListingQuery)
+        if self._gone:
+            raise ConnectionError(self._gone)
+        self.num_asked += 1
+        part = self._parts[min(self.num_asked, len(self._parts)) - 1]
+        return part if isinstance(part, bytes) else encode(part)
+
+
+def part(numbers: list[int], start: int, end: int, *, place: int = 0, **fields: Any) -> ListingPart:
+    rows = ListedRows.of([row_of(number, **fields) for number in numbers])
+    return ListingPart(start == 0, Position(1, start), Position(1, end, place), rows)
+
+
+def snapshot(actor: SchedulerActor, **nodes: Node) -> Replay:
+    return take_snapshot(
+        lambda: Handle(actor), lambda: {name: Handle(each) for name, each in nodes.items()}
+    )
+
+
+def test_snapshot_is_what_all_nodes_have_at_a_place_of_the_log(actor: SchedulerActor) -> None:
+    one = Node(part([1, 2], 0, 5), part([3], 5, 6, place=ALL_READ))
+    two = Node(part([1], 0, 2, place=ALL_READ))
+    refuses = Node(gone="it has no pool")
+    found = snapshot(actor, one=one, two=two, gone=Node(gone="dead"), no_member=refuses)
+    assert found.place == (actor._directory.life, actor._directory.events.last_seq)
+    names = {("one", 1), ("one", 2), ("one", 3), ("two", 1)}
+    assert found.chunks == {(node, SPACE, key_of(number)) for node, number in names}
+    assert found.nodes == {"one": 1, "two": 1}
+
+
+def test_chunk_that_went_or_is_only_coming_is_in_no_snapshot(actor: SchedulerActor) -> None:
+    one = Node(
+        part([1, 2], 0, 5),
+        part([1], 5, 6, where=Where.NOWHERE),
+        part([3], 6, 7, place=ALL_READ, where=Where.COMING),
+    )
+    assert {key for _, _, key in snapshot(actor, one=one).chunks} == {key_of(2)}
+
+
+def test_node_that_does_not_answer_is_named(actor: SchedulerActor) -> None:
+    with pytest.raises(ClusterError, match="node one does not tell what it has: too busy"):
+        snapshot(actor, one=Node(gone="too busy"))
 
 
 @pytest.mark.parametrize(
-    "chunks",
+    "node",
     [
-        Inventory(["model"], [0], Keys.of([b"key1"]), [], [], []),
-        Inventory(["model"], [3], Keys.of([b"key1"]), [1], [1], [1]),
+        Node(b"no part"),
+        Node(part([1], 0, 5), part([2], 3, 6)),
+        Node(part([1], 0, 5), part([], 5, 5)),
     ],
 )
-def test_snapshot_that_can_not_be_meant_is_an_error(chunks: Inventory) -> None:
-    page = SnapshotPage(PROTOCOL_VERSION, 5, 1, 1 << 40, "node", 7, chunks)
+def test_snapshot_that_can_not_be_meant_is_an_error(actor: SchedulerActor, node: Node) -> None:
     with pytest.raises(MessageError):
-        snapshot(encode(page))
+        snapshot(actor, one=node)
+    assert node.num_asked < 4
 
 
-def test_snapshot_that_goes_round_in_circles_ends() -> None:
-    page = SnapshotPage(PROTOCOL_VERSION, 5, 1, 1 << 40, "node", 7)
-    with pytest.raises(MessageError, match="again and again"):
-        snapshot(encode(page), encode(page))
+# Descriptions
 
 
-def test_snapshot_is_read_from_an_actor(actor: SchedulerActor) -> None:
-    found = take_snapshot(lambda: Handle(actor))
-    assert found.place == (actor._manager.epoch, actor._manager.last_event)
+class Describer:
+    """A NodeActor that describes chunks, so many in one answer."""
+
+    def __init__(self, rows: list[Description], most: int = 100) -> None:
+        self._rows = {row.key: row for row in rows}
+        self._most = most
+
+    def descriptions(self, keys: list[bytes], _namespace: str | None) -> bytes:
+        found = [self._rows[key] for key in keys if key in self._rows]
+        return encode(page_of(found[: self._most]))
+
+
+class Silent:
+    def descriptions(self, _keys: list[bytes], _namespace: str | None) -> bytes:
+        raise ConnectionError("busy")
+
+
+def row(number: int, num_tokens: int = 4) -> Description:
+    tokens = pack_tokens(range(num_tokens))
+    return Description("n", number.to_bytes(8, "big") + bytes(4), None, b"", tokens, num_tokens)
+
+
+def test_what_any_node_knows_is_told_and_a_silent_one_costs_nothing() -> None:
+    rows = [row(number) for number in range(4)]
+    nodes = {"a": Describer(rows[:2]), "b": Describer(rows[1:3]), "c": Silent()}
+    insides = Insides(lambda: {name: Handle(each) for name, each in nodes.items()})
+    assert sorted(insides.describe([*ALL_KEYS])) == [each.key for each in rows[:3]]
+
+
+ALL_KEYS = [row(number).key for number in range(6)]
+
+
+def test_answer_that_was_cut_off_is_asked_for_again() -> None:
+    rows = [row(number, 150_000) for number in range(3)]
+    node = Describer(rows, most=1)
+    assert len(Insides(lambda: {"a": Handle(node)}).describe(ALL_KEYS)) == 3
+
+
+def test_description_that_can_not_be_meant_is_an_error() -> None:
+    class Wrong:
+        def descriptions(self, _keys: list[bytes], _namespace: str | None) -> bytes:
+            return encode(replace(page_of([row(1)]), block_sizes=[0]))
+
+    assert isinstance(page_of([row(1)]), Descriptions)
+    with pytest.raises(MessageError):
+        Insides(lambda: {"a": Handle(Wrong())}).describe(ALL_KEYS)

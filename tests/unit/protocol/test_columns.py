@@ -7,17 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import MAX_KEY_BYTES
+from raykv.base.ids import MAX_KEY_BYTES, Key, Namespace
 from raykv.protocol.columns import (
     SPLIT_TOGETHER,
-    Handles,
     Keys,
-    LostReplicas,
     Numbers,
-    Replicas,
-    Source,
 )
 from raykv.protocol.framing import decode, encode, receive
+from raykv.protocol.named.columns import NamedKeys
 
 OF_ONE_LENGTH = st.integers(1, MAX_KEY_BYTES).flatmap(
     lambda width: st.lists(st.binary(min_size=width, max_size=width), max_size=200)
@@ -58,8 +55,8 @@ def test_columns_are_joined_in_their_order(lists: list[list[bytes]]) -> None:
 
 @given(keys=LISTS)
 def test_column_crosses_processes_as_it_is(keys: list[bytes]) -> None:
-    handles = Handles(Keys.of(keys), [1] * len(keys), [2] * len(keys))
-    assert decode(encode(handles), Handles) == handles
+    names = NamedKeys.of((Namespace("a"), Key(key)) for key in keys)
+    assert decode(encode(names), NamedKeys) == names
 
 
 def test_keys_of_one_length_take_no_more_than_their_bytes() -> None:
@@ -90,11 +87,6 @@ def test_keys_without_bytes_or_with_too_many_are_an_error(keys: list[bytes]) -> 
         Keys.of(keys)
 
 
-def test_lost_chunks_become_columns() -> None:
-    lost = LostReplicas.of([(Source("a"), b"k", 3), (Source("b"), b"l", 4)])
-    assert lost == LostReplicas([Source("a"), Source("b")], Keys.of([b"k", b"l"]), [3, 4])
-
-
 NUMBERS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20)
 
 
@@ -118,9 +110,9 @@ def test_numbers_are_in_the_order_of_bytes_that_all_hosts_have() -> None:
 
 
 def test_column_of_numbers_that_ends_within_one_is_refused() -> None:
-    raw = encode(Replicas()).replace(b"\x91\xc4\x00", b"\x91\xc4\x03abc", 1)
+    raw = encode(NamedKeys()).replace(b"\x91\xc4\x00", b"\x91\xc4\x03abc", 1)
     with pytest.raises(MessageError, match="numbers of 8 bytes each in 3 bytes"):
-        receive(raw, Replicas, "an actor", "an engine")
+        receive(raw, NamedKeys, "an actor", "an engine")
 
 
 def test_number_of_more_than_64_bits_is_an_error() -> None:

@@ -22,7 +22,7 @@ from raykv.protocol.listing import (
     Reason,
     Where,
 )
-from raykv.protocol.named.ask import Ask, AskAnswer
+from raykv.protocol.named.ask import MOST_ASKED, Ask, AskAnswer
 from raykv.protocol.named.captures import Capture
 from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.named.copies import (
@@ -95,7 +95,7 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (ChangesQuery, {"most": -1}),
     (ChangesAnswer, {"store_share": 0}),
     (Ask, {"places": []}),
-    (Ask, {"keys": Keys.of([b"x"] * (MAX_KEYS + 1))}),
+    (Ask, {"keys": Keys.of([b"x"] * (MOST_ASKED + 1))}),
     (Ask, {"coming": Keys.of([b"x" * 200])}),
     (AskAnswer, {"where": b"\2"}),
     (AskAnswer, {"where": b"\0\0"}),

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.protocol import wire
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.worker import CopyJob, JobBatch
+from raykv.protocol.worker import JobBatch, WorkerAttached
 
 
 def batch(*cancelled: int) -> JobBatch:
@@ -75,15 +74,7 @@ def test_reader_refuses_a_larger_frame_before_its_bytes_come(size: int) -> None:
 
 def test_frame_is_refused_when_it_is_too_large() -> None:
     with pytest.raises(AssertionError):
-        wire.frame(
-            JobBatch(
-                [
-                    CopyJob(
-                        1, 0, 1, Handles(Keys(bytes(wire.MAX_FRAME_BYTES), b"\x20")), [], [], [], []
-                    )
-                ]
-            )
-        )
+        wire.frame(WorkerAttached(1, "e" * wire.MAX_FRAME_BYTES))
 
 
 def test_descriptors_travel_with_a_message(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -31,10 +31,10 @@ def test_model_without_connector_gets_raykv_that_recomputes() -> None:
 
 
 def test_what_the_model_says_beats_settings_of_all() -> None:
-    given = {**OURS, "kv_role": "kv_consumer", EXTRA: {"eviction_policy": "worth"}}
-    found = with_raykv(given, {"eviction_policy": "lru", "pool_bytes": 1 << 30}, "model 'm'")
+    given = {**OURS, "kv_role": "kv_consumer", EXTRA: {"transport": "nixl"}}
+    found = with_raykv(given, {"transport": "ray", "pool_bytes": 1 << 30}, "model 'm'")
     assert found["kv_role"] == "kv_consumer"
-    assert found[EXTRA] == {"eviction_policy": "worth", "pool_bytes": 1 << 30}
+    assert found[EXTRA] == {"transport": "nixl", "pool_bytes": 1 << 30}
 
 
 def test_one_of_several_connectors_gets_settings_and_the_others_stay() -> None:

@@ -1,4 +1,4 @@
-"""What chunks have inside: columns, the scheduler actor's book, the engine's outbox."""
+"""What chunks have inside: columns, the NodeActor's book, the engine's outbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.directory.actor import SchedulerActor
 from raykv.protocol.descriptions import (
     Description,
     Descriptions,
@@ -17,7 +16,6 @@ from raykv.protocol.descriptions import (
     page_of,
     rows_of,
 )
-from raykv.protocol.engine import SyncRequest
 from raykv.protocol.framing import decode, encode
 from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
 
@@ -93,39 +91,23 @@ REPLACE = [
 
 
 @pytest.mark.parametrize("wrong", REPLACE, ids=repr)
-def test_page_that_cant_be_meant_is_left_out_and_costs_nothing_else_of_its_message(
-    wrong: dict[str, list[object]],
-) -> None:
+def test_page_that_cant_be_meant_is_refused(wrong: dict[str, list[object]]) -> None:
     good = page_of([description(3)])
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
-    page = Descriptions(**{**fields, **wrong})
-    actor = SchedulerActor("nowhere", "lru")
-    answer = actor.sync(encode(SyncRequest("engine", 1, 1, described=page)))
-    assert not decode(actor.describe_chunks([description(3).key]), Descriptions).keys
-    assert answer == actor.sync(encode(SyncRequest("engine", 1, 1, described=good)))
-    assert decode(actor.describe_chunks([description(3).key]), Descriptions).keys
-
-
-def test_scheduler_actor_tells_what_it_was_told() -> None:
-    actor = SchedulerActor("nowhere", "lru")
-    rows = [description(number) for number in range(3)]
-    # It does not matter whether it knows the engine.
-    actor.sync(encode(SyncRequest("engine", 1, 1, described=page_of(rows))))
-    keys = [rows[2].key, b"unknown key", rows[0].key]
-    page = decode(actor.describe_chunks(keys), Descriptions)
-    assert list(rows_of(page)) == [rows[2], rows[0]]
-    assert not decode(actor.describe_chunks(keys, "other"), Descriptions).keys
-    actor.clear("n")
-    assert not decode(actor.describe_chunks(keys), Descriptions).keys
-
-
-def test_scheduler_actor_refuses_questions_without_keys() -> None:
-    actor = SchedulerActor("nowhere", "lru")
-    for keys in ("keys", [1], [b"key"] * 3000):
-        with pytest.raises(MessageError):
-            actor.describe_chunks(keys)  # type: ignore[arg-type]
+    check_descriptions(good)
     with pytest.raises(MessageError):
-        actor.describe_chunks([], 5)  # type: ignore[arg-type]
+        check_descriptions(Descriptions(**{**fields, **wrong}))
+
+
+def test_book_tells_what_it_was_told() -> None:
+    book = DescriptionBook()
+    rows = [description(number) for number in range(3)]
+    book.take(page_of(rows))
+    keys = [rows[2].key, b"unknown key", rows[0].key]
+    assert list(rows_of(book.page(keys))) == [rows[2], rows[0]]
+    assert not book.page(keys, "other").keys
+    book.forget("n")
+    assert not book.page(keys).keys
 
 
 def test_book_forgets_what_was_not_used_for_longest_when_it_is_full() -> None:

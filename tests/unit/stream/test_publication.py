@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,19 +12,16 @@ from hypothesis import strategies as st
 
 import raykv.stream.publication as module
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.protocol.columns import Keys
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
-    EpochBegan,
     Event,
+    LifeBegan,
     NodeJoined,
     NodeLost,
-    SnapshotPage,
 )
-from raykv.protocol.node import Inventory
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import (
     ASK_AGAIN_S,
@@ -92,7 +89,7 @@ class World:
 
     def event(self, kind: type[Event], **fields: Any) -> None:
         self._seq += 1
-        self.publication.apply(kind(epoch=1, seq=self._seq, **fields), self.now)
+        self.publication.apply(kind(life=1, seq=self._seq, **fields), self.now)
 
     def stored(self, number: int, node: str = A, namespace: str = MODEL, group: int = 0) -> None:
         self._block(BlockStored, number, node, namespace, group)
@@ -102,7 +99,15 @@ class World:
 
     def _block(self, kind: type[Event], number: int, node: str, namespace: str, group: int) -> None:
         place = {"node_id": node, "namespace": namespace, "key": key(number, group)}
-        self.event(kind, **place, slot=0, generation=1)
+        if node not in self.publication._replay.nodes:
+            self.event(NodeJoined, node_id=node, node_life=1, number=0)
+        self.event(kind, **place, node_life=1, number=self._seq)
+
+    def cleared(self, namespace: str, names: Iterable[tuple[str, int]]) -> None:
+        """A namespace is cleared: its chunks, by node, go one by one."""
+        self.event(CacheCleared, namespace=namespace, history=1, floor=1)
+        for node, number in names:
+            self.removed(number, node, namespace)
 
     def settle(self, seconds: float = 0.0) -> list[Message]:
         """Some time passes, questions are asked, and what is published reaches the subscriber."""
@@ -212,7 +217,7 @@ def test_nodes_have_streams_of_their_own() -> None:
     world.settle()
     assert world.seen("kv@a@tiny") == {block_hash(1)}
     assert world.seen("kv@b@tiny") == {block_hash(1), block_hash(2)}
-    world.event(NodeLost, node_id=B, node_epoch=1)
+    world.event(NodeLost, node_id=B, node_life=1, number=0)
     world.settle()
     assert world.seen("kv@a@tiny") == {block_hash(1)}
     assert not world.seen("kv@b@tiny")
@@ -241,7 +246,7 @@ def test_block_of_two_models_in_one_stream_goes_with_the_last() -> None:
     world.stored(1, namespace=other)
     world.settle()
     assert world.seen("all") == {block_hash(1), block_hash(100)}
-    world.event(CacheCleared, namespace=other, generation=1)
+    world.cleared(other, [(A, 1)])
     world.settle()
     assert world.seen("all") == {block_hash(1)}
 
@@ -266,7 +271,7 @@ def test_topic_names_node_and_model(topic: str, expected: str) -> None:
 def test_chunk_waits_for_the_names_in_its_topic_for_a_while() -> None:
     world = World()
     world.publication.nodes, world.publication.models = {}, {}
-    world.event(NodeJoined, node_id=A, node_epoch=1)
+    world.event(NodeJoined, node_id=A, node_life=1, number=0)
     world.say(described(1))
     world.stored(1)
     world.settle()
@@ -289,12 +294,12 @@ def test_stream_begins_with_a_clearing_and_has_numbers_without_gaps() -> None:
     assert events[0] == {"type": "AllBlocksCleared"}
 
 
-def test_all_is_taken_back_and_told_again_in_a_new_epoch() -> None:
+def test_all_is_taken_back_and_told_again_in_a_new_life() -> None:
     world = World()
     world.say(described(1), described(2))
     world.stored(1)
     world.settle()
-    world.event(EpochBegan)
+    world.event(LifeBegan)
     world.stored(2)
     (message,) = world.settle()
     (_, events, _) = msgspec.msgpack.decode(message.payload)
@@ -307,15 +312,8 @@ def test_all_is_taken_back_and_told_again_in_a_new_epoch() -> None:
 
 def snapshot(*numbers: int) -> Replay:
     replay = Replay()
-    inventory = Inventory(
-        namespaces=[MODEL],
-        namespace_index=[0] * len(numbers),
-        keys=Keys.of([key(number) for number in numbers]),
-        slots=[0] * len(numbers),
-        generations=[1] * len(numbers),
-        slot_bytes=[1] * len(numbers),
-    )
-    replay.load(SnapshotPage(1, 7, 9, 0, A, 1, inventory))
+    replay.place = (7, 9)
+    replay.load(A, 1, [(MODEL, key(number)) for number in numbers])
     return replay
 
 
@@ -450,7 +448,7 @@ STEPS = st.lists(
             st.sampled_from([A, B]),
             st.sampled_from(["model", "other"]),
         ),
-        st.tuples(st.sampled_from(["settle", "late", "lost", "cleared", "epoch"])),
+        st.tuples(st.sampled_from(["settle", "late", "lost", "cleared", "life"])),
     ),
     max_size=60,
 )
@@ -522,10 +520,11 @@ def play(world: World, held: set[tuple[str, str, int]], step: Any) -> None:
             world.settle(UNDESCRIBED_S)
         case ("lost",):
             held -= {each for each in held if each[0] == A}
-            world.event(NodeLost, node_id=A, node_epoch=1)
+            world.event(NodeLost, node_id=A, node_life=1, number=0)
         case ("cleared",):
-            held -= {each for each in held if each[1] == "model"}
-            world.event(CacheCleared, namespace="model", generation=1)
-        case ("epoch",):
+            void = {each for each in held if each[1] == "model"}
+            held -= void
+            world.cleared("model", [(node, number) for node, _, number in void])
+        case ("life",):
             held.clear()
-            world.event(EpochBegan)
+            world.event(LifeBegan)

@@ -103,12 +103,12 @@ def test_what_changes_a_canonical_page_is_another_namespace(other: dict[str, Any
 
 
 def test_sizes_are_told_to_specs_only_and_are_no_setting() -> None:
-    config: dict[str, Any] = {"canonical_layout": True, "lease_slots": 8}
+    config: dict[str, Any] = {"canonical_layout": True, "staging_bytes": 8}
     for num_ranks in (1, 2, 8):
         with told_to_specs(config, engine(num_ranks), caches(layer(num_ranks))):
             sizes = config[TOLD].block_bytes
         assert sizes == {0: 2 * PAGE_BYTES}
-        assert config == {"canonical_layout": True, "lease_slots": 8}
+        assert config == {"canonical_layout": True, "staging_bytes": 8}
     with pytest.raises(SettingError, match="unknown setting"):
         load_settings({TOLD: {}}, {})
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import EngineId, Key
+from raykv.base.ids import Key, Namespace
 from raykv.base.settings import load_settings
 from raykv.engine.announcements import Announcements
-from raykv.engine.runtime import EngineIdentity
 from raykv.engine.view import EngineView
 from raykv.protocol.descriptions import Description, rows_of
 from raykv.stream.descriptions import DescriptionOutbox
@@ -20,7 +19,6 @@ pytest.importorskip("vllm")
 BLOCK = 16
 CHUNK = 2 * BLOCK
 TOKENS = list(range(1, 3 * CHUNK + 1))
-WHO = EngineIdentity("engine", "namespace", "tiny", 1, {0: 4096}, "")
 
 
 def request(**fields: Any) -> Any:
@@ -61,7 +59,9 @@ def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | Non
     config = OffloadingKVEventsConfig(
         enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
     )
-    return ChunkTracker(config, WHO, lambda: WHO.namespace, outbox, announcements)
+    view = EngineView(1.0, announcements=announcements)
+    view.namespace = Namespace("namespace")
+    return ChunkTracker(config, view, "tiny", outbox)
 
 
 def key_of(req: Any, chunk: int) -> Any:
@@ -144,22 +144,20 @@ def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
 
     announcements, req = Announcements(), request()
     tracks = tracker(None, announcements)
-    loadable: dict[Key, None] = {}
-    manager: Any = SimpleNamespace(view=SimpleNamespace(loadable=loadable))
 
     def events() -> list[Any]:
-        return list(tracks.take_events(offloading_events(announcements, manager)))
+        return list(tracks.take_events(offloading_events(announcements.take())))
 
     name = key_of(req, 1)
     tracks.record_store(req, group(), 1, name)
+    announcements.expect([Key(name)])
     assert events() == []
-    loadable[Key(name)] = None
-    announcements.came([Key(name)], loadable)
+    announcements.changed(Key(name), is_there=True)
     (stored,) = events()
     assert isinstance(stored, BlockStored)
     assert (stored.token_ids, stored.medium) == (TOKENS[CHUNK : 2 * CHUNK], "CPU")
     assert stored.locality == "LOCAL"
-    loadable.clear()
+    announcements.changed(Key(name), is_there=False)
     (removed,) = events()
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == stored.block_hashes
@@ -172,10 +170,10 @@ def test_chunk_that_never_came_leaves_nothing_behind_and_is_not_said_to_have_gon
 
     announcements, req = Announcements(), request()
     tracks = tracker(None, announcements)
-    manager: Any = SimpleNamespace(view=SimpleNamespace(loadable={}))
     tracks.record_store(req, group(), 1, key_of(req, 1))
-    announcements._known = dict.fromkeys(announcements._known, float("-inf"))
-    events = list(tracks.take_events(offloading_events(announcements, manager)))
+    announcements.expect([Key(key_of(req, 1))])
+    announcements.changed(Key(key_of(req, 1)), is_there=False)
+    events = list(tracks.take_events(offloading_events(announcements.take())))
     # vLLM 0.32 has no way to forget a chunk without telling its subscribers.
     assert len(events) == (0 if silent() else 1)
     assert not tracks._pending_event_metadata
@@ -201,9 +199,7 @@ def test_settings_are_labels_of_vllms_metric() -> None:
     from raykv.vllm.spec import RayKVOffloadingSpec
 
     extra = {"pool_bytes": "1GiB", "layerwise_loads": True}
-    manager = RayOffloadingManager(
-        EngineView(EngineId("e"), [0], 1.0, 4), labels=load_settings(extra).labels()
-    )
+    manager = RayOffloadingManager(EngineView(1.0), labels=load_settings(extra).labels())
     (labels,) = manager.config_info()
     assert tuple(labels) == RayKVOffloadingSpec.config_info_keys(extra)
     assert (labels["pool_bytes"], labels["layerwise_loads"], labels["disk_path"]) == (

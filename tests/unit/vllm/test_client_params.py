@@ -17,12 +17,10 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from raykv.base.ids import Epoch, Key, group_of
+from raykv.base.ids import Key, group_of
 from raykv.base.tenants import salt_label
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions, Tier
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import SyncReply
 from raykv.protocol.sessions import SessionWord
 from raykv.vllm.identity.media import NAMED_BY_CLIENT
 from raykv.vllm.params import (
@@ -45,7 +43,7 @@ from raykv.vllm.params import (
     request_options,
     tenant_of,
 )
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, Engine, PlayedRequest
+from tests.fixtures.vllm import CHUNK, FULL, Engine, PlayedRequest
 
 WINDOW = SlidingWindowSpec(
     block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
@@ -344,12 +342,9 @@ def test_request_loads_so_many_tokens_at_most(most: Any, loaded: int) -> None:
     assert engine.schedule(request) == loaded * CHUNK
 
 
-@pytest.mark.parametrize(("most", "stored"), [(2 * CHUNK + 5, 2), (0, 0), ("2", 4)])
+@pytest.mark.parametrize(("most", "stored"), [(2 * CHUNK + 5, 2), (0, 0), ("2", 5)])
 def test_request_stores_so_many_tokens_at_most(most: Any, stored: int) -> None:
     engine = Engine()
-    slots = list(range(1, 12))
-    granted = Leases([0] * len(slots), slots, slots)
-    engine.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
     request = PlayedRequest(kv_transfer_params={"max_offload_tokens": most})
     engine.begin(request)
     known = engine.connector._tables.find("r")
@@ -413,8 +408,7 @@ def test_request_is_its_tenants_from_its_first_hook_on() -> None:
     assert engine.view.requests.get("r").options.tenant == label
     engine.hold(*range(4))
     assert engine.schedule(request) > 0
-    owned = engine.view.take_request(Epoch(1), may_grow=True, may_want=True).owned
-    assert owned.tenants == [label]
+    assert engine.view.take_found().tenants == [label]
     account = engine.view.accounts.get("r")
     assert account is not None
     assert account.tenant == label

@@ -10,12 +10,11 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.engine.core import EngineCore
 
-from raykv.base.ids import EngineId, Key
+from raykv.base.ids import Key
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.internals.engine import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
+from tests.fixtures.place import CopyingPlace, engine_hello
 
 CHUNK = Key(b"a" * 32 + b"\0\0\0\0")
 
@@ -46,11 +45,9 @@ class Scheduler:
 
 @pytest.fixture
 def view() -> EngineView:
-    view = EngineView(EngineId("engine"), [0], 1.0, 4)
-    view.attached(EngineAttached(1, 7, {0: 40}))
-    view.apply(SyncReply(1, 1, node_epoch=7, granted=Leases([0], [3], [9])))
-    view.prepare_store("r", [CHUNK])
-    view.complete_store([CHUNK])
+    view, place = EngineView(1.0), CopyingPlace()
+    place.join(view, engine_hello())
+    place.hold(view, [CHUNK])
     return view
 
 
@@ -81,7 +78,7 @@ def test_reset_that_the_user_asks_for_clears_the_namespace(
     core.sleep()
     core.reset_prefix_cache(reset_connector=True)
     assert CHUNK not in view.loadable
-    assert view.has_news
+    assert view.wanted_clear
 
 
 def test_rest_that_fails_is_over(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from raykv.base.errors import HiddenStatesError, SettingError
 from raykv.base.ids import Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.worker import JobResult
+from raykv.protocol.columns import Numbers
+from raykv.protocol.named.copies import NamedResult
 from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
@@ -109,7 +110,7 @@ class Line:
     """In place of the worker that sends captures to the NodeActor."""
 
     def __init__(self) -> None:
-        self.node_epoch = 3
+        self.namespace = "model"
         self.jobs: list[JobRequest] = []
         self.is_broken = False
 
@@ -136,9 +137,10 @@ def test_blocks_are_free_when_the_capture_has_ended_and_not_before(tmp_path: Pat
     states.submit(line, order(path))
     assert states.finish({"r"}) == set()
     (job,) = line.jobs
-    assert job.capture is not None
-    assert (job.capture.path, job.capture.has_lock, job.capture.layer) == (path, True, 2)
-    states.take_results([JobResult(job.job_id, 96, 0.1)])
+    capture = job.job.capture
+    assert capture is not None
+    assert (capture.path, capture.has_lock, capture.layer) == (path, True, 2)
+    states.take_results([NamedResult(job.job_id, 1, 1, num_bytes=96)])
     assert states.finish(set()) == {"r"}
     assert states.finish(set()) == set()
 
@@ -148,7 +150,9 @@ def test_capture_that_failed_frees_the_blocks_and_the_reader_hears_why(tmp_path:
     states.promise({"r": path})
     states.submit(line, order(path))
     (job,) = line.jobs
-    states.take_results([JobResult(job.job_id, 0, 0.1, [0], [int(Refusal.NODE_LOST)])])
+    refusals = bytes([Refusal.NODE_LOST])
+    lost = NamedResult(job.job_id, 0, 0, failed_chunks=Numbers.of([0]), refusals=refusals)
+    states.take_results([lost])
     assert states.finish(set()) == {"r"}
     with pytest.raises(HiddenStatesError, match="node_lost"):
         load_hidden_states(path, 5.0)
@@ -183,8 +187,8 @@ def test_path_that_can_not_be_written_costs_the_file_only(tmp_path: Path) -> Non
     states.promise({"r": str(tmp_path / "file" / "r"), "s": "no\0path"})
     states.submit(line, order(str(tmp_path / "file" / "r")))
     (job,) = line.jobs
-    assert job.capture is not None
-    assert (job.capture.path, job.capture.has_lock, job.lock_fd) == ("", False, -1)
+    assert job.job.capture is not None
+    assert (job.job.capture.path, job.job.capture.has_lock, job.lock_fd) == ("", False, -1)
 
 
 def test_ranks_that_do_not_write_free_the_blocks_at_once(tmp_path: Path) -> None:

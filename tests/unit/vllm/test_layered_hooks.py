@@ -15,8 +15,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import RequestStatus
 
-from raykv.engine.layered import LayeredLoads
-from raykv.vllm.layered import LayeredScheduling
+from raykv.engine.layered import LayeredLoad, LayeredLoads
+from raykv.vllm.layered import MOST_STEPS, LayeredScheduling
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, key
 
 
@@ -155,6 +155,19 @@ def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
     engine.end_step()
     assert engine.ask(other, 5 * CHUNK) == (0, False)
     assert engine.pool.evicted == set()
+
+
+def test_steps_of_whose_ends_nobody_tells_are_forgotten() -> None:
+    engine = LayeredEngine()
+    scheduling: Any = engine.connector._layered
+    for number in range(MOST_STEPS + 1):
+        engine.loads.begin(LayeredLoad(f"r{number}", frozenset([b"%d" % number]), (number,)))
+        scheduling.close_step(object())
+    assert len(scheduling._steps) == MOST_STEPS
+    engine.end_step()
+    assert engine.pool.evicted == {0}
+    assert not engine.loads.must_wait([b"0"])
+    assert engine.loads.must_wait([b"1"])
 
 
 def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:

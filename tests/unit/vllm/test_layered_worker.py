@@ -16,16 +16,18 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from raykv.base.ids import Refusal
+from raykv.base.ids import Direction, Refusal
 from raykv.prompts.adapters import AdapterFiles
+from raykv.protocol.columns import Numbers
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import JobResult, KVLayout, TensorLayout
+from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters
 from raykv.vllm.identity.weight_watch import WeightWatch
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.transfers import (
-    PoolSpec,
+    ChunkSpec,
     RayKVConnectorMetadata,
     RayKVWorkerMetadata,
     RayOffloadingWorker,
@@ -34,20 +36,37 @@ from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.front import ALL_LAYERS
 from raykv.worker.job import JobRequest
 
+KEYS = ((b"l", "b"), (b"m", "c"))
+"""Chunks of two requests."""
+
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+
+def ended(job_id: int, failed: Collection[int] = ()) -> NamedResult:
+    refusals = bytes([Refusal.NOT_HERE]) * len(failed)
+    return NamedResult(
+        job_id,
+        1,
+        1,
+        failed_chunks=Numbers.of(failed),
+        refusals=refusals,
+        num_bytes=10,
+        seconds=0.1,
+    )
 
 
 class Link:
     """A line whose jobs end when everything of them is waited for."""
 
-    node_epoch = 1
+    node_life = 0
 
     def __init__(self) -> None:
         self.submitted: list[JobRequest] = []
         self.waits: list[tuple[set[int], int]] = []
         self.refused: dict[int, list[int]] = {}
         self.failing = ""
-        self._results: list[JobResult] = []
+        self.breakers = BreakerReport()
+        self._results: list[NamedResult] = []
 
     def submit(self, request: JobRequest) -> None:
         self._fail_at("submit")
@@ -62,18 +81,17 @@ class Link:
         if count == ALL_LAYERS:
             for request in self.submitted:
                 failed = self.refused.get(request.job_id, [])
-                refusals = [int(Refusal.STALE)] * len(failed)
-                self._results.append(JobResult(request.job_id, 10, 0.1, failed, refusals))
+                self._results.append(ended(request.job_id, failed))
             self.submitted.clear()
         return True
 
-    def drain(self) -> list[JobResult]:
+    def drain(self) -> list[NamedResult]:
         self._fail_at("drain")
         results, self._results = self._results, []
         return results
 
     def breaker_report(self) -> BreakerReport:
-        return BreakerReport()
+        return self.breakers
 
     def set_target(self, target: Any) -> None:
         pass
@@ -107,8 +125,8 @@ class Side:
         worker._unseen = {}
         worker._waited = set()
         worker._numbers = None
-        worker._reported_epoch = 1
-        worker._reported_line = BreakerReport()
+        worker._place_life = worker._failed_before = 0
+        worker._reported_line = (0, 0, 0, 0)
         worker._invalid_block_ids = set()
         worker._failed_recving = set()
         worker._stranded = set()
@@ -122,17 +140,17 @@ class Side:
         connector.connector_worker = worker
         self.connector = connector
 
-    def begin(self, **loads: list[int]) -> None:
+    def begin(self, place_life: int = 0, **loads: list[int]) -> None:
         """A step in which requests load into blocks; their jobs are numbered from 1 on."""
         jobs = {
             number: TransferJob(
                 req_id=request_id,
-                src_spec=PoolSpec(1, [b"k"] * len(blocks), [0] * len(blocks), [1] * len(blocks)),
+                src_spec=ChunkSpec([b"k"] * len(blocks), "model", request_id=request_id),
                 dst_spec=GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0]),
             )
             for number, (request_id, blocks) in enumerate(loads.items(), start=1)
         }
-        metadata = RayKVConnectorMetadata(load_jobs=jobs, store_jobs={}, jobs_to_flush=None)
+        metadata = RayKVConnectorMetadata(jobs, {}, None, place_life=place_life)
         self.connector._connector_metadata = metadata
         self.connector.handle_preemptions(metadata)
 
@@ -158,7 +176,7 @@ def test_each_layer_waits_for_itself_and_the_step_for_all() -> None:
     side = Side()
     side.begin(a=[1, 2], b=[3])
     side.start()
-    assert all(request.by_layer for request in side.link.submitted)
+    assert all(request.job.by_layer for request in side.link.submitted)
     assert [side.layer(name) for name in LAYERS] == [({1, 2}, 1), ({1, 2}, 2), ({1, 2}, 3)]
     assert side.end() == (set(), set(), Counter({1: 1, 2: 1}))
     assert side.link.waits[-1] == ({1, 2}, ALL_LAYERS)
@@ -252,7 +270,7 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     side.begin(a=[1, 2], b=[3])
     side.start()
 
-    def strange(request: JobRequest, result: JobResult) -> Any:
+    def strange(request: JobRequest, result: NamedResult) -> Any:
         return SimpleNamespace(job_id=result.job_id)
 
     monkeypatch.setattr("raykv.vllm.transfers.transfer_result", strange)
@@ -299,7 +317,7 @@ def test_ordinary_loads_are_waited_for_by_nobody() -> None:
     side = Side(is_layerwise=False)
     side.begin(a=[1])
     side.start()
-    assert not side.link.submitted[0].by_layer
+    assert not side.link.submitted[0].job.by_layer
     assert side.layer(LAYERS[0]) is None
     assert side.end() == (set(), set(), Counter())
     side.link.wait_layers([], ALL_LAYERS)
@@ -332,7 +350,7 @@ def test_stores_of_a_step_begin_with_the_next_one_unless_they_are_durable(is_dur
     side = Side(is_layerwise=False)
     side.connector.connector_worker._is_durable = is_durable
     blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
-    jobs = {7: TransferJob("a", blocks, PoolSpec(1, [b"k"], [0], [1]))}
+    jobs = {7: TransferJob("a", blocks, ChunkSpec([b"k"], "model", request_id="a"))}
     side.connector._connector_metadata = RayKVConnectorMetadata({}, jobs, None)
     side.connector.handle_preemptions(side.connector._connector_metadata)
     side.start()
@@ -352,7 +370,7 @@ def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_
     side = Side(is_layerwise=False)
     worker = side.connector.connector_worker
     blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    worker._unsubmitted_store_jobs.append((7, blocks, PoolSpec(1, [b"k"], [0], [1])))
+    worker._unsubmitted_store_jobs.append((7, blocks, ChunkSpec([b"k"], "model", request_id="a")))
     (side.connector.unregister_kv_caches if is_told else worker.store_before_sleep)()
     assert [job.job_id for job in side.link.submitted] == [7]
     assert side.link.waits == [({7}, 0)]
@@ -364,7 +382,7 @@ def test_stores_that_cant_be_submitted_before_the_worker_sleeps_have_failed() ->
     side = Side(is_layerwise=False)
     worker = side.connector.connector_worker
     blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    worker._unsubmitted_store_jobs.append((7, blocks, PoolSpec(1, [b"k"], [0], [1])))
+    worker._unsubmitted_store_jobs.append((7, blocks, ChunkSpec([b"k"], "model", request_id="a")))
     side.link.failing = "submit"
     worker.store_before_sleep()
     assert not worker._unsubmitted_store_jobs
@@ -381,7 +399,7 @@ def test_jobs_of_requests_with_another_adapter_than_the_worker_has_are_refused(
     uses = {"a": right, "b": replace(right, digest="what the files were before")}
     side = Side(is_layerwise=False)
     side.connector.connector_worker._adapters.note(1, content)
-    pool = PoolSpec(1, [b"k"], [0], [1])
+    pool = ChunkSpec([b"k"], "model", request_id="a")
     blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
     loads = {number: TransferJob(name, pool, blocks) for number, name in enumerate(uses, 1)}
     stores = {number: TransferJob(name, blocks, pool) for number, name in enumerate(uses, 3)}
@@ -406,8 +424,9 @@ def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_t
     worker._weights.note("load_weights")
     watch = worker._weights.name
     blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
-    load = TransferJob(req_id="b", src_spec=PoolSpec(1, [b"l"], [1], [1]), dst_spec=blocks)
-    store = TransferJob(req_id="c", src_spec=blocks, dst_spec=PoolSpec(1, [b"m"], [2], [1]))
+    first, second = (ChunkSpec([key], "model", request_id=name) for key, name in KEYS)
+    load = TransferJob(req_id="b", src_spec=first, dst_spec=blocks)
+    store = TransferJob(req_id="c", src_spec=blocks, dst_spec=second)
     metadata = RayKVConnectorMetadata({2: load}, {3: store}, None)
     worker.take_metadata(metadata)
     worker.start_kv_transfers(metadata)
@@ -419,10 +438,32 @@ def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_t
     assert meta.weights == {watch: (1, "load_weights")}
     assert meta.completed_jobs == {1: 1, 2: 1, 3: 1}
     # What was under way, too.
-    assert {failed.request_id for failed in meta.failed_loads} == {"a", "b"}
-    assert [key for key, _ in meta.failed_stores] == [b"m"]
+    loads = {end.request_id for end in meta.ends if end.direction is Direction.LOAD}
+    assert loads == {"a", "b"}
+    stores = [end.keys for end in meta.ends if end.direction is Direction.STORE]
+    assert stores == [[b"m"]]
     known = RayKVConnectorMetadata({4: load}, {}, None, weights_seen={watch: 1})
     worker.take_metadata(known)
     worker.start_kv_transfers(known)
     assert [job.job_id for job in side.link.submitted] == [4]
     assert worker.build_connector_worker_meta() is None
+
+
+def test_line_that_another_life_of_the_node_refuses_too_is_reported_again() -> None:
+    """What was said of it before counts for the last life."""
+    side = Side()
+
+    def step(place_life: int, num_failed: int) -> bool:
+        line = ["own node"], ["open"], [num_failed], [1.0], ["refused"]
+        side.link.breakers = BreakerReport(*line, opened=1, failed=num_failed)
+        side.begin(place_life)
+        side.connector.get_finished(set())
+        meta = side.connector.build_connector_worker_meta()
+        return meta is not None and bool(meta.lines)
+
+    assert step(7, 1)
+    step(7, 2)
+    assert not step(7, 3)
+    assert not step(8, 3), "it has not tried that one"
+    assert step(8, 4)
+    assert not step(8, 5)

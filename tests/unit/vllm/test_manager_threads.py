@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,14 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadingManager
 
-from raykv.engine.session import Session, SessionSettings
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import SyncReply
+from raykv.protocol.named.report import ReportAnswer
+from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler
-from tests.fixtures.vllm import NODE_EPOCH, Engine, PlayedRequest
+from tests.fixtures.vllm import Engine, PlayedRequest, key
 from tests.fixtures.waiting import wait_until
 
 MUTATORS = ("__setitem__", "__delitem__", "clear", "pop", "popitem", "setdefault", "update")
+OF_SETS = ("add", "clear", "discard", "pop", "remove", "update")
 
 
 class Threads:
@@ -41,6 +42,12 @@ class Threads:
         """A dictionary whose changes are noted."""
         methods = {each: self.watched(name, getattr(dict, each)) for each in MUTATORS}
         made: dict[Any, Any] = type("Table", (dict,), methods)()
+        return made
+
+    def set(self, name: str) -> set[Any]:
+        """The same of a set."""
+        methods = {each: self.watched(name, getattr(set, each)) for each in OF_SETS}
+        made: set[Any] = type("Watched", (set,), methods)()
         return made
 
 
@@ -63,36 +70,44 @@ def play(engine: Engine, number: int) -> None:
     engine.connector.build_connector_meta(SchedulerOutput.make_empty())
 
 
-def test_exchange_thread_leaves_alone_what_a_step_relies_on() -> None:
+def test_session_leaves_alone_what_a_step_relies_on() -> None:
     engine, threads, scheduler = Engine(), Threads(), PlayedScheduler()
     view, manager = engine.view, engine.connector._manager
-    settings = SessionSettings("engine", "n", "ns", "model", 1, {0: 4096}, heartbeat_s=0.001)
-    session = Session(view, scheduler, settings)
-    session.attach(DEADLINE_S)
-    view._ready = view.loadable = threads.table("ready")
-    view._pending = threads.table("pending")
-    hooks = {name for name, _ in inspect.getmembers(OffloadingManager, inspect.isfunction)}
-    for name in hooks:
-        setattr(manager, name, threads.watched(name, getattr(manager, name)))
-    engine.hold(0, 1)
-    session.start()
-    played = 0
-    try:
+    with PlayedPlace() as place:
+        session = session_at(place, scheduler, view)
+        session.attach(DEADLINE_S)
+        place.pool.report(time.monotonic())
+        place.pool.answered(ReportAnswer(1, alone=[view.namespace]), time.monotonic())
 
-        def is_played() -> bool:
-            nonlocal played
+        def is_alone() -> bool:
             session.drain()
-            session.nudge()
-            for _ in range(10):
-                played += 1
-                lease = Leases([0], [100 + played], [100 + played])
-                view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=lease))
-                play(engine, played)
-            return len(scheduler.full) > 10
+            return not view.remote.has_peers
 
-        wait_until(is_played, DEADLINE_S, "the thread has sent what the steps had to tell")
-    finally:
-        session.stop(DEADLINE_S)
+        wait_until(is_alone, DEADLINE_S, "the engine knows that nobody else has its chunks")
+        (at,) = view._places
+        at.listed._ready = threads.table("ready")
+        view._ready = view.loadable = at.listed.ready
+        view._pending = threads.set("pending")
+        hooks = {name for name, _ in inspect.getmembers(OffloadingManager, inspect.isfunction)}
+        for name in hooks:
+            setattr(manager, name, threads.watched(name, getattr(manager, name)))
+        place.store(key(0), key(1))
+        session.start()
+        played = 0
+        try:
+
+            def is_played() -> bool:
+                nonlocal played
+                session.drain()
+                session.nudge()
+                for _ in range(10):
+                    played += 1
+                    play(engine, played)
+                return len(place.tells) > 10
+
+            wait_until(is_played, DEADLINE_S, "the line has told what the steps had to say")
+        finally:
+            session.stop(DEADLINE_S)
     view.check()
     assert {"lookup", "prepare_load", "prepare_store", "on_schedule_end"} <= threads.seen.keys()
     assert {"ready", "pending"} <= threads.seen.keys()

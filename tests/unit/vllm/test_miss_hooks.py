@@ -12,11 +12,9 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from raykv.base.ids import Epoch, Generation
-from raykv.engine.requests import FailedLoad
 from raykv.protocol.engine import MissRecord
 from raykv.vllm.identity import media
-from tests.fixtures.vllm import CHUNK, NODE_EPOCH, NUM_PROMPT, Engine, PlayedRequest, key
+from tests.fixtures.vllm import CHUNK, NUM_PROMPT, Engine, PlayedRequest, key
 
 
 def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
@@ -36,6 +34,16 @@ def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
         b"".join(key(at)[:8] for at in range(5)),
         CHUNK,
     )
+
+
+def test_request_that_waits_has_what_it_has_found_told_again() -> None:
+    engine, request = Engine(), PlayedRequest()
+    engine.hold(0, 1)
+    engine.begin(request)
+    assert list(engine.view.take_found().keys) == [key(0), key(1)]
+    engine.view.requests.get("r").touch_at = 0.0
+    engine.connector.get_num_new_matched_tokens(request, 0)
+    assert list(engine.view.take_found().keys) == [key(0), key(1)]
 
 
 def test_step_is_vllms_own_and_stays_as_it_was_scheduled() -> None:
@@ -58,8 +66,7 @@ def test_part_of_a_load_that_failed_is_computed_for_that_reason() -> None:
     engine.hold(0, 1, 2)
     engine.begin(request)
     assert engine.schedule(request) == 3 * CHUNK
-    failed = FailedLoad("r", key(1), Generation(2), Epoch(NODE_EPOCH), is_gone=False)
-    engine.end_load(request, failed)
+    engine.end_load(request, 1)
     request.num_computed_tokens = CHUNK
     engine.schedule(request)
     record = engine.finish(request)
@@ -76,8 +83,7 @@ def test_load_that_failed_from_its_first_chunk_is_computed_for_that_reason() -> 
     engine.hold(0, 1, 2)
     engine.begin(request)
     assert engine.schedule(request) == 3 * CHUNK
-    failed = FailedLoad("r", key(0), Generation(1), Epoch(NODE_EPOCH), is_gone=True)
-    engine.end_load(request, failed)
+    engine.end_load(request, 0)
     request.num_computed_tokens = 0
     assert engine.schedule(request) == 0
     record = engine.finish(request)
@@ -128,9 +134,7 @@ def test_request_with_media_that_its_client_named_neither_loads_nor_stores(
     engine.hold(0, 1, 2, 3, 4)
     engine.begin(request)
     assert engine.schedule(request) == 0
-    plan = engine.view.prepare_store("r", [key(9)])
-    assert plan is not None
-    assert not plan.keys
+    assert not engine.view.prepare_store("r", [key(9)])
     assert engine.finish(request).missed == {"incomplete_chunk": 3, "media_unknown": 5 * CHUNK}
 
 

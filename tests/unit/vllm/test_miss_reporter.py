@@ -21,13 +21,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from raykv.base import guard
-from raykv.base.ids import EngineId, Key, Lookup, MissReason
+from raykv.base.ids import Key, Lookup, MissReason
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.engine import EngineAttached, MissRecord, SyncReply
+from raykv.protocol.engine import MissRecord
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec
+from tests.fixtures.place import CopyingPlace, engine_hello
 
 CHUNK = 16
 MISSING = Key(b"missing" + bytes(4))
@@ -48,10 +49,9 @@ class PlayedRequest:
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(EngineId("engine"), [0], 1.0, 4)
+    made = EngineView(1.0)
     made.accounts.tokens_per_chunk = CHUNK
-    made.attached(EngineAttached(1, 7, {0: 40}))
-    made.apply(SyncReply(1, 1, node_epoch=7))
+    CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
     return made
 
@@ -250,32 +250,6 @@ def test_loaded_tokens_are_told_apart_by_the_node_that_had_them(
     assert {labels[0]: count for labels, count in told.items()} == {
         source: count for source, count in expected.items() if count
     }
-
-
-def test_reason_that_the_scheduler_actor_knows_better_is_made_up_for(
-    reporter: MissReporter, view: EngineView
-) -> None:
-    def end_one() -> dict[str, float]:
-        request = PlayedRequest(num_prompt_tokens=2 * CHUNK)
-        reporter.began(request)
-        reporter.looks(request, 0, None)
-        miss(view)
-        reporter.admitted(request, 0)
-        reporter.ended(request)
-        return told()
-
-    def told() -> dict[str, float]:
-        stats = reporter.take_stats()
-        values = {} if stats is None else stats.to_dict()["data"].get("raykv_missed_tokens", {})
-        return {labels[0]: count for labels, count in values.items()}
-
-    assert end_one() == {"never_stored": 2 * CHUNK}
-    view.apply(SyncReply(1, 2, node_epoch=7, refined={"evicted": 2 * CHUNK}))
-    assert told() == {"evicted": 2 * CHUNK}
-    # One that was never stored pays for it, the next one counts again.
-    assert end_one() == {}
-    assert end_one() == {"never_stored": 2 * CHUNK}
-    assert told() == {}
 
 
 def compute(reporter: MissReporter, view: EngineView, tokens: Sequence[int]) -> MissRecord:

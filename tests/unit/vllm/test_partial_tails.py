@@ -6,6 +6,7 @@ offloading scheduler is real, and so is what RayKV makes of its jobs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,17 +24,16 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from raykv.base.ids import Direction, Key
+from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.engine.announcements import Announcements
 from raykv.engine.remote import ChunkSize, RemoteSettings
-from raykv.engine.runtime import EngineIdentity
-from raykv.protocol.columns import Handles, Keys, Leases
-from raykv.protocol.engine import SyncReply
+from raykv.protocol.named.copies import NamedJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.manager import track_chunks
-from raykv.vllm.transfers import RayKVWorkerMetadata, job_request
-from raykv.worker.job import JobRequest
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, Engine
+from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
+from tests.fixtures.vllm import CHUNK, FULL, Engine
+
+COPY_FAILED, NONE = Refusal.COPY_FAILED, Refusal.NONE
 
 HASH = 4
 """Tokens of a hash: four to a block."""
@@ -43,7 +43,6 @@ RECURRENT = MambaSpec(
 )
 KINDS = (FULL, RECURRENT)
 LAYOUT = KVLayout("memfd", 1, 1, [TensorLayout(0, 99, 64, 64)] * 2, [0, 1], [[0], [1]])
-WHO = EngineIdentity("engine", "namespace", "tiny", 1, {0: 4096, 1: 4096}, "")
 PROMPT = list(range(2, 32))
 """A whole block and 14 tokens, of which 12 have hashes."""
 BOUNDARY = 28
@@ -54,22 +53,14 @@ class TailEngine(Engine):
 
     def __init__(self) -> None:
         sizes = {group: ChunkSize(4096, CHUNK) for group in (0, 1)}
-        announcements = Announcements()
-        super().__init__(KINDS, RemoteSettings(sizes=sizes), announcements, tokens_per_hash=HASH)
+        self.announced = Announcements()
+        super().__init__(KINDS, RemoteSettings(sizes=sizes), self.announced, tokens_per_hash=HASH)
         scheduler = self.connector.scheduler
         assert scheduler.config.supports_partial_tail
         before = scheduler._events_tracker
-        track_chunks(self.connector._tables, before.config, WHO, None, self.connector._manager)
+        track_chunks(self.connector._tables, before.config, "tiny", None, self.view)
         self.tracker = scheduler._events_tracker
         assert self.tracker is not before
-        self.grant(0, 1, 2, 3)
-
-    def grant(self, *slots: int) -> None:
-        """Leases for both groups, in turn."""
-        numbers = [slot + 1 for slot in slots]
-        groups = [slot % 2 for slot in slots]
-        reply = SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=Leases(groups, numbers, numbers))
-        self.view.apply(reply)
 
     def compute(self, request: Request, handoffs: list[tuple[int, int, int]]) -> dict[int, Any]:
         """A step computes the whole prompt in blocks 11, 12 and 21, 22; its stores."""
@@ -86,11 +77,31 @@ class TailEngine(Engine):
         stores: dict[int, Any] = self.connector.build_connector_meta(output).store_jobs
         return stores
 
-    def end_jobs(self, *job_ids: int) -> None:
+    def end_jobs(self, stores: dict[int, Any], failing: Sequence[Key] = ()) -> None:
+        """Stores have ended; these chunks did not come."""
         told = RayKVWorkerMetadata()
-        for job_id in job_ids:
+        for job_id, job in stores.items():
+            flying = flying_job(job_id, Direction.STORE, job.src_spec, job.dst_spec, LAYOUT)
+            blocks: dict[int, list[int]] = {block: [] for block in flying.job.block_ids}
+            keys = iter(flying.job.keys)
+            result = self.place.copy(
+                self.view.life,
+                flying.job,
+                blocks,
+                [],
+                lambda keys=keys: COPY_FAILED if next(keys) in failing else NONE,  # type: ignore[misc]
+            )
+            end = transfer_result(flying, result).end
+            assert end is not None
+            told.ends.append(end)
             told.mark_completed(job_id)
         self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+        self.place.exchange(self.view)
+
+    def evict(self, *keys: Key) -> None:
+        for key in keys:
+            self.place.evict(key)
+        self.place.exchange(self.view)
 
     def compute_all(self, request: Request) -> None:
         """Nothing is found, and the request gets blocks."""
@@ -125,14 +136,19 @@ def keys_at(request: Request, boundary: int) -> list[Key]:
     return [Key(bytes(make_offload_key(name, group))) for group in (0, 1)]
 
 
-def job_of(stores: dict[int, Any]) -> tuple[int, JobRequest]:
+def groups(job: NamedJob) -> list[int]:
+    return [group_of(Key(key)) for key in job.keys]
+
+
+def job_of(stores: dict[int, Any]) -> NamedJob:
     """The one of the tail, as it goes to the NodeActor."""
     found = [
-        (job_id, job_request(job_id, Direction.STORE, job.src_spec, job.dst_spec, LAYOUT))
+        flying_job(job_id, Direction.STORE, job.src_spec, job.dst_spec, LAYOUT)
         for job_id, job in stores.items()
     ]
-    ((job_id, request),) = [each for each in found if 99 in each[1].block_ids]
-    return job_id, request
+    (flying,) = [each for each in found if 99 in each.job.block_ids]
+    assert not flying.torn
+    return flying.job
 
 
 def stored_tail() -> tuple[TailEngine, Request, dict[int, Any]]:
@@ -144,14 +160,13 @@ def stored_tail() -> tuple[TailEngine, Request, dict[int, Any]]:
 
 def test_tail_is_stored_as_a_chunk_of_one_block_for_each_group() -> None:
     engine, request, stores = stored_tail()
-    _, job = job_of(stores)
-    assert job.handles.keys == keys_at(request, BOUNDARY)
-    assert (job.groups, job.block_ids) == ([0, 1], [12, 99])
+    job = job_of(stores)
+    assert job.keys == keys_at(request, BOUNDARY)
+    assert (groups(job), list(job.block_ids)) == ([0, 1], [12, 99])
     # The whole block counts, whatever it holds behind the boundary.
-    assert (job.first_block, job.num_blocks) == ([0, 0], [1, 1])
-    assert not job.torn.keys
+    assert (list(job.first_block), list(job.num_blocks)) == ([0, 0], [1, 1])
     # Its block before: of attention with the ordinary stores, of the state from where it was.
-    others = {key for job in stores.values() for key in job.dst_spec.keys} - {*job.handles.keys}
+    others = {key for job in stores.values() for key in job.dst_spec.keys} - {*job.keys}
     assert others == {*keys_at(request, CHUNK)}
     assert 98 in {block for job in stores.values() for block in job.src_spec.block_ids.tolist()}
     engine.view.check()
@@ -160,11 +175,11 @@ def test_tail_is_stored_as_a_chunk_of_one_block_for_each_group() -> None:
 def all_stored() -> TailEngine:
     """The prompt and its tail are in the pool."""
     engine, _, stores = stored_tail()
-    engine.end_jobs(*stores)
+    engine.end_jobs(stores)
     return engine
 
 
-def give_blocks(engine: TailEngine, request: Request, loads: int) -> JobRequest:
+def give_blocks(engine: TailEngine, request: Request, loads: int) -> NamedJob:
     """Blocks 31 and 32, of the state only 41 for the tail; the load, as it goes out."""
     attention = [KVCacheBlock(31), KVCacheBlock(32), KVCacheBlock(33)]
     state = [KVCacheBlock(0), KVCacheBlock(41), KVCacheBlock(42)]
@@ -172,7 +187,7 @@ def give_blocks(engine: TailEngine, request: Request, loads: int) -> JobRequest:
     blocks = KVCacheBlocks((attention, state))
     engine.connector.update_state_after_alloc(request, blocks, loads)
     (job,) = engine.connector.scheduler._current_batch_load_jobs.values()
-    return job_request(7, Direction.LOAD, job.dst_spec, job.src_spec, LAYOUT)
+    return flying_job(7, Direction.LOAD, job.dst_spec, job.src_spec, LAYOUT).job
 
 
 def test_next_request_with_that_beginning_loads_the_tail_too() -> None:
@@ -181,10 +196,9 @@ def test_next_request_with_that_beginning_loads_the_tail_too() -> None:
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (BOUNDARY, True)
     job = give_blocks(engine, request, BOUNDARY)
     attention, state = keys_at(request, BOUNDARY)
-    assert job.handles.keys == [keys_at(request, CHUNK)[0], attention, state]
-    assert (job.groups, job.block_ids) == ([0, 0, 1], [31, 32, 41])
-    assert (job.first_block, job.num_blocks) == ([0, 0, 0], [1, 1, 1])
-    assert all(job.handles.generations)
+    assert job.keys == [keys_at(request, CHUNK)[0], attention, state]
+    assert (groups(job), list(job.block_ids)) == ([0, 0, 1], [31, 32, 41])
+    assert (list(job.first_block), list(job.num_blocks)) == ([0, 0, 0], [1, 1, 1])
 
 
 def test_request_that_differs_before_the_boundary_loads_whole_blocks_only() -> None:
@@ -193,29 +207,18 @@ def test_request_that_differs_before_the_boundary_loads_whole_blocks_only() -> N
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (CHUNK, True)
 
 
-def test_tail_of_which_one_group_has_no_lease_is_no_hit() -> None:
-    engine, request = TailEngine(), asked("first", PROMPT)
-    engine.begin(request)
-    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    other = b"other" * 7 + b"\0\0\0\1"
-    assert engine.view.prepare_store("other", [Key(other), Key(b"n" + other[1:])]) is not None
-    stores = engine.compute(request, [(1, 99, BOUNDARY)])
-    ((_, job),) = [
-        (job_id, job_request(job_id, Direction.STORE, each.src_spec, each.dst_spec, LAYOUT))
-        for job_id, each in stores.items()
-        if 12 in each.src_spec.block_ids
-    ]
-    assert (job.groups, job.block_ids, job.num_blocks) == ([0], [12], [1])
-    engine.end_jobs(*stores)
+def test_tail_of_which_one_group_was_not_stored_is_no_hit() -> None:
+    engine, request, stores = stored_tail()
+    engine.end_jobs(stores, keys_at(request, BOUNDARY)[1:])
     second = asked("second", [*PROMPT, 60])
     engine.begin(second)
-    assert engine.connector.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert engine.connector.get_num_new_matched_tokens(second, 0) == (CHUNK, True)
 
 
 def test_tail_comes_and_goes_in_vllms_own_events() -> None:
     engine, _, stores = stored_tail()
     assert engine.events() == []
-    engine.end_jobs(*stores)
+    engine.end_jobs(stores)
     stored = engine.events()
     assert sorted((each.group_idx, len(each.token_ids)) for each in stored) == [
         (0, BOUNDARY - CHUNK),
@@ -223,39 +226,30 @@ def test_tail_comes_and_goes_in_vllms_own_events() -> None:
         (1, 0),
         (1, 0),
     ]
-    engine.view.drop_all()
+    engine.evict(*engine.view.loadable)
     removed = engine.events()
     assert sum(len(each.block_hashes) for each in removed) == (BOUNDARY - CHUNK) // HASH + 1 + 2
     assert not engine.tracker._pending_event_metadata
-    assert not len(engine.connector._manager.announcements)
-
-
-def overdue(engine: TailEngine) -> None:
-    known = engine.connector._manager.announcements._known
-    for name, until in known.items():
-        known[name] = until and float("-inf")
+    assert not len(engine.announced)
 
 
 def test_description_of_a_tail_that_never_comes_is_forgotten() -> None:
     engine, _, stores = stored_tail()
-    for key in [key for job in stores.values() for key in job.dst_spec.keys]:
-        engine.connector._manager.fail_store(Key(key))
-    engine.end_jobs(*stores)
     assert len(engine.tracker._pending_event_metadata) == 2
-    overdue(engine)
+    engine.end_jobs(stores, [Key(key) for job in stores.values() for key in job.dst_spec.keys])
     engine.events()
     assert not engine.tracker._pending_event_metadata
 
 
 def test_description_of_a_tail_that_was_found_goes_with_it() -> None:
     engine = all_stored()
-    engine.connector._manager.announcements.clear()
+    engine.announced.clear()
     engine.tracker.reset()
     request = asked("second", [*PROMPT, 60])
     engine.begin(request)
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (BOUNDARY, True)
     assert {each.group_idx for each in engine.events()} == {0, 1}
-    engine.view.drop_all()
+    engine.evict(*engine.view.loadable)
     engine.events()
     assert not engine.tracker._pending_event_metadata
 
@@ -263,17 +257,7 @@ def test_description_of_a_tail_that_was_found_goes_with_it() -> None:
 def test_miss_of_a_chunk_keeps_its_reason_though_tails_are_looked_up_behind_it() -> None:
     engine, request = all_stored(), asked("second", [*PROMPT, 60])
     gone = keys_at(request, CHUNK)[0]
-    handle = engine.view.loadable[gone]
-    engine.view.apply(
-        SyncReply(
-            1,
-            2,
-            node_epoch=NODE_EPOCH,
-            removed=Handles(Keys.of([gone]), [handle.slot], [handle.generation]),
-        )
-    )
-    for tail in keys_at(request, BOUNDARY):
-        del engine.view._ready[tail]
+    engine.evict(gone, *keys_at(request, BOUNDARY))
     engine.begin(request)
     engine.compute_all(request)
     record = engine.finish(request)

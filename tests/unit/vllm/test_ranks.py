@@ -13,10 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
-from raykv.base.ids import Epoch, Generation
-from raykv.engine.requests import FailedLoad
+from raykv.base.ids import Direction, Refusal
+from raykv.engine.session import WorkerReport
+from raykv.protocol.measures import BreakerReport
 from raykv.vllm.transfers import RayKVWorkerMetadata
-from tests.fixtures.vllm import CHUNK, NODE_EPOCH, Engine, PlayedRequest, key
+from tests.fixtures.place import NODE_LIFE
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
 
 
 def told(engine: Engine, *ranks: dict[str, Any], job_id: int | None = None) -> RayKVWorkerMetadata:
@@ -45,9 +47,8 @@ def test_load_has_failed_if_it_has_in_one_rank(rank: int) -> None:
     engine.begin(request)
     assert engine.schedule(request) == 3 * CHUNK
     (job_id,) = engine.connector.build_connector_meta(SchedulerOutput.make_empty()).load_jobs
-    failed = FailedLoad("r", key(1), Generation(2), Epoch(NODE_EPOCH), is_gone=False)
     ranks: list[dict[str, Any]] = [{}, {}]
-    ranks[rank] = {"failed_loads": [failed]}
+    ranks[rank] = {"ends": [failed_end("r", [key(1)])]}
     told(engine, *ranks, job_id=job_id)
     request.num_computed_tokens = CHUNK
     engine.schedule(request)
@@ -66,21 +67,10 @@ def test_request_loads_nothing_that_one_rank_has_barred(rank: int) -> None:
     assert engine.schedule(request) == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_is_loaded_until_all_ranks_reach_the_node(rank: int) -> None:
-    engine = Engine(world_size=2)
-    engine.hold(0, 1, 2)
-    other = 1 - rank
-    told(engine, {"node_epochs": {0: NODE_EPOCH}}, {"node_epochs": {1: NODE_EPOCH}})
-    lost, back = {"node_epochs": {rank: 0}}, {"node_epochs": {rank: NODE_EPOCH}}
-    told(engine, *([lost, {}] if rank < other else [{}, lost]))
-    first, second = PlayedRequest("first"), PlayedRequest("second")
-    engine.begin(first)
-    assert engine.schedule(first) == 0
-    told(engine, *([back, {}] if rank < other else [{}, back]))
-    engine.hold(0, 1, 2)
-    engine.begin(second)
-    assert engine.schedule(second) == 3 * CHUNK
+def test_lines_of_all_ranks_are_known() -> None:
+    here, lost = (WorkerReport(life, BreakerReport()) for life in (NODE_LIFE, 0))
+    merged = told(Engine(world_size=2), {"lines": {0: here}}, {"lines": {1: lost}})
+    assert merged.lines == {0: here, 1: lost}
 
 
 def test_adapter_that_ranks_have_loaded_differently_has_no_content() -> None:
@@ -92,8 +82,11 @@ def test_adapter_that_ranks_have_loaded_differently_has_no_content() -> None:
     assert told(engine, {}, {"adapters": {2: "b"}}).adapters == {2: "b"}
 
 
-def test_weights_and_failed_stores_of_all_ranks_are_known() -> None:
-    changed = {"weights": {"rank 1": (2, "load_weights")}, "failed_stores": [(b"k", 3)]}
-    merged = told(Engine(world_size=2), {"failed_stores": [(b"l", 4)]}, changed)
+def test_weights_and_ends_of_all_ranks_are_known() -> None:
+    first, second = (
+        failed_end("r", [key(at)], Refusal.POISONED, Direction.STORE) for at in range(2)
+    )
+    changed = {"weights": {"rank 1": (2, "load_weights")}, "ends": [first]}
+    merged = told(Engine(world_size=2), {"ends": [second]}, changed)
     assert merged.weights == {"rank 1": (2, "load_weights")}
-    assert sorted(merged.failed_stores) == [(b"k", 3), (b"l", 4)]
+    assert [list(each.keys) for each in merged.ends] == [[key(1)], [key(0)]]

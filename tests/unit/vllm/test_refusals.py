@@ -133,16 +133,16 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     import numpy as np
 
     from raykv.protocol.worker import KVLayout
-    from raykv.vllm.transfers import PoolSpec, RayOffloadingWorker
+    from raykv.vllm.transfers import ChunkSpec, RayOffloadingWorker
 
     submitted: list[Any] = []
-    link: Any = SimpleNamespace(submit=submitted.append, node_epoch=1, drain=list)
+    link: Any = SimpleNamespace(submit=submitted.append, node_life=1, drain=list)
     worker = RayOffloadingWorker(link, KVLayout("memfd", 1, 1, [], [0], [[]]))
     blocks: Any = SimpleNamespace(
         block_ids=np.array([3], dtype=np.int32), group_sizes=[1], block_indices=[0]
     )
-    assert worker.submit_load(1, PoolSpec(1, [b"k"], [0], [1]), blocks, expedited=True)
-    assert [request.block_ids for request in submitted] == [[3]]
+    assert worker.submit_load(1, ChunkSpec([b"k"], "model"), blocks, expedited=True)
+    assert [request.job.block_ids for request in submitted] == [[3]]
 
 
 def test_start_that_is_stopped_says_why_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,12 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from raykv.base.ids import EngineId
 from raykv.client.cluster import WHOLE_NAMESPACE
-from raykv.engine.session import Session, SessionSettings
-from raykv.engine.view import EngineView
-from raykv.protocol.engine import AttachEngine, EngineAttached, SyncReply, SyncRequest
-from raykv.protocol.framing import decode, encode
 from raykv.vllm.identity.facts import namespace_of, traits_of
 from raykv.vllm.identity.readers import RANDOM_SEED
 
@@ -65,31 +60,6 @@ def test_random_seed_is_told_as_such() -> None:
 )
 def test_any_difference_of_facts_is_one_of_traits(changed: dict[str, Any]) -> None:
     assert traits_of({**FACTS, **changed}) != traits_of(FACTS)
-
-
-class Calls:
-    """A scheduler actor that takes every engine."""
-
-    def __init__(self) -> None:
-        self.attached: list[AttachEngine] = []
-
-    def attach(self, raw: bytes) -> bytes:
-        self.attached.append(decode(raw, AttachEngine))
-        return encode(EngineAttached(epoch=1, node_epoch=1))
-
-    def sync(self, raw: bytes) -> bytes:
-        request = decode(raw, SyncRequest)
-        return encode(SyncReply(request.epoch, request.seq, node_epoch=1))
-
-    def detach(self, engine_id: str) -> None:
-        pass
-
-
-def test_session_tells_the_traits_when_it_attaches() -> None:
-    calls = Calls()
-    settings = SessionSettings("engine", "node", "ns", "tiny", 1, {0: 4096}, traits={"a": "b"})
-    Session(EngineView(EngineId("engine"), [0], 1.0, 8), calls, settings).attach(5.0)
-    assert [message.traits for message in calls.attached] == [{"a": "b"}]
 
 
 def test_namespace_is_known_for_a_whole_one_by_its_digits() -> None:

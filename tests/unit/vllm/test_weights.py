@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,17 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.protocol.columns import Leases
-from raykv.protocol.engine import EngineAttached, Naming, Space, SyncReply
+from raykv.base.ids import ALL_BLOCKS, Direction, Key, Namespace, Stamp
+from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Naming, Space
+from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.named.copies import NamedResult
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
-from raykv.vllm.transfers import RayKVWorkerMetadata
+from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
-from tests.fixtures.vllm import CHUNK, NODE_EPOCH, Engine, PlayedRequest
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
@@ -29,19 +33,19 @@ class Session:
     """Takes the view where the engine goes; nobody else knows of it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._view = engine.view
+        self._view, self._place = engine.view, engine.place
         self.naming: Naming | None = None
 
     def enter(self, space: Space) -> None:
-        is_elsewhere = space.namespace != self._view.namespace
-        self._view.enter(space.namespace)
-        if is_elsewhere:
-            self._view.attached(EngineAttached(1, NODE_EPOCH, {0: 40}))
-            self._view.remote.has_peers = False
+        self._view.enter(Namespace(space.namespace), time.monotonic())
+        self._place.enter(self._view)
 
     def take_naming(self) -> Naming | None:
         naming, self.naming = self.naming, None
         return naming
+
+    def change_weights(self) -> None:
+        self.naming = None
 
     def nudge(self) -> None:
         """Nobody is told."""
@@ -57,10 +61,9 @@ class Changing(Engine):
     """An engine whose weights change."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(namespace=namespace_of(FACTS))
         manager: Any = self.connector._manager
         self.session = manager.session = Session(self)
-        self.view.namespace = namespace_of(FACTS)
         self.weights = WeightChanges(WeightNames(FACTS), manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
         self.count = 0
@@ -160,12 +163,6 @@ def new_request(request: PlayedRequest, blocks: Any, computed: int) -> NewReques
     )
 
 
-def lease(engine: Changing) -> None:
-    slots = list(range(1, 12))
-    granted = Leases([0] * len(slots), slots, slots)
-    engine.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, granted=granted))
-
-
 @pytest.mark.parametrize(("computed", "stores"), [(0, 1), (CHUNK // 2, 0)])
 def test_request_that_goes_on_within_a_block_of_other_weights_stores_nothing(
     computed: int, stores: int
@@ -173,7 +170,6 @@ def test_request_that_goes_on_within_a_block_of_other_weights_stores_nothing(
     engine = Changing()
     begun(engine, "before")
     engine.change("new")
-    lease(engine)
     assert stored_at_its_beginning(engine, "r", computed) == stores
 
 
@@ -232,7 +228,7 @@ def test_engine_without_a_name_for_its_weights_goes_by_the_one_that_the_user_giv
         each.change(None)
         request = PlayedRequest("waits")
         each.begin(request)
-        each.session.naming = Naming("order", "v2")
+        each.session.naming = Naming(Stamp(1, 5), "v2")
         each.weights.listen()
         assert not each.view.has_left
         each.hold(0, 1)
@@ -241,14 +237,14 @@ def test_engine_without_a_name_for_its_weights_goes_by_the_one_that_the_user_giv
     assert engine.view.namespace == other.view.namespace != namespace_of(FACTS)
     engine.change(None)
     assert engine.view.has_left
-    engine.session.naming = Naming("next order", "v3")
+    engine.session.naming = Naming(Stamp(1, 6), "v3")
     engine.weights.listen()
     assert engine.view.namespace != other.view.namespace
 
 
 def test_name_that_was_given_before_a_change_is_not_the_new_weights() -> None:
     engine = Changing()
-    engine.session.naming = Naming("order", "v2")
+    engine.session.naming = Naming(Stamp(1, 5), "v2")
     engine.change(None)
     engine.weights.listen()
     assert engine.view.has_left
@@ -300,3 +296,31 @@ def test_reset_that_follows_a_change_takes_nothing_from_others() -> None:
     begun(engine)
     manager.reset_cache()
     assert engine.view.is_clearing
+
+
+def test_ends_of_jobs_of_other_weights_bar_what_did_not_come_and_say_nothing_else() -> None:
+    engine = Changing()
+    request, _ = begun(engine)
+    ends = [
+        failed_end(request.request_id, [key(0)], direction=direction) for direction in Direction
+    ]
+    told = RayKVWorkerMetadata(ends=ends)
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    assert engine.view.requests.get(request.request_id).barred == {key(0)}
+    assert not engine.view.counters.stores_failed
+
+
+def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> None:
+    engine = Changing()
+    old = engine.view.namespace
+    engine.change("new")
+    before = engine.view.query(0).position
+    rows = [
+        ListedRow(each, Key(key(at)), Where.RAM, ALL_BLOCKS, Reason.STORED)
+        for at, each in enumerate((old, engine.view.namespace))
+    ]
+    result = NamedResult(1, before.life, before.number + 5, ListedRows.of(rows))
+    ends = [JobEnd(each, old, "r", Keys.of([key(0)]), result) for each in Direction]
+    told = RayKVWorkerMetadata(ends=ends)
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    assert not engine.view.loadable

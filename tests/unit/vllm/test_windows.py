@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from raykv.base.ids import EngineId, Key, MissReason
+from raykv.base.ids import Key, MissReason
 from raykv.engine.requests import Miss
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Handles, Keys
-from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
-from tests.fixtures.vllm import CHUNK, FULL, NODE_EPOCH, PlayedRequest, key, vllm_scheduler
+from tests.fixtures.place import CopyingPlace, engine_hello
+from tests.fixtures.vllm import CHUNK, FULL, PlayedRequest, key, vllm_scheduler
 
 WINDOW = SlidingWindowSpec(
     block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
@@ -36,8 +35,8 @@ class World:
     """An engine with full attention and a window of two chunks."""
 
     def __init__(self, share: float, *kinds: Any) -> None:
-        self.view = EngineView(EngineId("engine"), [0, 1], 1.0, 4)
-        self.view.attached(EngineAttached(1, NODE_EPOCH, {0: 400, 1: 400}))
+        self.view, self.place = EngineView(1.0), CopyingPlace()
+        self.place.join(self.view, engine_hello(num_groups=2))
         self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
         # vLLM's default.
         self.scheduler.config = self.scheduler.config._replace(retention_interval=0)
@@ -67,9 +66,7 @@ class World:
         """Where vLLM believes a request to part, of whose full chunks the first ones are here, and
         whose window was missed for that reason.
         """
-        numbers = list(range(1, here + 1))
-        stored = Handles(Keys.of([*map(key, range(here))]), numbers, numbers)
-        self.view.apply(SyncReply(1, 1, node_epoch=NODE_EPOCH, stored=stored))
+        self.place.hold(self.view, map(key, range(here)))
         self.scheduler.on_new_request(request)
         if window is not None:
             self.view.requests.get(request.request_id).missed(Key(b"window"), window)

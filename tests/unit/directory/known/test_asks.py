@@ -11,7 +11,7 @@ import raykv.directory.known.asks
 from raykv.base.ids import Namespace
 from raykv.directory.known.coming import COMING_S
 from raykv.directory.known.directory import Directory
-from raykv.directory.orders.document import Orders
+from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys, Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason, Where

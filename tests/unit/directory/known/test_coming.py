@@ -7,8 +7,8 @@ import pytest
 import raykv.directory.known.coming
 from raykv.base.ids import EngineId, Namespace, NodeId
 from raykv.directory.known.coming import COMING_S, MOST_PLACES, Coming
+from raykv.directory.known.holdings import Name
 from raykv.directory.known.members import EngineLife
-from raykv.directory.table.holdings import Name
 from tests.fixtures.directory.reporting import key_of
 
 ONE, TWO, THREE = (EngineLife(EngineId("e"), life) for life in (1, 2, 3))

@@ -9,12 +9,15 @@ import pytest
 
 import raykv.directory.known.directory
 from raykv.base.ids import EventKind, Namespace, NodeId, Stamp
+from raykv.directory.answers import chunk_counts
 from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.directory.known.holdings import HeldAt
 from raykv.directory.known.spaces import LEFT_S
-from raykv.directory.orders.document import MEMBERS_S, Orders
-from raykv.directory.table.holdings import HeldAt
-from raykv.protocol.framing import decode, encode
+from raykv.protocol.engine import Naming
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListingPart, Position, Where
+from raykv.protocol.named.ask import Ask
 from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrdersDocument
@@ -325,23 +328,31 @@ def test_late_report_shows_no_orders(cluster: Cluster) -> None:
 
 
 def test_weights_have_the_name_that_was_ordered_until_it_is_heard(cluster: Cluster) -> None:
-    _, orders, one, _ = cluster
-    draft = orders.draft("x", 1.0, namings={"eng": "v1", "engine-2": "v2", "m": "v3"})
-    orders.confirm(draft, 1.0)
-    engines = [
-        engine_of("engine-1"),
-        engine_of("engine-2"),
-        engine_of("other", space=Namespace("m0")),
-        engine_of("nobody"),
-    ]
-    told = one.report(1.0, engines=engines).namings
-    assert told == {"engine-1": ("11", "v1"), "engine-2": ("11", "v2"), "other": ("11", "v3")}
+    directory, orders, one, _ = cluster
+    engines = [engine_of(f"engine-{life}", life) for life in (1, 2, 3)]
+    one.report(1.0, engines=engines)
+    assert list(directory.engines()) == engines
+    first = Naming(Stamp(7, 11), "v1")
+    orders.confirm(orders.name("x", {1: 0, 2: 0}, "v1", {1, 2, 3}, 1.0), 1.0)
+    assert one.report(1.0).namings == {1: first, 2: first}
     orders.confirm(orders.draft("y", 1.0, is_paused=True), 1.0)
     # Another order changes no naming.
-    heard = [engine_of("engine-1", heard="11"), *engines[1:]]
-    assert one.report(1.0, engines=heard).namings == {k: told[k] for k in ("engine-2", "other")}
-    orders.confirm(orders.draft("z", 1.0, namings={"eng": "v4"}), 1.0)
-    assert one.report(1.0).namings == {"engine-1": ("13", "v4"), "engine-2": ("13", "v4")}
+    heard = [engine_of("engine-1", heard=Stamp(7, 11)), *engines[1:]]
+    assert one.report(1.0, engines=heard).namings == {2: first}
+    orders.confirm(orders.name("z", {1: 5}, "v1", {1, 2, 3}, 1.0), 1.0)
+    assert one.report(1.0).namings == {1: Naming(Stamp(7, 13), "v1", 5), 2: first}
+
+
+def test_names_of_weights_are_not_told_again_by_the_next_life(cluster: Cluster) -> None:
+    """Those weights may be gone, and an engine of that id may be another one."""
+    _, orders, one, _ = cluster
+    one.report(1.0, engines=[engine_of("e", 1)])
+    orders.confirm(orders.name("x", {1: 0}, "step-7", {1}, 1.0), 1.0)
+    orders.confirm(orders.draft("y", 1.0, is_paused=True), 1.0)
+    later = ReportingNode(Directory(LIFE + 1, Orders(orders.told(1.0), 9, 1.0)), "one")
+    assert later.report(1.0, engines=[engine_of("e", 1, heard=Stamp(7, 11))]).namings == {}
+    assert later.report(1.0, engines=[engine_of("e", 2)]).namings == {}
+    assert later.report(1.0, engines=[engine_of("e", 1)]).namings.keys() == {1}
 
 
 def test_pause_grows_with_nodes_and_their_cost_and_is_short_while_much_is_left() -> None:
@@ -394,18 +405,28 @@ def test_clear_is_an_event_once_and_none_of_what_was_cleared_before() -> None:
     ]
 
 
-def test_prefixes_are_how_much_each_node_has_from_the_head_on(cluster: Cluster) -> None:
+def test_directory_counts_chunks_by_namespace_and_tier(cluster: Cluster) -> None:
     directory, _, one, two = cluster
-    three = ReportingNode(directory, "three")
-    one.report(0.0, *map(row_of, (0, 1, 3)))
-    two.report(0.0, row_of(0), row_of(1, Where.DISK), row_of(2), row_of(3))
-    three.report(0.0, row_of(1), row_of(2))
-    keys = [key_of(number) for number in range(5)]
-    assert directory.prefixes(SPACE, keys) == {"one": (2, 2), "two": (1, 4)}
-    assert directory.prefixes(SPACE, keys[1:]) == {"one": (1, 1), "two": (0, 3), "three": (2, 2)}
-    assert directory.prefixes(SPACE, keys[:1]) == {"one": (1, 1), "two": (1, 1)}
-    assert directory.prefixes(SPACE, []) == {}
-    assert directory.prefixes(Namespace("m"), keys) == {}
+    one.report(0.0, row_of(0), row_of(1, Where.RAM | Where.DISK), row_of(2, Where.COMING))
+    two.report(0.0, row_of(1, Where.DISK))
+    both = {(SPACE, Where.RAM): 2, (SPACE, Where.DISK): 2}
+    assert chunk_counts(directory.members.values()) == both
+    one.report(0.0, gone(1), row_of(0, Where.DISK))
+    assert chunk_counts(directory.members.values()) == {(SPACE, Where.DISK): 2}
+    one.life += 1
+    one.report(0.0, row_of(3))
+    assert chunk_counts(directory.members.values()) == dict.fromkeys(both, 1)
+
+
+def test_engine_that_asks_and_is_introduced_by_no_node_waits(cluster: Cluster) -> None:
+    directory, _, one, _ = cluster
+    one.report(0.0, engines=[engine_of("known")])
+    for engine_id, place in (("known", "one"), ("stranger", "one"), ("lost", "nowhere")):
+        directory.ask(Ask(PROTOCOL_VERSION, engine_id, 1, SPACE, [place]), 0.0)
+    assert directory.waiting(0.0) == {"stranger": "one", "lost": "nowhere"}
+    one.report(1.0, engines=[engine_of("known"), engine_of("stranger")])
+    assert directory.waiting(1.0) == {"lost": "nowhere"}
+    assert directory.waiting(EXPIRY_S) == {}
 
 
 def test_messages_survive_the_wire(cluster: Cluster) -> None:

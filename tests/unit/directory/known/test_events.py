@@ -6,7 +6,7 @@ import pytest
 
 from raykv.base.ids import EventKind, NodeId
 from raykv.directory.known.events import EventRing
-from raykv.directory.table.intake import MovedChunk
+from raykv.directory.known.intake import MovedChunk
 from raykv.protocol.listing import Reason, Where
 from tests.fixtures.directory.reporting import SPACE, key_of
 
@@ -30,7 +30,7 @@ def seqs(ring: EventRing, after: int, most: int = 100) -> list[int]:
 
 def test_life_begins_with_its_beginning(ring: EventRing) -> None:
     (event,), is_gap = ring.after(0, 9)
-    assert (event.seq, event.kind, is_gap) == (1, EventKind.EPOCH_BEGAN, False)
+    assert (event.seq, event.kind, is_gap) == (1, EventKind.LIFE_BEGAN, False)
     assert ring.after(1, 9) == ([], False)
 
 
@@ -66,7 +66,7 @@ def test_reader_that_falls_behind_or_is_ahead_learns_it(ring: EventRing) -> None
 def test_number_of_an_earlier_life_is_answered_from_the_beginning(ring: EventRing) -> None:
     events, is_gap = ring.after(500, 9)
     # It begins with what says all.
-    assert [each.kind for each in events] == [EventKind.EPOCH_BEGAN]
+    assert [each.kind for each in events] == [EventKind.LIFE_BEGAN]
     assert not is_gap
 
 

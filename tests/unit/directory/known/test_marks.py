@@ -8,10 +8,10 @@ import pytest
 
 import raykv.directory.known.marks
 from raykv.base.ids import Key, Namespace, NodeId
+from raykv.directory.known.holdings import Holdings, Name
+from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.marks import MOST_SENT, SpareMarks
 from raykv.directory.known.numbering import Numbering
-from raykv.directory.table.holdings import Holdings, Name
-from raykv.directory.table.intake import MovedChunk
 from raykv.protocol.listing import Reason, Where
 from raykv.protocol.named.report import Marks
 

@@ -84,7 +84,7 @@ def test_plain_files_are_as_many_bytes_as_the_chunks_and_go_away(
 ) -> None:
     class Node:
         def call(self, name: str) -> int:
-            assert name == "epoch"
+            assert name == "life"
             return 1
 
     sizes: list[int] = []

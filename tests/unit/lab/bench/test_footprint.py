@@ -58,7 +58,7 @@ def test_two_processes_take_what_each_takes() -> None:
     assert both.num_files > one.num_files
 
 
-@pytest.mark.parametrize("measure", [footprint.slots_bytes, footprint.mirror_bytes])
+@pytest.mark.parametrize("measure", [footprint.index_bytes, footprint.view_bytes])
 def test_chunks_take_less_than_a_kibibyte_each(measure: Callable[[int], int]) -> None:
     """In a process of its own: memory that was freed before would be used again."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:

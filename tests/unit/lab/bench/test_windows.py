@@ -34,7 +34,7 @@ def test_same_prompt_is_found_whole_by_all() -> None:
         assert pool.serve(DOCUMENT) == 40 * CHUNK
 
 
-def test_slots_of_windows_are_counted_beside_full_attention() -> None:
+def test_chunks_of_windows_are_counted_beside_full_attention() -> None:
     pool = UnlimitedPool(GEMMA, 0.0)
     pool.serve(DOCUMENT)
     assert pool.ratio == 6 * 2 / 40
@@ -43,7 +43,7 @@ def test_slots_of_windows_are_counted_beside_full_attention() -> None:
     assert everything.ratio == 6
 
 
-def test_slots_of_windows_alone_are_counted_beside_all_chunks() -> None:
+def test_chunks_of_windows_alone_are_counted_beside_all_chunks() -> None:
     pool = UnlimitedPool(MISTRAL, 0.0)
     pool.serve(DOCUMENT)
     assert pool.ratio == 8 / 40

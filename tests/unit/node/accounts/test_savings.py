@@ -10,11 +10,9 @@ import msgspec
 import pytest
 
 from raykv.node.accounts import savings
-from raykv.node.accounts.savings import MOST_CHANGES, SIZES, Savings
+from raykv.node.accounts.savings import SIZES, Savings
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
-from tests.fixtures.node.owned_pool import PAGE, OwnedPool
-from tests.fixtures.node.owned_pool import key as pool_key
 
 TOKENS = 16
 GROUPS = [ChunkGroup(0, TOKENS)]
@@ -185,55 +183,3 @@ def test_documents_that_come_in_turn_need_room_for_all(more: int) -> None:
     uses = [number % 12 for number in range(600)]
     said, truth = compare(uses, 8, more)
     assert (said > 0) == (truth > 0) == (more >= 4)
-
-
-# In a pool
-
-
-def of_chunk(number: int) -> MissRecord:
-    name = pool_key(number)[:CHUNK_NAME_BYTES]
-    return MissRecord("r", TOKENS, 0, 0, {"evicted": TOKENS}, chunks=name)
-
-
-def test_what_a_pool_evicts_and_its_requests_miss_is_followed() -> None:
-    pool, meter = OwnedPool(num_slabs=1), Savings()
-    pool.hello(traits={"chunks": "0:16"})
-    pool.store(1, 2, 3, 4)
-    pool.now += 10.0
-    pool.store(5)
-    gone = set(range(1, 6)) - set(pool.held())
-    assert len(gone) == 1
-    pool.tell(finished=[of_chunk(gone.pop()), of_chunk(99)])
-    for _ in range(3):
-        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-    found = meter.told(PAGE, pool.now)
-    assert (found.prompt_tokens, found.computed_tokens) == (2 * TOKENS, 2 * TOKENS)
-    assert found.saved_tokens == [TOKENS] * len(SIZES)
-
-
-def test_engine_that_says_nonsense_of_its_chunks_counts_tokens_only() -> None:
-    pool, meter = OwnedPool(), Savings()
-    pool.hello(traits={"chunks": "a:b"})
-    pool.tell(finished=[of_chunk(1)])
-    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-    assert meter.told(PAGE, pool.now).prompt_tokens == TOKENS
-
-
-def test_meter_that_is_far_behind_the_listing_goes_on_where_that_is() -> None:
-    pool, meter = OwnedPool(num_slabs=1), Savings()
-    pool.hello(traits={"chunks": "0:16"})
-    for turn in range(3):
-        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-        for number in range(MOST_CHANGES // 2):
-            pool.store(1000 * turn + number)
-            pool.now += 4.0
-    for _ in range(8):
-        meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-    last = pool.held()
-    pool.store(90_000)
-    pool.now += 4.0
-    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-    (evicted,) = set(last) - set(pool.held()) or {2 * 1000 + MOST_CHANGES // 2 - 4}
-    pool.tell(finished=[of_chunk(evicted)])
-    meter.follow(pool.node.index.listing, pool.node.records, pool.now)
-    assert meter.told(PAGE, pool.now).saved_tokens[0] == TOKENS

@@ -21,7 +21,7 @@ from safetensors import safe_open
 import raykv.node.disk.chunk_file as chunk_file
 import raykv.node.disk.folder
 from raykv.base.errors import ChunkFileError, DiskError
-from raykv.base.ids import ALL_BLOCKS, Blocks, Generation, Key, Namespace
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.node.disk.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
 from raykv.node.disk.folder import MAX_DAMAGED, TierFolder, unowned_folders
 from raykv.node.disk.index import DiskChunk
@@ -39,7 +39,7 @@ def chunks(count: int = 3, num_bytes: int = 4096) -> list[ChunkBytes]:
         data = np.random.default_rng(number).integers(0, 256, num_bytes, np.uint8)
         key = Key(number.to_bytes(32, "big") + bytes(4))
         checksum = xxhash.xxh3_64_intdigest(data.data)
-        made.append(ChunkBytes(key, Generation(number + 1), checksum, data))
+        made.append(ChunkBytes(key, Stamp(3, number), checksum, data))
     return made
 
 
@@ -63,7 +63,7 @@ def test_chunks_read_back_equal_what_was_written(path: Path) -> None:
     found = {chunk.key: chunk for chunk in header.chunks}
     for each in written:
         chunk = found[each.key]
-        assert (chunk.generation, chunk.checksum) == (each.generation, each.checksum)
+        assert (chunk.stamp, chunk.checksum) == (each.stamp, each.checksum)
         assert np.array_equal(read(path, chunk), each.data)
     assert len(found) == len(written)
 
@@ -166,7 +166,7 @@ def test_file_that_is_cut_short_or_has_flipped_bits_gives_no_wrong_byte(
         except ChunkFileError:
             damaged += 1
             continue
-        # A changed name is no chunk of anybody's, and a changed generation is compared elsewhere.
+        # A changed name is no chunk of anybody's, and a changed stamp is compared elsewhere.
         if chunk.key in written:
             assert np.array_equal(data, written[chunk.key])
     if seed % 3 == 2 and len(found) == 3:
@@ -198,7 +198,7 @@ def test_other_format_is_refused_with_both_formats(
     monkeypatch.setattr(chunk_file, "FORMAT", "raykv.chunks.99")
     write_chunks(path, SPACE, chunks())
     monkeypatch.undo()
-    with pytest.raises(ChunkFileError, match=r"raykv\.chunks\.99.*raykv\.chunks\.2"):
+    with pytest.raises(ChunkFileError, match=r"raykv\.chunks\.99.*raykv\.chunks\.3"):
         read_header(path)
 
 
@@ -310,12 +310,12 @@ def test_place_that_is_no_folder_is_named(tmp_path: Path) -> None:
 
 def test_clearings_survive_and_unreadable_ones_are_not_taken_for_none(tmp_path: Path) -> None:
     folder = TierFolder(tmp_path)
-    assert folder.read_cleared() == {}
-    folder.write_cleared({"a": 5})
-    assert folder.read_cleared() == {"a": 5}
-    (folder.path / "cleared.json").write_bytes(b"{")
-    with pytest.raises(DiskError, match=r"cleared\.json"):
-        folder.read_cleared()
+    assert folder.read_floors() == {}
+    folder.write_floors({7: {}, 3: {"a": 5}})
+    assert list(folder.read_floors().items()) == [(7, {}), (3, {"a": 5})]
+    (folder.path / "floors.json").write_bytes(b"{")
+    with pytest.raises(DiskError, match=r"floors\.json"):
+        folder.read_floors()
 
 
 def test_folders_that_nobody_holds_are_named_with_what_is_in_them(tmp_path: Path) -> None:

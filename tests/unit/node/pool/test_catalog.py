@@ -22,7 +22,7 @@ from raykv.node.pool.records import Standing
 from raykv.node.pool.shelf import Shelf
 from raykv.protocol.listing import Reason, Where
 from raykv.protocol.sessions import SessionWord
-from tests.fixtures.node.owned_pool import PAGE, A, B, OwnedPool, begun, key, numbers, pin
+from tests.fixtures.node.owned_pool import PAGE, WHOLE, A, B, OwnedPool, begun, key, numbers, pin
 
 RAM, DISK = Where.RAM, Where.DISK
 
@@ -128,7 +128,7 @@ def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
     assert row is not None
     assert (row.came_at, row.found_at, row.hits) == (107.0, 120.0, 1)
     assert (row.num_bytes, row.blocks) == (PAGE, Blocks(1, 1))
-    assert shown.pool.node.tenant_labels[row.owner] == "lisa"
+    assert shown.pool.node.label_of(row.owner) == "lisa"
     assert row.standing is Standing.NORMAL
     assert shown.catalog.row(A, key(2)) is None
 
@@ -195,13 +195,17 @@ def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
     shown = Shown(num_slabs=1)
     shown.pool.store(1, 2, 3)
     shown.pool.order(1, pins={"p": pin(b"d")})
-    assert shown.pool.node.pinned("p") is None
+    assert not dict(shown.pool.node.pins())
     shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    names = shown.pool.node.pinned("p")
-    assert names is not None
+    pinned = dict(shown.pool.node.pins())["p"]
     # A quarter of four slots.
-    assert shown.catalog.kept(names) == HeldChunks(1, PAGE, 1)
-    assert shown.pool.node.pinned("q") is None
+    assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
+    # What another one keeps by preference waits to be pinned all the same.
+    shown.pool.order(2, pins={"p": pin(b"d"), "q": pin(b"d", priority=4)})
+    shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
+    assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
+    weak = dict(shown.pool.node.pins())["q"]
+    assert shown.catalog.kept(weak.names, weak.standing) == HeldChunks([0, 1], [], 2 * PAGE)
 
 
 def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None:
@@ -210,11 +214,23 @@ def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None
     shown.pool.order(1, pins={"p": pin(b"d")})
     shown.pool.node.pin_keys(b"d", A, [key(1)])
     reader = begun(shown.pool.node.begin_read(A, [key(2)], [PAGE], shown.pool.now)[0])
-    gone = shown.catalog.drop(A, map(key, (1, 2, 2, 3, 4)))
+    chunks = {key(number): WHOLE for number in (1, 2, 3, 4)}
+    gone = shown.catalog.drop(A, chunks)
     assert gone == DroppedChunks(dropped=2, kept=1, absent=1)
     assert sorted(shown.listed()) == [(1, RAM), (2, DISK)]
     shown.pool.node.end_read(reader)
     shown.pool.node.check()
+    changes = shown.pool.node.index.listing.since(0, 100)
+    assert changes is not None
+    assert [each.reason for each in changes[0]].count(Reason.MOVED) == 2
+    assert shown.catalog.drop(A, chunks, with_pinned=True) == DroppedChunks(1, 0, 3)
+
+
+def test_copy_that_is_wider_than_the_one_elsewhere_is_not_given_up(shown: Shown) -> None:
+    shown.pool.store(1, 2)
+    narrow = {key(1): Blocks(1, 1), key(2): Blocks(0, 5)}
+    assert shown.catalog.drop(A, narrow) == DroppedChunks(dropped=1, kept=1)
+    assert shown.listed() == [(1, RAM)]
 
 
 def test_session_of_a_chunk_is_known(shown: Shown) -> None:

@@ -23,9 +23,11 @@ class Pool:
             name(each): ChunkRecord(A, name(each)[1], 10, Stamp(1, 1)) for each in names
         }
         self.claims = Claims(1000, lambda *key: self.records.get(key), self.stand)
+        self.stood: list[str] = []
 
     def stand(self, record: ChunkRecord, standing: Standing) -> None:
         record.standing = standing
+        self.stood.append(record.key.decode())
 
     def claim(self, owner: Owner, names: str, standing: Standing, until: float = 100.0) -> None:
         self.claims.claim(owner, list(map(name, names)), standing, until)
@@ -43,12 +45,11 @@ def test_highest_claim_counts_and_each_ends_alone() -> None:
     pool = Pool("ab")
     pool.claim(REQUEST, "a", Standing.KEPT)
     pool.claim(PIN, "a", Standing.PINNED)
-    pool.claim(SESSION, "a", Standing.RELEASED)
+    pool.claim(SESSION, "a", Standing.NORMAL)
     assert (pool.standing("a"), pool.standing("b")) == (Standing.PINNED, Standing.NORMAL)
     pool.claims.end(PIN)
     assert pool.standing("a") is Standing.KEPT
     pool.claims.end(REQUEST)
-    # Others have wanted it too.
     assert pool.standing("a") is Standing.NORMAL
     pool.claims.end(SESSION)
     assert pool.standing("a") is Standing.NORMAL
@@ -77,6 +78,30 @@ def test_what_another_session_has_used_is_not_released() -> None:
     assert pool.standing("a") is Standing.NORMAL
     pool.claims.end(OTHER)
     assert pool.standing("a") is Standing.NORMAL
+
+
+@pytest.mark.parametrize("priority", [1, 9])
+def test_priority_of_a_request_ends_with_its_session(priority: int) -> None:
+    pool = Pool("ab")
+    pool.claim(SESSION, "ab", Standing.NORMAL)
+    pool.claim(REQUEST, "ab", Standing.kept(priority))
+    pool.claim(REQUEST, "b", Standing.PINNED)
+    assert pool.standing("a") is Standing.kept(priority)
+    pool.claim(SESSION, "ab", Standing.RELEASED)
+    assert (pool.standing("a"), pool.standing("b")) == (Standing.RELEASED, Standing.PINNED)
+    pool.claims.end(REQUEST)
+    assert pool.standing("b") is Standing.RELEASED
+
+
+def test_what_an_operator_has_brought_or_pinned_is_released_when_that_is_over() -> None:
+    pool = Pool("ab")
+    for owner in (PIN, Owner(OwnerKind.SERIES, "prefetch")):
+        pool.claim(SESSION, "a", Standing.NORMAL)
+        pool.claim(owner, "a", Standing.KEPT)
+        pool.claim(SESSION, "a", Standing.RELEASED)
+        assert pool.standing("a") is Standing.KEPT
+        pool.claims.end(owner)
+        assert pool.standing("a") is Standing.RELEASED
 
 
 def test_what_was_found_since_it_was_released_is_not_released_again() -> None:
@@ -131,6 +156,23 @@ def test_requests_pin_half_of_the_share_at_most() -> None:
     # Of what only requests want there is as much as before, and the rest of it waits.
     assert pool.claims.pinned_bytes == 220
     assert all(pool.standing(each) is Standing.PINNED for each in names[:22])
+
+
+@pytest.mark.parametrize("owner", [REQUEST, SESSION])
+def test_what_requests_and_sessions_keep_takes_half_of_the_share_of_pins(owner: Owner) -> None:
+    names = "abcdefghijklmnopqrstuvwxyz"
+    pool = Pool(names)
+    pool.claim(owner, names, Standing.KEPT)
+    assert (pool.claims.requests_bytes, pool.claims.pinned_bytes) == (120, 0)
+    # The head of the prompt, which goes last of it.
+    assert [pool.standing(each) for each in names[:13]] == [Standing.KEPT] * 12 + [Standing.NORMAL]
+    assert pool.stood[-12:] == list(reversed(names[:12]))
+    pool.claims.went(pool.records[name("c")])
+    assert pool.standing("m") is Standing.KEPT
+    # What an operator keeps with a priority does not count.
+    pool.claim(PIN, names, Standing.kept(2))
+    assert all(pool.standing(each) is Standing.kept(2) for each in names if each != "c")
+    assert pool.claims.requests_bytes == 0
 
 
 def test_claims_of_requests_are_bounded_and_operators_are_not_kept_out() -> None:

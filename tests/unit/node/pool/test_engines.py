@@ -9,8 +9,10 @@ from raykv.node.pool.engines import (
     PROBE_LOADS,
     PROBE_SAMPLE,
     SOME,
+    LocalSpace,
     ReuseGauge,
 )
+from raykv.protocol.descriptions import parse_groups
 
 
 def test_all_is_stored_before_the_sample_is_large_enough() -> None:
@@ -63,6 +65,25 @@ def test_reuse_that_ends_is_noticed_although_there_was_much() -> None:
         gauge.count(MIN_SAMPLE, 0, capacity=0)
         samples += 1
     assert 1 < samples < 10
+
+
+def test_loads_of_windows_are_worth_all_that_they_save() -> None:
+    groups = parse_groups("0:16/8 1:16/8")
+    space = LocalSpace(ReuseGauge(), 0, groups)
+    space.count(MIN_SAMPLE - 1, 0)
+    # What was told first may be of long ago.
+    space.loaded({}, {"chunks_loaded": 10**6, "loaded_tokens": 10**9})
+    space.loaded({"loaded_tokens": 100}, {})
+    assert space.gauge.loaded == 0
+    # Two loads of eight chunks of each group, at the ends of prefixes of 1,600 tokens.
+    before, after = {"loaded_tokens": 10}, {"loaded_tokens": 3210, "chunks_loaded": 32}
+    space.loaded(before, after)
+    assert space.gauge.loaded == 400
+    space.count(1, 0)
+    assert space.gauge.store_share == 1
+    unknown = LocalSpace(ReuseGauge(), 0)
+    unknown.loaded(before, after)
+    assert unknown.gauge.loaded == 32
 
 
 def test_counts_that_fall_since_an_engine_began_anew_are_ignored() -> None:

@@ -7,6 +7,7 @@ from raykv.base.ids import EVERY_NAMESPACE, Namespace, Stamp
 from raykv.node.pool.floors import MAX_HISTORIES, Floors
 
 A, B = Namespace("a"), Namespace("b")
+NOTHING = Stamp(0, 0)
 
 
 def test_copy_that_was_offered_before_a_clear_is_void() -> None:
@@ -96,16 +97,43 @@ def test_what_a_disk_has_kept_is_of_histories_before_the_present_one() -> None:
     floors = Floors(0)
     floors.begin(7)
     floors.take({B: 3})
-    assert floors.learn({0: {}, 5: {A: 40}, 6: {}}) == {A}
-    assert list(floors.told) == [0, 5, 6, 7]
+    assert floors.learn({5: {A: 40}, 6: {}}) == {A}
+    assert list(floors.told) == [5, 6, 7]
     assert floors.history == 7
-    # What was stored before anybody knew of orders is older than all of them.
-    assert floors.is_void(A, Stamp(0, 0))
     assert floors.is_void(A, Stamp(5, 39))
     assert not floors.is_void(A, Stamp(5, 40))
     assert not floors.is_void(A, Stamp(6, 0))
     assert floors.is_void(B, Stamp(6, 900))
-    assert floors.learn({0: {}, 5: {A: 40}, 6: {}}) == set()
+    assert floors.learn({5: {A: 40}, 6: {}}) == set()
+
+
+def test_what_came_before_the_first_orders_is_later_than_all_that_a_disk_knows() -> None:
+    floors = Floors()
+    # An earlier version has kept the floors of no history, too.
+    floors.learn({0: {}, 7: {A: 3}})
+    floors.begin(9)
+    assert list(floors.told) == [7, 9]
+    assert not floors.is_void(A, NOTHING)
+    assert floors.is_older(Stamp(7, 900), NOTHING)
+    assert floors.is_older(NOTHING, Stamp(9, 0))
+    floors.take({B: 1})
+    assert floors.is_void(B, NOTHING)
+    # Of an earlier life, nobody knows which clears it came after.
+    assert floors.is_void_of_earlier(A, NOTHING)
+    assert not floors.is_void_of_earlier(Namespace("c"), NOTHING)
+    assert not floors.is_void_of_earlier(A, Stamp(9, 0))
+
+
+def test_clear_of_this_life_is_later_than_what_came_before_its_first_orders() -> None:
+    floors = Floors()
+    floors.begin(7)
+    floors.take({A: 3})
+    floors.begin(8)
+    # The disk is late, and its last owner has heard of more.
+    floors.learn({5: {B: 9}, 7: {}, 6: {A: 4}})
+    assert list(floors.told) == [5, 7, 6, 8]
+    assert floors.is_void(A, NOTHING)
+    assert not floors.is_void(B, NOTHING)
 
 
 def test_learning_does_not_lower_a_floor_nor_forget_the_present_history() -> None:

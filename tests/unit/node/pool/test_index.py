@@ -24,10 +24,10 @@ from raykv.node.pool.index import (
     StorePart,
 )
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.places import MOST_SIZES
+from raykv.node.pool.places import MOST_SIZES, Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
-from raykv.protocol.listing import Reason
+from raykv.protocol.listing import ALL_READ, Position, Reason, Where
 
 A = Namespace("a")
 ONE = Blocks(0, 1)
@@ -85,6 +85,9 @@ class Pool:
     def load(self, name: Key, wanted: Blocks = ONE) -> ChunkRecord | Refusal:
         return self.index.begin_loads([(A, name, wanted)], self.now)[0]
 
+    def in_slab(self, index: int) -> list[ChunkRecord]:
+        return self.index.places.records_in(index)
+
     def held(self) -> list[int]:
         return [number for number in range(100) if self.index.find(A, key(number))]
 
@@ -121,6 +124,56 @@ def test_slot_of_a_void_chunk_is_free_when_its_last_reader_has_ended(pool: Pool)
     assert pool.store(*map(key, range(2, 6)), stamp=2)[3] is Refusal.NO_ROOM
     pool.index.end_load(reader)
     assert pool.store(key(5), stamp=2) == [Refusal.NONE]
+
+
+def test_behind_a_chunk_without_room_none_of_its_group_is_stored(pool: Pool) -> None:
+    pool.store(*map(key, range(4)))
+    readers = [begun(pool.load(key(number))) for number in range(4)]
+    pool.now += 100
+    part = StorePart(1, 99)
+    assert pool.offer(key(10), part) is Refusal.NO_ROOM
+    for each in readers:
+        pool.index.end_load(each)
+    assert pool.offer(key(11), part) is Refusal.NO_ROOM
+    begun(pool.offer(key(12, group=1), part))
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool, most: int) -> None:
+    pool.num_slabs = 64
+    pool.__post_init__()
+    pool.store(*map(key, range(64)))
+    other = Namespace("b")
+    part = pool.index.part_after(Position(), most, {other})
+    assert part.end == Position(1, pool.index.listing.number, ALL_READ)
+    assert not part.rows.keys
+    # One that has come in the middle of it as well; what comes is a change.
+    chunk = OfferedChunk(other, key(1), PAGE, Stamp(1, 1))
+    record = begun(pool.index.begin_store(StorePart(1, 99), chunk, pool.now, pool.now + 30))
+    assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
+    (row,) = pool.index.part_after(part.end, 1, {other}).rows
+    assert (row.key, row.where) == (key(1), Where.COMING)
+    pool.index.end_store(record, 0, ok=False)
+    assert pool.index.part_after(Position(), 1, {other}).end.place == ALL_READ
+    pool.index.shelf.put(other, key(1), ALL_BLOCKS, Stamp(1, 1), PAGE)
+    assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
+
+
+def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(pool: Pool) -> None:
+    pool.index.share({1: Share(0.25)})
+    pool.store(*map(key, range(4)), owner=1)
+    pool.store(key(4), owner=2)
+    pool.index.share({1: Share(1.0)})
+    pool.store(key(5), owner=2)
+    changes = pool.index.listing.since(0, 100)
+    assert changes is not None
+    gone = {each.record.key: each.reason for each in changes[0]}
+    assert (gone[key(3)], gone[key(4)]) == (Reason.QUOTA, Reason.EVICTED)
+    # Both are remembered.
+    pool.store(key(3), owner=1)
+    record = pool.index.find(A, key(3))
+    assert record is not None
+    assert record.hits == 1
 
 
 def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
@@ -308,6 +361,59 @@ def test_pinned_chunks_do_not_go(pool: Pool) -> None:
     assert pool.held() == [20, 21, 22, 23]
 
 
+@pytest.mark.parametrize(
+    ("standing", "refusal"),
+    [(Standing.KEPT, Refusal.NONE), (Standing.PINNED, Refusal.NO_ROOM)],
+)
+def test_kept_chunks_in_every_slab_do_not_refuse_another_slot_size(
+    standing: Standing, refusal: Refusal
+) -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(8)))
+    pool.now += 10
+    kept = [(A, record.key) for slab in (0, 1) for record in pool.in_slab(slab)[:1]]
+    owner = Owner(OwnerKind.OPERATOR, "pin")
+    pool.index.claims.claim(owner, kept, standing, pool.now + 50)
+    assert pool.store(key(20), key(21), key(22), pages=2) == [refusal] * 2 + [Refusal.NO_ROOM]
+    assert len(pool.held()) >= 4
+
+
+def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(num_slabs=1024)
+    pool.store(*map(key, range(4096)))
+    pool.now += 10
+    looks = 0
+
+    def count(places: Places, index: int) -> list[ChunkRecord]:
+        nonlocal looks
+        looks += 1
+        return records_in(places, index)
+
+    records_in = Places.records_in
+    part = StorePart(1, 99)
+    with monkeypatch.context() as patches:
+        patches.setattr(Places, "records_in", count)
+        for number in range(20):
+            begun(pool.offer(key(5000 + number), part, pages=2))
+    assert pool.index.places.classes() == {PAGE: 1014, 2 * PAGE: 10}
+    assert looks < 200
+    # The head of the prompt stays.
+    assert pool.held() == list(range(100))
+
+
+def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not() -> None:
+    pool = Pool(num_slabs=64)
+    pool.store(*map(key, range(256)))
+    pool.now += 10
+    last = {record.key for record in pool.in_slab(0)}
+    for record in list(pool.index.places):
+        if record.key not in last:
+            pool.index.hold(record)
+    assert pool.store(key(300), pages=2) == [Refusal.NONE]
+
+
 def test_slot_size_gets_its_part_of_the_slabs_and_no_more() -> None:
     pool = Pool(num_slabs=4)
     pool.store(*map(key, range(16)))
@@ -382,6 +488,21 @@ def test_what_is_above_the_greatest_share_is_named() -> None:
     assert [record.key for record in over] == [key(5), key(4)]
 
 
+def test_who_has_more_than_is_guaranteed_is_named() -> None:
+    pool = Pool(num_slabs=2)
+    pool.store(*map(key, range(4)), owner=1)
+    pool.store(key(10), owner=2)
+    mine, others = pool.in_slab(0)[0], pool.in_slab(1)[0]
+    assert not pool.index.room.is_over(mine)
+    pool.index.share({1: Share(guaranteed=0.5)})
+    assert not pool.index.room.is_over(mine)
+    pool.index.share({1: Share(guaranteed=0.25), 0: Share(guaranteed=0.1)})
+    assert pool.index.room.is_over(mine)
+    assert pool.index.room.is_over(others)
+    pool.index.share({1: Share(guaranteed=0.25)})
+    assert not pool.index.room.is_over(others)
+
+
 def test_each_change_has_its_reason(pool: Pool) -> None:
     pool.store(*map(key, range(4)))
     pool.store(key(4))
@@ -399,3 +520,25 @@ def test_each_change_has_its_reason(pool: Pool) -> None:
         key(3): Reason.EVICTED,
         key(4): Reason.STORED,
     }
+
+
+def test_reader_comes_to_the_end_while_changes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listing.__init__, "__defaults__", (256,))
+    pool = Pool(num_slabs=500)
+    pool.store(*map(key, range(2000)))
+    position, parts = Position(), []
+    there: dict[Key, Where] = {}
+    while position.place != ALL_READ or position.number != pool.index.listing.number:
+        part = pool.index.part_after(position, 64)
+        parts.append(part)
+        assert part.follows(position)
+        there |= {row.key: row.where for row in part.rows}
+        position = part.end
+        if position.place != ALL_READ:
+            pool.now += 10
+            # 20 come, and as many go.
+            pool.store(*(key(2000 + 20 * len(parts) + each) for each in range(20)))
+    assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert len(parts) <= 2000 // 64 + 3
+    ready = {each.key for each in pool.index.places if each.state is ChunkState.READY}
+    assert {each for each, where in there.items() if where is Where.RAM} == ready

@@ -46,16 +46,15 @@ def test_chunks_of_a_store_that_become_ready_one_by_one_are_in_the_same_order() 
     assert named(order) == "cbax"
 
 
-def test_what_was_found_stays_longer_than_what_came_after_it() -> None:
+def test_order_is_that_of_last_use_at_first() -> None:
     order, records = entered("abcdefgh")
     order.touch([records["a"]])
     order.enter(chunks("ij"))
-    # What came is handicapped by a third of what is held.
-    assert named(order) == "bcdefghjia"
+    assert named(order) == "bcdefghaji"
     order, records = entered("abcdefgh")
     order.touch([records["g"], records["h"]])
     order.enter(chunks("i"))
-    assert named(order) == "abcdefihg"
+    assert named(order) == "abcdefhgi"
 
 
 def test_released_ones_go_first_then_spares_and_kept_ones_last() -> None:
@@ -69,7 +68,19 @@ def test_released_ones_go_first_then_spares_and_kept_ones_last() -> None:
     order.touch([records["e"]])
     assert named(order) == "dcfea"
     order.stand(records["b"], Standing.NORMAL)
-    assert named(order) == "dcfbea"
+    assert named(order) == "dcfeba"
+
+
+def test_kept_ones_of_lower_priority_go_first() -> None:
+    order, records = entered("abcdef")
+    for name, priority in zip("acef", (9, 1, 5, 1), strict=True):
+        order.stand(records[name], Standing.kept(priority))
+    assert named(order) == "bdcfea"
+    order.stand(records["c"], Standing.kept(6))
+    order.stand(records["a"], Standing.kept(1))
+    assert named(order) == "bdfaec"
+    assert [Standing.kept(each) for each in (1, 9)] == [Standing.KEPT, Standing.KEPT_9]
+    assert Standing.KEPT_9 + 1 == Standing.PINNED
 
 
 def test_what_is_spare_no_more_goes_late_until_its_turn_comes_to_be_unmarked() -> None:
@@ -136,9 +147,35 @@ def test_flood_of_new_prompts_leaves_what_is_used_along_with_it() -> None:
     for _ in range(60):
         requests.append(list(used))
         requests += [[next(flood) for _ in range(100)] for _ in range(20)]
-    hits = hits_of(EvictionOrder(), requests, room)
+    order = EvictionOrder()
+    hits = hits_of(order, requests, room)
     assert sum(hits[: len(hits) // 4]) < sum(hits[-len(hits) // 4 :])
     assert sum(hits[-len(hits) // 4 :]) >= 0.9 * 15 * len(used)
+    assert not any(record.hits for record in order.first(100, lambda _: True))
+
+
+def test_head_of_all_prompts_says_nothing_about_the_rest() -> None:
+    # It is most of what is found, however a sample is drawn.
+    room, head, flood = 1000, range(10**6, 10**6 + 40), iter(range(10_000, 10**6))
+    requests: list[list[int]] = []
+    for _ in range(60):
+        requests.append([*head, *range(40)])
+        requests += [[*head, *(next(flood) for _ in range(100))] for _ in range(20)]
+    found = hits_of(EvictionOrder(), requests, room)[::21]
+    assert sum(found[-15:]) >= 0.9 * 15 * 80
+
+
+def test_what_is_no_longer_used_goes_when_others_are() -> None:
+    room, flood = 1000, iter(range(10_000, 10_000_000))
+    requests: list[list[int]] = []
+    for used in (range(400), range(400, 800), range(800, 1200)):
+        for _ in range(60):
+            requests.append(list(used))
+            requests += [[next(flood) for _ in range(100)] for _ in range(20)]
+    hits = hits_of(EvictionOrder(), requests, room)
+    for end in (1, 2, 3):
+        last = hits[(end * 60 - 15) * 21 : end * 60 * 21]
+        assert sum(last) >= 0.9 * 15 * 400
 
 
 def test_order_of_last_use_is_kept_where_it_is_right() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.ids import EVERY_NAMESPACE, Refusal, Stamp
+from raykv.node.pool import claims
 from raykv.node.pool import orders as module
 from raykv.node.pool.floors import MAX_HISTORIES
 from raykv.node.pool.orders import TenantNumbers
@@ -127,7 +128,7 @@ def test_pin_holds_its_chunks_once_its_keys_are_known() -> None:
     pool.store(9)
     assert pool.standing(9) is Standing.PINNED
     pool.order(2, pins={"q": pin(b"d", priority=3)})
-    assert pool.standings(1, 9) == [Standing.KEPT] * 2
+    assert pool.standings(1, 9) == [Standing.KEPT_3] * 2
     pool.order(3)
     assert pool.standings(1, 9) == [Standing.NORMAL] * 2
     assert pool.node.wanted_pins() == []
@@ -169,6 +170,23 @@ def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known() -> N
     assert pool.standings(1, 2) == [Standing.NORMAL, Standing.PINNED]
 
 
+def test_pins_find_room_beside_what_is_brought_here_and_once_others_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = OwnedPool(pin_share=1.0)
+    pool.hello()
+    pool.store(1, 2, 3)
+    monkeypatch.setattr(claims, "MOST_CLAIMS", dict.fromkeys(claims.OwnerKind, 2))
+    pool.node.keep_series("import", A, [key(7), key(8), key(9)], pool.now)
+    pool.order(1, pins={"p": pin(b"d"), "q": pin(b"e")})
+    pool.node.pin_keys(b"d", A, [key(1)])
+    pool.node.pin_keys(b"e", A, [key(2), key(3)])
+    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.PINNED, Standing.NORMAL]
+    pool.order(2, pins={"q": pin(b"e")})
+    pool.wait(1)
+    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.PINNED, Standing.PINNED]
+
+
 def test_document_is_told_on_with_the_time_that_is_left(pool: OwnedPool) -> None:
     assert pool.node.told_orders(pool.now) is None
     pool.order(1, pins={"p": pin(b"d", 20.0), "q": pin(b"e", 5.0)}, floors={A: 1})
@@ -190,6 +208,18 @@ def test_tenants_without_chunks_or_shares_are_forgotten(
     pool.wait(1)
     pool.store(30, tenant="u")
     assert pool.report().tenant_bytes == {"u": PAGE}
+
+
+def test_share_counts_however_many_tenants_have_chunks(
+    pool: OwnedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_TENANTS", 2)
+    for number, tenant in enumerate("tu"):
+        pool.store(number, tenant=tenant)
+    pool.order(1, shares={"s": share(0.1)})
+    pool.store(2, tenant="s")
+    pool.store(3, tenant="v")
+    assert pool.report().tenant_bytes == {"t": PAGE, "u": PAGE, "s": PAGE}
 
 
 def test_labels_that_nobody_may_have_are_nobodys() -> None:

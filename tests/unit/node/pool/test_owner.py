@@ -7,7 +7,7 @@ from math import nan
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, NodeId, Refusal, Stamp
+from raykv.base.ids import Direction, Key, NodeId, Refusal, Stamp
 from raykv.node.accounts.requests import MOST_RECORDS
 from raykv.node.pool.engines import SILENT_S
 from raykv.node.pool.index import FRESH_S
@@ -30,6 +30,7 @@ from tests.fixtures.node.owned_pool import (
     OwnedPool,
     begun,
     key,
+    pin,
     share,
     stamp,
     where,
@@ -228,10 +229,14 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
     pool.wait(30.0)
     pool.hello()
     assert news().has_peers
-    pool.answer(namings={"e1": ("order", "v2")})
-    assert news().naming == Naming("order", "v2")
-    pool.tell(heard="order")
+    pool.answer(namings={1: Naming(Stamp(1, 5), "v2")})
+    assert news().naming == Naming(Stamp(1, 5), "v2")
+    pool.tell(heard=Stamp(1, 5))
     assert news().naming is None
+    # What a directory says that is behind is no news, nor what is said of another life.
+    pool.answer(namings={1: Naming(Stamp(1, 4), "v1"), 2: Naming(Stamp(1, 6), "v3")})
+    assert not pool.node.has_changes(query)
+    assert pool.changes(query).naming is None
     # Somebody who introduces itself anew is told all.
     pool.hello()
     assert pool.node.has_changes(query)
@@ -275,6 +280,7 @@ def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPoo
         pool.found(1, seq=seq)
     pool.found(1, life=9)
     assert pool.record(1).hits == hits
+    pool.now += FRESH_S
     pool.found(1, seq=8)
     assert pool.record(1).hits == hits + 1
 
@@ -282,7 +288,7 @@ def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPoo
 def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     pool.store(1, 2, 3)
     pool.tell(hints=Hints(Keys.of([key(1)]), [50.0], Keys.of([key(2)]), [3]))
-    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.KEPT, Standing.NORMAL]
+    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.KEPT_3, Standing.NORMAL]
     # A shorter wish changes nothing, a longer one does.
     pool.tell(hints=Hints(Keys.of([key(1)]), [5.0]))
     pool.wait(20)
@@ -297,12 +303,60 @@ def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     assert pool.standings(1, 2) == [Standing.NORMAL] * 2
 
 
+def test_windows_of_a_place_go_with_what_they_need() -> None:
+    pool = OwnedPool()
+    pool.hello(slot_bytes={0: PAGE, 1: PAGE}, traits={"chunks": "0:16 1:16/2"})
+    assert not pool.hello(2, B, slot_bytes={0: PAGE}, traits={"chunks": "no groups"})
+    pool.end(pool.admit(pool.job_of(Direction.STORE, [key(1), key(1, 1)]))[0])
+    pool.store(*range(2, 16))
+    pool.now += FRESH_S
+    pool.found(1, *range(2, 16))
+    pool.found(1)
+    assert pool.node.index.find(A, key(1, 1)) is not None
+    pool.now += FRESH_S
+    pool.node.index.stand(pool.record(1), Standing.RELEASED)
+    pool.store(50)
+    assert 1 not in pool.held()
+    assert pool.node.index.find(A, key(1, 1)) is None
+
+
+def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
+    pool.store(1, 2)
+    for _ in range(5):
+        pool.found(1)
+        pool.now += 1.0
+    assert (pool.record(1).hits, pool.record(1).found_at) == (1, 104.0)
+    # What was released since is wanted again.
+    pool.say(SessionWord.USED, "s", 1)
+    pool.say(SessionWord.OVER, "s")
+    assert pool.standing(1) is Standing.RELEASED
+    pool.found(1)
+    assert pool.standing(1) is Standing.NORMAL
+    pool.now += FRESH_S
+    pool.found(1)
+    assert pool.record(1).hits == 3
+
+
+def test_priority_gives_way_last_and_lowest_first(pool: OwnedPool) -> None:
+    pool.store(*range(16))
+    pool.order(1, pins={"high": pin(b"h", priority=9), "low": pin(b"l", priority=1)})
+    pool.node.pin_keys(b"h", A, [key(1)])
+    pool.node.pin_keys(b"l", A, [key(2)])
+    pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[5]))
+    # The highest that was wished counts.
+    pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[2]))
+    for first, left in ((100, [1, 2, 3]), (200, [1, 3]), (300, [1])):
+        pool.now += 10
+        pool.store(*range(first, first + 16 - len(left)))
+        assert pool.held() == left
+
+
 def test_hints_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
-    pool.store(1, 2, 3)
+    pool.store(1, 2)
     keys = Keys.of(map(key, [1, 2, 3]))
     pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
     pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
-    assert pool.standings(1, 2, 3) == [Standing.KEPT] * 3
+    assert pool.standings(1, 2) == [Standing.KEPT] * 2
     pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
     assert pool.standing(1) is Standing.PINNED
 
@@ -314,19 +368,19 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
         return MissRecord(request, 5, 2, 3, **fields)  # type: ignore[arg-type]
 
     pool.tell(finished=[ended("a"), ended("b", chunks=b"odd"), ended("c")])
-    assert [each.request_id for each in pool.node.records] == ["a", "c"]
+    assert [each.request_id for each in pool.node.accounts.requests] == ["a", "c"]
     pool.tell(finished=[ended(str(number)) for number in range(MOST_RECORDS + 5)])
-    assert len(pool.node.records) == MOST_RECORDS
+    assert len(pool.node.accounts.requests) == MOST_RECORDS
     odd = [SessionNews("", SessionWord.OVER), SessionNews("s", SessionWord.PAUSED, pause_s=-1.0)]
     pool.tell(sessions=[*odd, SessionNews("t", SessionWord.CAME)])
     assert [each.news.session for each in pool.report().sessions] == ["t"]
 
 
 def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
-    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard="order")
-    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard="order")
+    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
+    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
     (engine,) = pool.report().engines
-    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, "order")
+    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
 
 
 def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
@@ -337,9 +391,51 @@ def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
 
 
 def test_first_engine_of_a_pool_finds_it_as_it_is_made() -> None:
-    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE), hostname="h", pid=4)
+    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE))
     report = node.report(0.0)
-    assert (report.node_id, report.life, report.hostname, report.pid) == ("n", 3, "h", 4)
+    assert (report.node_id, report.life) == ("n", 3)
     assert (report.pool_bytes, report.slab_bytes) == (SLAB * PAGE, SLAB * PAGE)
     assert node.state_of(A, [Key(b"k")])[:2] == (3, 0)
     assert node.orders == Stamp(0, 0)
+
+
+# What a report would say
+
+
+def test_engine_that_knows_later_orders_has_the_document_asked_for_once(pool: OwnedPool) -> None:
+    pool.order(3)
+    pool.tell(orders=stamp(3))
+    assert not pool.node.wants_document
+    pool.tell(orders=stamp(9))
+    assert pool.node.wants_document
+    assert pool.node.has_news
+    # Nobody has them: the engine is not believed again.
+    pool.order(3)
+    assert not pool.node.wants_document
+
+
+def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:
+    assert pool.node.has_news
+    read = pool.answer(position=Position()).part
+    while (part := pool.answer(position=read.end if read else Position()).part) is not None:
+        read = part
+    assert read is not None
+    pool.answer(position=read.end)
+    assert not pool.node.has_news
+    for change in (
+        lambda: pool.store(1),
+        lambda: pool.hello(2),
+        lambda: pool.tell(heard=Stamp(1, 5)),
+        lambda: pool.say(SessionWord.CAME, "s"),
+        lambda: pool.order(1),
+    ):
+        change()
+        assert pool.node.has_news
+        while pool.node.has_news:
+            told = pool.answer(position=read.end)
+            read = told.part or read
+    pool.store(2)
+    pool.report()
+    pool.node.give_up()
+    # Nobody knows whether that has come.
+    assert pool.node.has_news

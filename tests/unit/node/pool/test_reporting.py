@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from raykv.base.ids import Namespace
-from raykv.node.pool.records import Standing
-from raykv.node.pool.reporting import MARKED_S, MOST_WORDS
+from raykv.base.ids import Namespace, Stamp
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.node.pool.listing import MOST_CHANGES
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.reporting import MARKED_S, MOST_ROWS, MOST_WORDS
 from raykv.protocol.columns import Keys
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.named.columns import NamedKeys
@@ -16,7 +19,18 @@ from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.named.report import Marks, ReportAnswer, SessionsWord
 from raykv.protocol.node import NodeStats
 from raykv.protocol.sessions import SessionNews, SessionWord
-from tests.fixtures.node.owned_pool import LIFE, PAGE, A, B, OwnedPool, key, stamp, where
+from tests.fixtures.node.owned_pool import (
+    LIFE,
+    PAGE,
+    SLAB,
+    WHOLE,
+    A,
+    B,
+    OwnedPool,
+    key,
+    stamp,
+    where,
+)
 
 SPARE, NORMAL = Standing.SPARE, Standing.NORMAL
 
@@ -80,14 +94,54 @@ def test_changes_count_as_unread_until_the_directory_says_that_it_has_read_them(
     pool: OwnedPool,
 ) -> None:
     listing = pool.node.index.listing
-    assert pool.node.num_unread == listing.number > 0
+    assert pool.node.num_unread == 3 < listing.number
     pool.answer(position=Position(listing.life, listing.number - 2, ALL_READ))
     assert pool.node.num_unread == 2
     # What another life has read says nothing, and more than all can't be read.
     pool.answer(position=Position(listing.life + 1, listing.number, ALL_READ))
-    assert pool.node.num_unread == listing.number
+    assert pool.node.num_unread == 3
+    pool.answer(position=Position(listing.life, listing.number, 2))
+    assert pool.node.num_unread == 3
+    # Of a chunk that comes and goes there are many changes.
+    pool.answer(position=Position(listing.life, 0, ALL_READ))
+    assert pool.node.num_unread == 3
     pool.answer(position=Position(listing.life, listing.number + 9, ALL_READ))
     assert pool.node.num_unread == 0
+
+
+def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
+    pages = 40 * 1024
+    assert pages > MOST_CHANGES
+    pool = OwnedPool(num_slabs=pages // SLAB)
+    pool.hello(slot_bytes={0: PAGE})
+    node, index = pool.node, pool.node.index
+    records = [
+        ChunkRecord(A, key(number), PAGE, Stamp(0, 0), blocks=WHOLE) for number in range(pages)
+    ]
+    for record in records:
+        assert index.places.place(record)
+        record.readers = 1
+    index.adopt(records)
+    directory = Directory(5, Orders(None, 8, -MEMBERS_S), node_expiry_s=1e9)
+    parts: list[ListingPart] = []
+    num_new = 0
+    while not parts or node.num_unread or parts[-1].end.place != ALL_READ:
+        pool.now += 4.0
+        report = node.report(pool.now)
+        parts += [report.part] if report.part is not None else []
+        node.answered(directory.report(report, pool.now), pool.now, report.seq)
+        if not parts or parts[-1].end.place != ALL_READ:
+            stores = pool.storing(*range(10**6 + num_new, 10**6 + num_new + 500))
+            (job,) = node.admit(1, 0, 1, [stores], pool.now)
+            node.end_chunks(job, range(500), ok=True)
+            assert not node.end_job(job, {}, 0, 0.0).failed_chunks
+            num_new += 500
+    assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert len(parts) <= pages // MOST_ROWS + 5
+    assert index.num_ready == pages
+    assert directory.sizes() == {A: pages}
+    there = (each for each in index.places if each.state is ChunkState.READY)
+    assert all(directory.holders(A, each.key) for each in there)
 
 
 def test_listing_is_told_in_pieces() -> None:

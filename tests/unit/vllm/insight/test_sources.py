@@ -25,14 +25,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats
 
 from raykv.base import guard
-from raykv.base.ids import EngineId, MissReason
+from raykv.base.ids import MissReason
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.engine import EngineAttached, SyncReply
 from raykv.vllm.insight import sources
 from raykv.vllm.insight.sources import SOURCES_FIELD, CountedTokens
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
+from tests.fixtures.place import CopyingPlace, engine_hello
 from tests.unit.vllm.test_miss_reporter import CHUNK, PlayedRequest
 
 PROMPT = 5 * CHUNK + 3
@@ -42,10 +42,9 @@ OF_ALL = {"computed": 19, "own_cache": 16, "same_node": 16, "other_node": 16, "d
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(EngineId("engine"), [0], 1.0, 4)
+    made = EngineView(1.0)
     made.accounts.tokens_per_chunk = CHUNK
-    made.attached(EngineAttached(1, 7, {0: 40}))
-    made.apply(SyncReply(1, 1, node_epoch=7))
+    CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
     return made
 

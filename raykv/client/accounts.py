@@ -1,0 +1,121 @@
+"""What NodeActors say of their engines' requests, put together: for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from raykv.base.errors import ClusterError, NotFoundError
+from raykv.protocol.framing import S
+from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
+from raykv.protocol.status import MoreRoom
+
+
+class AskEach(Protocol):
+    """`raykv.client.nodes.ask_each`."""
+
+    def __call__(
+        self, kind: type[S], question: Callable[[str, Any], Any], of: Collection[str] | None = None
+    ) -> dict[str, S]: ...
+
+
+def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
+    """What became of requests whose ids begin so, newest first.
+
+    Raises:
+        NotFoundError: no node knows one.
+        ClusterError: no node answers.
+    """
+
+    def question(_: str, actor: Any) -> Any:
+        return actor.why_miss.remote(beginning)
+
+    told = ask_each(Explanations, question).values()
+    found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
+    if not found:
+        raise NotFoundError(
+            f"no request whose id begins with {beginning!r} is among the latest "
+            f"{sum(some.num_known for some in told)} that have ended: it may still run, be older "
+            "than those or than its NodeActor, or have been answered by an engine without RayKV"
+        )
+    return found
+
+
+def more_room(ask_each: AskEach) -> MoreRoom:
+    """What more room in each pool would have saved, over all nodes.
+
+    Raises:
+        ClusterError: no node answers.
+    """
+
+    def question(_: str, actor: Any) -> Any:
+        return actor.more_room.remote()
+
+    told = list(ask_each(MoreRoom, question).values())
+    if not told:
+        raise NotFoundError("no node has a pool: `raykv up` makes them")
+    return summed(told)
+
+
+def summed(told: Sequence[MoreRoom]) -> MoreRoom:
+    """What several nodes say of the same sizes."""
+    return MoreRoom(
+        window_s=max(each.window_s for each in told),
+        nodes=sum(each.nodes for each in told),
+        pool_bytes=sum(each.pool_bytes for each in told),
+        prompt_tokens=sum(each.prompt_tokens for each in told),
+        computed_tokens=sum(each.computed_tokens for each in told),
+        more_bytes=told[0].more_bytes,
+        saved_tokens=[sum(column) for column in zip(*(t.saved_tokens for t in told), strict=True)],
+        reach_bytes=min((t.reach_bytes for t in told if t.reach_bytes is not None), default=None),
+    )
+
+
+class _AccountPlace(NamedTuple):
+    """In one node's account of requests: behind number `number` of a life of its NodeActor."""
+
+    life: int = 0
+    number: int = 0
+
+
+def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
+    """The requests that have ended behind a place in all nodes' accounts.
+
+    Raises:
+        ClusterError: no node answers, or that is no place.
+    """
+    known = _places(after)
+
+    def question(node_id: str, actor: Any) -> Any:
+        return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
+
+    pages = ask_each(RequestPage, question)
+    anew = {
+        node_id
+        for node_id, page in pages.items()
+        if known.get(node_id, _AccountPlace()).number and page.life != known[node_id].life
+    }
+    if anew:
+        # Another life counts from 1.
+        pages |= ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
+    following, last = dict(known), dict(known)
+    for node_id, page in pages.items():
+        end = page.first + len(page.found) - 1 if page.found else page.last
+        following[node_id], last[node_id] = (
+            _AccountPlace(page.life, end),
+            _AccountPlace(page.life, page.last),
+        )
+    found = sorted((e for page in pages.values() for e in page.found), key=lambda each: -each.age_s)
+    return EndedRequests(found, _text(following), _text(last))
+
+
+def _text(places: Mapping[str, _AccountPlace]) -> str:
+    return ",".join(f"{node}:{life}:{number}" for node, (life, number) in sorted(places.items()))
+
+
+def _places(text: str) -> dict[str, _AccountPlace]:
+    try:
+        parts = [each.split(":") for each in text.split(",") if each]
+        return {node_id: _AccountPlace(int(life), int(number)) for node_id, life, number in parts}
+    except ValueError:
+        raise ClusterError(f"requests after {text[:64]!r}: give what an answer has") from None

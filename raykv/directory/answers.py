@@ -1,0 +1,237 @@
+"""What people, routers and readers of events get to know of the directory, out of what it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from raykv.base.ids import Key, Namespace, NodeId
+from raykv.base.shares import NO_SHARE
+from raykv.base.tenants import OTHERS
+from raykv.cluster.breaker import aged, without
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.events import KnownEvent
+from raykv.directory.known.holdings import IN_RAM
+from raykv.directory.known.members import ReportedNode
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, numbered
+from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import Where
+from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.named.report import ReportedEngine, SessionsWord
+from raykv.protocol.operator import OrderedShare, OrdersDocument, TenantStatus
+from raykv.protocol.reader import SpacePage, WherePage, WhereQuery
+from raykv.protocol.sessions import SessionAnswer, SessionNews, SessionOrder
+from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
+
+NEWS_S = 3.0
+"""A node that has reported within it is up to date: it reports every second at least."""
+
+MOST_COPIES = 16_384
+"""Rows of one answer to where chunks are."""
+
+MOST_SESSIONS = 256
+"""That one order is for: of one name in several namespaces."""
+
+
+def event_page(directory: Directory, life: int, after: int, now: float) -> EventPage:
+    """What follows a place of the event log; of another life, or of none, its beginning."""
+    is_here = life == directory.life
+    found, is_gap = directory.events_after(after if is_here else 0, MOST_EVENTS)
+    nodes: list[str] = []
+    namespaces: list[str] = []
+    began_at = directory.began_at if directory.began_at is not None else now
+    return EventPage(
+        PROTOCOL_VERSION,
+        directory.life,
+        found[0].seq if found else after + 1,
+        directory.events.last_seq,
+        is_gap,
+        nodes,
+        namespaces,
+        bytes(each.kind for each in found),
+        Numbers.of(numbered(nodes, [str(each.node_id) for each in found])),
+        Numbers.of(numbered(namespaces, [str(each.namespace) for each in found])),
+        Keys.of(each.key or KEYLESS for each in found),
+        Numbers.of(each.life for each in found),
+        Numbers.of(each.number for each in found),
+        Numbers.of(_age_ms(each, began_at, now) for each in found),
+    )
+
+
+def _age_ms(event: KnownEvent, began_at: float, now: float) -> int:
+    return int(1000 * max(0.0, now - (event.at or began_at)))
+
+
+def where_page(directory: Directory, query: WhereQuery) -> WherePage:
+    """Which nodes have chunks, in RAM or on disk; of as many keys as an answer has room for."""
+    keys = query.keys[: max(1, MOST_COPIES // (2 * len(directory.members) or 1))]
+    found = directory.where(Namespace(query.namespace), [Key(key) for key in keys])
+    rows: list[tuple[int, Source]] = []
+    for at, held in enumerate(found):
+        rows += [(at, Source(each.node_id)) for each in held if each.where in IN_RAM]
+        rows += [
+            (at, Source(each.node_id, SourceKind.DISK)) for each in held if each.where & Where.DISK
+        ]
+    sources: list[Source] = []
+    index = numbered(sources, [source for _, source in rows])
+    return WherePage(PROTOCOL_VERSION, len(keys), sources, [at for at, _ in rows], index)
+
+
+# Sums
+
+
+def chunk_counts(members: Iterable[ReportedNode]) -> Counter[tuple[Namespace, Where]]:
+    """Chunks by namespace and tier, RAM or DISK; every node's copy counts."""
+    counts: Counter[tuple[Namespace, Where]] = Counter()
+    for member in members:
+        counts.update(member.chunks)
+    return +counts
+
+
+def space_page(directory: Directory) -> SpacePage:
+    """All namespaces, and where their engines are."""
+    spaces = _spaces(directory)
+    nodes: dict[str, set[str]] = {space.namespace: set() for space in spaces}
+    for member in directory.members.values():
+        for namespace in member.namespaces:
+            nodes[namespace].add(member.report.node_id)
+    return SpacePage(PROTOCOL_VERSION, spaces, [sorted(nodes[each.namespace]) for each in spaces])
+
+
+def _spaces(directory: Directory) -> list[NamespaceStatus]:
+    """Namespaces with chunks, even if only on disks, or with engines."""
+    counts = chunk_counts(directory.members.values())
+    engines = Counter(
+        Namespace(each.hello.namespace)
+        for member in directory.members.values()
+        for each in member.engines.values()
+    )
+    return [
+        _space(directory, namespace, counts[namespace, Where.RAM], engines[namespace])
+        for namespace in sorted({*engines, *(namespace for namespace, _ in counts)})
+    ]
+
+
+def _space(directory: Directory, name: Namespace, chunks: int, engines: int) -> NamespaceStatus:
+    hello = directory.introduced.get(name)
+    if hello is None:
+        return NamespaceStatus(name, chunks=chunks, engines=engines)
+    num_bytes = chunks * max(hello.slot_bytes.values(), default=0)
+    return NamespaceStatus(name, hello.model, chunks, num_bytes, engines, hello.traits)
+
+
+def tenants(members: Iterable[ReportedNode], document: OrdersDocument | None) -> list[TenantStatus]:
+    """Tenants with a quota, and others that have chunks; nobody in particular comes first."""
+    shares = document.shares if document is not None else {}
+    in_pools: Counter[str] = Counter()
+    on_disks: Counter[str] = Counter()
+    for member in members:
+        in_pools.update(member.report.tenant_bytes)
+        on_disks.update(member.report.stats.disk.tenant_bytes)
+    if not (shares or in_pools.keys() - {""} or on_disks.keys() - {""}):
+        return []
+    labels = sorted({"", *shares, *in_pools, *on_disks})
+    return [_tenant(each, in_pools[each], on_disks[each], shares.get(each)) for each in labels]
+
+
+def _tenant(label: str, in_pools: int, on_disks: int, share: OrderedShare | None) -> TenantStatus:
+    if share is None:
+        name = label or OTHERS
+        rest = NO_SHARE
+        return TenantStatus(name, label, in_pools, on_disks, False, rest.guaranteed, rest.most)
+    return TenantStatus(share.name, label, in_pools, on_disks, True, share.guaranteed, share.most)
+
+
+def cluster_status(
+    directory: Directory, document: OrdersDocument | None, base: ClusterStatus, now: float
+) -> ClusterStatus:
+    """`base` with all that the directory knows."""
+    members = list(directory.members.values())
+    counts = chunk_counts(members)
+    return msgspec.structs.replace(
+        base,
+        life=directory.life,
+        paused=document is not None and document.is_paused,
+        orders=document.stamp if document is not None else base.orders,
+        nodes=[_node_status(member, now) for member in members],
+        engines=[
+            _engine_status(engine, member, now)
+            for member in members
+            for engine in member.engines.values()
+        ],
+        namespaces={str(name): num for (name, tier), num in counts.items() if tier == Where.RAM},
+        spaces=_spaces(directory),
+        disk_chunks={str(name): num for (name, tier), num in counts.items() if tier == Where.DISK},
+        waiting=directory.waiting(now),
+        tenants=tenants(members, document),
+    )
+
+
+def _node_status(member: ReportedNode, now: float) -> NodeStatus:
+    report, age_s = member.report, now - member.heard_at
+    stats = msgspec.structs.asdict(report.stats)
+    stats["breakers"] = aged(report.stats.breakers, age_s)
+    return NodeStatus(
+        **stats,
+        node_id=report.node_id,
+        life=report.life,
+        hostname=report.hostname,
+        pid=report.pid,
+        chunks=sum(num for (_, tier), num in member.chunks.items() if tier == Where.RAM),
+        age_s=age_s,
+        raykv_version=report.raykv_version,
+        pinned_bytes=report.pinned_bytes,
+        pinned_chunks=report.pinned_chunks,
+        metrics=report.stats.metrics_address or report.stats.metrics_problem,
+        slab_bytes=report.slab_bytes,
+        orders=report.orders,
+        is_leaving=report.is_leaving,
+    )
+
+
+def _engine_status(engine: ReportedEngine, member: ReportedNode, now: float) -> EngineStatus:
+    hello, age_s = engine.hello, now - member.heard_at
+    return EngineStatus(
+        engine_id=hello.engine_id,
+        node_id=member.report.node_id,
+        namespace=hello.namespace,
+        model=hello.model,
+        num_ranks=hello.num_ranks,
+        age_s=age_s,
+        versions=hello.versions,
+        counters=engine.counters,
+        traits=hello.traits,
+        breakers=_breakers(engine, member, age_s),
+    )
+
+
+def _breakers(engine: ReportedEngine, member: ReportedNode, age_s: float) -> BreakerReport:
+    """The breakers that an engine reported, without lines that have come back since.
+
+    Workers speak with the engine's steps only: while it has no requests it does not learn that a
+    line is there again, but the node does.
+    """
+    told = aged(engine.breakers, age_s)
+    ranks = member.report.stats.ranks.get(engine.hello.engine_id, 0)
+    is_back = age_s <= NEWS_S and ranks >= engine.hello.num_ranks
+    return without(told, OWN_NODE) if is_back else told
+
+
+# Sessions
+
+
+def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
+    """Tell a session's nodes what an operator says of it; with an empty namespace, of all.
+
+    Of one that is not known here all nodes are told: who does not know it either does nothing.
+    """
+    found = directory.sessions.known(order.namespace, order.session, MOST_SESSIONS)
+    news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
+    for space in {each.namespace for each in found} or {order.namespace} - {""}:
+        directory.sessions.order(SessionsWord(space, news))
+    everybody = directory.members if order.namespace else ()
+    nodes: Sequence[NodeId] = sorted({node for e in found for node in e.nodes} or everybody)
+    return SessionAnswer(PROTOCOL_VERSION, [str(node) for node in nodes])

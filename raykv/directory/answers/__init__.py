@@ -1,1 +1,0 @@
-"""What the directory answers: listings, prefixes, keys' places, misses, snapshots, status."""

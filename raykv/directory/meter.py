@@ -1,0 +1,142 @@
+"""What the scheduler actor measures of itself, and all that it has to show to Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from raykv.base.ids import EventKind
+from raykv.directory.answers import chunk_counts
+from raykv.directory.known.directory import Directory
+from raykv.metrics.histogram import Histogram
+from raykv.metrics.table import (
+    LATENCY_BOUNDS,
+    OTHER,
+    NamespaceLabels,
+    histograms,
+    number,
+    numbers,
+)
+from raykv.protocol.events import EventPage
+from raykv.protocol.listing import Where
+from raykv.protocol.measures import MetricFamily
+from raykv.protocol.operator import OrdersDocument
+from raykv.protocol.reader import DISK, RAM
+
+CALLS = ("report", "ask", "events", "order")
+
+LAG_WINDOW_S = 60.0
+"""How long a slow reader of events is remembered: at least so long, at most twice."""
+
+MOST_MODEL_LETTERS = 80
+"""Of a model's name in a label."""
+
+MOST_MODELS = 64
+"""Series with models' names."""
+
+COST_WEIGHT = 0.05
+"""Of the last report, in what reports are held to cost."""
+
+TIERS = {Where.RAM: RAM, Where.DISK: DISK}
+
+
+class _Slowest:
+    """The largest value of the last minute or two."""
+
+    def __init__(self) -> None:
+        self._now = self._before = 0
+        self._ends_at = float("-inf")
+
+    def see(self, value: int, now: float) -> None:
+        self._turn(now)
+        self._now = max(self._now, value)
+
+    def value(self, now: float) -> int:
+        self._turn(now)
+        return max(self._now, self._before)
+
+    def _turn(self, now: float) -> None:
+        if now < self._ends_at:
+            return
+        is_next = now < self._ends_at + LAG_WINDOW_S
+        self._before, self._now = self._now if is_next else 0, 0
+        self._ends_at = now + LAG_WINDOW_S
+
+
+class ClusterMeter:
+    """See the module's docstring."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._labels = NamespaceLabels()
+        self._calls = {call: Histogram(LATENCY_BOUNDS) for call in CALLS}
+        self._lag = _Slowest()
+        self._gaps = 0
+
+    def called(self, call: str, seconds: float) -> None:
+        """A call was answered; the directory has nodes report as often as it can bear."""
+        self._calls[call].observe(seconds)
+        if call == "report":
+            self._directory.cost_s += COST_WEIGHT * (seconds - self._directory.cost_s)
+
+    def read_events(self, after: int, page: EventPage, now: float) -> None:
+        """A reader was given a page of events."""
+        self._gaps += page.is_gap
+        self._lag.see(max(0, page.last_seq - max(0, after)), now)
+
+    def targets(self) -> list[str]:
+        """Where the NodeActors show their metrics, in order."""
+        members = self._directory.members.values()
+        return sorted({each.report.stats.metrics_address for each in members} - {""})
+
+    def families(self, document: OrdersDocument | None, now: float) -> list[MetricFamily]:
+        """All series; `document`: the orders that are in force."""
+        directory = self._directory
+        members = directory.members.values()
+        oldest = max((now - each.heard_at for each in members), default=0.0)
+        calls = [((call,), each.data()) for call, each in self._calls.items()]
+        kinds = {(kind.name.lower(),): directory.events.counts[kind] for kind in EventKind}
+        return [
+            number("raykv_nodes", len(directory.members)),
+            number("raykv_paused", document is not None and document.is_paused),
+            *self._engine_families(),
+            numbers("raykv_directory_chunks", self._chunks()),
+            number("raykv_known_sessions", len(directory.sessions)),
+            number("raykv_orders_number", document.stamp.number if document is not None else 0),
+            number("raykv_report_pause_seconds", directory.pause_ms / 1000),
+            numbers("raykv_events_total", kinds),
+            number("raykv_event_reader_lag_events", self._lag.value(now)),
+            number("raykv_event_gaps_total", self._gaps),
+            number("raykv_oldest_node_report_age_seconds", max(0.0, oldest)),
+            histograms("raykv_call_seconds", calls),
+        ]
+
+    def _engine_families(self) -> list[MetricFamily]:
+        engines: Counter[tuple[str, ...]] = Counter()
+        models: dict[tuple[str, ...], float] = {}
+        for member in self._directory.members.values():
+            for each in member.engines.values():
+                label = self._labels[each.hello.namespace]
+                engines[label,] += 1
+                if label != OTHER:
+                    models[label, _text(each.hello.model)] = 1
+        return [
+            numbers("raykv_engines", engines),
+            numbers("raykv_namespace_info", dict(islice(models.items(), MOST_MODELS))),
+        ]
+
+    def _chunks(self) -> Counter[tuple[str, ...]]:
+        members = self._directory.members.values()
+        chunks: Counter[tuple[str, ...]] = Counter()
+        for member in members:
+            for namespace in member.namespaces:
+                chunks[self._labels[namespace], RAM] += 0
+        for (namespace, tier), count in chunk_counts(members).items():
+            chunks[self._labels[namespace], TIERS[tier]] += count
+        return chunks
+
+
+def _text(name: str) -> str:
+    """A label's value out of what somebody has sent."""
+    shown = name[-MOST_MODEL_LETTERS:]
+    return "".join(letter if letter.isprintable() else "?" for letter in shown)

@@ -1,1 +1,0 @@
-"""What the directory counts: chunks and their ages, what engines report, whether storing pays."""

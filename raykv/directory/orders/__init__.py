@@ -1,1 +1,0 @@
-"""What operators want, as the scheduler actor keeps it."""

@@ -1,1 +1,0 @@
-"""The directory's table of chunks: its protocol, eviction orders, and its variants."""

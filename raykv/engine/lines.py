@@ -1,0 +1,276 @@
+"""An engine's line to the NodeActor of one of its places: what is new there, and what is told it.
+
+          hello        welcome                        a refusal, no answer, the end of the stream
+  DOWN ─────────► ... ─────────► OPEN: query ──► answer ──────────────────────────────────────► DOWN
+    ▲                             │      ▲          │                                            │
+    │                             │ tell └──────────┘                                            │
+    └───────────────────────── a pause, longer after each failure ───────────────────────────────┘
+
+One thread per line does all of that. While the engine takes nothing in, queries ask for no rows,
+and only hear that the place is there; as soon as it does, another query goes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from raykv.base.deadlines import (
+    PLACE_CONNECT_S,
+    PLACE_LOOK_S,
+    PLACE_LOST_S,
+    PLACE_PAUSES_S,
+    PLACE_SEND_S,
+    TELL_PAUSE_S,
+)
+from raykv.base.errors import AttachError, cause_of, first_line
+from raykv.base.ids import NodeId
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.cluster.breaker import Breakers, Pauses
+from raykv.protocol import wire
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.named.place import (
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    EngineWelcome,
+    PlaceMessage,
+    Tell,
+)
+from raykv.protocol.node import NodeDescription
+
+logger = logging.getLogger("raykv.session")
+
+OWN_PLACE = "own node (changes)"
+"""How an engine calls its NodeActor in reports of its breakers, when it follows what that has."""
+
+
+class LineOwner(Protocol):
+    """Whose line it is; all of it is called by the line's thread."""
+
+    def hello(self) -> EngineHello:
+        """Who it is now."""
+
+    def query(self, place: int) -> ChangesQuery:
+        """What to ask for next."""
+
+    def next_tell(self, place: int) -> Tell | None:
+        """What to say now; None: nothing is due."""
+
+    def moved(self, place: int, node_id: NodeId) -> None:
+        """The place is another node from now on."""
+
+    def welcomed(self, place: int, life: int) -> None:
+        """A NodeActor of that life has let the engine in, and knows nothing of before."""
+
+    def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
+        """The answer to a query."""
+
+
+class PlaceLine:
+    """See the module's docstring.
+
+    Args:
+        place: its number.
+        owner: of the line.
+        node_id: of the place.
+        locate: where the NodeActor is; told whether where it was does not do any more. It may take
+            seconds, and raise.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        owner: LineOwner,
+        node_id: NodeId,
+        locate: Callable[[bool], NodeDescription],
+    ) -> None:
+        self._place, self._owner = place, owner
+        self._node_id = node_id
+        self._locate = locate
+        self.refusal = ""
+        """Why the NodeActor does not let the engine in, as it said last; else empty."""
+        self.breakers = Breakers(Pauses(*PLACE_PAUSES_S))
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopped = threading.Event()
+        # All else is the thread's.
+        self._sock: socket.socket | None = None
+        self._reader = wire.FrameReader()
+        self._hello: EngineHello | None = None
+        self._call = 0
+        self._queries: deque[tuple[ChangesQuery, float]] = deque()
+        self._tell_at = 0.0
+        self._thread = SupervisedThread("raykv-place", self._run, OnFailure.RUN_AGAIN)
+
+    def revive(self) -> None:
+        """Begin, or try again if there was no thread for it."""
+        if not self._stopped.is_set():
+            self._thread.revive()
+
+    def wake(self) -> None:
+        """Something is to be said, or was taken in."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self, timeout_s: float) -> None:
+        """End it: the NodeActor sees that the engine is gone."""
+        self._stopped.set()
+        self.wake()
+        self._thread.join(timeout_s)
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the last attempt was in vain."""
+        return not self.breakers.is_closed(OWN_PLACE)
+
+    def breaker_report(self, now: float) -> BreakerReport:
+        """Whether the NodeActor is left alone for now; on the line's thread."""
+        return self.breakers.report(now)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                if self._sock is None and not self._open():
+                    continue
+                try:
+                    self._speak()
+                    self._listen(self._time_to_next())
+                except Exception as error:
+                    self._failed(error)
+        finally:
+            self._close()
+
+    def _open(self) -> bool:
+        """One attempt to connect, or a part of the pause before it."""
+        now = time.monotonic()
+        call = self.breakers.begin(OWN_PLACE, now)
+        if call is None:
+            self._stopped.wait(min(PLACE_LOOK_S, self.breakers.wait_s(OWN_PLACE, now)))
+            return False
+        self._call = call
+        try:
+            self._connect()
+        except Exception as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _connect(self) -> None:
+        """To where the NodeActor was, which does not need Ray; else to where it is."""
+        try:
+            self._reach(self._locate(False))
+        except (OSError, AttachError):
+            if not self.is_left_alone:
+                raise
+            self._close()
+            self._reach(self._locate(True))
+
+    def _reach(self, node: NodeDescription) -> None:
+        if node.node_id != self._node_id:
+            self._node_id = NodeId(node.node_id)
+            self._owner.moved(self._place, self._node_id)
+        sock = wire.connect(node.socket_name, PLACE_CONNECT_S)
+        self._sock, self._reader = sock, wire.FrameReader()
+        wire.peer_of(sock)
+        wire.limit_sends(sock, PLACE_SEND_S)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Say who the engine is; returns when it has been let in."""
+        self._hello = hello = self._owner.hello()
+        self._send(hello)
+        give_up_at = time.monotonic() + PLACE_CONNECT_S
+        while True:
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise AttachError("the NodeActor does not let this engine in")
+            welcome = self._listen(left)
+            if welcome is not None:
+                break
+        self.refusal = welcome.error
+        if welcome.error:
+            raise AttachError(f"the NodeActor refuses this engine: {welcome.error}")
+        self._owner.welcomed(self._place, welcome.life)
+
+    def _failed(self, error: Exception) -> None:
+        """The line is down; said once until something has been heard."""
+        self._close()
+        now, reason = time.monotonic(), first_line(cause_of(error))
+        if self.breakers.failed(OWN_PLACE, self._call, now, reason) and not self._stopped.is_set():
+            logger.warning("no line to the NodeActor: %s", reason)
+
+    def _close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = self._hello = None
+        self._queries.clear()
+
+    def _speak(self) -> None:
+        """Say what is due."""
+        query = self._owner.query(self._place)
+        if self._hello is None or query.namespace != self._hello.namespace:
+            self._introduce()
+            query = self._owner.query(self._place)
+        now = time.monotonic()
+        if self._queries and now - self._queries[0][1] > PLACE_LOST_S:
+            raise AttachError("the NodeActor does not answer")
+        if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
+            self._send(query)
+            self._queries.append((query, now))
+        if now < self._tell_at:
+            return
+        tell = self._owner.next_tell(self._place)
+        if tell is not None:
+            self._send(tell)
+            self._tell_at = time.monotonic() + TELL_PAUSE_S
+
+    def _time_to_next(self) -> float:
+        """Until a tell may go out; then until something comes."""
+        left = self._tell_at - time.monotonic()
+        return left if left > 0 else PLACE_LOOK_S
+
+    def _listen(self, timeout_s: float) -> EngineWelcome | None:
+        """Take what comes, for so long at most; the answer to a hello."""
+        assert self._sock is not None
+        readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
+        if self._wake in readable:
+            os.eventfd_read(self._wake)
+        if self._sock.fileno() not in readable:
+            return None
+        data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
+        if not data:
+            raise AttachError("the NodeActor has hung up")
+        welcome = None
+        for raw in self._reader.feed(data):
+            message = msgspec.msgpack.decode(raw, type=PlaceMessage)
+            if isinstance(message, EngineWelcome):
+                welcome = message
+            elif self._queries:
+                self._answered(self._queries.popleft()[0], message)
+        return welcome
+
+    def _answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
+        if self.breakers.worked(OWN_PLACE):
+            logger.warning("the line to the NodeActor is there again")
+        # Of the state that it is in now.
+        self._call = self.breakers.begin(OWN_PLACE, time.monotonic()) or self._call
+        known_in = self._hello.namespace if self._hello is not None else ""
+        if not answer.is_known and query.namespace == known_in:
+            # It has forgotten the engine.
+            self._hello = None
+        self._owner.answered(self._place, query, answer)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self._sock is not None
+        self._sock.sendall(wire.frame(message))

@@ -1,0 +1,195 @@
+"""What one place of an engine has, as the engine believes it; pure.
+
+Two channels tell of one key: the node's listing, which is read on in order, and the results of
+jobs, which say how each chunk was at a number of that listing. A result is a change that came
+early: it counts until the listing has been read up to its number, though it begin anew meanwhile,
+and what the listing says of that key until then may be older, so it does not.
+
+Invariants:
+1. A key is as its owner said at the latest number that has been heard of it.
+2. Nothing of an earlier life of the node's listing is believed.
+3. What is read is believed of the engine's own namespace alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from raykv.base.ids import Blocks, Key, Namespace
+from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
+
+SILENT_S = 5.0
+"""A node that has not been heard of for so long has nothing, for all that the engine knows."""
+
+_RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
+"""Numbers: flags take some times as long, and there may be a million rows."""
+
+
+class PlaceChange(NamedTuple):
+    """Keys have come to RAM (with which blocks), or gone from it.
+
+    `reason` says why; None: the node's life is over. Many that go at once are one change.
+    """
+
+    keys: Collection[Key]
+    blocks: Blocks | None
+    reason: Reason | None
+
+
+class ListedPlace:
+    """See the module's docstring. Times are of one clock that never goes back.
+
+    Args:
+        namespace: of the engine.
+        reader: another number for each namespace, so that no late answer is for another one.
+        now: the time.
+    """
+
+    def __init__(self, namespace: Namespace, reader: int, now: float) -> None:
+        self.namespace = namespace
+        self.position = Position(reader=reader)
+        # READY chunks with their blocks; those that are on the node's disk alone; and what is being
+        # stored.
+        self._ready: dict[Key, Blocks] = {}
+        self._on_disk: dict[Key, Blocks] = {}
+        self._coming: set[Key] = set()
+        # Results that the listing has not been read up to, by key.
+        self._early: dict[Key, int] = {}
+        # Of a listing that has begun anew: what is gone unless a page or a change has it.
+        self._unseen: set[Key] = set()
+        # By key, the number at which others of its blocks were wanted than are there.
+        self._distrusted: dict[Key, int] = {}
+        self._heard_at = now
+
+    # Looking
+
+    @property
+    def ready(self) -> Mapping[Key, Blocks]:
+        """READY chunks with the blocks that are there; it goes on changing."""
+        return self._ready
+
+    @property
+    def on_disk(self) -> Mapping[Key, Blocks]:
+        """Chunks that the node would have to fetch from its own disk; it goes on changing."""
+        return self._on_disk
+
+    def is_coming(self, key: Key) -> bool:
+        """Whether somebody stores a chunk there."""
+        return key in self._coming
+
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing that was heard counts any more."""
+        return now - self._heard_at >= SILENT_S
+
+    # The listing
+
+    def hear(self, now: float) -> None:
+        """The place was heard of then; parts of its listing may still wait to be taken."""
+        self._heard_at = max(self._heard_at, now)
+
+    def take(self, part: ListingPart, now: float) -> list[PlaceChange]:
+        """The next part of the listing; any other changes nothing. Returns what has come and gone,
+        for whoever follows the view: a key that is listed again as it was is neither.
+        """
+        if not part.follows(self.position):
+            return []
+        self.hear(now)
+        changes = self._begin(part.end) if part.begins else []
+        for row in part.rows:
+            is_older = self._early.get(row.key, 0) > part.end.number
+            if row.namespace == self.namespace and not is_older:
+                changes += self._be(row)
+        self.position = part.end
+        if part.end.place == ALL_READ:
+            changes += self._drop(self._unseen)
+            self._unseen = set()
+        if self._early:
+            early = self._early.items()
+            self._early = {key: number for key, number in early if number > part.end.number}
+        return changes
+
+    def learn(
+        self, life: int, number: int, rows: Iterable[ListedRow], now: float
+    ) -> list[PlaceChange]:
+        """How chunks of a job, or of a fetch, were at a number of the listing."""
+        if life != self.position.life or self.is_silent(now):
+            # Of another life nothing is known yet.
+            return []
+        changes = []
+        for row in rows:
+            if row.namespace == self.namespace and self._is_news(row, number):
+                if number > self.position.number:
+                    self._early[row.key] = number
+                changes += self._be(row)
+        return changes
+
+    def distrust(self, key: Key, blocks: Blocks) -> list[PlaceChange]:
+        """Other blocks of a chunk are wanted than these, which were there: it counts as gone, so
+        that it is stored again, until its owner says that it is there; nothing if it has since.
+        """
+        if self._ready.get(key) != blocks:
+            return []
+        changes = self._drop([key])
+        self._distrusted[key] = self.position.number
+        return changes
+
+    def _is_news(self, row: ListedRow, number: int) -> bool:
+        """Whether a result is newer than what has been read of its key."""
+        position = self.position
+        if number > position.number:
+            return number >= self._early.get(row.key, 0)
+        if number == position.number and position.place != ALL_READ:
+            return True
+        if number >= self._distrusted.get(row.key, number + 1):
+            # Since then the listing has said nothing of it.
+            return True
+        # What is believed from before the listing began anew is older still.
+        return row.key in self._unseen and not row.where
+
+    def _begin(self, end: Position) -> list[PlaceChange]:
+        """The listing begins anew: in another life with nothing, else what is there is gone only if
+        all pages are read without it.
+        """
+        if end.life == self.position.life:
+            later = {key for key, number in self._early.items() if number > end.number}
+            known = {*self._ready, *self._on_disk, *self._coming, *self._distrusted}
+            self._unseen = known - later
+            return []
+        # The latest ones first: of very many no more are remembered.
+        gone = list(reversed(self._ready))
+        for each in (self._ready, self._on_disk, self._coming, self._early, self._distrusted):
+            each.clear()
+        self._unseen.clear()
+        return [PlaceChange(gone, None, None)] if gone else []
+
+    def _be(self, row: ListedRow) -> list[PlaceChange]:
+        """A key is as that row says."""
+        key, where = row.key, int(row.where)
+        self._unseen.discard(key)
+        self._distrusted.pop(key, None)
+        if where & _COMING:
+            self._coming.add(key)
+        else:
+            self._coming.discard(key)
+        if where & _RAM:
+            before = self._ready.get(key)
+            self._ready[key] = row.blocks
+            self._on_disk.pop(key, None)
+            return [] if before == row.blocks else [PlaceChange([key], row.blocks, row.reason)]
+        if where & _DISK:
+            self._on_disk[key] = row.blocks
+        else:
+            self._on_disk.pop(key, None)
+        if self._ready.pop(key, None) is None:
+            return []
+        return [PlaceChange([key], None, row.reason)]
+
+    def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
+        """Keys are not there any more; nobody said why."""
+        self._coming.difference_update(keys)
+        for key in keys:
+            self._on_disk.pop(key, None)
+            self._distrusted.pop(key, None)
+        gone = [key for key in keys if self._ready.pop(key, None) is not None]
+        return [PlaceChange(gone, None, Reason.FAILED)] if gone else []

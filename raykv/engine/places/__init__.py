@@ -1,1 +1,0 @@
-"""What an engine believes of the nodes that its ranks are on."""

@@ -1,0 +1,42 @@
+"""Jobs of a worker, as benchmarks ask for them: whole chunks of one KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raykv.base.ids import Direction, Key, Stamp
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.named.copies import NamedJob
+
+SPACE = "bench"
+ORDERED = Stamp(1, 1)
+"""The only orders of a pool that no scheduler actor orders anything of."""
+
+
+def key_of(number: int) -> Key:
+    """A key as long as vLLM's, of KV group 0."""
+    return Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def named_job(
+    job_id: int,
+    direction: Direction,
+    keys: Sequence[Key],
+    block_ids: Sequence[int],
+    *,
+    orders: Stamp = ORDERED,
+    by_layer: bool = False,
+) -> NamedJob:
+    """A job of chunks that have as many blocks each."""
+    count = len(keys)
+    return NamedJob(
+        job_id,
+        int(direction),
+        SPACE,
+        Keys.of(keys),
+        Numbers.of([len(block_ids) // count] * count),
+        Numbers.of([0] * count),
+        Numbers.of(block_ids),
+        orders=orders,
+        by_layer=by_layer,
+    )

@@ -1,0 +1,49 @@
+"""An engine's view with one place, whose node has what a benchmark says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId
+from raykv.engine.view import EngineView
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import (
+    ALL_READ,
+    ListedRow,
+    ListedRows,
+    ListingPart,
+    Position,
+    Reason,
+    Where,
+)
+from raykv.protocol.named.place import ChangesAnswer, EngineHello
+
+SPACE, LIFE = Namespace("bench"), 1
+
+
+class ViewedNode:
+    """A node that lists what it is told to have; `view` has read all of it."""
+
+    def __init__(self, slot_bytes: int = 4096) -> None:
+        self.view = EngineView(1.0)
+        hello = EngineHello(PROTOCOL_VERSION, "bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
+        self.view.begin(hello, [NodeId("node")], 0.0)
+        self._number = 0
+        self.store(())
+        self.view.set_line(0, LIFE, 0.0)
+
+    def store(self, keys: Iterable[Key]) -> None:
+        """Chunks are there from now on."""
+        rows = [ListedRow(SPACE, key, Where.RAM, ALL_BLOCKS, Reason.STORED) for key in keys]
+        for first in range(0, len(rows) or 1, MAX_KEYS):
+            self._tell(rows[first : first + MAX_KEYS])
+
+    def _tell(self, rows: list[ListedRow]) -> None:
+        asked = self.view.query(0).position
+        self._number += len(rows)
+        begins = not asked.life
+        start = Position(LIFE, reader=asked.reader) if begins else asked
+        end = Position(LIFE, self._number, ALL_READ, asked.reader)
+        part = ListingPart(begins, start, end, ListedRows.of(rows))
+        self.view.take(0, ChangesAnswer(part), 0.0)

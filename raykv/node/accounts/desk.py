@@ -1,0 +1,234 @@
+"""What people ask of a node: its chunks, its engines' requests, sessions, pins.
+
+Answers come in pages. The pool's lock is held for one piece of a page at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from raykv.base.ids import Blocks, Key, Namespace
+from raykv.node.accounts.requests import EndedRequest
+from raykv.node.keeper import PoolKeeper
+from raykv.node.pool.catalog import ANYWHERE, STRETCH, ChunkRow, Cursor, Wanted, first_ones
+from raykv.node.pool.sessions import LocalSession
+from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, numbered, require
+from raykv.protocol.descriptions import Descriptions
+from raykv.protocol.events import ListingQuery
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import ListingPart, Where
+from raykv.protocol.operator import DropOrder, NodePins, PinHere, PinsHere, Released
+from raykv.protocol.reader import (
+    DISK,
+    RAM,
+    ChunkPage,
+    ChunkQuery,
+    Explanation,
+    Explanations,
+    RequestPage,
+)
+from raykv.protocol.sessions import (
+    MAX_SESSIONS_LISTED,
+    SessionPage,
+    SessionQuery,
+    SessionStage,
+    SessionStatus,
+)
+from raykv.protocol.status import MoreRoom
+
+MOST_PIECES = 64
+"""Of a listing, that are looked at for one page."""
+
+_TIERS = {"": ANYWHERE, RAM: Where.RAM, DISK: Where.DISK}
+
+
+class Desk:
+    """See the module's docstring. Any thread may ask.
+
+    Args:
+        node_id: Ray's.
+        keeper: of this node's pool.
+    """
+
+    def __init__(self, node_id: str, keeper: PoolKeeper) -> None:
+        self._node_id = node_id
+        self._keeper = keeper
+        self._lock = keeper.lock
+        self._owner = keeper.owner
+
+    # Chunks
+
+    def listing(self, query: ListingQuery) -> ListingPart:
+        """The next part of the listing."""
+        with self._lock:
+            return self._owner.index.part_after(query.position, query.most)
+
+    def chunks(self, query: ChunkQuery) -> ChunkPage:
+        """A page of the chunks.
+
+        Raises:
+            MessageError: nobody has given out such a cursor.
+        """
+        wanted = Wanted(query.namespace, query.key, query.group, _TIERS[query.tier])
+        cursor: Cursor | None = Cursor.of(query.cursor)
+        rows: list[ChunkRow] = []
+        for _ in range(MOST_PIECES):
+            if cursor is None or not (query.order or len(rows) < query.limit):
+                break
+            most = STRETCH if query.order else query.limit - len(rows)
+            with self._lock:
+                found, cursor = self._keeper.catalog.stretch(wanted, cursor, most)
+            rows += found
+            if query.order:
+                rows = first_ones(rows, query.order, query.limit)
+        return self._page(rows, "" if cursor is None else str(cursor))
+
+    def _page(self, rows: list[ChunkRow], cursor: str) -> ChunkPage:
+        with self._lock:
+            now = self._keeper.now()
+            owners = {row.owner for row in rows}
+            names = {each: self._owner.tenant(self._owner.label_of(each)) for each in owners}
+        namespaces: list[str] = []
+        tenants: list[str] = []
+        return ChunkPage(
+            PROTOCOL_VERSION,
+            namespace_index=Numbers.of(numbered(namespaces, [row.namespace for row in rows])),
+            namespaces=namespaces,
+            keys=Keys.of(row.key for row in rows),
+            where=bytes(row.where for row in rows),
+            slot_bytes=Numbers.of(row.num_bytes for row in rows),
+            ages=[0.0 if row.came_at is None else max(0.0, now - row.came_at) for row in rows],
+            idles=[0.0 if row.found_at is None else max(0.0, now - row.found_at) for row in rows],
+            hits=Numbers.of(row.hits for row in rows),
+            tenant_index=Numbers.of(numbered(tenants, [names[row.owner] for row in rows])),
+            tenants=tenants,
+            cursor=cursor,
+        )
+
+    def drop(self, order: DropOrder) -> Released:
+        """Give up copies in the pool of what is elsewhere."""
+        with self._lock:
+            blocks = map(Blocks, order.first_block, order.num_blocks)
+            chunks = dict(zip(map(Key, order.keys), blocks, strict=True))
+            gone = self._keeper.catalog.drop(
+                Namespace(order.namespace), chunks, with_pinned=order.with_pinned
+            )
+            self._lock.notify_all()
+        return Released(PROTOCOL_VERSION, gone.dropped, gone.kept, gone.absent)
+
+    def descriptions(self, keys: Any, namespace: Any) -> Descriptions:
+        """What is inside of chunks, in their order, as far as it is known and fits.
+
+        Raises:
+            MessageError: those are no keys, or too many.
+        """
+        require(isinstance(keys, list) and len(keys) <= MAX_KEYS, f"no list of {MAX_KEYS} keys")
+        require(all(isinstance(key, bytes) for key in keys), "keys that are no bytes")
+        require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
+        with self._lock:
+            return self._owner.accounts.descriptions.page(keys, namespace)
+
+    # Pins
+
+    def pins(self) -> PinsHere:
+        """What pins keep here."""
+        held = {}
+        with self._lock:
+            pins = list(self._owner.pins())
+        for pin_id, pin in pins:
+            with self._lock:
+                found = self._keeper.catalog.kept(pin.names, pin.standing)
+            kept, waiting = Numbers.of(found.kept), Numbers.of(found.waiting)
+            held[pin_id] = PinHere(kept, waiting, found.num_bytes)
+        with self._lock:
+            claims = self._owner.index.claims
+            node = NodePins(
+                self._node_id,
+                claims.pinned_bytes,
+                claims.num_pinned,
+                claims.requests_bytes,
+                claims.most_bytes,
+                claims.num_waiting,
+            )
+            num_wished, num_refused = self._owner.num_wished(), claims.num_refused
+        return PinsHere(PROTOCOL_VERSION, node, held, num_wished, num_refused)
+
+    # Requests
+
+    def requests(self, after: int) -> RequestPage:
+        """Requests of engines here that have ended, after the one of that number."""
+        require(isinstance(after, int), f"the number {after!r}")
+        with self._lock:
+            log = self._owner.accounts.requests
+            first, ended = log.after(max(0, after))
+            found = [self._explained(each) for each in ended]
+            return RequestPage(self._keeper.life, first, log.last, found)
+
+    def why_miss(self, beginning: str) -> Explanations:
+        """What became of the tokens of requests whose ids begin so."""
+        require(isinstance(beginning, str), f"the beginning {beginning!r}")
+        with self._lock:
+            log = self._owner.accounts.requests
+            return Explanations(list(map(self._explained, log.find(beginning))), len(log))
+
+    def _explained(self, ended: EndedRequest) -> Explanation:
+        record, hello, namespace = ended.record, ended.hello, ended.namespace
+        index = self._owner.index
+        parting, missing = record.parting, Key(record.missing)
+        nearest = None if parting is None else (namespace, Key(parting.nearest))
+        is_here = nearest is not None and (index.find(*nearest) or index.shelf.find(*nearest))
+        return Explanation(
+            msgspec.structs.replace(record, tenant=self._owner.tenant(record.tenant)),
+            hello.engine_id,
+            self._node_id,
+            namespace,
+            hello.model,
+            self._keeper.now() - ended.at,
+            nearest_is_cached=bool(is_here),
+            hint=self._owner.accounts.hint_on(namespace, missing),
+        )
+
+    def more_room(self) -> MoreRoom:
+        """What a larger pool would have saved."""
+        with self._lock:
+            num_bytes = self._keeper.geometry.pool_bytes
+            return self._owner.accounts.savings.told(num_bytes, self._keeper.now())
+
+    # Sessions
+
+    def sessions(self, query: SessionQuery) -> SessionPage:
+        """The sessions that are known here, the most recently used one first."""
+        with self._lock:
+            known = [
+                (namespace, name, session)
+                for namespace, name, session in self._owner.sessions.latest()
+                if query.namespace in ("", namespace) and query.session in ("", name)
+            ]
+        found = []
+        for namespace, name, session in known[:MAX_SESSIONS_LISTED]:
+            with self._lock:
+                found.append(self._status(namespace, name, session))
+        keys: list[Key] = []
+        if query.session and len(known) == 1:
+            with self._lock:
+                keys = self._owner.sessions.keys_of(known[0][2])
+        return SessionPage(
+            PROTOCOL_VERSION, found, [*keys[query.first : query.first + MAX_KEYS // 2]]
+        )
+
+    def _status(self, namespace: Namespace, name: str, session: LocalSession) -> SessionStatus:
+        sessions, now = self._owner.sessions, self._keeper.now()
+        left_s = session.until - now if session.stage is SessionStage.PAUSED else 0.0
+        return SessionStatus(
+            name,
+            namespace,
+            session.stage,
+            self._node_id,
+            len(sessions.keys_of(session)),
+            sessions.num_private(session),
+            session.num_requests,
+            max(0.0, now - session.used_at),
+            max(0.0, left_s),
+        )

@@ -1,0 +1,160 @@
+"""What a NodeActor measures of its work, and all that it has to show to Prometheus.
+
+What is counted here is guarded by its callers' locks.
+A reader sees plain numbers that may be a moment old.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from raykv.base.ids import Direction, Refusal, TokenSource
+from raykv.base.tenants import OTHERS
+from raykv.metrics.breakers import breaker_families
+from raykv.metrics.histogram import Histogram
+from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
+from raykv.node.pool.owner import NodePool
+from raykv.protocol.measures import HistogramData, MetricFamily
+from raykv.protocol.node import CaptureStats, DiskStats, NodeStats
+from raykv.protocol.reader import DISK, RAM
+from raykv.protocol.sessions import SessionStage
+
+_NAMES = {direction: direction.name.lower() for direction in Direction}
+
+
+def _by_direction() -> dict[Direction, Histogram]:
+    return {direction: Histogram(LATENCY_BOUNDS) for direction in Direction}
+
+
+@dataclass
+class NodeMeter:
+    """What a NodeActor has measured since its start."""
+
+    queue: dict[Direction, Histogram] = field(default_factory=_by_direction)
+    copy: dict[Direction, Histogram] = field(default_factory=_by_direction)
+    fetch: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    reading: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    refusals: Counter[Refusal] = field(default_factory=Counter)
+
+    def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
+        """A copy job has ended, after so long in the queue."""
+        self.queue[direction].observe(queued_s)
+        self.copy[direction].observe(copied_s)
+
+    def refused(self, refusals: Iterable[Refusal]) -> None:
+        """Chunks of a job were not copied."""
+        self.refusals.update(refusals)
+
+    def families(self, stats: NodeStats, owner: NodePool) -> list[MetricFamily]:
+        """All series of a NodeActor that has a pool; its lock is held."""
+        copied = {"store": stats.bytes_stored, "load": stats.bytes_loaded}
+        chunks = {"store": stats.chunks_stored, "load": stats.chunks_loaded}
+        reasons = {(each.name.lower(),): self.refusals[each] for each in Refusal if each}
+        accounts = owner.accounts
+        engines = [each.breakers for each in owner.engines]
+        return [
+            _pool(stats.pool_bytes, owner),
+            number("raykv_pool_size_bytes", stats.pool_bytes),
+            number("raykv_pool_prefaulted_bytes", stats.prefaulted_bytes),
+            numbers("raykv_copied_bytes_total", {(name,): n for name, n in copied.items()}),
+            numbers("raykv_copied_chunks_total", {(name,): n for name, n in chunks.items()}),
+            number("raykv_fetched_bytes_total", stats.bytes_fetched),
+            number("raykv_fetched_chunks_total", stats.chunks_fetched),
+            number("raykv_failed_fetches_total", stats.fetches_failed),
+            number("raykv_sent_bytes_total", stats.bytes_sent),
+            numbers("raykv_refused_chunks_total", reasons),
+            number("raykv_cancelled_jobs_total", stats.jobs_cancelled),
+            number("raykv_failed_threads_total", stats.threads_failed),
+            number("raykv_quarantined_chunks_total", stats.quarantined),
+            *_disk(stats.disk),
+            *_states(stats.states),
+            number("raykv_queued_jobs", stats.queued_jobs),
+            number("raykv_attached_workers", stats.num_workers),
+            number("raykv_unreported_chunks", owner.num_unread),
+            histograms("raykv_queue_seconds", _rows(self.queue)),
+            histograms("raykv_copy_seconds", _rows(self.copy)),
+            histograms("raykv_fetch_seconds", [((), self.fetch.data())]),
+            histograms("raykv_read_seconds", [((), self.reading.data())]),
+            *breaker_families(
+                {
+                    "node": ([stats.breakers], stats.breakers),
+                    "engine": (engines, accounts.tally.breaker_totals()),
+                }
+            ),
+            *accounts.tally.families(),
+            *_tenants(owner, stats.disk.tenant_bytes),
+            histograms("raykv_removed_chunk_age_seconds", [((), accounts.ages.data())]),
+            *_sessions(owner),
+        ]
+
+
+def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
+    found: Counter[tuple[str, ...]] = Counter()
+    for state, spaces in zip(("ready", "writing"), owner.index.contents(), strict=True):
+        for namespace, num_bytes in spaces.items():
+            found[state, owner.accounts.labels[namespace]] += num_bytes
+    found["empty", ""] = max(0, pool_bytes - found.total())
+    return numbers("raykv_pool_bytes", found)
+
+
+def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
+    """Series of tenants that have quotas, and of all others together; none without quotas."""
+    shares, accounts = owner.shares, owner.accounts
+    names = dict.fromkeys([*(each.name for each in shares.values()), OTHERS] if shares else ())
+    num_bytes: Counter[tuple[str, ...]] = Counter()
+    for name in names:
+        num_bytes[name, RAM] = num_bytes[name, DISK] = 0
+    if shares:
+        for whose, some in owner.index.room.used.items():
+            num_bytes[owner.quota_of(owner.label_of(whose)), RAM] += some
+        for label, some in on_disk.items():
+            num_bytes[owner.quota_of(label), DISK] += some
+    evicted = {(name,): accounts.num_evicted[name] for name in names}
+    tokens = {(n, str(source)): accounts.tokens[n, source] for n in names for source in TokenSource}
+    return [
+        numbers("raykv_tenant_bytes", num_bytes),
+        numbers("raykv_tenant_evicted_chunks_total", evicted),
+        numbers("raykv_tenant_prompt_tokens_total", tokens),
+    ]
+
+
+def _sessions(owner: NodePool) -> list[MetricFamily]:
+    stages = Counter(session.stage for _, _, session in owner.sessions.latest())
+    return [
+        numbers("raykv_sessions", {(str(stage),): stages[stage] for stage in SessionStage}),
+        number("raykv_session_chunks_released_total", owner.index.claims.num_released),
+    ]
+
+
+def _disk(disk: DiskStats) -> list[MetricFamily]:
+    moved = {("write",): disk.bytes_written, ("read",): disk.bytes_read}
+    damaged = {("file",): disk.files_damaged, ("chunk",): disk.chunks_damaged}
+    return [
+        number("raykv_disk_limit_bytes", disk.most_bytes),
+        number("raykv_disk_used_bytes", disk.used_bytes),
+        number("raykv_disk_chunks", disk.num_chunks),
+        numbers("raykv_disk_moved_bytes_total", moved),
+        number("raykv_disk_evicted_files_total", disk.files_evicted),
+        number("raykv_disk_failed_writes_total", disk.writes_failed),
+        numbers("raykv_disk_damaged_total", damaged),
+    ]
+
+
+def _states(states: CaptureStats) -> list[MetricFamily]:
+    captured = {("captured",): states.captured, ("failed",): states.failed}
+    files = {("written",): states.files_written, ("failed",): states.files_failed}
+    return [
+        number("raykv_hidden_states_bytes", states.num_bytes),
+        numbers("raykv_hidden_states_requests_total", captured),
+        number("raykv_hidden_states_copied_bytes_total", states.bytes_captured),
+        numbers("raykv_hidden_states_files_total", files),
+    ]
+
+
+def _rows(
+    found: Mapping[Direction, Histogram],
+) -> Iterator[tuple[tuple[str, ...], HistogramData]]:
+    for direction, each in found.items():
+        yield (_NAMES[direction],), each.data()

@@ -1,0 +1,218 @@
+"""Lines of EngineCores to their NodeActor: each hears what is new here at once.
+
+      hello ──► welcome
+      tell                               (no answer)
+      query ──► wait for news ──► one answer ──► a short pause, if it had rows
+                  │ silence for a second
+                  └──► an answer that says nothing
+
+A thread for each line reads, another one answers. They share what the pool's lock guards.
+
+Invariants:
+1. Each query gets one answer.
+2. What a peer sends that is no message of an EngineCore, or of another life than the line's, ends
+   its line and nothing else.
+3. The pool hears that a life has gone when its last line has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter, deque
+
+import msgspec
+
+from raykv.base.deadlines import LINE_PAUSE_S, LINE_SILENCE_S, NODE_SEND_S, NODE_STOP_S
+from raykv.base.errors import MessageError
+from raykv.base.threads import OnFailure, start_thread
+from raykv.cluster.deaths import Watch
+from raykv.node.keeper import PoolKeeper
+from raykv.protocol import wire
+from raykv.protocol.columns import require
+from raykv.protocol.named.place import (
+    ChangesQuery,
+    EngineHello,
+    EngineMessage,
+    EngineWelcome,
+    Tell,
+)
+from raykv.protocol.named.report import MOST_ENGINES
+
+logger = logging.getLogger("raykv.node")
+
+MOST_QUERIES = 8
+"""Of one line, that wait for an answer: an EngineCore has one."""
+
+
+class EngineLine:
+    """One EngineCore's connection.
+
+    Args:
+        keeper: the pool.
+        sock: the connection.
+        life: of the EngineCore.
+    """
+
+    def __init__(self, keeper: PoolKeeper, sock: socket.socket, life: int) -> None:
+        self._keeper = keeper
+        self._lock = keeper.lock
+        self._sock = sock
+        self._life = life
+        self._queries: deque[tuple[ChangesQuery, float]] = deque()
+        # Its last query took no rows: it may not know what it lacks.
+        self._is_blind = False
+        self._is_open = True
+        self._sending = threading.Lock()
+
+    def serve(self, watch: Watch, reader: wire.FrameReader, frames: list[bytes]) -> None:
+        """Read until the connection ends.
+
+        Raises:
+            MessageError: the peer is no EngineCore of that life.
+        """
+        answering = start_thread("raykv-answers", self._answer, OnFailure.GIVE_UP)
+        try:
+            while not watch.has_died:
+                for raw in frames:
+                    self._take(raw)
+                data = self._sock.recv(1 << 18)
+                if not data:
+                    return
+                frames = reader.feed(data)
+        finally:
+            self.close()
+            answering.join(NODE_STOP_S)
+
+    def close(self) -> None:
+        """End it; any thread may call."""
+        with self._lock:
+            self._is_open = False
+            self._lock.notify_all()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _take(self, raw: bytes) -> None:
+        message = _read(raw)
+        require(message.life == self._life, "an engine of another life than its line's")
+        welcome = None
+        with self._lock:
+            now = self._keeper.now()
+            if isinstance(message, ChangesQuery):
+                require(len(self._queries) < MOST_QUERIES, "queries that do not wait for answers")
+                self._queries.append((message, now + LINE_SILENCE_S))
+            elif isinstance(message, Tell):
+                self._keeper.owner.tell(message, now)
+            else:
+                welcome = self._keeper.owner.hello(message, now)
+            self._lock.notify_all()
+        if welcome is not None:
+            self.send(welcome)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send, or end the line; frames of two threads do not mix."""
+        with self._sending:
+            try:
+                self._sock.sendall(wire.frame(message))
+            except OSError:
+                self.close()
+
+    def _answer(self) -> None:
+        while True:
+            with self._lock:
+                query = self._next()
+                if query is None:
+                    return
+                answer = self._keeper.owner.changes(query, self._keeper.now())
+                self._queries.popleft()
+                self._is_blind = not query.most
+            self.send(answer)
+            if answer.part.rows.keys:
+                time.sleep(LINE_PAUSE_S)
+
+    def _next(self) -> ChangesQuery | None:
+        """The next query that is to be answered now; None at the line's end. Waits with the lock,
+        which the caller holds.
+        """
+        while self._is_open:
+            if not self._queries:
+                self._lock.wait(LINE_SILENCE_S)
+                continue
+            query, until = self._queries[0]
+            left = until - self._keeper.now()
+            # Behind one that waits another one may want more.
+            is_due = left <= 0 or len(self._queries) > 1 or (self._is_blind and query.most > 0)
+            if is_due or self._keeper.owner.has_changes(query):
+                return query
+            self._lock.wait(left)
+        return None
+
+
+class EngineLines:
+    """All lines; any thread may call.
+
+    Args:
+        keeper: the pool.
+    """
+
+    def __init__(self, keeper: PoolKeeper) -> None:
+        self._keeper = keeper
+        self._lines: set[EngineLine] = set()
+        self._num_open: Counter[int] = Counter()
+
+    def serve(
+        self, watch: Watch, hello: EngineHello, reader: wire.FrameReader, frames: list[bytes]
+    ) -> None:
+        """Serve a connection that began with `hello` until it ends; `frames` came behind it.
+
+        Raises:
+            MessageError: the peer is no EngineCore.
+            ThreadError: there is no thread for it.
+        """
+        keeper, life = self._keeper, hello.life
+        line = EngineLine(keeper, watch.sock, life)
+        wire.limit_sends(watch.sock, NODE_SEND_S)
+        with keeper.lock:
+            welcome = self._welcome(hello)
+            if not welcome.error:
+                self._lines.add(line)
+                self._num_open[life] += 1
+            keeper.lock.notify_all()
+        line.send(welcome)
+        if welcome.error:
+            return
+        try:
+            line.serve(watch, reader, frames)
+        finally:
+            with keeper.lock:
+                self._lines.discard(line)
+                self._num_open[life] -= 1
+                if not self._num_open[life]:
+                    del self._num_open[life]
+                    keeper.owner.bye(life)
+                keeper.lock.notify_all()
+
+    def _welcome(self, hello: EngineHello) -> EngineWelcome:
+        if len(self._lines) >= MOST_ENGINES:
+            return EngineWelcome(self._keeper.life, f"{MOST_ENGINES} engines are connected already")
+        return self._keeper.owner.hello(hello, self._keeper.now())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._keeper.lock:
+            lines = list(self._lines)
+        for line in lines:
+            line.close()
+
+
+def _read(raw: bytes) -> EngineMessage:
+    try:
+        return msgspec.msgpack.decode(raw, type=EngineMessage)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise MessageError(f"an engine sent this NodeActor no message: {error}") from error

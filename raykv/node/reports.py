@@ -1,0 +1,207 @@
+"""The thread that reports to the scheduler actor, and hears of orders from it.
+
+A report goes at once after silence, then as often as the last answer allows, and as a heartbeat.
+Without a scheduler actor what it should know stays here, and the first orders are read where they
+are kept: what a pool file holds can't wait for it. The node shows the number of orders when what
+they clear is kept by its pool file and disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+
+from raykv.base.deadlines import (
+    GCS_S,
+    NODE_FLOORS_S,
+    NODE_HEARTBEAT_S,
+    NODE_REPORT_PAUSES_S,
+    NODE_REPORT_S,
+)
+from raykv.base.errors import cause_of, first_line
+from raykv.base.ids import Stamp
+from raykv.base.threads import OnFailure, start_thread, within
+from raykv.cluster import bequest, names
+from raykv.cluster.breaker import Breakers, Pauses
+from raykv.node.keeper import PoolKeeper
+from raykv.protocol.framing import encode, receive
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.named.report import Report, ReportAnswer
+from raykv.protocol.node import NodeStats
+from raykv.protocol.operator import OrdersDocument
+
+logger = logging.getLogger("raykv.node")
+
+SCHEDULER, HERE = "the scheduler actor", "the NodeActor"
+
+MOST_PINS = 8
+"""Whose keys are asked for between two reports."""
+
+MOST_LOOKS = 8
+"""Pieces of what has happened that are counted between two reports."""
+
+
+class Reports:
+    """See the module's docstring.
+
+    Args:
+        keeper: of this node's pool.
+        stats: of the NodeActor now.
+    """
+
+    def __init__(self, keeper: PoolKeeper, stats: Callable[[], NodeStats]) -> None:
+        self._keeper = keeper
+        self._stats = stats
+        self._scheduler: Any = None
+        # The thread opens and closes it.
+        self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
+        self._sent_at = self._next_at = 0.0
+        # The number of orders that is shown, and a document that is not kept yet.
+        self._shown: Stamp = NOTHING_ORDERED
+        self._document: OrdersDocument | None = None
+        # Digests of pins whose keys the scheduler actor does not know.
+        self._unknown: set[bytes] = set()
+        self._about = {"pid": os.getpid(), "hostname": socket.gethostname()}
+
+    def start(self) -> None:
+        """Report for ever."""
+        start_thread("raykv-report", self._run, OnFailure.END_PROCESS)
+
+    def breaker_report(self) -> BreakerReport:
+        """Whether the scheduler actor is left alone."""
+        return self._breakers.report(time.monotonic())
+
+    def _run(self) -> None:
+        # What is stored before there are any counts as older than everything that was cleared.
+        self._read_kept_orders()
+        while True:
+            self._wait()
+            self._look()
+            call = self._breakers.begin(names.SCHEDULER, time.monotonic())
+            if call is not None:
+                self._report_once(call)
+
+    def _wait(self) -> None:
+        """Until a report may go, and there is news, or a heartbeat is due."""
+        now = time.monotonic()
+        wait_s = self._breakers.wait_s(names.SCHEDULER, now)
+        time.sleep(max(0.0, self._next_at - now, wait_s))
+        lock, owner = self._keeper.lock, self._keeper.owner
+        with lock:
+            left_s = self._sent_at + NODE_HEARTBEAT_S - time.monotonic()
+            lock.wait_for(lambda: owner.has_news, max(0.0, left_s))
+
+    def _look(self) -> None:
+        """Count what has happened here."""
+        keeper, owner = self._keeper, self._keeper.owner
+        for _ in range(MOST_LOOKS):
+            with keeper.lock:
+                if not owner.follow(keeper.now()):
+                    return
+
+    def _report_once(self, call: int) -> None:
+        try:
+            self._report()
+        except Exception as error:
+            # No scheduler actor now: what it should know stays here until it is back.
+            self._scheduler = None
+            with self._keeper.lock:
+                self._keeper.owner.give_up()
+            reason = first_line(cause_of(error))
+            if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
+                logger.warning("no report to the scheduler actor: %s", reason)
+            if self._keeper.owner.orders == NOTHING_ORDERED:
+                self._read_kept_orders()
+            return
+        if self._breakers.worked(names.SCHEDULER):
+            logger.warning("the scheduler actor takes reports again")
+
+    def _report(self) -> None:
+        keeper, owner = self._keeper, self._keeper.owner
+        if self._document is not None:
+            self._take(self._document)
+        stats = self._stats()
+        with keeper.lock:
+            owner.stats = stats
+            report = owner.report(keeper.now())
+        report = msgspec.structs.replace(report, orders=self._shown, **self._about)
+        self._sent_at = time.monotonic()
+        answer = self._told(report)
+        self._next_at = time.monotonic() + answer.pause_ms / 1000
+        with keeper.lock:
+            now = keeper.now()
+            owner.answered(answer, now, report.seq)
+            told = owner.told_orders(now) if answer.wants_orders else None
+            wants_document = owner.wants_document
+            keeper.lock.notify_all()
+        if told is not None:
+            self._call("show_orders", encode(told))
+        if wants_document:
+            self._ask_for_orders()
+        self._ask_for_pins()
+
+    def _told(self, report: Report) -> ReportAnswer:
+        return receive(self._call("report", encode(report)), ReportAnswer, SCHEDULER, HERE)
+
+    def _call(self, method: str, *arguments: bytes) -> Any:
+        if self._scheduler is None:
+            self._scheduler = within(
+                GCS_S, lambda: ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+            )
+        ref = getattr(self._scheduler, method).remote(*arguments)
+        return ray.get(ref, timeout=NODE_REPORT_S)
+
+    # Orders
+
+    def _read_kept_orders(self) -> None:
+        """Take what the store of Ray's head has; no scheduler actor is needed for that."""
+        try:
+            kept = within(GCS_S, bequest.orders)
+            if kept is not None:
+                self._take(kept)
+        except Exception as error:
+            logger.warning("Ray's head node does not say what is ordered: %s", first_line(error))
+
+    def _ask_for_orders(self) -> None:
+        raw = self._call("orders")
+        if raw:
+            self._take(receive(raw, OrdersDocument, SCHEDULER, HERE))
+        else:
+            # An engine may have named orders that nobody has.
+            self._next_at = time.monotonic() + NODE_REPORT_PAUSES_S[0]
+
+    def _take(self, document: OrdersDocument) -> None:
+        """Do what a document says, and show its number from when what it clears is kept."""
+        is_kept = self._keeper.take_orders(document, NODE_FLOORS_S)
+        self._document = None if is_kept else document
+        if is_kept:
+            self._shown = max(self._shown, document.stamp)
+            self._sent_at = 0.0
+
+    def _ask_for_pins(self) -> None:
+        """Ask for keys of pins that are not known here, now for some and then for others."""
+        keeper, owner = self._keeper, self._keeper.owner
+        with keeper.lock:
+            wanted = owner.wanted_pins()
+        self._unknown &= set(wanted)
+        if len(self._unknown) == len(wanted):
+            self._unknown.clear()
+        for digest in [each for each in wanted if each not in self._unknown][:MOST_PINS]:
+            raw = self._call("pin_keys", digest)
+            found = receive(raw, NamedKeys, SCHEDULER, HERE) if raw else ()
+            if not found:
+                self._unknown.add(digest)
+                continue
+            namespace = next(iter(found))[0]
+            with keeper.lock:
+                owner.pin_keys(digest, namespace, [key for _, key in found])
+                keeper.lock.notify_all()

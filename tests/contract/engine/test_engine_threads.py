@@ -1,0 +1,151 @@
+"""Threads of an engine that fail, or that the system does not give: what they do goes on later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import raykv.base.threads
+from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
+from raykv.engine.requests import RequestOptions
+from raykv.engine.view import EngineView
+from raykv.protocol.named.place import ChangesQuery
+from tests.fixtures.engine.place import PlayedPlace, session_at
+from tests.fixtures.engine.scheduler import Actor, PlayedScheduler, order
+from tests.fixtures.keys import numbered_key as key
+from tests.fixtures.waiting import wait_until
+
+LONG_S = 10.0
+
+
+class Failing:
+    """Raises the first few times that it is asked."""
+
+    def __init__(self, num_failures: int = 2) -> None:
+        self.left = num_failures
+
+    def __call__(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise ValueError("a bug")
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of threads that the system does not give."""
+    refused: set[str] = set()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
+    return refused
+
+
+@pytest.fixture
+def place() -> Iterator[PlayedPlace]:
+    with PlayedPlace() as made:
+        yield made
+
+
+def test_engine_goes_on_after_the_thread_of_its_line_has_failed(place: PlayedPlace) -> None:
+    fail = Failing()
+
+    class Faulty(EngineView):
+        def query(self, place: int) -> ChangesQuery:
+            fail()
+            return super().query(place)
+
+    view = Faulty(1.0)
+    place.store(key(1))
+    session = session_at(place, PlayedScheduler(), view)
+    try:
+        session.attach(LONG_S)
+        assert not fail.left
+        assert view.num_ready == 1
+    finally:
+        session.stop(LONG_S)
+
+
+def test_engine_asks_after_the_thread_that_asks_has_failed(
+    place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, fail = PlayedScheduler(), Failing()
+    view = EngineView(1.0)
+    session = session_at(place, scheduler, view)
+    take_questions = view.remote.take_questions
+
+    def faulty(most: int, may_repeat: bool) -> list[bytes]:
+        fail()
+        return take_questions(most, may_repeat)
+
+    monkeypatch.setattr(view.remote, "take_questions", faulty)
+    session.attach(LONG_S)
+    session.start()
+    try:
+        view.remote.has_peers = True
+        view.start_request("r", RequestOptions())
+        view.ask("r", [key(1)])
+        session.nudge()
+        wait_until(lambda: bool(scheduler.asked), LONG_S, "it asks")
+        assert not fail.left
+    finally:
+        session.stop(LONG_S)
+
+
+def test_engine_is_heard_of_once_there_is_a_thread_for_it(
+    place: PlayedPlace, no_threads: set[str]
+) -> None:
+    session = session_at(place, PlayedScheduler())
+    no_threads.add("raykv-place")
+    session.start()
+    session.nudge()
+    no_threads.clear()
+    assert not place.hellos
+    session.nudge()
+    try:
+        wait_until(lambda: bool(place.hellos), LONG_S, "it is heard of")
+    finally:
+        session.stop(LONG_S)
+
+
+def test_fetches_end_after_the_thread_that_gives_them_up_has_failed() -> None:
+    actor, fail, delivered = Actor(), Failing(1), list[FetchEnded]()
+
+    def deliver(end: FetchEnded) -> None:
+        fail()
+        delivered.append(end)
+
+    client = FetchClient(RayActor(lambda: actor), -1.8, with_checksums=True)
+    client.start(deliver)
+    try:
+        client.submit([order(1)], 1, "ns")
+        wait_until(lambda: not fail.left, LONG_S, "the thread fails")
+        client.submit([order(2)], 1, "ns")
+        wait_until(lambda: bool(delivered), LONG_S, "the next one ends")
+        assert delivered[0].orders == [order(2)]
+    finally:
+        client.stop()
+
+
+def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
+    no_threads: set[str],
+) -> None:
+    delivered = list[FetchEnded]()
+    client = FetchClient(RayActor(Actor), LONG_S, with_checksums=True)
+    no_threads.add("raykv-fetch-watch")
+    client.start(delivered.append)
+    try:
+        client.submit([order(1)], 1, "ns")
+        assert [end.orders for end in delivered] == [[order(1)]]
+        no_threads.clear()
+        client.submit([order(2)], 1, "ns")
+        assert len(delivered) == 1
+    finally:
+        client.stop()

@@ -1,0 +1,214 @@
+"""EngineCores' lines to a NodeService: what they hear, when, and who is gone when one ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import raykv.node.lines
+from raykv.base.ids import Direction, Namespace, Refusal, Stamp
+from raykv.node.service import NodeService
+from raykv.protocol.listing import ALL_READ, Position, Where
+from raykv.protocol.named.place import ChangesAnswer, ChangesQuery, EngineWelcome, Tell
+from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.cores import RawLine, hello_of
+from tests.fixtures.node.honest_worker import PAGE, Worker, make_service
+from tests.fixtures.waiting import wait_until
+
+LIFE = 1 << 40
+LONG_S = 10.0
+
+
+@pytest.fixture
+def service() -> Iterator[NodeService]:
+    made = make_service()
+    yield made
+    made.stop()
+    made.keeper.owner.check()
+
+
+@pytest.fixture
+def lines(service: NodeService) -> Iterator[list[RawLine]]:
+    made: list[RawLine] = []
+    yield made
+    for line in made:
+        line.close()
+
+
+def opened(service: NodeService, lines: list[RawLine], life: int = LIFE) -> RawLine:
+    line = RawLine(service.settings.socket_name)
+    lines.append(line)
+    line.send(hello_of(life, {0: PAGE}))
+    assert line.receive() == EngineWelcome(service.keeper.life)
+    return line
+
+
+def asked(line: RawLine, position: Position, most: int = 1024) -> ChangesAnswer:
+    line.send(ChangesQuery(LIFE, "ns", position, most))
+    answer = line.receive()
+    assert isinstance(answer, ChangesAnswer)
+    return answer
+
+
+def read(line: RawLine) -> Position:
+    """All that the listing has now."""
+    position = Position()
+    while position.place != ALL_READ:
+        position = asked(line, position).part.end
+    return position
+
+
+def is_here(service: NodeService, life: int = LIFE) -> bool:
+    with service.keeper.lock:
+        return any(each.hello.life == life for each in service.keeper.owner.engines)
+
+
+def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    line = opened(service, lines)
+    position = read(line)
+    worker = Worker(service)
+    try:
+        line.send(ChangesQuery(LIFE, "ns", position))
+        assert worker.run(Direction.STORE, [1]) == [Refusal.NONE]
+        seen: dict[bytes, Where] = {}
+        while Where.RAM not in seen.values():
+            answer = line.receive()
+            assert isinstance(answer, ChangesAnswer)
+            seen |= {row.key: row.where for row in answer.part.rows}
+            position = answer.part.end
+            line.send(ChangesQuery(LIFE, "ns", position))
+        assert seen == {numbered_key(1): Where.RAM}
+    finally:
+        worker.close()
+
+
+def test_silence_is_answered_now_and_then(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 0.2)
+    line = opened(service, lines)
+    position = read(line)
+    began = time.monotonic()
+    answer = asked(line, position)
+    assert 0.1 < time.monotonic() - began < LONG_S
+    assert answer.part.start == answer.part.end == position
+    assert answer.is_known
+
+
+def test_each_query_has_one_answer_and_a_later_one_does_not_wait_behind(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    line = opened(service, lines)
+    position = read(line)
+    line.send(ChangesQuery(LIFE, "ns", position, most=0))
+    line.send(ChangesQuery(LIFE, "ns", Position()))
+    first, second = line.receive(), line.receive()
+    assert isinstance(first, ChangesAnswer)
+    assert isinstance(second, ChangesAnswer)
+    assert (first.part.begins, second.part.begins) == (False, True)
+
+
+def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is_nothing(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not know that it lacks nothing."""
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    line = opened(service, lines)
+    position = read(line)
+    line.send(ChangesQuery(LIFE, "ns", position, most=0))
+    line.send(ChangesQuery(LIFE, "ns", position))
+    first, second = line.receive(), line.receive()
+    assert isinstance(first, ChangesAnswer)
+    assert isinstance(second, ChangesAnswer)
+    assert (first.has_more, second.has_more) == (True, False)
+    assert second.part.end == position
+
+
+def test_engine_hears_of_orders_at_once(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    line = opened(service, lines)
+    position = read(line)
+    line.send(ChangesQuery(LIFE, "ns", position))
+    service.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
+    answer = line.receive()
+    assert isinstance(answer, ChangesAnswer)
+    assert (answer.orders, answer.is_paused) == (Stamp(0, 4), True)
+
+
+def test_engine_that_asks_too_much_at_once_loses_its_line(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "MOST_QUERIES", 0)
+    line = opened(service, lines)
+    line.send(ChangesQuery(LIFE, "ns"))
+    assert line.receive() is None
+
+
+def test_what_an_engine_tells_is_heard(service: NodeService, lines: list[RawLine]) -> None:
+    line = opened(service, lines)
+    line.send(Tell(LIFE, 1, "ns", counters={"steps": 7}))
+    asked(line, Position())
+    with service.keeper.lock:
+        (engine,) = service.keeper.owner.engines
+    assert engine.counters == {"steps": 7}
+
+
+def test_engine_is_here_until_its_last_line_has_ended(
+    service: NodeService, lines: list[RawLine]
+) -> None:
+    first, second = opened(service, lines), opened(service, lines)
+    first.close()
+    asked(second, Position())
+    assert is_here(service)
+    second.close()
+    wait_until(lambda: not is_here(service), LONG_S, "it is gone")
+
+
+def test_engine_in_another_namespace_is_there_with_its_next_hello(
+    service: NodeService, lines: list[RawLine]
+) -> None:
+    line = opened(service, lines)
+    line.send(hello_of(LIFE, {0: 2 * PAGE}, "later"))
+    assert line.receive() == EngineWelcome(service.keeper.life)
+    line.send(ChangesQuery(LIFE, "ns"))
+    answer = line.receive()
+    assert isinstance(answer, ChangesAnswer)
+    assert not answer.is_known
+    with service.keeper.lock:
+        assert [each.namespace for each in service.keeper.owner.engines] == [Namespace("later")]
+
+
+def test_refused_engine_hears_why_and_is_not_here(
+    service: NodeService, lines: list[RawLine]
+) -> None:
+    line = RawLine(service.settings.socket_name)
+    lines.append(line)
+    line.send(hello_of(LIFE, {0: PAGE + 1}))
+    answer = line.receive()
+    assert isinstance(answer, EngineWelcome)
+    assert "no slot has that size" in answer.error
+    assert line.receive() is None
+    assert not is_here(service)
+
+
+def test_one_engine_too_many_is_refused(
+    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "MOST_ENGINES", 1)
+    opened(service, lines)
+    line = RawLine(service.settings.socket_name)
+    lines.append(line)
+    line.send(hello_of(LIFE + 1, {0: PAGE}))
+    answer = line.receive()
+    assert isinstance(answer, EngineWelcome)
+    assert "connected already" in answer.error
+    assert is_here(service)

@@ -1,0 +1,185 @@
+"""Pins: ordered where there is room for them, and put together from what nodes say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from raykv.base.errors import ClusterError, NotFoundError
+from raykv.base.ids import Key, Namespace, Stamp
+from raykv.client.listing import Reader
+from raykv.client.pins import Pinning
+from raykv.protocol.columns import Numbers, Source
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.operator import (
+    NodePins,
+    OrderAnswer,
+    OrderState,
+    PinHere,
+    PinOrder,
+    PinPage,
+    PinsHere,
+    PinStatus,
+    ToldPin,
+    UnpinOrder,
+    receive_order,
+)
+from raykv.protocol.reader import WherePage, WhereQuery
+from raykv.protocol.status import NamespaceStatus
+from tests.fixtures.keys import numbered_key as key
+from tests.fixtures.played_cluster import Methods, play, status
+
+SPACE = "model"
+CHUNK_BYTES = 10
+
+
+class PlayedPins:
+    """Two nodes that have chunks 0 to 3, of which the second one has room for one pinned chunk."""
+
+    def __init__(self, patches: pytest.MonkeyPatch, told: dict[str, list[bytes]]) -> None:
+        self.orders: list[Any] = []
+        self._told = told
+        self.held: dict[str, dict[str, PinHere]] = {"one": {}, "two": {}}
+        self.nodes: dict[str, Methods] = {
+            name: {"pins": lambda name=name: self._pins(name)} for name in self.held
+        }
+        methods: Methods = {
+            "where": self._where,
+            "status": lambda: encode(
+                status(
+                    namespaces={SPACE: 8},
+                    spaces=[NamespaceStatus(SPACE, "tiny", 8, 8 * CHUNK_BYTES)],
+                )
+            ),
+            "pins": lambda: encode(
+                PinPage(
+                    PROTOCOL_VERSION,
+                    [
+                        ToldPin(pin_id, SPACE, pin_id.encode(), len(keys), 5.0)
+                        for pin_id, keys in told.items()
+                    ],
+                )
+            ),
+            "pin_keys": lambda digest: encode(
+                NamedKeys.of((Namespace(SPACE), Key(each)) for each in told[digest.decode()])
+            ),
+            "order": self._order,
+            "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
+        }
+        scheduler = play(patches, methods, self.nodes)
+        self.pins = Pinning(scheduler, Reader(scheduler.find, scheduler.status))
+
+    def _where(self, raw: bytes) -> bytes:
+        keys = decode(raw, WhereQuery).keys
+        rows = [(at, node) for at in range(len(keys)) for node in (0, 1)]
+        return encode(
+            WherePage(
+                PROTOCOL_VERSION,
+                len(keys),
+                [Source("one"), Source("two")],
+                [at for at, _ in rows],
+                [node for _, node in rows],
+            )
+        )
+
+    def _order(self, raw: bytes) -> bytes:
+        order = receive_order(raw, "a test", "it")
+        self.orders.append(order)
+        if isinstance(order, PinOrder):
+            self.held["one"][order.pin_id] = PinHere(Numbers.of([0]), Numbers.of([1]), CHUNK_BYTES)
+            self.held["two"][order.pin_id] = PinHere(Numbers.of([1]), Numbers.of([2]), CHUNK_BYTES)
+        return encode(OrderAnswer())
+
+    def _pins(self, node_id: str) -> bytes:
+        quota = {"one": 100, "two": CHUNK_BYTES}[node_id]
+        kept = sum(each.num_bytes for each in self.held[node_id].values())
+        sums = NodePins(node_id, kept, 0, 0, quota)
+        return encode(PinsHere(PROTOCOL_VERSION, sums, self.held[node_id], 2, 1))
+
+    def pin(self, *numbers: int, pin_id: str = "new", priority: int | None = None) -> PinStatus:
+        return self.pins.pin([key(at) for at in numbers], "", 5.0, priority, pin_id)
+
+
+def test_pin_is_told_with_what_all_nodes_keep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PlayedPins(monkeypatch, {}).pin(0)
+    # Chunk 1 waits at the first node and is kept at the second.
+    assert (made.held_chunks, made.waiting_chunks, made.kept_bytes) == (2, 1, 2 * CHUNK_BYTES)
+
+
+def test_pin_without_room_is_refused_before_it_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {})
+    with pytest.raises(
+        ClusterError, match="that takes 20 B more of node two, where pins take 0 B of the 10 B"
+    ):
+        played.pin(0, 1)
+    assert played.orders == []
+    # What gives way takes no room.
+    played.pin(0, 1, priority=1)
+    assert len(played.orders) == 1
+
+
+def test_chunks_that_are_pinned_already_take_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)]})
+    played.held["two"]["old"] = PinHere(Numbers.of([0]), num_bytes=CHUNK_BYTES)
+    with pytest.raises(ClusterError, match="nothing was pinned"):
+        played.pin(2)
+    # It takes the place of the earlier one of that name.
+    played.pin(2, pin_id="old")
+    played.pin(0, 1)
+
+
+def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)]})
+    played.held["two"]["old"] = PinHere(Numbers.of([1]), num_bytes=CHUNK_BYTES)
+    known = played.pins.pins()
+    (pin,) = known.pins
+    assert (pin.pin_id, pin.chunks, pin.held_chunks) == ("old", 2, 1)
+    assert [node.node_id for node in known.nodes] == ["one", "two"]
+    assert (known.client_chunks, known.hints_refused) == (4, 2)
+    assert played.pins.chunks_of("old") == (SPACE, [key(0), key(1)])
+
+
+def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "other": [key(2)]})
+    played.held["two"]["old"] = PinHere(Numbers.of([1]), Numbers.of([0]))
+    played.held["one"]["other"] = PinHere(Numbers.of([0]))
+    assert played.pins.pinned_on("two", SPACE) == {key(1)}
+    assert played.pins.pinned_on("one", SPACE) == {key(2)}
+    assert played.pins.pinned_on("two", "another") == set()
+
+
+def test_pin_whose_keys_nobody_has_is_no_pin_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": []})
+    with pytest.raises(ClusterError, match="keys of the pin 'old' are not known"):
+        played.pins.chunks_of("old")
+
+
+def test_silent_node_is_asked_once_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = PlayedPins(monkeypatch, {})
+    asked: list[str] = []
+
+    def stays_away() -> None:
+        asked.append("three")
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.nodes["three"] = {"pins": stays_away}
+    made = played.pin(0)
+    assert (made.held_chunks, asked) == (2, ["three"])
+    assert "without node three" in caplog.text
+
+
+def test_only_a_pin_that_is_there_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(0)]})
+    with pytest.raises(NotFoundError, match="there are old"):
+        played.pins.unpin("new")
+    assert played.orders == []
+    played.pins.unpin("old")
+    (order,) = played.orders
+    assert isinstance(order, UnpinOrder)

@@ -1,0 +1,83 @@
+"""An order is done when it is kept and all nodes have heard of it; who has not is named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from raykv.base.errors import ClusterError
+from raykv.base.ids import Stamp
+from raykv.client import scheduler as asking
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.operator import OrderAnswer, OrderState, PauseOrder, receive_order
+from tests.fixtures.played_cluster import play
+
+ORDER = PauseOrder(PROTOCOL_VERSION, "an id", paused=True)
+KEPT = Stamp(1, 7)
+
+
+class Ordered:
+    """A scheduler actor that answers what became of an order in that order, the last for ever."""
+
+    def __init__(self, patches: pytest.MonkeyPatch, states: Sequence[OrderState]) -> None:
+        self.orders: list[Any] = []
+        self.told: list[list[str]] = []
+        self._now = 0.0
+        self._states = itertools.chain(states, itertools.repeat(states[-1]))
+        patches.setattr(asking, "time", self)
+        self._scheduler = play(patches, {"order": self._order, "order_state": self._state})
+
+    def _order(self, raw: bytes) -> bytes:
+        self.orders.append(receive_order(raw, "a test", "it"))
+        return encode(OrderAnswer())
+
+    def _state(self, order_id: str) -> bytes:
+        assert order_id == ORDER.order_id
+        return encode(next(self._states))
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+    def carry_out(self) -> list[str]:
+        return self._scheduler.order(ORDER, self.told.append, "nothing was done")
+
+
+def test_order_is_done_when_it_is_kept_and_nobody_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [OrderState(), OrderState(KEPT, behind=["one"]), OrderState(KEPT, told=["engine"])]
+    ordered = Ordered(monkeypatch, states)
+    assert ordered.carry_out() == ["engine"]
+    assert ordered.orders == [ORDER]
+    assert ordered.told == []
+
+
+def test_order_that_a_new_life_does_not_know_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered = Ordered(monkeypatch, [OrderState(is_known=False), OrderState(KEPT)])
+    ordered.carry_out()
+    assert ordered.orders == [ORDER, ORDER]
+
+
+def test_node_that_is_behind_is_named_once_and_then_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordered = Ordered(monkeypatch, [OrderState(KEPT, behind=["two", "one"])])
+    with pytest.raises(ClusterError, match="kept, but one, two have not heard of it"):
+        ordered.carry_out()
+    assert ordered.told == [["two", "one"]]
+
+
+def test_order_that_nobody_keeps_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match="head node has not kept it"):
+        Ordered(monkeypatch, [OrderState()]).carry_out()
+
+
+def test_refusal_says_what_was_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match="nothing was done: there are too many"):
+        Ordered(monkeypatch, [OrderState(error="there are too many")]).carry_out()

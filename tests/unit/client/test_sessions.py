@@ -1,0 +1,133 @@
+"""A session as several nodes know it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import pytest
+import ray
+
+from raykv.base.errors import ClusterError, NotFoundError
+from raykv.client.listing import Reader
+from raykv.client.sessions import ClientSession, SessionDesk
+from raykv.client.transfers import Moving
+from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.reader import WherePage, WhereQuery
+from raykv.protocol.sessions import (
+    SessionAnswer,
+    SessionOrder,
+    SessionPage,
+    SessionQuery,
+    SessionStage,
+    SessionStatus,
+    SessionWord,
+)
+from tests.fixtures.keys import numbered_key as key
+from tests.fixtures.played_cluster import Methods, play, status
+
+PAGE = 2
+
+
+def known(node_id: str, idle_s: float, session: str = "agent", space: str = "ns") -> SessionStatus:
+    return SessionStatus(session, space, SessionStage.ACTIVE, node_id, 3, 1, 2, idle_s)
+
+
+class PlayedSessions:
+    """Nodes that know sessions; the one that is asked for keys has three."""
+
+    def __init__(self, patches: pytest.MonkeyPatch, *sessions: SessionStatus) -> None:
+        self.sessions = list(sessions)
+        self.orders: list[SessionOrder] = []
+        self.nodes: dict[str, Methods] = {
+            each.node_id: {"sessions": partial(self._page, each.node_id)} for each in sessions
+        }
+        methods: Methods = {
+            "where": self._where,
+            "order_session": self._order,
+            "status": lambda: encode(status()),
+        }
+        scheduler = play(patches, methods, self.nodes)
+        reader = Reader(scheduler.find, scheduler.status)
+        self.desk = SessionDesk(scheduler, reader, Moving(scheduler, reader))
+
+    def _page(self, node_id: str, raw: bytes) -> bytes:
+        query = decode(raw, SessionQuery)
+        found = [
+            each
+            for each in self.sessions
+            if each.node_id == node_id
+            and query.session in ("", each.session)
+            and query.namespace in ("", each.namespace)
+        ]
+        last = min(3, query.first + PAGE) if query.session else 0
+        keys: list[bytes] = [key(at) for at in range(query.first, last)]
+        return encode(SessionPage(PROTOCOL_VERSION, found, keys))
+
+    def _where(self, raw: bytes) -> bytes:
+        assert decode(raw, WhereQuery).keys == [key(at) for at in range(3)]
+        sources = [Source("one"), Source("two", SourceKind.DISK)]
+        return encode(WherePage(PROTOCOL_VERSION, 3, sources, [0, 1, 1], [0, 0, 1]))
+
+    def _order(self, raw: bytes) -> bytes:
+        order = decode(raw, SessionOrder)
+        self.orders.append(order)
+        self.sessions = [
+            msgspec.structs.replace(each, stage=SessionStage.OVER) for each in self.sessions
+        ]
+        return encode(SessionAnswer(PROTOCOL_VERSION, ["one"]))
+
+    def session(self, name: str = "agent") -> ClientSession:
+        return ClientSession(name, "", self.desk)
+
+
+def test_session_is_told_by_the_node_that_used_it_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedSessions(monkeypatch, known("one", 9.0), known("two", 1.0))
+    told = played.session().status()
+    assert (told.node_id, told.idle_s, told.requests) == ("two", 1.0, 4)
+    assert (told.in_pools, told.on_disks) == ({"one": 2}, {"two": 1})
+    assert played.session().keys() == [key(at) for at in range(3)]
+
+
+def test_sessions_of_all_nodes_come_once_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedSessions(
+        monkeypatch, known("one", 9.0), known("two", 5.0), known("one", 7.0, "other")
+    )
+    assert [(each.session, each.node_id) for each in played.desk.found("")] == [
+        ("agent", "two"),
+        ("other", "one"),
+    ]
+
+
+def test_order_waits_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedSessions(monkeypatch, known("one", 9.0))
+    assert played.session().over().stage == SessionStage.OVER
+    (order,) = played.orders
+    assert (order.namespace, order.session, order.word) == ("ns", "agent", SessionWord.OVER)
+
+
+def test_silent_node_is_asked_once_for_an_order(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = PlayedSessions(monkeypatch, known("one", 9.0))
+    asked: list[bytes] = []
+
+    def stays_away(raw: bytes) -> None:
+        asked.append(raw)
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    played.nodes["two"] = {"sessions": stays_away}
+    assert played.session().over().stage == SessionStage.OVER
+    assert len(asked) == 1
+    assert "without node two" in caplog.text
+
+
+def test_session_that_is_not_there_or_in_two_namespaces_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedSessions(monkeypatch, known("one", 9.0), known("two", 5.0, space="other"))
+    with pytest.raises(NotFoundError, match="no session 'nobody'"):
+        played.session("nobody").status()
+    with pytest.raises(ClusterError, match="in several namespaces: other, ns"):
+        played.session().status()

@@ -1,0 +1,307 @@
+"""Orders on their way into the document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raykv.base.errors import MessageError, VersionError
+from raykv.base.ids import Namespace, NodeId, Stamp
+from raykv.directory.known import document
+from raykv.directory.known.desk import MOST_WAITING, OrderDesk
+from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Naming
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.named.columns import NamedKeys
+from raykv.protocol.named.report import ReportedEngine
+from raykv.protocol.operator import (
+    MAX_TOLD_NAMINGS,
+    MAX_TOLD_PINS,
+    ClearOrder,
+    EndQuota,
+    NameWeights,
+    OperatorOrder,
+    OrdersDocument,
+    OrderState,
+    PauseOrder,
+    PinOrder,
+    Quota,
+    UnpinOrder,
+    receive_order,
+)
+from tests.fixtures.directory.reporting import engine_of
+
+V = PROTOCOL_VERSION
+
+
+class Store:
+    """A desk, and a store that keeps what it is given."""
+
+    def __init__(self, kept: OrdersDocument | None = None) -> None:
+        self.now = 0.0
+        self.orders = Orders(kept, 7, 0.0)
+        self.engines: list[ReportedEngine] = []
+        self.desk = OrderDesk(self.orders, {}, lambda: self.engines)
+        self.keys: dict[bytes, bytes] = {}
+
+    def keep(self) -> bool:
+        draft = self.desk.next(self.now)
+        if draft is None:
+            return False
+        if draft.keys:
+            self.keys[draft.digest] = draft.keys
+        for digest in self.desk.kept(self.now):
+            self.keys.pop(digest, None)
+        return True
+
+    def order(self, order: OperatorOrder) -> str:
+        """Carry an order out; why it was refused."""
+        if error := self.desk.take(order):
+            return error
+        while self.keep():
+            pass
+        return self.state(order.order_id).error
+
+    def state(self, order_id: str) -> OrderState:
+        return self.desk.state(order_id, self.now)
+
+    @property
+    def document(self) -> OrdersDocument:
+        told = self.orders.told(self.now)
+        assert told is not None
+        return told
+
+
+@pytest.fixture
+def store() -> Store:
+    made = Store()
+    made.now = MEMBERS_S
+    assert made.keep()
+    return made
+
+
+def pin(pin_id: str, *keys: bytes, order_id: str = "", **fields: Any) -> PinOrder:
+    return PinOrder(V, order_id or f"pins {pin_id}", pin_id, "space", Keys.of(keys), 60.0, **fields)
+
+
+def test_order_waits_until_members_had_time_to_show_what_they_know() -> None:
+    store = Store()
+    assert not store.order(PauseOrder(V, "a", paused=True))
+    assert store.state("a").orders is None
+    assert store.state("a").is_known
+    store.now = MEMBERS_S
+    assert store.keep()
+    assert store.keep()
+    assert not store.keep()
+    assert store.document.is_paused
+    assert store.state("a").orders == store.orders.stamp
+
+
+def test_order_that_comes_again_is_the_same_one(store: Store) -> None:
+    for _ in range(3):
+        store.order(PauseOrder(V, "a", paused=True))
+    number = store.document.stamp.number
+    store.order(PauseOrder(V, "b", paused=False))
+    store.order(PauseOrder(V, "a", paused=True))
+    assert store.document.stamp.number == number + 1
+    assert not store.document.is_paused
+    assert not store.state("c").is_known
+
+
+def test_order_that_is_being_kept_and_comes_again_is_not_carried_out_twice(store: Store) -> None:
+    store.desk.take(PauseOrder(V, "a", paused=True))
+    assert store.desk.next(store.now)
+    assert store.desk.next(store.now) is None
+    store.desk.take(PauseOrder(V, "a", paused=True))
+    assert store.state("a").is_known
+    store.desk.kept(store.now)
+    assert store.desk.next(store.now) is None
+
+
+def test_order_is_done_when_all_nodes_have_shown_its_number(store: Store) -> None:
+    store.order(ClearOrder(V, "a", "space"))
+    stamp = store.document.stamp
+    assert store.document.floors == {"space": stamp.number}
+    store.orders.show(NodeId("one"), Stamp(stamp.history, stamp.number - 1))
+    store.orders.show(NodeId("two"), stamp)
+    assert store.state("a").behind == ["one"]
+    store.orders.show(NodeId("one"), stamp)
+    assert store.state("a").behind == []
+
+
+def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
+    store.order(pin("p", b"k1", b"k2", b"k1"))
+    (told,) = store.desk.pins(store.now + 10.0)
+    assert (told.pin_id, told.namespace, told.chunks, told.left_s) == ("p", "space", 2, 50.0)
+    names = decode(store.desk.pin_keys(told.digest), NamedKeys)
+    assert list(names) == [("space", b"k1"), ("space", b"k2")]
+    store.order(pin("q", b"k1", b"k2"))
+    assert len(store.keys) == 1
+    store.order(pin("p", b"k3", order_id="another"))
+    assert len(store.keys) == 2
+    store.order(UnpinOrder(V, "c", "q"))
+    assert len(store.keys) == 1
+    assert store.desk.pin_keys(told.digest) == b""
+    assert "no pin 'q'" in store.order(UnpinOrder(V, "d", "q"))
+    assert not store.order(UnpinOrder(V, "c", "q"))
+
+
+def test_document_that_would_be_too_large_is_refused_and_nothing_has_changed(store: Store) -> None:
+    for number in range(MAX_TOLD_PINS):
+        assert not store.order(pin(str(number), b"k"))
+    stamp = store.document.stamp
+    assert store.order(pin("too much", b"k"))
+    assert store.document.stamp == stamp
+    assert not store.order(PauseOrder(V, "a", paused=True))
+
+
+def test_quotas_that_guarantee_too_much_together_are_refused(store: Store) -> None:
+    assert not store.order(Quota(V, "a", "acme", "one", 0.5, 0.6))
+    assert "guaranteed 0.5" in store.order(Quota(V, "b", "other", "two", 0.5, 0.6))
+    assert "same tenant" in store.order(Quota(V, "c", "other", "one", 0.1, 0.6))
+    assert not store.order(Quota(V, "d", "acme", "one", 0.1, 0.6))
+    assert not store.order(Quota(V, "e", "other", "two", 0.5, 0.6))
+    assert not store.order(EndQuota(V, "f", "acme"))
+    assert "no quota" in store.order(EndQuota(V, "g", "acme"))
+    assert [share.name for share in store.document.shares.values()] == ["other"]
+
+
+def name(store: Store, version: str, order_id: str = "", beginning: str = "engine") -> Stamp:
+    """Name weights; the number of the order."""
+    assert not store.order(NameWeights(V, order_id or version, beginning, version))
+    return store.document.stamp
+
+
+def test_weights_that_engines_have_now_have_the_name_that_was_given_last(store: Store) -> None:
+    store.engines = [engine_of("engine 1", 11, weights=2), engine_of("engine 2", 12)]
+    store.engines.append(engine_of("other", 13, space=Namespace("engine")))
+    first = name(store, "v1")
+    assert store.document.namings == {11: Naming(first, "v1", 2), 12: Naming(first, "v1")}
+    assert store.state("v1").told == ["engine 1", "engine 2"]
+    # The same name again may be of other weights.
+    store.engines[0] = engine_of("engine 1", 11, weights=3)
+    second = name(store, "v1", "again", "engine 1")
+    assert store.document.namings == {12: Naming(first, "v1"), 11: Naming(second, "v1", 3)}
+    assert store.state("again").told == ["engine 1"]
+
+
+def test_engine_of_that_id_which_comes_later_has_other_weights(store: Store) -> None:
+    store.engines = [engine_of("engine", 11)]
+    name(store, "v1")
+    store.engines = [engine_of("engine", 12)]
+    assert store.document.namings.keys() == {11}
+    stamp = name(store, "v2")
+    assert store.document.namings == {12: Naming(stamp, "v2")}
+    store.engines = []
+    assert "the id of no engine" in store.order(NameWeights(V, "b", "engine", "v3"))
+
+
+def test_names_of_the_latest_engines_are_told_and_more_at_once_are_refused(store: Store) -> None:
+    store.engines = [engine_of(f"{life:04}", life) for life in range(MAX_TOLD_NAMINGS + 1)]
+    assert "a longer beginning" in store.order(NameWeights(V, "all", "0", "v"))
+    for engine in store.engines:
+        name(store, f"of {engine.hello.life}", beginning=engine.hello.engine_id)
+    assert list(store.document.namings) == list(range(1, MAX_TOLD_NAMINGS + 1))
+
+
+def test_name_is_heard_when_all_engines_that_it_is_for_say_so(store: Store) -> None:
+    store.engines = [engine_of("engine 1", 11), engine_of("engine 2", 12)]
+    stamp = name(store, "v1")
+    assert not store.desk.has_heard("v1", store.now)
+    store.engines = [engine_of(f"engine {at}", 10 + at, heard=stamp) for at in (1, 2)]
+    assert store.desk.has_heard("v1", store.now)
+    # That another one has not heard its name is no matter of this order.
+    store.engines.append(engine_of("engine 3", 13))
+    name(store, "v2", beginning="engine 3")
+    assert store.desk.has_heard("v1", store.now)
+    assert not store.desk.has_heard("v2", store.now)
+    assert not store.desk.has_heard("never ordered", store.now)
+
+
+def test_nobody_knows_whether_an_order_is_done_before_members_had_time_to_report(
+    store: Store,
+) -> None:
+    store.engines = [engine_of("engine", 11)]
+    name(store, "v1")
+    later = Store(store.document)
+    assert later.state("v1") == OrderState()
+    assert not later.desk.has_heard("v1", later.now)
+    later.orders.show(NodeId("one"), None)
+    later.now = MEMBERS_S
+    assert later.state("v1").behind == ["one"]
+    assert later.desk.has_heard("v1", later.now)
+
+
+def test_orders_of_many_that_come_at_once_are_all_known_to_be_done(store: Store) -> None:
+    stamps = {}
+    for number in range(100):
+        assert not store.order(ClearOrder(V, str(number), f"space {number}"))
+        stamps[str(number)] = store.document.stamp
+    assert {each: store.state(each).orders for each in stamps} == stamps
+    assert not store.order(ClearOrder(V, "0", "space 0"))
+    assert store.document.stamp == stamps["99"]
+
+
+def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "MOST_DONE", 80)
+    for number in range(100):
+        store.order(PauseOrder(V, str(number), paused=bool(number % 2)))
+    assert [str(n) for n in range(100) if store.state(str(n)).is_known] == list(
+        map(str, range(20, 100))
+    )
+
+
+def test_document_that_a_node_shows_is_met_and_kept(store: Store) -> None:
+    mine = store.document
+    shown = OrdersDocument(Stamp(mine.stamp.history, 9), {"space": 5}, is_paused=True)
+    store.desk.show(shown)
+    assert store.keep()
+    assert not store.keep()
+    assert store.document.is_paused
+    assert store.document.stamp > shown.stamp
+
+
+def test_no_more_orders_wait_than_there_is_room_for() -> None:
+    store = Store()
+    for number in range(MOST_WAITING):
+        assert not store.desk.take(PauseOrder(V, str(number), paused=True))
+    assert "try again" in store.desk.take(PauseOrder(V, "one more", paused=True))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"order_id": ""},
+        {"order_id": "x" * 200},
+        {"pin_id": ""},
+        {"namespace": ""},
+        {"ttl_s": 0.0},
+        {"ttl_s": 1e9},
+        {"ttl_s": float("nan")},
+        {"priority": 0},
+        {"priority": 10},
+        {"keys": Keys()},
+        {"keys": Keys.of([b"k"] * 5000)},
+    ],
+    ids=str,
+)
+def test_order_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "type": "pin",
+        "version": V,
+        "order_id": "a",
+        "pin_id": "p",
+        "namespace": "space",
+        "keys": Keys.of([b"k"]),
+        "ttl_s": 1.0,
+    }
+    good_order = receive_order(encode(good), "the operator", "here")  # type: ignore[arg-type]
+    assert good_order.order_id == "a"
+    with pytest.raises(MessageError):
+        receive_order(encode(good | fields), "the operator", "here")  # type: ignore[arg-type]
+    with pytest.raises(VersionError):
+        receive_order(encode(good | {"version": V + 1}), "them", "here")  # type: ignore[arg-type]

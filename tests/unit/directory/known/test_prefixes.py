@@ -1,0 +1,127 @@
+"""What a router is told of prompts, beside the rule for one prompt on one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.base.errors import MessageError
+from raykv.base.ids import NodeId
+from raykv.directory.known.holdings import HeldAt
+from raykv.directory.known.prefixes import prefix_page
+from raykv.prompts.prefixes import loadable_tokens
+from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.descriptions import ChunkGroup, groups_text
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import Where
+from raykv.protocol.reader import (
+    PrefixPage,
+    PrefixQuery,
+    check_prefix_page,
+    check_prefix_query,
+)
+
+NODES = ["n0", "n1", "n2"]
+GROUPS = st.lists(
+    st.tuples(st.sampled_from([2, 3, 4]), st.none() | st.integers(1, 3)), min_size=1, max_size=3
+).map(lambda some: [ChunkGroup(n, tokens, window) for n, (tokens, window) in enumerate(some)])
+
+
+def query(**changes: Any) -> PrefixQuery:
+    made = PrefixQuery(PROTOCOL_VERSION, "space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
+    return msgspec.structs.replace(made, **changes)
+
+
+@given(GROUPS, st.lists(st.integers(0, 20), min_size=1, max_size=3), st.data())
+def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
+    groups: list[ChunkGroup], lengths: list[int], data: st.DataObject
+) -> None:
+    counts = [length // group.tokens for length in lengths for group in groups]
+    total = sum(counts)
+    has = [
+        data.draw(st.lists(st.sampled_from([True, True, False]), min_size=total, max_size=total))
+        for _ in NODES
+    ]
+    # Keys in the same places have the same object, as the directory says.
+    same: dict[tuple[HeldAt, ...], tuple[HeldAt, ...]] = {}
+    found = []
+    for key in range(total):
+        held = tuple(
+            HeldAt(NodeId(node), Where.RAM)
+            for node, some in zip(NODES, has, strict=True)
+            if some[key]
+        )
+        found.append(same.setdefault(held, held))
+    asked = query(chunks=groups_text(groups), keys=[bytes([n + 1]) for n in range(total)])
+    asked = msgspec.structs.replace(asked, counts=counts)
+    check_prefix_query(asked)
+    page = prefix_page(asked, found)
+    check_prefix_page(page, len(lengths))
+
+    def expected(there: list[bool]) -> list[int]:
+        tokens, first = [], 0
+        for prompt in range(len(lengths)):
+            parts = {}
+            for number, group in enumerate(groups):
+                count = counts[prompt * len(groups) + number]
+                parts[group.group] = there[first : first + count]
+                first += count
+            tokens.append(loadable_tokens(groups, parts))
+        return tokens
+
+    by_node = {node: expected(some) for node, some in zip(NODES, has, strict=True) if any(some)}
+    assert page.nodes == list(by_node)
+    assert page.tokens == [by_node[n][p] for p in range(len(lengths)) for n in page.nodes]
+    assert page.anywhere == expected([any(some) for some in zip(*has, strict=True)])
+
+
+def test_empty_directory_has_nothing_of_any_prompt() -> None:
+    page = prefix_page(query(), [()] * 5)
+    assert (page.nodes, page.tokens, page.anywhere) == ([], [], [0, 0])
+    check_prefix_page(page, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"namespace": ""},
+        {"namespace": "x" * 1000},
+        {"keys": [b""] * 5},
+        {"keys": [b"x" * 1000] * 5},
+        {"keys": [b"k"] * (MAX_KEYS + 1), "counts": [MAX_KEYS + 1, 0]},
+        {"chunks": ""},
+        {"chunks": "0:0"},
+        {"chunks": "no"},
+        {"chunks": "0:16 " * 1000},
+        {"chunks": "0:16 0:32"},
+        {"chunks": f"0:{10**30} 1:1"},
+        {"counts": [5]},
+        {"counts": [2, 1, 1]},
+        {"counts": [2, 1, 1, 2]},
+        {"counts": [7, -1, -1, 0]},
+    ],
+    ids=str,
+)
+def test_question_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> None:
+    check_prefix_query(query())
+    with pytest.raises(MessageError):
+        check_prefix_query(query(**changes))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1]),
+        PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1, 2]),
+        PrefixPage(PROTOCOL_VERSION, ["n"], [1, -1], [1, 2]),
+        PrefixPage(PROTOCOL_VERSION, ["n"], [1, 1], [1, -2]),
+    ],
+    ids=str,
+)
+def test_answer_that_cannot_be_meant_is_refused(page: PrefixPage) -> None:
+    with pytest.raises(MessageError):
+        check_prefix_page(page, 2)

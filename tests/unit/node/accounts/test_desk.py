@@ -1,0 +1,190 @@
+"""What people are told of a node's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from raykv.base.errors import MessageError
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Stamp
+from raykv.base.tenants import salt_label
+from raykv.node.accounts.desk import MOST_PIECES, Desk
+from raykv.node.keeper import PoolKeeper
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.engine import Hints, MissRecord
+from raykv.protocol.events import ListingQuery
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.listing import ALL_READ, Position, Where
+from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.named.place import EngineHello, Tell
+from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
+from raykv.protocol.reader import ChunkPage, ChunkQuery
+from raykv.protocol.sessions import SessionNews, SessionQuery, SessionStage, SessionWord
+
+PAGE = 4096
+A = Namespace("a")
+
+
+class AskedPool:
+    """A pool, its desk, and an engine that stores at once."""
+
+    def __init__(self, num_slots: int = 8) -> None:
+        geometry = PoolGeometry(num_slots * PAGE, 4 * PAGE)
+        self.keeper = PoolKeeper(NodeId("n"), 7, geometry)
+        self.desk = Desk("n", self.keeper)
+        self.seq = self.job = 0
+        hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, "model", slot_bytes={0: PAGE})
+        with self.keeper.lock:
+            assert not self.keeper.owner.hello(hello, self.keeper.now()).error
+
+    def tell(self, **fields: object) -> None:
+        self.seq += 1
+        with self.keeper.lock:
+            self.keeper.owner.tell(Tell(1, self.seq, A, **fields), self.keeper.now())  # type: ignore[arg-type]
+
+    def store(self, *numbers: int, tenant: str = "") -> None:
+        self.job += 1
+        keys, blocks = Keys.of(map(key, numbers)), Blocks(0, 1)
+        count, first = Numbers.of([blocks.length] * len(numbers)), Numbers.of([0] * len(numbers))
+        job = NamedJob(self.job, Direction.STORE, A, keys, count, first, tenant=tenant)
+        (admitted,) = self.keeper.announce(1, 0, 1, [job])
+        self.keeper.begin_chunks(admitted, range(len(numbers)))
+        self.keeper.end_chunks(admitted, range(len(numbers)), ok=True)
+        assert not self.keeper.end_job(admitted, {}, 0, 0.0).refusals
+
+    def chunks(self, cursor: str = "", **fields: object) -> ChunkPage:
+        query = ChunkQuery(PROTOCOL_VERSION, cursor=cursor, **fields)  # type: ignore[arg-type]
+        return decode(encode(self.desk.chunks(query)), ChunkPage)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(4, "big") + bytes(4))
+
+
+@pytest.fixture
+def asked(request: pytest.FixtureRequest) -> Iterator[AskedPool]:
+    made = AskedPool(getattr(request, "param", 8))
+    yield made
+    made.keeper.pool.stop()
+
+
+def test_chunks_come_page_by_page(asked: AskedPool) -> None:
+    asked.store(1, 2, 3, tenant="lisa")
+    asked.store(4)
+    found: list[bytes] = []
+    tenants: list[str] = []
+    cursor = ""
+    while True:
+        page = asked.chunks(cursor, limit=2)
+        assert len(page.keys) <= 2
+        found += page.keys
+        tenants += [page.tenants[at] for at in page.tenant_index]
+        assert set(page.where) <= {Where.RAM}
+        cursor = page.cursor
+        if not cursor:
+            break
+    assert sorted(found) == [key(number) for number in (1, 2, 3, 4)]
+    assert sorted(tenants) == ["", "lisa", "lisa", "lisa"]
+
+
+def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
+    asked.store(1)
+    asked.store(2)
+    page = asked.chunks(order="age", limit=1)
+    assert (list(page.keys), page.cursor) == ([key(1)], "")
+    assert asked.chunks(key=key(2)[:4]).keys == [key(2)]
+    assert not asked.chunks(tier="disk").keys
+
+
+@pytest.mark.parametrize("asked", [2 * MOST_PIECES], indirect=True)
+def test_order_looks_at_whole_stretches_of_the_pool(asked: AskedPool) -> None:
+    for number in range(2 * MOST_PIECES):
+        asked.store(number)
+    page = asked.chunks(order="age", limit=1)
+    assert (list(page.keys), page.cursor) == ([key(0)], "")
+
+
+def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
+    asked.store(1, tenant=salt_label("secret"))
+    asked.store(2, tenant="lisa")
+    shares = {salt_label("secret"): OrderedShare("acme")}
+    asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), shares=shares), 1.0)
+    page = asked.chunks()
+    assert [page.tenants[at] for at in page.tenant_index] == ["acme", "lisa"]
+    asked.tell(finished=[MissRecord("one", 5, 2, 3, tenant=salt_label("secret"))])
+    (told,) = asked.desk.why_miss("one").found
+    assert told.record.tenant == "acme"
+
+
+def test_cursor_that_nobody_has_given_out_is_refused(asked: AskedPool) -> None:
+    with pytest.raises(MessageError):
+        asked.chunks("ram -1")
+
+
+def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
+    asked.store(1, 2)
+    position, rows = Position(), []
+    while position.place != ALL_READ:
+        part = asked.desk.listing(ListingQuery(PROTOCOL_VERSION, position))
+        rows += [row.key for row in part.rows]
+        position = part.end
+    assert sorted(rows) == [key(1), key(2)]
+    assert (position.life, position.number) == (7, asked.keeper.owner.index.listing.number)
+
+
+def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
+    asked.store(1, 2, 3)
+    pins = {"p": OrderedPin(A, b"d", 4, 60.0)}
+    asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), pins=pins), 1.0)
+    assert not asked.desk.pins().held
+    asked.keeper.owner.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
+    pauses = SessionNews("s", SessionWord.PAUSED, Keys.of([key(7), key(8)]), 60.0)
+    asked.tell(hints=Hints(Keys.of([key(8)]), [5.0]), sessions=[pauses])
+    told = asked.desk.pins()
+    # A quarter of eight slots.
+    assert (list(told.held["p"].kept), list(told.held["p"].waiting)) == ([1, 2], [3])
+    assert told.held["p"].num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
+    assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 2)
+    keys, zeros = Keys.of([key(1), key(3), key(9)]), Numbers.of([0] * 3)
+    gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, keys, zeros, Numbers.of([2] * 3)))
+    assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)
+
+
+def test_requests_are_told_by_number_and_by_id(asked: AskedPool) -> None:
+    asked.tell(finished=[MissRecord("one", 5, 2, 3), MissRecord("two", 5, 2, 3)])
+    page = asked.desk.requests(1)
+    assert (page.life, page.first, page.last) == (7, 2, 2)
+    assert [each.record.request_id for each in page.found] == ["two"]
+    told = asked.desk.why_miss("on")
+    assert told.num_known == 2
+    (one,) = told.found
+    assert (one.engine_id, one.node_id, one.namespace, one.model) == ("e", "n", A, "model")
+    assert asked.desk.more_room().prompt_tokens == 0
+    with asked.keeper.lock:
+        asked.keeper.owner.follow(asked.keeper.now())
+    assert asked.desk.more_room().prompt_tokens == 10
+
+
+def test_sessions_are_told_with_their_chunks(asked: AskedPool) -> None:
+    news = [
+        SessionNews("s", SessionWord.CAME, Keys.of([key(1), key(2)])),
+        SessionNews("t", SessionWord.CAME, Keys.of([key(1)])),
+        SessionNews("t", SessionWord.PAUSED, pause_s=60.0),
+    ]
+    asked.tell(sessions=news)
+    page = asked.desk.sessions(SessionQuery(PROTOCOL_VERSION))
+    assert [each.session for each in page.sessions] == ["t", "s"]
+    assert [each.private_chunks for each in page.sessions] == [0, 1]
+    assert page.sessions[0].stage is SessionStage.PAUSED
+    assert 59.0 < page.sessions[0].left_s <= 60.0
+    page = asked.desk.sessions(SessionQuery(PROTOCOL_VERSION, session="s", first=1))
+    assert page.keys == [key(2)]
+    assert not asked.desk.sessions(SessionQuery(PROTOCOL_VERSION, namespace="b")).sessions
+
+
+def test_nobody_describes_what_is_no_key(asked: AskedPool) -> None:
+    assert not asked.desk.descriptions([key(1)], None).keys
+    with pytest.raises(MessageError):
+        asked.desk.descriptions(["key"], None)
