@@ -258,7 +258,7 @@ def test_job_is_of_the_namespace_that_it_names_whatever_the_line_was_attached_wi
 
 
 def test_jobs_of_an_engine_that_is_not_here_are_refused(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256], 1)
+    worker = Worker(node, [256], 1, settings=PATIENT)
     workers.append(worker)
     assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
     worker.core.end()
