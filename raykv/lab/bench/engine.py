@@ -170,7 +170,7 @@ class EngineProcess:
         return [output["cached"] for output in outputs]
 
     def reset(self, *, connector: bool = False) -> None:
-        assert self.call("reset", connector=connector)
+        assert self.call("reset", connector=connector), "blocks of its KV cache stay in use"
 
     def stop(self) -> None:
         """End the engine in good order, else by force."""

@@ -101,17 +101,24 @@ def test_silence_is_answered_now_and_then(
     assert answer.is_known
 
 
+def asked_behind_one_without_rows(
+    line: RawLine, position: Position, second: Position
+) -> tuple[ChangesAnswer, ChangesAnswer]:
+    line.send(ChangesQuery(LIFE, "ns", position, most=0))
+    line.send(ChangesQuery(LIFE, "ns", second))
+    first, behind = line.receive(), line.receive()
+    assert isinstance(first, ChangesAnswer)
+    assert isinstance(behind, ChangesAnswer)
+    return first, behind
+
+
 def test_each_query_has_one_answer_and_a_later_one_does_not_wait_behind(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
-    line.send(ChangesQuery(LIFE, "ns", position, most=0))
-    line.send(ChangesQuery(LIFE, "ns", Position()))
-    first, second = line.receive(), line.receive()
-    assert isinstance(first, ChangesAnswer)
-    assert isinstance(second, ChangesAnswer)
+    first, second = asked_behind_one_without_rows(line, position, Position())
     assert (first.part.begins, second.part.begins) == (False, True)
 
 
@@ -122,11 +129,7 @@ def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is
     monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
-    line.send(ChangesQuery(LIFE, "ns", position, most=0))
-    line.send(ChangesQuery(LIFE, "ns", position))
-    first, second = line.receive(), line.receive()
-    assert isinstance(first, ChangesAnswer)
-    assert isinstance(second, ChangesAnswer)
+    first, second = asked_behind_one_without_rows(line, position, position)
     assert (first.has_more, second.has_more) == (True, False)
     assert second.part.end == position
 

@@ -121,8 +121,8 @@ def test_end_of_a_session_is_told_after_the_touches_of_its_chunks(
     assert words == [SessionWord.CAME, SessionWord.OVER]
 
 
-def test_chunks_that_are_being_stored_are_asked_for_again_and_again(
-    place: PlayedPlace, session: Session, scheduler: PlayedScheduler, view: EngineView
+def ask_for_what_is_being_stored(
+    session: Session, scheduler: PlayedScheduler, view: EngineView
 ) -> None:
     scheduler.is_being_stored = True
     session.attach(DEADLINE_S)
@@ -130,6 +130,12 @@ def test_chunks_that_are_being_stored_are_asked_for_again_and_again(
     view.remote.has_peers = True
     view.start_request("r", RequestOptions(prefilled=True))
     view.ask("r", [key(1)])
+
+
+def test_chunks_that_are_being_stored_are_asked_for_again_and_again(
+    session: Session, scheduler: PlayedScheduler, view: EngineView
+) -> None:
+    ask_for_what_is_being_stored(session, scheduler, view)
     drained(session, lambda: len(scheduler.asked) >= 10, "it is asked for ten times")
     assert all([*each.keys] == [key(1)] for each in scheduler.asked)
     assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
@@ -146,12 +152,7 @@ def store_one_by_one(place: PlayedPlace, count: int) -> None:
 def test_what_is_being_stored_is_not_asked_for_again_before_the_answer_is_taken_in(
     session: Session, scheduler: PlayedScheduler, view: EngineView
 ) -> None:
-    scheduler.is_being_stored = True
-    session.attach(DEADLINE_S)
-    session.start()
-    view.remote.has_peers = True
-    view.start_request("r", RequestOptions(prefilled=True))
-    view.ask("r", [key(1)])
+    ask_for_what_is_being_stored(session, scheduler, view)
     drained(session, lambda: view.remote.has_repeats, "it is to be asked for again")
     wait_until_quiet(lambda: len(scheduler.asked), DEADLINE_S, "it is asked for")
     assert len(session._inbox) == 1
@@ -280,7 +281,7 @@ def test_view_knows_whether_the_scheduler_actor_answers(
 
 
 def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once(
-    place: PlayedPlace, session: Session
+    place: PlayedPlace, session: Session, view: EngineView
 ) -> None:
     def named(answer: ChangesAnswer) -> ChangesAnswer:
         return msgspec.structs.replace(answer, naming=Naming(Stamp(1, 5), "v2"))
@@ -291,6 +292,9 @@ def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once(
         lambda: bool(place.tells) and place.tells[-1].heard == (1, 5), DEADLINE_S, "it is told"
     )
     assert session.take_naming() == Naming(Stamp(1, 5), "v2")
+    # The place says it once more.
+    place.store(key(1))
+    drained(session, lambda: view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is heard")
     assert session.take_naming() is None
 
 
