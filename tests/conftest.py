@@ -78,6 +78,6 @@ def cluster(ray_address: str) -> Iterator[Cluster]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A seeded random Llama of four layers."""
     pytest.importorskip("vllm")
-    from raykv.serve.models import tiny_llama
+    from raykv.lab.demo.tiny_llama import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

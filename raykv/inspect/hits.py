@@ -14,13 +14,6 @@ from itertools import chain, islice, repeat
 from raykv.inspect.orders import EvictionPolicy
 from raykv.inspect.trace_files import Request
 
-UNIT = "hit rate"
-
-
-def num_distinct(requests: Sequence[Request]) -> int:
-    """Chunks that differ."""
-    return len({chunk for request in requests for chunk in request})
-
 
 def unlimited_hits(requests: Sequence[Request]) -> list[int]:
     """For each request, how many chunks of its prefix are held if nothing is ever given up."""

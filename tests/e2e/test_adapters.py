@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import add_local_node
 from tests.fixtures.lora import write_adapter
 from tests.fixtures.waiting import wait_until_quiet
 

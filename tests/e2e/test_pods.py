@@ -34,7 +34,7 @@ MODEL = "/models/tiny"
 MAKE_MODEL = f"""
 from pathlib import Path
 from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 write_tiny_tokenizer(tiny_llama(Path({MODEL!r}), vocab_size=VOCAB_SIZE))
 """
 PROMPT = "Happy families are all alike; every unhappy family is unhappy in its own way. " * 10

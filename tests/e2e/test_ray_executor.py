@@ -9,9 +9,9 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as actors
-from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.fixtures.ray_executor import ADDRESS, RESOURCE
 from tests.fixtures.waiting import wait_until_quiet
 

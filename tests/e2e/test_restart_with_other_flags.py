@@ -16,7 +16,7 @@ import pytest
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.waiting import wait_until_quiet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]

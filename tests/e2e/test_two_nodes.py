@@ -19,9 +19,9 @@ from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask, names
 from raykv.cluster import join as actors
-from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from raykv.protocol.events import NodeLost
 from raykv.protocol.status import NodeStatus
 from tests.fixtures.processes import freeze

@@ -15,8 +15,8 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.protocol.engine import MissRecord
-from raykv.serve.models import tiny_llama
 from tests.fixtures.waiting import wait_until, wait_until_it_stores, wait_until_quiet
 
 pytestmark = pytest.mark.e2e

@@ -25,9 +25,9 @@ from raykv.cli import app
 from raykv.client import scheduler as client_scheduler
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask, names
-from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from raykv.memory.room import MemoryLimit
 from raykv.node.launch import node_actor
 from raykv.protocol.findings import Finding, Severity

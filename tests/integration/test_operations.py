@@ -22,7 +22,7 @@ from raykv.base.ids import Namespace, Stamp
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.events import LifeBegan, NodeJoined

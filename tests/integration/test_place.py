@@ -10,9 +10,9 @@ import pytest
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import add_local_node
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
+from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.protocol.findings import Severity
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.named.place import EngineHello

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raykv.base.errors import SettingError
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 
 pytest.importorskip("vllm")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK, CHUNKED, FULL, STATE, STATE_INSIDE, WINDOW
 from tests.simulation.bugs import POOL_BUGS
 from tests.simulation.hook_world import AheadHookWorld

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK, FULL, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt

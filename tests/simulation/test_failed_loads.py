@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import RequestStatus
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_layered_scheduler import prompt

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from raykv.base.ids import Direction
 from raykv.engine.view import EngineView
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm.internals.names import vllm_version
 from tests.fixtures.vllm import FULL, STATE
 from tests.simulation.hook_world import (

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from raykv.base import guard
 from raykv.engine.layered import LayeredLoads
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm import connector, layered
 from raykv.vllm.internals import scheduling
 from raykv.vllm.layered import LayeredScheduling

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.vllm import CHUNK
 from tests.simulation.hook_world import HookWorld
 from tests.simulation.test_failed_loads import DOCUMENT, SEVERAL

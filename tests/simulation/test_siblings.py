@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK
 from tests.simulation.sibling_world import SiblingWorld

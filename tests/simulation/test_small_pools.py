@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.simulation.bugs import POOL_BUGS
 from tests.simulation.small_pools import play

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK, FULL, STATE, STATE_INSIDE
 from tests.simulation.hook_world import HookWorld

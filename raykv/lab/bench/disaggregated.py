@@ -19,13 +19,13 @@ from typing import Any
 
 from raykv.base.errors import RayKVError
 from raykv.cluster.ask import end_node_actor
-from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.completions import Completion, ModelServer
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.bench.serving import BLOCK, Bed
+from raykv.lab.hosts.local_nodes import add_local_node
 
 APART, SAME_CORE, ONE = "apart", "decode engine alone, one core", "one engine, both cores"
 SUBJECTS = (APART, SAME_CORE, ONE)

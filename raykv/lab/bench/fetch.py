@@ -36,11 +36,11 @@ from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
 from raykv.cluster.join import LOOPBACK
-from raykv.cluster.local_nodes import add_local_node
 from raykv.directory.launch import scheduler_actor
 from raykv.lab.bench.named_jobs import SPACE, key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
+from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.lab.hosts.network import Host, networked, objection
 from raykv.memory.region import Region
 from raykv.node.launch import node_actor

@@ -18,14 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
-from raykv.inspect.hits import UNIT, held_prefix, num_distinct, replay, unlimited_hits
+from raykv.inspect.hits import held_prefix, replay, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
+from raykv.inspect.trace_files import Request, read_prompts, read_trace
 from raykv.lab.bench.arc import ARC
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, short
 from raykv.lab.bench.s3fifo import S3FIFO
+from raykv.lab.bench.synthetic import synthetic
 
 COMPARED: Mapping[str, Callable[[], EvictionPolicy[int]]] = {
     **POLICIES,
@@ -55,6 +57,7 @@ CHUNK_TOKENS = 512
 NUM_REQUESTS = 3000
 """In a synthetic trace."""
 
+UNIT = "hit rate"
 MISSED, GAP, BESIDE_LRU = "missed tokens", "of the gap from lru", "hits to lru's"
 
 
@@ -95,6 +98,28 @@ def _read(path: str) -> TraceFile:
     )
 
 
+def read_endings(path: str, requests: Sequence[Request]) -> list[Request]:
+    """For each request of a trace, what its session leaves behind if that is the last of it: the
+    chunks that no other session has used so far. Lines without a `session` end none.
+    """
+    sessions = [row.get("session") for _, row in read_prompts(path)]
+    last = {session: number for number, session in enumerate(sessions)}
+    users: dict[int, Any] = {}
+    own: dict[Any, dict[int, None]] = {}
+    endings: list[Request] = []
+    for number, (session, request) in enumerate(zip(sessions, requests, strict=True)):
+        for chunk in request:
+            # None once two sessions have used it.
+            users[chunk] = session if users.get(chunk, session) == session else None
+        if session is None:
+            endings.append([])
+            continue
+        own.setdefault(session, {}).update(dict.fromkeys(request))
+        is_over = last[session] == number
+        endings.append([chunk for chunk in own[session] if is_over and users[chunk] == session])
+    return endings
+
+
 def _measure(result: Result, trace: TraceFile, percent: int) -> None:
     """Rows and verdicts of one capacity."""
     case, requests = f"{trace.name}, {percent} %", trace.requests
@@ -123,6 +148,11 @@ def _measure(result: Result, trace: TraceFile, percent: int) -> None:
         Verdict(f"{case}: {what}, at least {short(least)}", measured, least, is_most=False)
         for what, measured, least in budgets
     ]
+
+
+def num_distinct(requests: Sequence[Request]) -> int:
+    """Chunks that differ."""
+    return len({chunk for request in requests for chunk in request})
 
 
 def unlimited_rate(requests: Sequence[Request]) -> float:

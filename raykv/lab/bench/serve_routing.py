@@ -40,7 +40,7 @@ from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.bench.serving import Bed
 from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 
 ROUTERS = ("round_robin", "prefix", "kv")
 WITH, WITHOUT = "with RayKV", "without"

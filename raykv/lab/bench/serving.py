@@ -12,9 +12,10 @@ from typing import Any
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster.ask import end_node_actor
 from raykv.cluster.join import ensure_cluster, resolve_node_id, stop_started
-from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.engine import EngineProcess
-from raykv.serve.models import smollm2, tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
+from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.serve.models import smollm2
 
 BLOCK = 128
 """Tokens in a block, and in a chunk."""

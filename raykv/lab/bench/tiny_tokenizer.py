@@ -1,7 +1,7 @@
 """A tokenizer that needs no download: one token per byte, so any text encodes.
 
-Together with `raykv.serve.models.tiny_llama(folder, vocab_size=VOCAB_SIZE)` a model that vLLM
-serves over HTTP, with text and chat.
+Together with `tiny_llama(folder, vocab_size=VOCAB_SIZE)` of `raykv.lab.demo.tiny_llama` a model
+that vLLM serves over HTTP, with text and chat.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from raykv.base.settings import Settings
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
-from raykv.inspect.trace_files import Request, read_trace, synthetic
+from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.synthetic import synthetic
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.descriptions import ChunkGroup
 

@@ -18,11 +18,11 @@ from raykv.base.errors import ClusterError
 from raykv.client.cluster import connect
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.local_nodes import add_local_node
 from raykv.cluster.processes import argument, command_lines, group_of, is_raylet
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.chaos.plan import Fault
 from raykv.lab.chaos.report import Process
+from raykv.lab.hosts.local_nodes import add_local_node
 
 FIND_DEADLINE_S = 30.0
 """For an actor to be there: its next life may be about to begin."""

@@ -45,8 +45,8 @@ from raykv.lab.chaos.parts import (
 from raykv.lab.chaos.plan import BLOCK, MAX_TOKENS, Fault, FaultKind, batches, faults, prompts
 from raykv.lab.chaos.report import ChaosAnswer, ChaosReport, FaultSeen, Process, show
 from raykv.lab.chaos.watch import ChaosWatch
+from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.network import objection
-from raykv.serve.models import tiny_llama
 
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
 """Of the tiny model: four layers, keys and values, two heads of 64 floats of 4 bytes."""

@@ -25,7 +25,8 @@ from raykv.lab.demo.engine import DemoEngine, Setup, log_path
 from raykv.lab.demo.prompts import document_prompts, random_prompts
 from raykv.lab.demo.report import show
 from raykv.lab.demo.session import DemoSession
-from raykv.serve.models import SMOLLM2_NAME, smollm2, tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
+from raykv.serve.models import SMOLLM2_NAME, smollm2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -155,7 +156,7 @@ def _start(
 def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> DemoEngine:
     """Start one more Ray node on this host and an engine on it; `stack` ends both."""
     from raykv.cluster.ask import end_node_actor
-    from raykv.cluster.local_nodes import add_local_node
+    from raykv.lab.hosts.local_nodes import add_local_node
 
     node = add_local_node(raykv["ray_address"])
     stack.callback(node.stop)

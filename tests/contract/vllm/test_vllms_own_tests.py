@@ -32,7 +32,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm.internals.names import vllm_version
 from tests.house import ROOT
 from tests.overlay import download

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import add_local_node
 from raykv.lab.bench.completions import ModelServer
 from raykv.lab.bench.disaggregated import APART, PromptLoad, Values, deployment
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.tiny_tokenizer import write_tiny_tokenizer
+from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated.proxy import COURSE_HEADER
 from tests.fixtures.waiting import wait_until
@@ -106,7 +106,7 @@ def application(
     """One prefill engine on a node of its own, one decode engine on the head node."""
     from ray import serve
 
-    from raykv.serve.models import tiny_llama
+    from raykv.lab.demo.tiny_llama import tiny_llama
 
     cluster.down()
     node = add_local_node(cluster.address, resources=PREFILL_NODE)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.fixtures.processes import freeze
 from tests.fixtures.ray_llm import (
     ALWAYS_FETCH,

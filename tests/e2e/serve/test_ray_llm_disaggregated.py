@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.fixtures.ray_llm import BLOCK, CHUNKS, TEXT, asked, running, talking_model, tried_here
 
 pytest.importorskip("pyarrow", reason="the extra llm is not installed")

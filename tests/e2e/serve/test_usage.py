@@ -14,7 +14,7 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as actors
-from raykv.cluster.local_nodes import LocalNode, add_local_node
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from raykv.protocol.reader import Explanation
 from tests.fixtures.collector import Collector, collecting
 from tests.fixtures.server import Server, served

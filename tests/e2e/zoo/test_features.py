@@ -10,9 +10,9 @@ import pytest
 import raykv
 from raykv.client.cluster import Cluster
 from raykv.cluster import join
-from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.engine import EngineError
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.truth_of_states import hidden_states_by_transformers
 from tests.fixtures.waiting import wait_until

@@ -10,8 +10,8 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from raykv.cluster import join
-from raykv.cluster.local_nodes import LocalNode, add_local_node
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 from tests.fixtures.zoo import kinds

@@ -12,21 +12,25 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.inspect import traces
-from raykv.inspect.hits import UNIT, num_distinct, prefix_hits, replay
+from raykv.inspect.hits import prefix_hits, replay
 from raykv.inspect.orders import DEFAULT_POLICY, LRU, POLICIES
-from raykv.inspect.trace_files import Request, read_endings, read_trace, synthetic
+from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.policy import (
     COMPARED,
     GAP,
     LEAST_OF_LRU,
     MISSED,
     RELEASED,
+    UNIT,
+    num_distinct,
     optimal_rate,
+    read_endings,
     run,
     unlimited_rate,
 )
 from raykv.lab.bench.report import Options
 from raykv.lab.bench.simulation.workload import from_trace
+from raykv.lab.bench.synthetic import synthetic
 
 
 def lru_rate(requests: list[Request], capacity: int) -> float:

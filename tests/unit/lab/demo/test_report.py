@@ -22,7 +22,7 @@ from raykv.lab.demo.prompts import (
     schedule,
 )
 from raykv.lab.demo.report import DemoAsk, DemoReport, DemoTokens, Phase, same_tokens, show, ttft_s
-from raykv.serve.models import tiny_llama
+from raykv.lab.demo.tiny_llama import tiny_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
