@@ -24,9 +24,8 @@ from raykv.node.disk.chunk_file import ChunkBytes
 from raykv.node.peers import Bytes
 from raykv.node.read import blocks_in
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import Read, ReadReply, check_read_reply
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
-from raykv.protocol.peer import check_read_reply
 from raykv.protocol.worker import KVForm
 
 MAX_READ_BYTES = 64 << 20
@@ -108,10 +107,10 @@ def read_from(
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
     keys, slot_bytes = Keys.of(sizes), Numbers.of(sizes.values())
-    request = ReadNamed(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
+    request = Read(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
     with ask.answering(NODE_ACTOR):
         raw, data = ray.get(actor.read.remote(encode(request)), timeout=CHUNK_READ_S)
-        reply = receive(raw, ReadNamedReply, NODE_ACTOR, HERE)
+        reply = receive(raw, ReadReply, NODE_ACTOR, HERE)
         check_read_reply(reply, len(data), list(sizes.values()))
         blocks = blocks_in(reply)
         came: dict[Key, ChunkBytes] = {}

@@ -25,9 +25,8 @@ from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.copies import Read, check_read
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.named.copies import ReadNamed
-from raykv.protocol.peer import check_read
 
 MAX_SLAB_BYTES = 1 << 40
 
@@ -47,8 +46,8 @@ class ImportSource:
         return len(self._chunks)
 
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
-        """`ReadNamed` → `ReadNamedReply` and the bytes, as of a NodeActor."""
-        request = receive(raw, ReadNamed, "a NodeActor", "the import")
+        """`Read` → `ReadReply` and the bytes, as of a NodeActor."""
+        request = receive(raw, Read, "a NodeActor", "the import")
         check_read(request, MAX_SLAB_BYTES)
         reply, data = answer(request, self._read_one)
         return encode(reply), data

@@ -18,13 +18,11 @@ from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER
 from raykv.memory.room import human_bytes
-from raykv.protocol.columns import Keys
+from raykv.protocol.columns import MAX_PRIORITY, Keys, NamedKeys
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
-from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.operator import (
     MAX_ORDERED,
     MAX_PIN_S,
-    MAX_PRIORITY,
     PinHere,
     Pinned,
     PinOrder,

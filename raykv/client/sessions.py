@@ -17,8 +17,9 @@ from raykv.client.nodes import ask_each
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
+from raykv.protocol.columns import MAX_PRIORITY
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import MAX_PRIORITY, TransferResult
+from raykv.protocol.operator import TransferResult
 from raykv.protocol.sessions import (
     MAX_PAUSE_S,
     MAX_SESSION_NAME,

@@ -23,9 +23,9 @@ from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.protocol.columns import Keys, Numbers, Source
+from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Where
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery
 
@@ -201,11 +201,11 @@ class _Pages:
 
     def _ordered(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
-    ) -> NamedResult:
+    ) -> CopyResult:
         places = {source: at for at, source in enumerate(_all_of(sources))}
         rows = [(at, places[source]) for at, key in enumerate(sizes) for source in sources[key]]
         self._number += 1
-        order = FetchOrderNamed(
+        order = Fetch(
             PROTOCOL_VERSION,
             self._number,
             OPERATOR,
@@ -222,9 +222,9 @@ class _Pages:
         if actor is None:
             raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
         raw = ray.get(actor.fetch.remote(encode(order)), timeout=deadline_s + FETCH_GRACE_S)
-        return receive(raw, NamedResult, NODE_ACTOR, HERE)
+        return receive(raw, CopyResult, NODE_ACTOR, HERE)
 
-    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: NamedResult) -> None:
+    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: CopyResult) -> None:
         failed = dict(zip(fetched.failed_chunks, map(Refusal, fetched.refusals), strict=True))
         counts = Counter(failed.values())
         no_room = counts.pop(Refusal.NO_ROOM, 0)

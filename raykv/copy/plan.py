@@ -21,7 +21,7 @@ from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Direction, Key, Slot, gr
 from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 
 Column = npt.NDArray[np.int64]
@@ -99,11 +99,11 @@ class Planner:
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
 
-    def is_whole(self, job: NamedJob, chunk: int) -> bool:
+    def is_whole(self, job: CopyJob, chunk: int) -> bool:
         """Whether all blocks of a chunk of a job are copied."""
         return job.num_blocks[chunk] == self._blocks_per_chunk
 
-    def left_out(self, job: NamedJob, chunk: int, slot: Slot) -> Column:
+    def left_out(self, job: CopyJob, chunk: int, slot: Slot) -> Column:
         """Where in the pool this rank's part of the blocks would be that one chunk of a store does
         not have, as [[offset, size], …].
         """
@@ -168,7 +168,7 @@ class Planner:
         kv = layer.offset + blocks * layer.block_stride
         return CopyRuns(kv, to + count * size, np.full_like(count, size), count[-1:] + 1)
 
-    def plan(self, job: NamedJob) -> JobPlan:
+    def plan(self, job: CopyJob) -> JobPlan:
         """How a job is carried out.
 
         Raises:
@@ -191,7 +191,7 @@ class JobPlan:
     `ends`: bytes of the chunks up to each of them. `groups`: KV groups of its chunks.
     """
 
-    def __init__(self, job: NamedJob, groups: Column, known: Mapping[int, _Group]) -> None:
+    def __init__(self, job: CopyJob, groups: Column, known: Mapping[int, _Group]) -> None:
         self._job_id = job.job_id
         self._first, self._counts = _column(job.first_block), _column(job.num_blocks)
         self._groups, self._blocks = groups, _column(job.block_ids)

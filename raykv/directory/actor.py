@@ -43,10 +43,10 @@ from raykv.metrics.discovery import Discovery, TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
 from raykv.protocol.columns import MAX_NUMBER, require
+from raykv.protocol.engine import Ask
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import ClusterMetrics, MetricFamily
-from raykv.protocol.named.ask import Ask
-from raykv.protocol.named.report import Report
+from raykv.protocol.node import Report
 from raykv.protocol.operator import (
     OrderAnswer,
     OrdersDocument,

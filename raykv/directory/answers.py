@@ -20,7 +20,7 @@ from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
-from raykv.protocol.named.report import ReportedEngine, SessionsWord
+from raykv.protocol.node import ReportedEngine, SessionsWord
 from raykv.protocol.operator import OrderedShare, OrdersDocument, TenantStatus
 from raykv.protocol.reader import SpacePage, WherePage, WhereQuery
 from raykv.protocol.sessions import SessionAnswer, SessionNews, SessionOrder

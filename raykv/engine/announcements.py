@@ -20,7 +20,7 @@ from raykv.base.ids import Key
 from raykv.engine.remote import MAX_ASKED, take
 from raykv.engine.requests import RequestState
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.place import FoundKeys
+from raykv.protocol.engine import FoundKeys
 
 MAX_TOUCHES = 65_536
 """Found chunks that wait to be told; beyond it the oldest are lost, which only ages them."""

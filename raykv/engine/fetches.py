@@ -27,9 +27,9 @@ from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
 from raykv.protocol.columns import Keys, Numbers, Source, numbered
+from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 
 logger = logging.getLogger("raykv.fetch")
 
@@ -48,7 +48,7 @@ class FetchEnded:
     """Orders that have ended; `result` None: the outcome is unknown."""
 
     orders: list[FetchOrder]
-    result: NamedResult | None
+    result: CopyResult | None
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class FetchClient:
         while not self._stopped.wait(FETCH_LOOK_S):
             self._give_up_overdue()
 
-    def _begin(self, order: FetchOrderNamed) -> None:
+    def _begin(self, order: Fetch) -> None:
         order = msgspec.structs.replace(order, with_checksums=self._with_checksums)
         number = order.number
         try:
@@ -192,7 +192,7 @@ class FetchClient:
     def _end(self, number: int, done: Any) -> None:
         """Take the NodeActor's answer; called in a thread of Ray."""
         try:
-            result = receive(done.result(), NamedResult, "the NodeActor", "the engine")
+            result = receive(done.result(), CopyResult, "the NodeActor", "the engine")
         except Exception as error:
             self._fail(number, error)
             return
@@ -216,7 +216,7 @@ class FetchClient:
         if is_new:
             logger.warning("the NodeActor does not fetch: %s", reason)
 
-    def _answer(self, number: int, result: NamedResult | None) -> None:
+    def _answer(self, number: int, result: CopyResult | None) -> None:
         with self._lock:
             flying = self._flying.pop(number, None)
             if flying is not None:
@@ -233,10 +233,10 @@ class FetchClient:
             self._answer(number, None)
 
 
-def _refused(num_chunks: int) -> NamedResult:
+def _refused(num_chunks: int) -> CopyResult:
     """Result of orders that were never begun."""
     refusals = bytes([Refusal.BREAKER_OPEN]) * num_chunks
-    return NamedResult(0, 0, 0, failed_chunks=Numbers.of(range(num_chunks)), refusals=refusals)
+    return CopyResult(0, 0, 0, failed_chunks=Numbers.of(range(num_chunks)), refusals=refusals)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
@@ -256,14 +256,12 @@ def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
         yield part
 
 
-def fetch_order(
-    namespace: str, orders: list[FetchOrder], life: int, deadline_s: float
-) -> FetchOrderNamed:
+def fetch_order(namespace: str, orders: list[FetchOrder], life: int, deadline_s: float) -> Fetch:
     """Orders of one tenant as columns, without a number."""
     rows = [(at, source) for at, order in enumerate(orders) for source in order.sources]
     sources: list[Source] = []
     index = numbered(sources, [source for _, source in rows])
-    return FetchOrderNamed(
+    return Fetch(
         version=PROTOCOL_VERSION,
         number=0,
         life=life,

@@ -37,8 +37,7 @@ from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.protocol import wire
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.place import (
+from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
@@ -46,6 +45,7 @@ from raykv.protocol.named.place import (
     PlaceMessage,
     Tell,
 )
+from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")

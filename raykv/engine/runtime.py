@@ -40,7 +40,7 @@ from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.node.launch import node_actor
-from raykv.protocol.named.place import EngineHello
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.node import NodeDescription
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import ensure_publisher

@@ -47,18 +47,21 @@ from raykv.metrics.reach import WantedKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Descriptions
-from raykv.protocol.engine import Naming, Space
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.listing import Position, Reason
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.ask import MOST_ASKED, Ask, AskAnswer
-from raykv.protocol.named.place import (
+from raykv.protocol.engine import (
+    MOST_ASKED,
     NOTHING_ORDERED,
+    Ask,
+    AskAnswer,
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
+    Naming,
+    Space,
     Tell,
 )
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.listing import Position, Reason
+from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import ClearOrder, OrderAnswer, OrderState
 from raykv.stream.descriptions import DescriptionOutbox

@@ -58,16 +58,17 @@ from raykv.engine.requests import (
     explain,
 )
 from raykv.protocol.columns import MAX_KEYS, Keys, Source, SourceKind
-from raykv.protocol.listing import ALL_READ, Reason
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.copies import NamedResult
-from raykv.protocol.named.place import (
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import (
     NOTHING_ORDERED,
+    Ask,
+    AskAnswer,
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
     FoundKeys,
 )
+from raykv.protocol.listing import ALL_READ, Reason
 
 _OF_WINDOWS = (
     MissReason.NEVER_STORED,
@@ -460,7 +461,7 @@ class EngineView:
         self.remote.end_answer()
 
     def finish_fetch(
-        self, orders: Sequence[FetchOrder], results: Sequence[NamedResult | None], now: float
+        self, orders: Sequence[FetchOrder], results: Sequence[CopyResult | None], now: float
     ) -> None:
         """A fetch has ended at each place; None: there was no answer. What arrived everywhere is
         READY, if the places say so.
@@ -488,7 +489,7 @@ class EngineView:
             self.counters.fetches_failed += 1
             self.remote.forget_source(self.requests.values(), order.key, reason)
 
-    def _believe(self, place: _Place, result: NamedResult, now: float) -> None:
+    def _believe(self, place: _Place, result: CopyResult, now: float) -> None:
         self._changed(place.listed.learn(result.life, result.number, result.rows, now))
 
     # Loads
@@ -510,7 +511,7 @@ class EngineView:
         return len(self._found) > 0
 
     def end_load(
-        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+        self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
     ) -> None:
         """A rank's load job has ended, before vLLM completes it.
 
@@ -574,7 +575,7 @@ class EngineView:
         return True
 
     def end_store(
-        self, place: int, request_id: str, keys: Sequence[Key], result: NamedResult, now: float
+        self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
     ) -> None:
         """A rank's store job has ended, before vLLM completes it."""
         self._believe(self._places[place], result, now)
@@ -690,7 +691,7 @@ class EngineView:
         assert common == self._ready.keys(), common ^ self._ready.keys()
 
 
-def _failed(result: NamedResult, num_chunks: int) -> list[tuple[int, Refusal]]:
+def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:
     """Chunks that did not come, and why."""
     rows = zip(result.failed_chunks, result.refusals, strict=True)
     return [(at, Refusal(refusal)) for at, refusal in rows if 0 <= at < num_chunks]

@@ -19,8 +19,8 @@ from raykv.base.ids import MissReason, TokenSource
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import Reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS, histograms, numbers
+from raykv.protocol.engine import Tell
 from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
-from raykv.protocol.named.place import Tell
 
 MAX_ENGINES = 4096
 """Engines of which the last numbers are remembered; one that was forgotten begins anew."""

@@ -57,14 +57,13 @@ from raykv.node.read import ReadService
 from raykv.node.reports import Reports
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.node.states.file import HiddenStates
+from raykv.protocol.copies import Fetch, Read, check_read
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.findings import HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import MetricFamily
-from raykv.protocol.named.copies import FetchOrderNamed, ReadNamed
 from raykv.protocol.node import DiskStats, Kept, NixlEnd, NodeDescription, NodeStats
 from raykv.protocol.operator import DropOrder
-from raykv.protocol.peer import check_read
 from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionQuery, check_session_query
 
@@ -271,19 +270,19 @@ class NodeActor:
 
     @ray.method(concurrency_group="fetch")
     def fetch(self, raw: bytes) -> bytes:
-        """`FetchOrderNamed` → `NamedResult`: chunks of other nodes into the pool."""
+        """`Fetch` → `CopyResult`: chunks of other nodes into the pool."""
         self._refuse_without_pool()
-        result = self._fetching.fetch(receive(raw, FetchOrderNamed, ENGINE, HERE))
+        result = self._fetching.fetch(receive(raw, Fetch, ENGINE, HERE))
         with self._measuring:
             self._service.meter.fetch.observe(result.seconds)
         return encode(result)
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
-        """`ReadNamed` → `ReadNamedReply` and the bytes: chunks of this node, for another one."""
+        """`Read` → `ReadReply` and the bytes: chunks of this node, for another one."""
         self._refuse_without_pool()
         began = time.monotonic()
-        request = receive(raw, ReadNamed, OTHER_NODE, HERE)
+        request = receive(raw, Read, OTHER_NODE, HERE)
         if request.from_disk and self._disk is not None:
             check_read(request, self._geometry.slab_bytes)
             # Other threads touch the disk: it may hang.
@@ -296,11 +295,11 @@ class NodeActor:
 
     @ray.method(concurrency_group="offer")
     def offer(self, raw: bytes) -> bytes:
-        """`ReadNamed` → `Offer`: chunks that another node takes out of the pool itself."""
+        """`Read` → `Offer`: chunks that another node takes out of the pool itself."""
         self._refuse_without_pool()
         if not self._nixl.metadata:
             raise SettingError("NIXL is not open on this node: its pool is read through Ray")
-        return encode(self._offers.begin(receive(raw, ReadNamed, OTHER_NODE, HERE)))
+        return encode(self._offers.begin(receive(raw, Read, OTHER_NODE, HERE)))
 
     @ray.method(concurrency_group="offer")
     def end_offer(self, life: int, number: int) -> bool:

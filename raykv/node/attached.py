@@ -30,8 +30,8 @@ from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.protocol import wire
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import receive
-from raykv.protocol.named.place import EngineHello
 from raykv.protocol.worker import MAX_PIECES, AttachWorker
 
 logger = logging.getLogger("raykv.node")

@@ -31,10 +31,9 @@ from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.pool.records import ChunkState
 from raykv.node.read import blocks_in
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply, check_read_reply
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed, ReadNamedReply
-from raykv.protocol.peer import check_read_reply
 
 logger = logging.getLogger("raykv.node")
 
@@ -127,7 +126,7 @@ class FetchService:
         self.breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
         self.counters = FetchCounters()
 
-    def fetch(self, order: FetchOrderNamed) -> NamedResult:
+    def fetch(self, order: Fetch) -> CopyResult:
         """Fetch all chunks of an order, at most until its deadline; whatever goes wrong is a
         refusal, never an exception.
         """
@@ -151,13 +150,13 @@ class FetchService:
         ]
         return self._result(fetch, refusals)
 
-    def _result(self, fetch: _Fetch, refusals: list[Refusal]) -> NamedResult:
+    def _result(self, fetch: _Fetch, refusals: list[Refusal]) -> CopyResult:
         """How the fetch has ended, and how all of its chunks are now."""
         with self._keeper.lock:
             keys = [chunk.landing.key for chunk in fetch.chunks]
             life, number, rows = self._keeper.owner.state_of(fetch.namespace, keys)
         failed = {at: refusal for at, refusal in enumerate(refusals) if refusal}
-        return NamedResult(
+        return CopyResult(
             fetch.order.number,
             life,
             number,
@@ -279,7 +278,7 @@ class FetchService:
             fetch.trials.add(piece.source)
         for chunk in piece.chunks:
             chunk.was_asked = True
-        request = ReadNamed(
+        request = Read(
             PROTOCOL_VERSION,
             fetch.namespace,
             Keys.of(chunk.landing.key for chunk in piece.chunks),
@@ -321,7 +320,7 @@ class FetchService:
         fetch.heard[piece.source] = time.monotonic()
         self._land(fetch, piece, reply, data)
 
-    def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadNamedReply, data: Bytes) -> None:
+    def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
         checksums, blocks = iter(reply.checksums), blocks_in(reply)
         stamps = map(Stamp, reply.histories, reply.stamps)
         end = 0
@@ -415,7 +414,7 @@ class FetchService:
 class _Fetch:
     """One order on its way: what is `left` of it, and of that what waits for a source."""
 
-    def __init__(self, order: FetchOrderNamed, began_at: float) -> None:
+    def __init__(self, order: Fetch, began_at: float) -> None:
         self.order = order
         self.namespace = Namespace(order.namespace)
         self.began_at = began_at

@@ -25,9 +25,9 @@ from raykv.node.pool.claims import PIN_SHARE
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import Reason
-from raykv.protocol.named.copies import NamedJob, NamedResult
-from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
@@ -94,7 +94,7 @@ class PoolKeeper:
     # Workers' jobs
 
     def announce(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob]
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob]
     ) -> list[AdmittedJob]:
         """Admit all loads of a message; see `NodePool.announce`."""
         with self.lock:
@@ -131,7 +131,7 @@ class PoolKeeper:
 
     def end_job(
         self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> NamedResult:
+    ) -> CopyResult:
         """A job has ended, once all of its chunks have; see `NodePool.end_job`."""
         with self.lock:
             result = self.owner.end_job(job, failures, num_bytes, seconds)

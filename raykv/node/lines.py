@@ -33,14 +33,14 @@ from raykv.cluster.deaths import Watch
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol import wire
 from raykv.protocol.columns import require
-from raykv.protocol.named.place import (
+from raykv.protocol.engine import (
     ChangesQuery,
     EngineHello,
     EngineMessage,
     EngineWelcome,
     Tell,
 )
-from raykv.protocol.named.report import MOST_ENGINES
+from raykv.protocol.node import MOST_ENGINES
 
 logger = logging.getLogger("raykv.node")
 

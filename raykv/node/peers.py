@@ -19,8 +19,8 @@ from raykv.base.errors import RayKVError, cause_of
 from raykv.base.threads import within
 from raykv.cluster import names
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.framing import S, encode, receive
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,7 +32,7 @@ class PeerError(RayKVError):
 class PendingRead(Protocol):
     """A read that is under way."""
 
-    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
         """The source's answer, and the bytes of all chunks that were not refused.
 
         Raises:
@@ -46,7 +46,7 @@ class PendingRead(Protocol):
 class PeerTransport(Protocol):
     """Reads chunks out of other nodes' pools."""
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         """Begin a read; the transfer runs while the caller does something else.
 
         Raises:
@@ -138,7 +138,7 @@ class ObjectRefTransport:
     def __init__(self, peers: Peers | None = None) -> None:
         self._peers = peers or RayPeers()
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         return _PendingCall(source, self._peers.call(source, "read", encode(request)))
 
 
@@ -152,7 +152,7 @@ class Switch:
         """Begin reads with the other one from now on."""
         self._now = other
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         return self._now.start_read(source, request)
 
 
@@ -161,13 +161,13 @@ class _PendingCall:
         self._source = source
         self._call = call
 
-    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
         answer = self._call.wait(timeout_s)
         try:
             raw, data = answer
         except (TypeError, ValueError) as error:
             raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
-        return received(self._source, raw, ReadNamedReply), data
+        return received(self._source, raw, ReadReply), data
 
     def abandon(self) -> None:
         """Ray frees what comes."""

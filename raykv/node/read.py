@@ -19,11 +19,10 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import Read, ReadReply, check_read
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
-from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.peer import check_read
 
 MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
@@ -57,7 +56,7 @@ class ReadService:
         self.reading = 0
         self.bytes_sent = 0
 
-    def read(self, request: ReadNamed) -> tuple[ReadNamedReply, Bytes]:
+    def read(self, request: Read) -> tuple[ReadReply, Bytes]:
         """Copy out what is there of what is asked for.
 
         Raises:
@@ -75,7 +74,7 @@ class ReadService:
             self.bytes_sent += len(data)
         return _with_reads(reply, reads, request), data
 
-    def _begin(self, request: ReadNamed) -> tuple[list[ChunkRecord | Refusal], ReadNamedReply]:
+    def _begin(self, request: Read) -> tuple[list[ChunkRecord | Refusal], ReadReply]:
         """Register readers, and say how all chunks are at that moment."""
         check_read(request, self._keeper.geometry.slab_bytes)
         namespace, keys = Namespace(request.namespace), [Key(key) for key in request.keys]
@@ -84,7 +83,7 @@ class ReadService:
             if _is_answered(request):
                 found = self._keeper.begin_read(namespace, keys, request.slot_bytes)
             life, number, rows = self._keeper.owner.state_of(namespace, keys)
-        return found, ReadNamedReply(life, number, b"", rows)
+        return found, ReadReply(life, number, b"", rows)
 
     def _copy_all(
         self, found: Sequence[ChunkRecord | Refusal], *, with_checksums: bool
@@ -106,7 +105,7 @@ class ReadService:
             self.let_go(held)
         return reads, data[:end]
 
-    def hold(self, request: ReadNamed) -> tuple[ReadNamedReply, list[ChunkRecord]]:
+    def hold(self, request: Read) -> tuple[ReadReply, list[ChunkRecord]]:
         """The answer to a read that leaves the bytes where they are.
 
         Each chunk that is not refused has a reader from now on, whom the caller has to end.
@@ -161,11 +160,11 @@ class ReadService:
 
 
 def answer(
-    request: ReadNamed,
+    request: Read,
     read_one: Callable[[Key, Bytes], ChunkRead],
     life: int = 1,
     number: int = 0,
-) -> tuple[ReadNamedReply, Bytes]:
+) -> tuple[ReadReply, Bytes]:
     """Answer a read, for a holder of chunks that is no pool.
 
     Args:
@@ -185,20 +184,18 @@ def answer(
         for key, read in zip(request.keys, reads, strict=True)
         if not read.refusal
     )
-    return _with_reads(ReadNamedReply(life, number, b"", rows), reads, request), data[:end]
+    return _with_reads(ReadReply(life, number, b"", rows), reads, request), data[:end]
 
 
-def _is_answered(request: ReadNamed) -> bool:
+def _is_answered(request: Read) -> bool:
     """Whether a read is one of our version, and not too large."""
     is_small = len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
     return request.version == PROTOCOL_VERSION and is_small
 
 
-def _with_reads(
-    reply: ReadNamedReply, reads: Sequence[ChunkRead], request: ReadNamed
-) -> ReadNamedReply:
+def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead], request: Read) -> ReadReply:
     sent = [each for each in reads if not each.refusal]
-    return ReadNamedReply(
+    return ReadReply(
         reply.life,
         reply.number,
         bytes(each.refusal for each in reads),
@@ -209,7 +206,7 @@ def _with_reads(
     )
 
 
-def blocks_in(reply: ReadNamedReply) -> dict[Key, Blocks]:
+def blocks_in(reply: ReadReply) -> dict[Key, Blocks]:
     """Which blocks are there of the chunks that came."""
     return {row.key: row.blocks for row in reply.rows}
 

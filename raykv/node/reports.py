@@ -31,12 +31,11 @@ from raykv.base.threads import OnFailure, start_thread, within
 from raykv.cluster import bequest, names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.node.keeper import PoolKeeper
+from raykv.protocol.columns import NamedKeys
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.named.report import Report, ReportAnswer
-from raykv.protocol.node import NodeStats
+from raykv.protocol.node import NodeStats, Report, ReportAnswer
 from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")

@@ -59,9 +59,9 @@ from raykv.node.lines import EngineLines
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import wire
 from raykv.protocol.columns import require
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import EngineHello, EngineWelcome
 from raykv.protocol.framing import receive
-from raykv.protocol.named.copies import NamedResult
-from raykv.protocol.named.place import EngineHello, EngineWelcome
 from raykv.protocol.node import NodeStats
 from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
 
@@ -407,7 +407,7 @@ class NodeService:
                 self._count(queued, result, num_bytes)
         queued.worker.send(JobResults([result]))
 
-    def _count(self, queued: QueuedJob, result: NamedResult, num_bytes: int) -> None:
+    def _count(self, queued: QueuedJob, result: CopyResult, num_bytes: int) -> None:
         refused = [Refusal(each) for each in result.refusals]
         done = len(queued.admitted.keys) - len(refused)
         if queued.direction is Direction.STORE:

@@ -1,4 +1,4 @@
-"""What many messages have: keys and numbers in columns, and the checks of columns.
+"""What many messages have: kinds of fields, keys and numbers in columns, and their checks.
 
 A message is looked at as a whole before anything of it is carried out, so that a refused one
 changes nothing.
@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, 
 from enum import IntEnum
 from functools import cache
 from itertools import accumulate, chain, islice, pairwise
-from typing import TypeVar, overload
+from typing import Annotated, TypeVar, overload
 
 import msgspec
 
@@ -21,6 +21,8 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import (
     MAX_KEY_BYTES,
     SLOT_ALIGNMENT,
+    Key,
+    Namespace,
     Refusal,
 )
 
@@ -43,8 +45,16 @@ MAX_POOL_BYTES = MAX_SLOTS * SLOT_ALIGNMENT
 MAX_GROUPS = 1 << 16
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_NUMBER = (1 << 63) - 1
+
+MAX_PRIORITY = 9
+"""The highest that a pin may have which gives way; the lowest is 1."""
+
 REFUSALS = frozenset(int(refusal) for refusal in Refusal)
 
+Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Named = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 NUMBER_BYTES = 8
 
@@ -269,3 +279,59 @@ def numbered(names: list[N], column: Iterable[N]) -> list[int]:
     index = [numbers.setdefault(name, len(numbers)) for name in column]
     names.extend(islice(numbers, len(names), None))
     return index
+
+
+def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
+    """Refuse keys that nobody has, too many of them, or columns of other lengths.
+
+    Raises:
+        ValueError: from `receive` that is a MessageError.
+    """
+    if len(keys) > most or any(len(each) != len(keys) for each in columns):  # type: ignore[arg-type]
+        raise ValueError(f"columns of different lengths beside {len(keys)} keys")
+    if keys.lengths and not 0 < min(keys.lengths) <= max(keys.lengths) <= MAX_KEY_BYTES:
+        raise ValueError("a key of no or too many bytes")
+
+
+def check_index(numbers: Iterable[int], names: list[str]) -> None:
+    """Refuse numbers of names that are not there.
+
+    Raises:
+        ValueError: from `receive` that is a MessageError.
+    """
+    if any(len(name) > MAX_NAME for name in names):
+        raise ValueError("a name of too many characters")
+    if not all(0 <= at < len(names) for at in numbers):
+        raise ValueError("a name that is not there")
+
+
+class NamedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Names of chunks in columns; `index` points into `namespaces`.
+
+    Raises:
+        ValueError: columns of different lengths, or a namespace that is not there.
+    """
+
+    namespaces: list[str] = []
+    index: Numbers = Numbers()
+    keys: Keys = Keys()
+
+    def __post_init__(self) -> None:
+        check_column(self.keys, self.index, most=2 * MAX_KEYS)
+        check_index(self.index, self.namespaces)
+
+    @staticmethod
+    def of(names: Iterable[tuple[Namespace, Key]]) -> NamedKeys:
+        """These names."""
+        names = list(names)
+        at = {each: number for number, each in enumerate(dict.fromkeys(n for n, _ in names))}
+        return NamedKeys(
+            list(at), Numbers.of(at[name] for name, _ in names), Keys.of(key for _, key in names)
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[Namespace, Key]]:
+        for at, key in zip(self.index, self.keys, strict=True):
+            yield Namespace(self.namespaces[at]), Key(key)

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from raykv.base.ids import EventKind
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers
+from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers, check_column, check_index
 from raykv.protocol.listing import Position
-from raykv.protocol.named.columns import Count, check_column, check_index
 
 MOST_EVENTS = 1024
 """In one page: with 36-byte keys under Ray's 100 KiB inline limit."""

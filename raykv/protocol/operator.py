@@ -17,24 +17,25 @@ from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
 from raykv.protocol.columns import (
     MAX_NUMBER,
     MAX_POOL_BYTES,
+    MAX_PRIORITY,
+    Count,
     Keys,
+    Named,
     Numbers,
+    Text,
+    check_column,
     check_names,
     check_rows,
     require,
 )
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION, introduction, version_objection
-from raykv.protocol.named.columns import Count, Named, Text, check_column
 
 MAX_ORDERED = 4096
 """Chunks that one order names, at most."""
 
 MAX_PIN_S = 30 * 86_400.0
 """Longest duration of a pin: a forgotten one must not hold a pool for ever."""
-
-MAX_PRIORITY = 9
-"""The highest that a pin may have which gives way; the lowest is 1."""
 
 MAX_QUOTAS = 64
 """Quotas: each has its own eviction orders on all nodes."""

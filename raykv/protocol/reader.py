@@ -21,6 +21,9 @@ from raykv.protocol.columns import (
     Keys,
     Numbers,
     Source,
+    Text,
+    check_column,
+    check_index,
     check_keys,
     check_names,
     check_numbers,
@@ -30,7 +33,6 @@ from raykv.protocol.columns import (
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.listing import Where
-from raykv.protocol.named.columns import Text, check_column, check_index
 from raykv.protocol.status import NamespaceStatus
 
 MAX_PAGE = 1024

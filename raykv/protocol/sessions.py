@@ -10,8 +10,14 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
-from raykv.protocol.columns import MAX_KEYS, Keys, check_keys, check_names, require
-from raykv.protocol.operator import MAX_PRIORITY
+from raykv.protocol.columns import (
+    MAX_KEYS,
+    MAX_PRIORITY,
+    Keys,
+    check_keys,
+    check_names,
+    require,
+)
 
 MAX_SESSION_NAME = 128
 """Characters of a session's name."""

@@ -13,12 +13,13 @@ from raykv.protocol.columns import (
     MAX_NAME,
     MAX_ROWS,
     REFUSALS,
+    Count,
+    Named,
     Numbers,
     check_numbers,
     require,
 )
-from raykv.protocol.named.columns import Count, Named
-from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.copies import CopyJob, CopyResult
 
 MAX_PIECES = 240
 """Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
@@ -71,7 +72,7 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
     """Jobs of one engine step, and the ids of jobs that the engine gives up."""
 
-    jobs: Annotated[list[NamedJob], msgspec.Meta(max_length=MAX_ROWS)] = []
+    jobs: Annotated[list[CopyJob], msgspec.Meta(max_length=MAX_ROWS)] = []
     cancelled: Annotated[list[Count], msgspec.Meta(max_length=MAX_ROWS)] = []
 
 
@@ -88,22 +89,22 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
-    results: list[NamedResult]
+    results: list[CopyResult]
     layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults
 
 
-def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> NamedResult:
+def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> CopyResult:
     """The result of a job of which nothing was copied, and no place says anything."""
     every = Numbers.of(range(num_chunks))
-    return NamedResult(
+    return CopyResult(
         job_id, life=0, number=0, failed_chunks=every, refusals=bytes([refusal]) * num_chunks
     )
 
 
-def believable(result: NamedResult, num_chunks: int) -> NamedResult:
+def believable(result: CopyResult, num_chunks: int) -> CopyResult:
     """A result as it came; an invalid one becomes the result of a job that was not carried out."""
     failed = set(result.failed_chunks)
     is_sound = len(failed) == len(result.failed_chunks) and REFUSALS.issuperset(result.refusals)

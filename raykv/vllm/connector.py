@@ -36,8 +36,8 @@ from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.protocol.descriptions import ChunkGroup, groups_text
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.place import EngineHello
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of

@@ -35,8 +35,7 @@ from raykv.base.ids import GROUP_BYTES, Direction, Key, Refusal, in_group
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.captures import Capture
-from raykv.protocol.named.copies import NamedJob, NamedResult
+from raykv.protocol.copies import Capture, CopyJob, CopyResult
 from raykv.protocol.worker import KVLayout
 from raykv.vllm.connector import RayKVConnector, logged_refusals
 from raykv.vllm.kv_form import layer_specs
@@ -305,7 +304,7 @@ class StatesWorker:
             has_lock=lock_fd >= 0,
         )
         assert worker.namespace, "the NodeActor is not known yet"
-        job = NamedJob(
+        job = CopyJob(
             next(self._numbers),
             int(Direction.STORE),
             worker.namespace,
@@ -317,7 +316,7 @@ class StatesWorker:
         )
         return JobRequest(job, lock_fd)
 
-    def take_results(self, results: Iterable[NamedResult]) -> None:
+    def take_results(self, results: Iterable[CopyResult]) -> None:
         """Captures that have ended."""
         for result in results:
             request_id = self._jobs.pop(result.job_id, None)

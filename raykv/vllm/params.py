@@ -16,8 +16,9 @@ from raykv.base.parsing import shown
 from raykv.base.tenants import salt_label, server_label
 from raykv.engine.hints import Allowed, Hint
 from raykv.engine.requests import RequestOptions
+from raykv.protocol.columns import MAX_PRIORITY
 from raykv.protocol.engine import MAX_IGNORED
-from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY
+from raykv.protocol.operator import MAX_PIN_S
 from raykv.protocol.sessions import MAX_SESSION_NAME
 from raykv.vllm.identity.media import NAMED_BY_CLIENT
 

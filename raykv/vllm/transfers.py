@@ -29,8 +29,8 @@ from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.engine.session import WorkerReport
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedJob, NamedResult
-from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.worker import KVLayout
 from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.front import Link
@@ -40,7 +40,7 @@ from raykv.worker.link import LinkTarget
 
 @dataclass
 class ChunkSpec(LoadStoreSpec):
-    """Chunks by their names; `orders` and `tenant` as in `NamedJob`.
+    """Chunks by their names; `orders` and `tenant` as in `CopyJob`.
 
     Without a namespace nothing is loaded or stored.
     """
@@ -60,7 +60,7 @@ class JobEnd:
     namespace: str
     request_id: str
     keys: Keys
-    result: NamedResult
+    result: CopyResult
 
 
 @dataclass
@@ -80,7 +80,7 @@ class FlyingJob:
     failed and are not sent.
     """
 
-    job: NamedJob
+    job: CopyJob
     torn: list[bytes] = field(default_factory=list)
     request_id: str = ""
 
@@ -132,7 +132,7 @@ def flying_job(
         block_ids = list(chain(*(block_ids[starts[at] : starts[at + 1]] for at in kept)))
         keys = [keys[at] for at in kept]
         counts, firsts = ([each[at] for at in kept] for each in (counts, firsts))
-    job = NamedJob(
+    job = CopyJob(
         job_id,
         int(direction),
         chunks.namespace,
@@ -147,13 +147,13 @@ def flying_job(
     return FlyingJob(job, lost, chunks.request_id)
 
 
-def failed_as(refusal: Refusal, result: NamedResult, count: int) -> NamedResult:
+def failed_as(refusal: Refusal, result: CopyResult, count: int) -> CopyResult:
     """The same, but all of so many chunks have failed."""
     every, refusals = Numbers.of(range(count)), bytes([refusal]) * count
     return msgspec.structs.replace(result, failed_chunks=every, refusals=refusals)
 
 
-def transfer_result(flying: FlyingJob, result: NamedResult) -> RayKVTransferResult:
+def transfer_result(flying: FlyingJob, result: CopyResult) -> RayKVTransferResult:
     """What became of a job, by what the NodeActor says."""
     job, torn = flying.job, flying.torn
     direction = Direction(job.direction)
@@ -181,10 +181,10 @@ def transfer_result(flying: FlyingJob, result: NamedResult) -> RayKVTransferResu
     )
 
 
-def distrusted(flying: FlyingJob, result: NamedResult | None = None) -> RayKVTransferResult:
+def distrusted(flying: FlyingJob, result: CopyResult | None = None) -> RayKVTransferResult:
     """The result of a load whose bytes are of no use, or of a job of which nothing is known."""
     job = flying.job
-    said = result or NamedResult(job.job_id, 0, 0)
+    said = result or CopyResult(job.job_id, 0, 0)
     said = msgspec.structs.replace(said, num_bytes=0, seconds=0.0)
     return transfer_result(flying, failed_as(Refusal.CANCELLED, said, len(job.keys)))
 
@@ -195,7 +195,7 @@ def all_failed(
     """The result of a job that was not made up, or must not be: nothing of it happened."""
     end = None
     if isinstance(chunks, ChunkSpec):
-        nothing = NamedResult(job_id, 0, 0)
+        nothing = CopyResult(job_id, 0, 0)
         result = failed_as(Refusal.COPY_FAILED, nothing, len(chunks.keys))
         keys = Keys.of(chunks.keys)
         end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
@@ -272,7 +272,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._by_layer = by_layer
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
-        self._captured: list[NamedResult] = []
+        self._captured: list[CopyResult] = []
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
         # Results that nobody has asked for yet, of jobs that could not be made up, too.
@@ -280,7 +280,7 @@ class RayOffloadingWorker(OffloadingWorker):
         # The line has failed in a way that is not understood, and was ended.
         self._is_given_up = False
         # Of the link, not looked at yet.
-        self._drained: deque[NamedResult] = deque()
+        self._drained: deque[CopyResult] = deque()
         # Of all chunks of captures; empty until the NodeActor is known.
         self.namespace = ""
 
@@ -326,7 +326,7 @@ class RayOffloadingWorker(OffloadingWorker):
             by_layer = self._by_layer and direction is Direction.LOAD
             flying = flying_job(job_id, direction, blocks, chunks, self._layout, by_layer=by_layer)
             if flying.torn and not flying.job.keys:
-                self._ended.append(transfer_result(flying, NamedResult(job_id, 0, 0)))
+                self._ended.append(transfer_result(flying, CopyResult(job_id, 0, 0)))
                 return True
             self._link.submit(JobRequest(flying.job))
         except Exception:
@@ -352,7 +352,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._captures.add(request.job_id)
         self._link.submit(request)
 
-    def take_captured(self) -> list[NamedResult]:
+    def take_captured(self) -> list[CopyResult]:
         """Captures that `get_finished` has found to have ended."""
         captured, self._captured = self._captured, []
         return captured
@@ -382,7 +382,7 @@ class RayOffloadingWorker(OffloadingWorker):
         ended, self._ended = self._ended, []
         return ended
 
-    def _take_badly(self, result: NamedResult) -> None:
+    def _take_badly(self, result: CopyResult) -> None:
         """It has ended, and as what is not known: as a failure."""
         if result.job_id in self._captures:
             self._captured.append(result)
@@ -391,7 +391,7 @@ class RayOffloadingWorker(OffloadingWorker):
             self._ended.append(distrusted(flying))
 
     @guarded(_take_badly)
-    def _take_result(self, result: NamedResult) -> None:
+    def _take_result(self, result: CopyResult) -> None:
         if result.job_id in self._captures:
             self._captured.append(result)
             self._captures.remove(result.job_id)

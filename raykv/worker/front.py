@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.copies import NamedResult
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget
 
@@ -30,7 +30,7 @@ class Link(Protocol):
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`."""
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         """See `WorkerLink.drain`."""
 
     def wait(self, job_ids: Collection[int]) -> None:
@@ -68,7 +68,7 @@ class FrontLink(Generic[L]):
     def submit(self, request: JobRequest) -> None:
         self._link.submit(request)
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         return self._link.drain()
 
     def wait(self, job_ids: Collection[int]) -> None:

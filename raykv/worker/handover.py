@@ -21,7 +21,7 @@ from raykv.base.ids import Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.driver import CUDAError, MemoryDriver
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
 from raykv.worker.front import FrontLink
 from raykv.worker.job import JobRequest
@@ -102,7 +102,7 @@ class DeviceLink(FrontLink[WorkerLink]):
         super().__init__(WorkerLink(rank, exported.layout, exported.fds, settings))
         self._exported = exported
         self._stream = stream
-        self._failed: list[NamedResult] = []
+        self._failed: list[CopyResult] = []
 
     @property
     def unsuited(self) -> str:
@@ -119,7 +119,7 @@ class DeviceLink(FrontLink[WorkerLink]):
             return
         self._link.submit(request)
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         failed, self._failed = self._failed, []
         return failed + self._link.drain()
 
@@ -146,7 +146,7 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
         self._submitted.add(request.job_id)
         self._link.submit(request)
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         results = self._link.drain()
         self._submitted.difference_update(result.job_id for result in results)
         return results

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raykv.base.ids import Direction
 from raykv.protocol.columns import NUMBER_BYTES
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class JobRequest:
     has ended.
     """
 
-    job: NamedJob
+    job: CopyJob
     lock_fd: int = -1
 
     @property
@@ -43,9 +43,9 @@ class JobRequest:
         return tokens + chunks + len(job.block_ids.raw) + (64 << 10)
 
 
-def batches(requests: Iterable[JobRequest], most_bytes: int) -> Iterator[list[NamedJob]]:
+def batches(requests: Iterable[JobRequest], most_bytes: int) -> Iterator[list[CopyJob]]:
     """Jobs in messages of at most so many bytes, in order; none of them is larger."""
-    batch: list[NamedJob] = []
+    batch: list[CopyJob] = []
     left = most_bytes
     for request in requests:
         if batch and request.num_bytes > left:

@@ -53,9 +53,9 @@ from raykv.cluster.deaths import has_halted, kill
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import OWN_NODE, BreakerReport
-from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.worker import (
     AttachWorker,
     JobBatch,
@@ -128,7 +128,7 @@ class WorkerLink:
         self._target: LinkTarget | None = None
         self._pending: dict[int, PendingJob] = {}
         self._outbox: deque[int] = deque()
-        self._results: deque[NamedResult] = deque()
+        self._results: deque[CopyResult] = deque()
         self._stopping = False
         self._node_life = 0
         self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
@@ -177,7 +177,7 @@ class WorkerLink:
             # The job was accepted: the next look for its result tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         """Jobs that have ended since the last call."""
         if not self._results:
             return []
@@ -438,7 +438,7 @@ class WorkerLink:
                 self._pending[job_id].layers = layers[job_id]
             self._lock.notify_all()
 
-    def _finish(self, result: NamedResult) -> None:
+    def _finish(self, result: CopyResult) -> None:
         with self._lock:
             pending = self._pending.pop(result.job_id, None)
             if pending is None:

@@ -29,8 +29,8 @@ from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows
-from raykv.protocol.named.copies import NamedJob, NamedResult
 from raykv.protocol.worker import (
     NOT_CANONICAL,
     CanonicalPages,
@@ -139,12 +139,12 @@ class _Staged:
     `results` are those of the parts.
     """
 
-    job: NamedJob
+    job: CopyJob
     deadline: float
     next_chunk: int = 0
     num_flying: int = 0
     failed: dict[int, int] = field(default_factory=dict)
-    results: list[NamedResult] = field(default_factory=list)
+    results: list[CopyResult] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -169,13 +169,13 @@ class _Staged:
         for chunk in range(first, last):
             self.failed[chunk] = int(refusal)
 
-    def joined(self) -> NamedResult:
+    def joined(self) -> CopyResult:
         """How it has ended. What parts say counts if one life of the NodeActor said it."""
         failed = dict(sorted(self.failed.items()))
         last = self.results[-1] if self.results else None
         is_one = last is not None and all(each.life == last.life for each in self.results)
         rows = [row for each in self.results if is_one for row in each.rows]
-        return NamedResult(
+        return CopyResult(
             self.job.job_id,
             last.life if last is not None and is_one else 0,
             last.number if last is not None and is_one else 0,
@@ -207,7 +207,7 @@ class StagedLink(FrontLink[WorkerLink]):
         self._jobs: dict[int, _Staged] = {}
         self._parts: dict[int, _JobPart] = {}
         self._waiting: deque[int] = deque()
-        self._results: list[NamedResult] = []
+        self._results: list[CopyResult] = []
         self._num_parts = 0
 
     def submit(self, request: JobRequest) -> None:
@@ -223,7 +223,7 @@ class StagedLink(FrontLink[WorkerLink]):
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         """See `WorkerLink.drain`. Moves loads on, so it is to be called in every step."""
         self._pump()
         results, self._results = self._results, []
@@ -334,7 +334,7 @@ class StagedLink(FrontLink[WorkerLink]):
         for group_id, (kv, staging) in by_group.items():
             move(group_id, kv, staging)
 
-    def _finish_part(self, part: _JobPart, result: NamedResult) -> None:
+    def _finish_part(self, part: _JobPart, result: CopyResult) -> None:
         job = self._jobs[part.job_id]
         columns = zip(result.failed_chunks, result.refusals, strict=True)
         failed = {part.first + chunk: refusal for chunk, refusal in columns}

@@ -28,9 +28,9 @@ from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.engine import NOTHING_ORDERED, EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.copies import NamedJob, NamedResult
-from raykv.protocol.named.place import NOTHING_ORDERED, EngineHello
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -92,13 +92,13 @@ def stored_and_loaded(node_id: str) -> bool:
     for number, direction in enumerate((Direction.STORE, Direction.LOAD), start=1):
         first = (number - 1) * NUM_CHUNKS
         blocks = Numbers.of(range(first, first + NUM_CHUNKS))
-        job = NamedJob(
+        job = CopyJob(
             number, direction, NAMESPACE, Keys.of(KEYS), ones, zeros, blocks, orders=view.orders
         )
         link.submit(JobRequest(job))
-        results: list[NamedResult] = []
+        results: list[CopyResult] = []
 
-        def has_ended(results: list[NamedResult] = results) -> bool:
+        def has_ended(results: list[CopyResult] = results) -> bool:
             results.extend(link.drain())
             return bool(results)
 

@@ -28,7 +28,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.pool import jobs
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol.columns import Numbers
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.operator import OrdersDocument
 
 POOL = "pool="
@@ -47,9 +47,9 @@ class EndlessBackend(CPUBackend):
         return False
 
 
-def absurd(*args: Any) -> NamedResult:
+def absurd(*args: Any) -> CopyResult:
     """The result of a job, with the failure of a chunk that nobody asked for."""
-    made: NamedResult = NamedResult(*args)
+    made: CopyResult = CopyResult(*args)
     refused = bytes([Refusal.NOT_HERE])
     return msgspec.structs.replace(made, failed_chunks=Numbers.of([99]), refusals=refused)
 
@@ -60,7 +60,7 @@ def main() -> None:
     if "endless" in sys.argv[4:]:
         vars(attached)["CPUBackend"] = EndlessBackend
     if "absurd" in sys.argv[4:]:
-        vars(jobs)["NamedResult"] = absurd
+        vars(jobs)["CopyResult"] = absurd
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
     path = next((each.removeprefix(POOL) for each in sys.argv[4:] if each.startswith(POOL)), "")
     keeper = PoolKeeper(NodeId("node"), boot_life(), geometry, path)

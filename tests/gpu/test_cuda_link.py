@@ -20,7 +20,7 @@ from raykv.base.ids import Direction, Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceTensor, Grouping, export_kv
 from raykv.node.states.file import load_hidden_states, promise
-from raykv.protocol.named.captures import Capture
+from raykv.protocol.copies import Capture
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.jobs import named_job

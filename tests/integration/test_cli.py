@@ -27,9 +27,8 @@ from raykv.prompts.block_hashes import (
     seed_digest,
 )
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.engine import MissRecord
+from raykv.protocol.engine import FoundKeys, MissRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.place import FoundKeys
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures import played_engine
 from tests.fixtures.one_node import actors_of_one_node

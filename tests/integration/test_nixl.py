@@ -15,7 +15,7 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Refusal
 from raykv.lab.bench.fetch import CHUNK_BYTES, Pair
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from tests.fixtures.node.nixl import needs_nixl
 from tests.fixtures.waiting import wait_until
 
@@ -34,7 +34,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield made
 
 
-def refusals(result: NamedResult) -> set[Refusal]:
+def refusals(result: CopyResult) -> set[Refusal]:
     return {Refusal(number) for number in result.refusals}
 
 
@@ -48,7 +48,7 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def begin(pair: Pair, deadline_s: float) -> Future[NamedResult]:
+def begin(pair: Pair, deadline_s: float) -> Future[CopyResult]:
     """A large fetch in another thread; it has begun to move bytes when this returns."""
     before = pair.stats().bytes_nixl
     threads = ThreadPoolExecutor(1)

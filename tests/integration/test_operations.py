@@ -25,9 +25,9 @@ from raykv.cluster import ask
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.events import LifeBegan, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.operator import ClearOrder, OrderState
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.played_engine import PlayedEngine
@@ -120,9 +120,9 @@ def bytes_on(node_id: str, number: int) -> bytes:
     """Of a chunk in a node's pool, as the node itself reads them."""
     actor = ask.find_node_actor(node_id)
     name = NAMESPACE, Keys.of([key(number)]), Numbers.of([CHUNK_BYTES])
-    request = ReadNamed(PROTOCOL_VERSION, *name)
+    request = Read(PROTOCOL_VERSION, *name)
     raw, data = ray.get(actor.read.remote(encode(request)), timeout=10.0)  # type: ignore[union-attr]
-    assert decode(raw, ReadNamedReply).refusals == bytes(1)
+    assert decode(raw, ReadReply).refusals == bytes(1)
     return bytes(data)
 
 

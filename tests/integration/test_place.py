@@ -13,9 +13,9 @@ from raykv.client.cluster import Cluster
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.findings import Severity
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.place import EngineHello
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,7 @@ from raykv.base.settings import Settings
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.place import EngineHello
+from raykv.protocol.engine import EngineHello
 
 def node_of_ranks():
     print("connected:", ray.is_initialized())

@@ -19,6 +19,7 @@ from raykv.base.ids import Key, NodeId
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.protocol.columns import Keys, Source
+from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.events import (
     BlockRemoved,
     BlockStored,
@@ -29,7 +30,6 @@ from raykv.protocol.events import (
     NodeLost,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.ask import Ask, AskAnswer
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.one_node import actors_of_one_node
 from tests.fixtures.played_node import PlayedNode, played_actor

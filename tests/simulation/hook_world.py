@@ -27,8 +27,8 @@ import raykv
 from raykv.base import guard
 from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.copies import NamedResult
 from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.internals import engine as engine_internals
@@ -215,7 +215,7 @@ class Line:
         self.blocks = blocks
         self.rng = rng
         self.waiting: dict[int, JobRequest] = {}
-        self.ended: list[NamedResult] = []
+        self.ended: list[CopyResult] = []
         self.is_closed = False
         self.node_life = place.life
 
@@ -227,7 +227,7 @@ class Line:
         assert request.job_id not in self.waiting
         self.waiting[request.job_id] = request
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         if not self.is_closed:
             self.wait([job_id for job_id in self.waiting if self.rng.random() < 0.5])
         ended, self.ended = self.ended, []
@@ -248,10 +248,10 @@ class Line:
     def finish(self, job_ids: Collection[int]) -> None:
         self.wait(job_ids)
 
-    def _carry_out(self, request: JobRequest) -> NamedResult:
+    def _carry_out(self, request: JobRequest) -> CopyResult:
         job = request.job
         if not self.node_life:
-            return failed_as(Refusal.NODE_LOST, NamedResult(job.job_id, 0, 0), len(job.keys))
+            return failed_as(Refusal.NODE_LOST, CopyResult(job.job_id, 0, 0), len(job.keys))
         fail = self._fail if request.direction is Direction.LOAD else NOTHING_FAILS
         return self.place.copy(self.life, job, self.blocks, [RUBBISH] * CHUNK, fail)
 

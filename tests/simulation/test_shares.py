@@ -16,7 +16,7 @@ from raykv.base.ids import Direction, Key, Lookup, in_group
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.operator import OrderedShare
 from tests.fixtures.keys import named_key
 from tests.fixtures.place import CopyingPlace, engine_hello
@@ -76,7 +76,7 @@ class SharedNode:
     def _store(self, view: EngineView, request_id: str, keys: list[Key], tenant: str) -> None:
         self.num_jobs += 1
         ones, nothing = Numbers.of([1] * len(keys)), Numbers.of([0] * len(keys))
-        job = NamedJob(
+        job = CopyJob(
             self.num_jobs,
             int(Direction.STORE),
             view.namespace,

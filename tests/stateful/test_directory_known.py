@@ -20,6 +20,7 @@ from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, EventKind, Key, Namespace, Nod
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import (
     ALL_READ,
@@ -30,8 +31,7 @@ from raykv.protocol.listing import (
     Reason,
     Where,
 )
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.report import Report, ReportAnswer
+from raykv.protocol.node import Report, ReportAnswer
 from tests.fixtures.effort import examples
 
 NODES = [NodeId("one"), NodeId("two"), NodeId("three")]

@@ -18,14 +18,12 @@ from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Refusal, S
 from raykv.node.pool.jobs import LANDING_PART, AdmittedJob
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
-from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.engine import Hints
+from raykv.protocol.columns import Keys, NamedKeys, Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, FoundKeys, Hints, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.copies import NamedJob, NamedResult
-from raykv.protocol.named.place import ChangesAnswer, ChangesQuery, EngineHello, FoundKeys, Tell
-from raykv.protocol.named.report import Marks, Report, ReportAnswer, SessionsWord
+from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
 
@@ -154,7 +152,7 @@ class OwnerMachine(RuleBasedStateMachine):
         if not is_odd:
             rank %= num_ranks
         jobs = [
-            NamedJob(
+            CopyJob(
                 job_id,
                 direction,
                 namespace,
@@ -187,7 +185,7 @@ class OwnerMachine(RuleBasedStateMachine):
         self.jobs.remove(made)
         self.node.end_chunks(made, range(len(made.keys)), ok=ok)
         result = self.node.end_job(made, {0: refusal, 99: refusal}, 1, 0.5)
-        result = decode(encode(result), NamedResult)
+        result = decode(encode(result), CopyResult)
         for row in result.rows:
             there = self.node.index.find(row.namespace, row.key)
             assert bool(row.where & Where.RAM) == (there is not None)

@@ -16,8 +16,8 @@ from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings
 from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.members import EngineLife, Members
 from raykv.protocol.columns import Numbers, SourceKind
+from raykv.protocol.engine import MOST_SOURCES, Ask, AskAnswer
 from raykv.protocol.listing import Reason
-from raykv.protocol.named.ask import MOST_SOURCES, Ask, AskAnswer
 
 MOST_DEPARTED = 262_144
 """Chunks of which it is remembered why the last copy went: some 35 MB."""

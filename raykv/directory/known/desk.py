@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.document import OrderError, Orders
+from raykv.protocol.columns import NamedKeys
 from raykv.protocol.framing import encode
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.report import ReportedEngine
+from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import (
     MAX_GUARANTEED,
     ClearOrder,

@@ -34,10 +34,9 @@ from raykv.directory.known.numbering import Numbering
 from raykv.directory.known.orders import OrdersWatch
 from raykv.directory.known.sessions import SessionNodes
 from raykv.directory.known.spaces import NamespaceUse
+from raykv.protocol.engine import Ask, AskAnswer, EngineHello
 from raykv.protocol.listing import ListedRows, ListingPart, Where
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.place import EngineHello
-from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, ReportedEngine
+from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 
 CORE_SHARE = 0.25
 """Of one core, that reports may take."""

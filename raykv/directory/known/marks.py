@@ -34,9 +34,9 @@ from raykv.base.ids import Key, Namespace, NodeId
 from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, Name
 from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.numbering import Numbering
+from raykv.protocol.columns import NamedKeys
 from raykv.protocol.listing import Where
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.report import Marks
+from raykv.protocol.node import Marks
 
 MOST_WAITING = 16_384
 

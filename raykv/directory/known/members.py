@@ -22,7 +22,7 @@ import msgspec
 
 from raykv.base.ids import EngineId, Namespace, NodeId
 from raykv.protocol.listing import Where
-from raykv.protocol.named.report import Report, ReportedEngine
+from raykv.protocol.node import Report, ReportedEngine
 
 MOST_MEMBERS = 16_384
 

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 from raykv.base.ids import Namespace, Stamp
 from raykv.directory.known.document import Orders
-from raykv.protocol.engine import Naming
-from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.named.report import ReportedEngine
+from raykv.protocol.engine import NOTHING_ORDERED, Naming
+from raykv.protocol.node import ReportedEngine
 
 FIRST_NUMBER = 1
 """Of a history: its floors are those of the histories before."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from raykv.base.errors import MessageError
 from raykv.base.ids import Namespace, NodeId
 from raykv.directory.known.numbering import Numbering
-from raykv.protocol.named.report import SessionsWord
+from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord, check_news
 
 MOST_SESSIONS = 4096

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from raykv.base.ids import Namespace, NodeId
-from raykv.protocol.named.report import MOST_NAMESPACES
+from raykv.protocol.node import MOST_NAMESPACES
 
 LEFT_S = 10.0
 """An engine that comes back within that time has not left."""

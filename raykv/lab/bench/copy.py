@@ -38,7 +38,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, sho
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
@@ -197,7 +197,7 @@ class PagedCopy:
         self._backend = CPUBackend(sides.kv.address, sides.pool.address, sides.rows)
         self._jobs = [self._make_job(number) for number in range(sides.num_slices)]
 
-    def _make_job(self, number: int) -> NamedJob:
+    def _make_job(self, number: int) -> CopyJob:
         keys = [key_of(at) for at in range(self._num_chunks)]
         return named_job(JOB_ID, self._case.direction, keys, self._blocks[number].tolist())
 

@@ -41,10 +41,10 @@ from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Reason
-from raykv.protocol.named.copies import NamedJob
-from raykv.protocol.named.place import EngineHello
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
@@ -257,7 +257,7 @@ class JobSides:
         job = self._job(case.direction, case.num_chunks, by_layer=by_layer)
         return case.num_bytes / self._carry_out(job) / 1e9
 
-    def _carry_out(self, job: NamedJob) -> float:
+    def _carry_out(self, job: CopyJob) -> float:
         """Seconds."""
         began = time.perf_counter()
         (admitted,) = self._keeper.announce(ENGINE, 0, 1, [job])
@@ -272,7 +272,7 @@ class JobSides:
                 pass
         return took_s
 
-    def _job(self, direction: Direction, num_chunks: int, *, by_layer: bool) -> NamedJob:
+    def _job(self, direction: Direction, num_chunks: int, *, by_layer: bool) -> CopyJob:
         """A store finds nothing there; a load has what was stored last."""
         self._introduce()
         self._num_jobs += 1

@@ -21,11 +21,11 @@ from raykv.directory.known.document import Orders
 from raykv.directory.known.events import MOST_EVENTS
 from raykv.lab.bench.directory import CORE, DICT, MESSAGES
 from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRow, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.listing import Where as At
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.report import Report, ReportAnswer, ReportedEngine
+from raykv.protocol.node import Report, ReportAnswer, ReportedEngine
 
 BATCH = 512
 PREFIX = 2048

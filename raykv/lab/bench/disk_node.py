@@ -31,9 +31,9 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError, PendingRead
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.copies import Fetch, Read
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.copies import FetchOrderNamed, ReadNamed
-from raykv.protocol.named.place import EngineHello
 from raykv.protocol.operator import OrdersDocument
 
 CHUNK_BYTES = 2 << 20
@@ -192,7 +192,7 @@ class Served:
         with self._keeper.lock:
             self._keeper.catalog.drop(NAMESPACE, dict.fromkeys(self._keys, ALL_BLOCKS))
         count = len(self._keys)
-        order = FetchOrderNamed(
+        order = Fetch(
             PROTOCOL_VERSION,
             next(self._numbers),
             0,
@@ -232,5 +232,5 @@ class Served:
 class _Nobody:
     """The way to other nodes."""
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         raise PeerError(f"there is no node {source.node_id} ({len(request.keys)} chunks)")

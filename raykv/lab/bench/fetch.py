@@ -46,14 +46,14 @@ from raykv.memory.region import Region
 from raykv.node.launch import node_actor
 from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed
-from raykv.protocol.named.place import (
+from raykv.protocol.copies import CopyResult, Fetch, Read
+from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesQuery,
     EngineHello,
     PlaceMessage,
 )
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import DropOrder
 from raykv.protocol.worker import KVLayout, TensorLayout
@@ -292,7 +292,7 @@ class Pair:
         for first in range(0, len(keys), CHUNKS_A_READ):
             some = keys[first : first + CHUNKS_A_READ]
             sizes = Numbers.of([CHUNK_BYTES] * len(some))
-            request = ReadNamed(PROTOCOL_VERSION, SPACE, some, sizes)
+            request = Read(PROTOCOL_VERSION, SPACE, some, sizes)
             raw = self._actors[1].read.remote(encode(request))
             yield ray.get(raw, timeout=DEADLINE_S)[1].tobytes()
 
@@ -326,14 +326,14 @@ class Pair:
 
     def fetched(
         self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S
-    ) -> NamedResult:
+    ) -> CopyResult:
         """How a fetch of that size ends; the second pool has none of it before."""
         self.drop(size)
         return self._order(size, deadline_s, with_checksums=with_checksums)
 
-    def _order(self, size: int, deadline_s: float, *, with_checksums: bool) -> NamedResult:
+    def _order(self, size: int, deadline_s: float, *, with_checksums: bool) -> CopyResult:
         count = size // CHUNK_BYTES
-        order = FetchOrderNamed(
+        order = Fetch(
             PROTOCOL_VERSION,
             next(self._numbers),
             0,
@@ -347,7 +347,7 @@ class Pair:
             with_checksums=with_checksums,
         )
         raw = ray.get(self._actors[1].fetch.remote(encode(order)), timeout=DEADLINE_S)
-        return decode(raw, NamedResult)
+        return decode(raw, CopyResult)
 
     def pull(self, size: int) -> float:
         """Seconds until an object of the first node is in the second one's store."""
@@ -418,7 +418,7 @@ def _fill(socket_name: str, count: int) -> None:
         _wait(lambda: link.node_life != 0, "the NodeActor takes the memory")
         keys = [key_of(number) for number in range(count)]
         link.submit(JobRequest(named_job(1, Direction.STORE, keys, [0] * count, orders=orders)))
-        results: list[NamedResult] = []
+        results: list[CopyResult] = []
 
         def is_stored() -> bool:
             results.extend(link.drain())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raykv.base.ids import Direction, Key, Stamp
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 
 SPACE = "bench"
 ORDERED = Stamp(1, 1)
@@ -26,10 +26,10 @@ def named_job(
     *,
     orders: Stamp = ORDERED,
     by_layer: bool = False,
-) -> NamedJob:
+) -> CopyJob:
     """A job of chunks that have as many blocks each."""
     count = len(keys)
-    return NamedJob(
+    return CopyJob(
         job_id,
         int(direction),
         SPACE,

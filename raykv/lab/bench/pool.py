@@ -23,9 +23,9 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.copies import NamedJob
-from raykv.protocol.named.place import EngineHello
 from raykv.protocol.operator import OrdersDocument
 
 SLOT_BYTES, SLAB_BYTES = 1 << 20, 256 << 20
@@ -62,11 +62,11 @@ def made(count: int) -> NodePool:
     return pool
 
 
-def job_of(number: int) -> NamedJob:
+def job_of(number: int) -> CopyJob:
     """A job of chunks that no other one has, of a tenant's."""
     first = number * JOB_CHUNKS
     ones, zeros = Numbers.of([1] * JOB_CHUNKS), Numbers.of([0] * JOB_CHUNKS)
-    return NamedJob(
+    return CopyJob(
         1 + number,
         Direction.STORE,
         SPACE,
@@ -79,7 +79,7 @@ def job_of(number: int) -> NamedJob:
     )
 
 
-def store(pool: NodePool, job: NamedJob, now: float) -> int:
+def store(pool: NodePool, job: CopyJob, now: float) -> int:
     """Store the chunks of a job; returns how many found no room."""
     (admitted,) = pool.admit(ENGINE, 0, 1, [job], now)
     pool.end_chunks(admitted, range(JOB_CHUNKS), ok=True)

@@ -22,10 +22,9 @@ from raykv.lab.bench.directory_load import SPACE, ReportingNode, directory, exch
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row
 from raykv.protocol.columns import Keys
+from raykv.protocol.engine import Ask, AskAnswer, EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.place import EngineHello
-from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, ReportedEngine
+from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 
 ENGINES_PER_NODE = 4
 ASKED = 32

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS
+from raykv.protocol.engine import ChangesAnswer, EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import (
     ALL_READ,
@@ -17,7 +18,6 @@ from raykv.protocol.listing import (
     Reason,
     Where,
 )
-from raykv.protocol.named.place import ChangesAnswer, EngineHello
 
 SPACE, LIFE = Namespace("bench"), 1
 

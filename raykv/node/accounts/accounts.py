@@ -20,9 +20,8 @@ from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.reporting import valid
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.descriptions import check_descriptions
-from raykv.protocol.engine import check_record, tokens_by_source
+from raykv.protocol.engine import EngineHello, Tell, check_record, tokens_by_source
 from raykv.protocol.listing import EVICTIONS, Reason
-from raykv.protocol.named.place import EngineHello, Tell
 from raykv.stream.descriptions import DescriptionBook
 
 DESCRIBED_BYTES = 64 << 20

@@ -14,8 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from raykv.base.ids import MAX_REQUEST_ID, Namespace, shown_id
-from raykv.protocol.engine import MissRecord
-from raykv.protocol.named.place import EngineHello
+from raykv.protocol.engine import EngineHello, MissRecord
 
 MOST_RECORDS = 4096
 """Requests that are remembered."""

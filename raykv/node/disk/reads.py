@@ -24,7 +24,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
+from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.node import DiskStats
 
 logger = logging.getLogger("raykv.disk")
@@ -86,9 +86,9 @@ class DiskState:
 
 @dataclass(slots=True)
 class _Read:
-    request: ReadNamed
+    request: Read
     done: threading.Event = field(default_factory=threading.Event)
-    answer: tuple[ReadNamedReply, Bytes] | None = None
+    answer: tuple[ReadReply, Bytes] | None = None
 
 
 class DiskReads:
@@ -110,7 +110,7 @@ class DiskReads:
         """End the threads."""
         self._stopped.set()
 
-    def read(self, request: ReadNamed) -> tuple[ReadNamedReply, Bytes]:
+    def read(self, request: Read) -> tuple[ReadReply, Bytes]:
         """Read what is there of what is asked for; in the thread of the caller, unbounded.
 
         What is damaged is forgotten.
@@ -156,7 +156,7 @@ class DiskReads:
             index.was_read(entry)
         return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
-    def start_read(self, request: ReadNamed) -> PendingRead:
+    def start_read(self, request: Read) -> PendingRead:
         """Begin a read, in one of the threads.
 
         Raises:
@@ -186,7 +186,7 @@ class _PendingDiskRead:
     def __init__(self, read: _Read) -> None:
         self._read = read
 
-    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
         if not self._read.done.wait(max(0.0, timeout_s)):
             raise PeerError("the disk does not answer in time")
         if self._read.answer is None:
@@ -211,7 +211,7 @@ class TieredTransport:
         self._disk = disk
         self._others = others
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         if not source.is_disk:
             return self._others.start_read(source, request)
         request = msgspec.structs.replace(request, from_disk=True)

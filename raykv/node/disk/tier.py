@@ -50,8 +50,8 @@ from raykv.node.disk.index import DiskChunk
 from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ
-from raykv.protocol.named.place import NOTHING_ORDERED
 from raykv.protocol.node import DiskStats
 
 logger = logging.getLogger("raykv.disk")

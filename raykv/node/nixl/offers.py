@@ -19,8 +19,7 @@ from raykv.base.deadlines import OFFER_LOOK_S, OFFER_S
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
 from raykv.protocol.columns import Numbers
-from raykv.protocol.named.copies import ReadNamed
-from raykv.protocol.peer import Offer
+from raykv.protocol.copies import Offer, Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Offers:
         self._numbers = itertools.count(1)
         self._held: dict[int, _Held] = {}
 
-    def begin(self, request: ReadNamed) -> Offer:
+    def begin(self, request: Read) -> Offer:
         """Hold what is there of what is asked for.
 
         Raises:

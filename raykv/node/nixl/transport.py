@@ -33,10 +33,9 @@ from raykv.node.nixl.agent import NixlAgent, NixlError, Part
 from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
 from raykv.node.read import lent
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.copies import Offer, Read, ReadReply
 from raykv.protocol.framing import encode
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.peer import Offer
 
 logger = logging.getLogger("raykv.node")
 
@@ -108,7 +107,7 @@ class NixlTransport:
         # Buffers of transfers that have failed, and until when they are not used again.
         self._resting: deque[tuple[float, Bytes]] = deque()
 
-    def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+    def start_read(self, source: Source, request: Read) -> PendingRead:
         if source.kind is not SourceKind.POOL or request.from_disk:
             return self._others.start_read(source, request)
         self.advance()
@@ -198,7 +197,7 @@ class _NixlRead:
         transport: NixlTransport,
         source: Source,
         known: _Known,
-        request: ReadNamed,
+        request: Read,
         buffer: Bytes,
         asked: Call,
     ) -> None:
@@ -219,7 +218,7 @@ class _NixlRead:
     def is_over(self) -> bool:
         return self._stage is _Stage.OVER
 
-    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
         give_up_at = time.monotonic() + timeout_s
         self._transport.advance()
         while not self.is_over:

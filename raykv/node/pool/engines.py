@@ -21,11 +21,10 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
 from raykv.prompts.prefixes import companions
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
-from raykv.protocol.engine import Naming
+from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, Naming, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
-from raykv.protocol.named.place import NOTHING_ORDERED, EngineHello, Tell
-from raykv.protocol.named.report import MOST_ENGINES, ReportedEngine
+from raykv.protocol.node import MOST_ENGINES, ReportedEngine
 
 SILENT_S = 30.0
 """An engine that was not heard of for so long is gone."""

@@ -30,8 +30,8 @@ from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import MAX_GROUPS, Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows, Reason
-from raykv.protocol.named.copies import NamedJob, NamedResult
 
 STORE_EXPIRY_S = 30.0
 """So long after a chunk's first part the others have to come."""
@@ -51,7 +51,7 @@ class AdmittedJob:
     `under_way`: numbers of chunks that were begun and have not ended.
     """
 
-    job: NamedJob
+    job: CopyJob
     life: int
     rank: int
     keys: list[Key]
@@ -128,7 +128,7 @@ class Jobs:
     # Jobs
 
     def announce(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob], now: float
     ) -> list[AdmittedJob]:
         """A message of jobs: all its loads are admitted, and no chunk of its stores yet."""
         engine = self._engines.get(life)
@@ -222,7 +222,7 @@ class Jobs:
 
     def end_job(
         self, made: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> NamedResult:
+    ) -> CopyResult:
         """A rank has ended a job, once all of its chunks have; `failures` are by their numbers.
 
         The result says how each chunk of a store is now, and of a load those that failed.
@@ -248,7 +248,7 @@ class Jobs:
         if made.job.capture is None:
             shown = failed if made.is_load else range(len(made.keys))
             rows = self._index.rows(made.namespace, [made.keys[at] for at in shown])
-        return NamedResult(
+        return CopyResult(
             made.job.job_id,
             self._index.listing.life,
             self._index.listing.number,

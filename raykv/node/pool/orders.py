@@ -25,7 +25,7 @@ from raykv.node.pool.claims import Name, Owner, OwnerKind
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import Standing
 from raykv.node.pool.room import NOBODY
-from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrderedShare, OrdersDocument
 
 MOST_TENANTS = 4096

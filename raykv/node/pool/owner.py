@@ -48,23 +48,22 @@ from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.reporting import Reporting, valid
 from raykv.node.pool.room import NOBODY
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.columns import Keys
-from raykv.protocol.engine import Hints
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
-from raykv.protocol.named.copies import NamedJob, NamedResult
-from raykv.protocol.named.place import (
+from raykv.protocol.columns import MAX_PRIORITY, Keys
+from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
     EngineWelcome,
     FoundKeys,
+    Hints,
     Tell,
 )
-from raykv.protocol.named.report import Report, ReportAnswer, SessionsWord
-from raykv.protocol.node import NodeStats
-from raykv.protocol.operator import MAX_PIN_S, MAX_PRIORITY, OrderedShare, OrdersDocument
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
+from raykv.protocol.node import NodeStats, Report, ReportAnswer, SessionsWord
+from raykv.protocol.operator import MAX_PIN_S, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
@@ -263,7 +262,7 @@ class NodePool:
         self._jobs.end_line(life, rank)
 
     def announce(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob], now: float
     ) -> list[AdmittedJob]:
         """Admit all loads of a message, in one go; its stores follow with `begin_chunks`."""
         return self._jobs.announce(life, rank, num_ranks, jobs, now)
@@ -274,7 +273,7 @@ class NodePool:
         self._trim(now)
 
     def admit(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[NamedJob], now: float
+        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob], now: float
     ) -> list[AdmittedJob]:
         """Admit a message of jobs: all its loads first, then all its stores.
 
@@ -296,7 +295,7 @@ class NodePool:
 
     def end_job(
         self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> NamedResult:
+    ) -> CopyResult:
         """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
         return self._jobs.end_job(job, failures, num_bytes, seconds)
 

@@ -30,7 +30,7 @@ from raykv.node.pool.records import ChunkState, Standing
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.engine import Naming
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
-from raykv.protocol.named.report import Marks, Report, ReportAnswer, SessionsWord
+from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import check_news
 
 R = TypeVar("R")

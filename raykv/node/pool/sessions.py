@@ -30,7 +30,7 @@ from math import inf
 from raykv.base.ids import Key, Namespace
 from raykv.node.pool.claims import Claims, Name, Owner, OwnerKind
 from raykv.node.pool.records import Standing
-from raykv.protocol.named.report import SessionsWord
+from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionStage, SessionWord
 
 MOST_SESSIONS = 4096

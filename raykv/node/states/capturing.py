@@ -52,7 +52,7 @@ from raykv.node.states.file import (
     write_states,
 )
 from raykv.node.states.index import CaptureIndex, CaptureState
-from raykv.protocol.named.captures import STATE_WIDTHS, Capture, capture_objection
+from raykv.protocol.copies import STATE_WIDTHS, Capture, capture_objection
 from raykv.protocol.node import CaptureStats
 
 logger = logging.getLogger("raykv.node")

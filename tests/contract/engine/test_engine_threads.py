@@ -11,7 +11,7 @@ import raykv.base.threads
 from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.named.place import ChangesQuery
+from raykv.protocol.engine import ChangesQuery
 from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import Actor, PlayedScheduler, order
 from tests.fixtures.keys import numbered_key as key

@@ -30,8 +30,8 @@ from raykv.engine.fetches import (
 )
 from raykv.engine.remote import FetchOrder
 from raykv.protocol.columns import Numbers, Source
+from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 from tests.fixtures.engine.scheduler import Actor, order
 from tests.fixtures.waiting import wait_until
 
@@ -78,7 +78,7 @@ class Engine:
         futures = self.actor.futures
         wait_until(lambda: len(futures) >= num_calls, LONG_S, "the NodeActor is called")
 
-    def wait_for_ends(self, num_ends: int) -> list[NamedResult | None]:
+    def wait_for_ends(self, num_ends: int) -> list[CopyResult | None]:
         wait_until(lambda: len(self.ended) >= num_ends, LONG_S, "the orders end")
         return [ended.result for ended in self.ended]
 
@@ -132,11 +132,11 @@ def is_running() -> bool:
     return any(thread.name.startswith("raykv-fetch") for thread in threading.enumerate())
 
 
-def result_of(request: FetchOrderNamed) -> NamedResult:
-    return NamedResult(request.number, 7, 1, num_bytes=4096, seconds=0.5)
+def result_of(request: Fetch) -> CopyResult:
+    return CopyResult(request.number, 7, 1, num_bytes=4096, seconds=0.5)
 
 
-def answer(request: FetchOrderNamed) -> bytes:
+def answer(request: Fetch) -> bytes:
     return encode(result_of(request))
 
 
@@ -179,7 +179,7 @@ def test_columns_of_a_request_say_all_that_the_orders_said() -> None:
         order(2, b, num_bytes=4096, tenant="team"),
         order(3, a, c, tenant="team"),
     ]
-    request = decode(encode(fetch_order(NAMESPACE, orders, 5, 2.5)), FetchOrderNamed)
+    request = decode(encode(fetch_order(NAMESPACE, orders, 5, 2.5)), Fetch)
     found: dict[int, list[Source]] = {i: [] for i in range(len(request.keys))}
     for index, at in zip(request.key_index, request.source_index, strict=True):
         found[index].append(request.sources[at])
@@ -469,7 +469,7 @@ class MoodyActor(Actor):
         self.timers[-1].start()
         return future
 
-    def _end(self, future: Future[bytes], request: FetchOrderNamed) -> None:
+    def _end(self, future: Future[bytes], request: Fetch) -> None:
         if self.chosen.random() < 0.7:
             future.set_result(answer(request))
         else:

@@ -22,8 +22,7 @@ from raykv.node.states import capturing
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
-from raykv.protocol.named.captures import Capture
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import Capture, CopyResult
 from raykv.protocol.node import CaptureStats
 from raykv.worker.job import JobRequest
 from tests.fixtures.jobs import named_job
@@ -328,7 +327,7 @@ def test_many_captures_at_once_come_through_with_their_locks(
         jobs.append(request(worker, path, blocks, BLOCK, path=path, lock_fd=locks[-1]))
     for job in jobs:
         worker.link.submit(job)
-    found: dict[int, NamedResult] = {}
+    found: dict[int, CopyResult] = {}
 
     def have_ended() -> bool:
         found.update({each.job_id: each for each in worker.link.drain()})

@@ -30,8 +30,8 @@ from raykv.node.peers import PendingRead
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.shelf import RESERVED_PART
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.copies import Read
 from raykv.protocol.listing import Where
-from raykv.protocol.named.copies import ReadNamed
 from raykv.protocol.operator import OrderedShare, OrdersDocument
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
@@ -319,7 +319,7 @@ def test_another_node_reads_from_the_disk_through_the_node(
     here.evict(record)
 
     class Remote:
-        def start_read(self, source: Source, request: ReadNamed) -> PendingRead:
+        def start_read(self, source: Source, request: Read) -> PendingRead:
             assert source.node_id == "here"
             assert request.from_disk
             return tier.reads.start_read(request)

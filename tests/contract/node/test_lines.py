@@ -10,8 +10,8 @@ import pytest
 import raykv.node.lines
 from raykv.base.ids import Direction, Namespace, Refusal, Stamp
 from raykv.node.service import NodeService
+from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineWelcome, Tell
 from raykv.protocol.listing import ALL_READ, Position, Where
-from raykv.protocol.named.place import ChangesAnswer, ChangesQuery, EngineWelcome, Tell
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import RawLine, hello_of

@@ -20,9 +20,8 @@ from raykv.node.nixl.offers import Offers
 from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
 from raykv.node.peers import PeerError
 from raykv.protocol.columns import Numbers, Source
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
+from raykv.protocol.copies import Offer, Read, ReadReply
 from raykv.protocol.node import NixlEnd, NodeDescription
-from raykv.protocol.peer import Offer
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.nixl import FutureCall, NixlNetwork, OtherWay, needs_nixl
 from tests.fixtures.node.nixl import agent as nixl_agent
@@ -134,7 +133,7 @@ def test_source_that_can_not_be_read_is_read_the_other_way_next_time(
 ) -> None:
     begin = network.offers["source"].begin
 
-    def elsewhere(asked: ReadNamed) -> Offer:
+    def elsewhere(asked: Read) -> Offer:
         return msgspec.structs.replace(begin(asked), addresses=Numbers.of([1 << 40]))
 
     monkeypatch.setattr(network.offers["source"], "begin", elsewhere)
@@ -223,7 +222,7 @@ def test_buffer_of_a_failed_transfer_rests_and_the_source_is_read_the_other_way(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"reply": ReadNamedReply(7, 0, b"")}, {"addresses": Numbers()}],
+    [{"reply": ReadReply(7, 0, b"")}, {"addresses": Numbers()}],
     ids=["refusals", "addresses"],
 )
 def test_answer_about_other_chunks_is_refused(
@@ -236,7 +235,7 @@ def test_answer_about_other_chunks_is_refused(
     record = source.store(key(0))
     begin = network.offers["source"].begin
 
-    def shortened(asked: ReadNamed) -> Offer:
+    def shortened(asked: Read) -> Offer:
         offer = begin(asked)
         network.offers["source"].end(offer.number)
         return msgspec.structs.replace(offer, **wrong)

@@ -28,9 +28,9 @@ from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed, ReadNamedReply
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
@@ -332,18 +332,18 @@ class Direct:
     def __init__(self, read: ReadService | DiskTier | ImportSource) -> None:
         self._read = read
 
-    def start_read(self, source: Source, request: ReadNamed) -> Direct:
+    def start_read(self, source: Source, request: Read) -> Direct:
         raw = encode(request)
         if isinstance(self._read, ImportSource):
             answered, self._data = self._read.read(raw)
         else:
             read = self._read.reads if isinstance(self._read, DiskTier) else self._read
-            reply, self._data = read.read(decode(raw, ReadNamed))
+            reply, self._data = read.read(decode(raw, Read))
             answered = encode(reply)
-        self._reply = decode(answered, ReadNamedReply)
+        self._reply = decode(answered, ReadReply)
         return self
 
-    def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
         assert timeout_s > 0
         return self._reply, self._data
 
@@ -351,9 +351,9 @@ class Direct:
         raise AssertionError
 
 
-def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> NamedResult:
+def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> CopyResult:
     """Have the chunk at a source come to a node."""
-    order = FetchOrderNamed(
+    order = Fetch(
         PROTOCOL_VERSION,
         number=1,
         life=0,
@@ -385,7 +385,7 @@ def test_answer_with_impossible_blocks_is_not_believed(
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
 
     class Liar(Direct):
-        def wait(self, timeout_s: float) -> tuple[ReadNamedReply, Bytes]:
+        def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
             reply, data = super().wait(timeout_s)
             rows = msgspec.structs.replace(reply.rows)
             lies = {"first_block": blocks.first, "num_blocks": blocks.length}

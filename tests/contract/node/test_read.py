@@ -21,9 +21,9 @@ import raykv.node.read
 from raykv.base.ids import Blocks, Refusal, Stamp
 from raykv.cluster.breaker import Pauses
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.copies import ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
-from raykv.protocol.named.copies import ReadNamedReply
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
     HISTORY,
@@ -67,7 +67,7 @@ def read(source: Node, *records: ChunkRecord) -> tuple[list[Refusal], bytes]:
     return reasons(reply), data.tobytes()
 
 
-def reasons(reply: ReadNamedReply) -> list[Refusal]:
+def reasons(reply: ReadReply) -> list[Refusal]:
     return [Refusal(number) for number in reply.refusals]
 
 

@@ -20,9 +20,9 @@ from raykv.memory.words import CancelWords
 from raykv.node.service import NodeService
 from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import ChangesQuery, EngineWelcome
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.copies import NamedResult
-from raykv.protocol.named.place import ChangesQuery, EngineWelcome
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import (
     AttachWorker,
@@ -344,7 +344,7 @@ def test_result_that_can_not_be_meant_counts_as_failed(
     failed: list[int], refusals: list[int], num_chunks: int
 ) -> None:
     count = min(len(failed), len(refusals))
-    told = NamedResult(
+    told = CopyResult(
         *(9, 7, 3), failed_chunks=Numbers.of(failed[:count]), refusals=bytes(refusals[:count])
     )
     result = believable(told, num_chunks)

@@ -21,8 +21,8 @@ from raykv.node.devices import Devices
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol import wire
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.worker import WorkerAttached
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
@@ -286,7 +286,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
 
     def run(wanted: JobRequest) -> list[int]:
         link.submit(wanted)
-        found: list[NamedResult] = []
+        found: list[CopyResult] = []
 
         def is_there() -> bool:
             found.extend(link.drain())

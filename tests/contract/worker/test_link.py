@@ -20,7 +20,7 @@ from raykv.base.ids import Direction, Refusal, in_group
 from raykv.memory.region import Region
 from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.worker import (
     CanonicalPages,
     KVLayout,
@@ -318,7 +318,7 @@ def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> 
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
     link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: node.slot_bytes}))
     link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
-    found: list[NamedResult] = []
+    found: list[CopyResult] = []
 
     def is_there() -> bool:
         found.extend(link.drain())
@@ -355,7 +355,7 @@ def test_jobs_that_do_not_fit_into_one_message_are_sent_with_several(
     with worker.link._lock:
         for job in (*kept, large):
             worker.link.submit(job)
-    found: dict[int, NamedResult] = {}
+    found: dict[int, CopyResult] = {}
 
     def is_over() -> bool:
         found.update((result.job_id, result) for result in worker.link.drain())
@@ -443,7 +443,7 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
     link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: 4096}))
     link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
-    found: list[NamedResult] = []
+    found: list[CopyResult] = []
 
     def has_ended() -> bool:
         found.extend(link.drain())

@@ -33,9 +33,9 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.node.pool.reporting import Reporting
 from raykv.node.pool.room import Room
+from raykv.protocol.columns import NamedKeys
 from raykv.protocol.listing import ALL_READ, EVICTIONS, ListedRow, ListingPart, Position, Reason
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.report import Marks
+from raykv.protocol.node import Marks
 from raykv.protocol.operator import OrdersDocument
 
 Plant = Callable[[pytest.MonkeyPatch], None]

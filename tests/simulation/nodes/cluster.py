@@ -11,7 +11,7 @@ import msgspec
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Stamp
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.operator import OrdersDocument
 from tests.simulation.nodes.content import BlockBytes, PoolBytes
 from tests.simulation.nodes.engine import PlayedEngine, Seats
@@ -155,7 +155,7 @@ class Cluster:
         )
         self.sockets.send(call, name)
 
-    def send_result(self, line: Line, job: RankJob, result: NamedResult) -> None:
+    def send_result(self, line: Line, job: RankJob, result: CopyResult) -> None:
         """A rank hears how a job went."""
         call: Call[None] = Call(
             f"result of job {job.job.job_id} of rank {job.rank}",

@@ -28,12 +28,12 @@ from raykv.engine.listed import SILENT_S, ListedPlace
 from raykv.engine.remote import RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Where
-from raykv.protocol.named.copies import NamedResult
-from raykv.protocol.named.place import EngineHello
 from tests.simulation.nodes.content import BLOCKS, BlockBytes, KVCache, blocks_of
-from tests.simulation.nodes.jobs import CopyJob, Line, RankJob
+from tests.simulation.nodes.jobs import EngineJob, Line, RankJob
 from tests.simulation.nodes.models import NARROW, WHOLE, Model, Prompt
 from tests.simulation.nodes.talk import EngineTalk
 
@@ -75,7 +75,7 @@ class Prefill:
     blocks: dict[Key, list[int]] = field(default_factory=dict)
     found: int | None = None
     done: int = 0
-    load: CopyJob | None = None
+    load: EngineJob | None = None
     num_jobs: int = 0
     barred: set[Key] = field(default_factory=set)
     expected: int = 0
@@ -109,7 +109,7 @@ class PlayedEngine:
         self.view.begin(self.hello(0), seats.node_ids, self.clock)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
-        self.flying: list[CopyJob] = []
+        self.flying: list[EngineJob] = []
         # By place and rank there.
         self.lines: dict[tuple[int, int], Line] = {}
         # By namespace: what was offered up to that step of the world is from before its last reset.
@@ -124,7 +124,7 @@ class PlayedEngine:
         # Chunks of which other blocks were wanted than there are: nothing is heard of them until
         # they are stored anew.
         self.distrusted: dict[Key, Prompt] = {}
-        self._results: deque[tuple[RankJob, NamedResult]] = deque()
+        self._results: deque[tuple[RankJob, CopyResult]] = deque()
         self._outbox: dict[tuple[int, int], list[RankJob]] = {}
         self._num_requests = self._num_jobs = 0
         # Those whose blocks are not free yet.
@@ -332,10 +332,10 @@ class PlayedEngine:
 
     def _submit(
         self, direction: Direction, request: Prefill, rows: list[tuple[Key, Blocks]]
-    ) -> CopyJob:
+    ) -> EngineJob:
         self._num_jobs += 1
         ranges = [blocks for _, blocks in rows]
-        job = CopyJob(
+        job = EngineJob(
             job_id=self._num_jobs,
             direction=direction,
             request_id=request.request_id,
@@ -358,7 +358,7 @@ class PlayedEngine:
             self._outbox.setdefault((place, rank), []).append(mine)
         return job
 
-    def _ends(self, job: RankJob, result: NamedResult) -> None:
+    def _ends(self, job: RankJob, result: CopyResult) -> None:
         self._results.append((job, result))
 
     def surely_known(self, prompt: Prompt) -> int:
@@ -404,7 +404,7 @@ class PlayedEngine:
             else:
                 self._results.append((job, result))
 
-    def _take_result(self, rank_job: RankJob, result: NamedResult) -> None:
+    def _take_result(self, rank_job: RankJob, result: CopyResult) -> None:
         """vLLM learns how a rank's job ended: first what failed, then that all have ended it."""
         job = rank_job.job
         end = self.view.end_load if job.direction is Direction.LOAD else self.view.end_store
@@ -425,7 +425,7 @@ class PlayedEngine:
             self._complete(job)
 
     def _check_old_result(
-        self, place: ListedPlace, before: dict[Key, Blocks | None], result: NamedResult
+        self, place: ListedPlace, before: dict[Key, Blocks | None], result: CopyResult
     ) -> None:
         """What was read since a result counts, but for what the result is about."""
         position = place.position
@@ -438,7 +438,7 @@ class PlayedEngine:
             assert is_same, f"{self} believes an old result about {key!r}, which has {blocks}"
 
     def _check_early_result(
-        self, place: ListedPlace, early: dict[Key, int], result: NamedResult
+        self, place: ListedPlace, early: dict[Key, int], result: CopyResult
     ) -> None:
         """What a result says counts before the listing comes to it."""
         if Refusal.PARTIAL in result.refusals:
@@ -449,12 +449,12 @@ class PlayedEngine:
                 believed = place.ready.get(row.key)
                 assert believed == blocks, f"{self} believes {believed} of {row}"
 
-    def note_other_blocks(self, job: CopyJob, result: NamedResult) -> None:
+    def note_other_blocks(self, job: EngineJob, result: CopyResult) -> None:
         for at, refusal in zip(result.failed_chunks, result.refusals, strict=True):
             if refusal == Refusal.PARTIAL and job.namespace == self.namespace:
                 self.distrusted[job.keys[at]] = self._known[job.request_id].prompt
 
-    def _complete(self, job: CopyJob) -> None:
+    def _complete(self, job: EngineJob) -> None:
         self.flying.remove(job)
         self._known[job.request_id].num_jobs -= 1
         if job.direction is Direction.LOAD:
@@ -476,7 +476,7 @@ class PlayedEngine:
             request.barred.update(job.keys[at] for at in job.failed)
             request.found = None
 
-    def _check_bytes(self, job: CopyJob) -> None:
+    def _check_bytes(self, job: EngineJob) -> None:
         """All that a load has brought is right, and was not to be forgotten."""
         for at, (key, some, ids) in enumerate(
             zip(job.keys, job.ranges, job.block_ids, strict=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from raykv.base.ids import Key, Namespace, NodeId, Refusal, Stamp
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult, ReadNamed, ReadNamedReply
 from tests.simulation.nodes.content import Content, blocks_of
 from tests.simulation.wire import Call
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.nodes.cluster import Cluster
     from tests.simulation.nodes.node import PlayedNode
 
-ReadAnswer = tuple[ReadNamedReply, Content]
+ReadAnswer = tuple[ReadReply, Content]
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class ReadUnderWay:
     """Another node reads a chunk; `left` are the blocks that are still to be copied."""
 
     record: ChunkRecord
-    reply: ReadNamedReply
+    reply: ReadReply
     post: Callable[[ReadAnswer], None]
     left: deque[tuple[int, int]]
     content: Content = field(default_factory=dict)
@@ -56,8 +56,8 @@ class Landing:
 class FetchUnderWay:
     """An order of an engine."""
 
-    order: FetchOrderNamed
-    post: Callable[[NamedResult], None]
+    order: Fetch
+    post: Callable[[CopyResult], None]
     landings: list[Landing]
 
 
@@ -85,9 +85,9 @@ class Fetches:
 
     # Here
 
-    def begin(self, order: FetchOrderNamed, post: Callable[[NamedResult], None]) -> None:
+    def begin(self, order: Fetch, post: Callable[[CopyResult], None]) -> None:
         """An engine wants chunks of other nodes."""
-        order = decode(encode(order), FetchOrderNamed)
+        order = decode(encode(order), Fetch)
         landings = [
             Landing(Key(key), size, deque())
             for key, size in zip(order.keys, order.slot_bytes, strict=True)
@@ -106,7 +106,7 @@ class Fetches:
             return
         node_id = landing.sources.popleft()
         namespace = fetch.order.namespace
-        request = ReadNamed(
+        request = Read(
             PROTOCOL_VERSION, namespace, Keys.of([landing.key]), Numbers.of([landing.slot_bytes])
         )
         landing.call = Call(
@@ -124,7 +124,7 @@ class Fetches:
             self._read_next(fetch, landing)
 
     def _arrived(
-        self, fetch: FetchUnderWay, landing: Landing, reply: ReadNamedReply, content: Content
+        self, fetch: FetchUnderWay, landing: Landing, reply: ReadReply, content: Content
     ) -> None:
         if landing.is_done:
             return
@@ -190,7 +190,7 @@ class Fetches:
             for at, each in enumerate(fetch.landings)
             if each.refusal is not Refusal.NONE
         }
-        result = NamedResult(
+        result = CopyResult(
             fetch.order.number,
             life,
             number,
@@ -200,7 +200,7 @@ class Fetches:
             4096 * (len(fetch.landings) - len(failed)),
             0.01,
         )
-        fetch.post(decode(encode(result), NamedResult))
+        fetch.post(decode(encode(result), CopyResult))
 
     def writing(self) -> Iterator[tuple[FetchUnderWay, Landing]]:
         """What has come and is being written."""
@@ -211,19 +211,19 @@ class Fetches:
 
     # For others
 
-    def read(self, request: ReadNamed, post: Callable[[ReadAnswer], None]) -> None:
+    def read(self, request: Read, post: Callable[[ReadAnswer], None]) -> None:
         """Begin to copy one chunk out, or refuse it."""
-        request = decode(encode(request), ReadNamed)
+        request = decode(encode(request), Read)
         namespace = Namespace(request.namespace)
         keys = [Key(key) for key in request.keys]
         pool = self._node.pool
         (found,) = pool.begin_read(namespace, keys, request.slot_bytes, self._node.clock)
         life, number, rows = pool.state_of(namespace, keys)
         if isinstance(found, Refusal):
-            refused = ReadNamedReply(life, number, bytes([found]), rows)
-            post((decode(encode(refused), ReadNamedReply), {}))
+            refused = ReadReply(life, number, bytes([found]), rows)
+            post((decode(encode(refused), ReadReply), {}))
             return
-        reply = ReadNamedReply(
+        reply = ReadReply(
             life,
             number,
             bytes([Refusal.NONE]),
@@ -248,7 +248,7 @@ class Fetches:
         content = read.content
         if any(each is not None and each.is_damaged for each in content.values()):
             reply = read.reply
-            refused = ReadNamedReply(reply.life, reply.number, bytes([Refusal.CORRUPT]), reply.rows)
+            refused = ReadReply(reply.life, reply.number, bytes([Refusal.CORRUPT]), reply.rows)
             read.post((refused, {}))
             return
-        read.post((decode(encode(read.reply), ReadNamedReply), content))
+        read.post((decode(encode(read.reply), ReadReply), content))

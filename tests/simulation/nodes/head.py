@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import OrderError, Orders
+from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.report import Report, ReportAnswer
+from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from tests.simulation.nodes.node import Post, sent
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from raykv.base.ids import Blocks, Direction, Key, Namespace, Refusal, Stamp
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows
-from raykv.protocol.named.copies import NamedJob, NamedResult
 from tests.simulation.nodes.content import KVCache
 from tests.simulation.nodes.models import Prompt
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class CopyJob:
+class EngineJob:
     """Chunks that all ranks of an engine copy; it is over when each has said how it ended.
 
     `told`: by place, the orders that it had shown when the job was prepared. `floor`: nothing that
@@ -44,9 +44,9 @@ class CopyJob:
     is_given_up: bool = False
     is_completed_by_vllm: bool = True
 
-    def named(self) -> NamedJob:
+    def named(self) -> CopyJob:
         """As it crosses to a node."""
-        return NamedJob(
+        return CopyJob(
             self.job_id,
             int(self.direction),
             self.namespace,
@@ -65,11 +65,11 @@ class RankJob:
     engine.
     """
 
-    job: CopyJob
+    job: EngineJob
     place: int
     rank: int
     kv: KVCache
-    ended: Callable[[RankJob, NamedResult], None]
+    ended: Callable[[RankJob, CopyResult], None]
 
     def lose(self, life: int) -> None:
         """Its node is gone, or cannot be reached."""
@@ -77,7 +77,7 @@ class RankJob:
         lost = bytes([Refusal.NODE_LOST]) * count
         self.ended(
             self,
-            NamedResult(self.job.job_id, life, 0, ListedRows(), Numbers.of(range(count)), lost),
+            CopyResult(self.job.job_id, life, 0, ListedRows(), Numbers.of(range(count)), lost),
         )
 
 
@@ -99,7 +99,7 @@ class Line:
     flying: list[RankJob] = field(default_factory=list)
     admitted: set[RankJob] = field(default_factory=set)
 
-    def end(self, job: RankJob, result: NamedResult) -> None:
+    def end(self, job: RankJob, result: CopyResult) -> None:
         """A job has ended at the node."""
         if self.is_open and job in self.flying:
             self.flying.remove(job)

@@ -27,17 +27,17 @@ from raykv.base.ids import (
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.protocol.framing import decode, encode
-from raykv.protocol.listing import EVICTIONS
-from raykv.protocol.named.copies import NamedJob
-from raykv.protocol.named.place import (
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
     EngineWelcome,
     Tell,
 )
-from raykv.protocol.named.report import Report, ReportAnswer
+from raykv.protocol.framing import decode, encode
+from raykv.protocol.listing import EVICTIONS
+from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.operator import OrdersDocument
 from tests.simulation.nodes.content import PoolBytes
 from tests.simulation.nodes.fetches import Fetches
@@ -71,7 +71,7 @@ class Copying:
 
     line: Line
     rank_job: RankJob
-    job: NamedJob
+    job: CopyJob
     admitted: AdmittedJob
     left: deque[tuple[int, int, int]] = field(default_factory=deque)
     failures: dict[int, Refusal] = field(default_factory=dict)
@@ -281,7 +281,7 @@ class PlayedNode:
             assert landing.record is not None
             yield landing.record
 
-    def _loadable(self, jobs: list[NamedJob]) -> set[tuple[int, int]]:
+    def _loadable(self, jobs: list[CopyJob]) -> set[tuple[int, int]]:
         """Which chunks, by numbers of job and chunk, can be loaded as things are."""
         return {
             (number, at)

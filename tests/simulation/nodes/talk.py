@@ -16,16 +16,17 @@ import msgspec
 from raykv.base.ids import Namespace
 from raykv.engine.remote import FetchOrder
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.engine import Hints
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
-from raykv.protocol.named.place import (
+from raykv.protocol.copies import CopyResult, Fetch
+from raykv.protocol.engine import (
+    Ask,
+    AskAnswer,
     ChangesAnswer,
     EngineWelcome,
     FoundKeys,
+    Hints,
     Tell,
 )
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.simulation.wire import Call
 
@@ -165,7 +166,7 @@ class EngineTalk:
         # That has no answer yet: it is asked until it has.
         self._asked: Ask | None = None
         self._clear: Call[Stamp] | None = None
-        self._fetches: list[Call[NamedResult]] = []
+        self._fetches: list[Call[CopyResult]] = []
         self._num_fetches = 0
         self.rng = random.Random(engine.life)
 
@@ -288,7 +289,7 @@ class EngineTalk:
         orders = self._engine.view.remote.take_orders()
         if orders:
             self._fetches = [call for call in self._fetches if call.is_open]
-            results: list[NamedResult | None] = [None] * len(self.places)
+            results: list[CopyResult | None] = [None] * len(self.places)
             waiting = set(range(len(self.places)))
             for place in range(len(self.places)):
                 self._fetch(orders, place, results, waiting)
@@ -297,20 +298,20 @@ class EngineTalk:
         self,
         orders: list[FetchOrder],
         place: int,
-        results: list[NamedResult | None],
+        results: list[CopyResult | None],
         waiting: set[int],
     ) -> None:
         engine, node_id = self._engine, self._engine.seats.node_ids[place]
         self._num_fetches += 1
         order = self._named(orders, self._num_fetches)
 
-        def ended(result: NamedResult | None) -> None:
+        def ended(result: CopyResult | None) -> None:
             results[place] = result
             waiting.discard(place)
             if not waiting:
                 self.news.append(lambda: engine.view.finish_fetch(orders, results, engine.clock))
 
-        call: Call[NamedResult] = Call(
+        call: Call[CopyResult] = Call(
             f"fetch {order.number} of {len(orders)} chunks for {engine}",
             (engine.seats.engine_id, node_id),
             lambda post: self._cluster.at(node_id, lambda node: node.fetches.begin(order, post)),
@@ -320,12 +321,12 @@ class EngineTalk:
         self._fetches.append(call)
         self._cluster.wire.send(call)
 
-    def _named(self, orders: list[FetchOrder], number: int) -> FetchOrderNamed:
+    def _named(self, orders: list[FetchOrder], number: int) -> Fetch:
         sources = list(dict.fromkeys(each for order in orders for each in order.sources))
         rows = [
             (at, sources.index(each)) for at, order in enumerate(orders) for each in order.sources
         ]
-        return FetchOrderNamed(
+        return Fetch(
             PROTOCOL_VERSION,
             number,
             self._engine.life,

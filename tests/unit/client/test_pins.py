@@ -11,9 +11,8 @@ from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
-from raykv.protocol.columns import Numbers, Source
+from raykv.protocol.columns import NamedKeys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.columns import NamedKeys
 from raykv.protocol.operator import (
     NodePins,
     OrderAnswer,

@@ -13,9 +13,9 @@ from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.client.transfers import Moving, fetch_files
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
-from raykv.protocol.named.copies import FetchOrderNamed, NamedResult
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery, WherePage, WhereQuery
 from tests.fixtures.played_cluster import Methods, play, status
@@ -33,7 +33,7 @@ class PlayedNodes:
         self, patches: pytest.MonkeyPatch, places: dict[bytes, list[Source]], **refusals: Refusal
     ) -> None:
         self.places, self.refusals = places, refusals
-        self.orders: list[FetchOrderNamed] = []
+        self.orders: list[Fetch] = []
         self.dropped: list[bytes] = []
         self.drops: list[DropOrder] = []
         self.pinned: set[bytes] = set()
@@ -88,7 +88,7 @@ class PlayedNodes:
         )
 
     def _fetch(self, raw: bytes) -> bytes:
-        order = decode(raw, FetchOrderNamed)
+        order = decode(raw, Fetch)
         self.orders.append(order)
         keys = list(order.keys)
         failed = {
@@ -102,7 +102,7 @@ class PlayedNodes:
             for key in here
         ]
         return encode(
-            NamedResult(
+            CopyResult(
                 order.number,
                 1,
                 1,

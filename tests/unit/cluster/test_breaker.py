@@ -6,9 +6,9 @@ import pytest
 
 import raykv.cluster.breaker
 from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
+from raykv.protocol.engine import Tell
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
-from raykv.protocol.named.place import Tell
 from raykv.protocol.node import NodeStats
 from raykv.protocol.status import EngineStatus, NodeStatus
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.plan import CopyRuns, JobPlan, PlanError, Planner
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import named_key
@@ -46,7 +46,7 @@ def layout(
 class PlacedJob:
     """A job, and the slots that its chunks have got."""
 
-    job: NamedJob
+    job: CopyJob
     slots: list[Slot]
 
     def planned(self, planner: Planner) -> PlacedPlan:

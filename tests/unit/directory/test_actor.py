@@ -19,12 +19,11 @@ from raykv.directory.known.desk import Draft
 from raykv.directory.launch import forget_orders, forget_wish
 from raykv.directory.steward import Steward, next_life
 from raykv.protocol.columns import Keys
-from raykv.protocol.engine import Naming
+from raykv.protocol.engine import Ask, AskAnswer, Naming
 from raykv.protocol.events import EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.measures import ClusterMetrics
-from raykv.protocol.named.ask import Ask, AskAnswer
-from raykv.protocol.named.report import Report, ReportAnswer
+from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.operator import (
     ClearOrder,
     NameWeights,

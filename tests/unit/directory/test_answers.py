@@ -21,13 +21,12 @@ from raykv.directory.answers import (
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.events import BlockStored, EventPage, LifeBegan, NodeJoined, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
-from raykv.protocol.named.place import EngineHello
-from raykv.protocol.named.report import ReportedEngine, SessionsWord
-from raykv.protocol.node import DiskStats, NodeStats
+from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine, SessionsWord
 from raykv.protocol.operator import OrderedShare, OrdersDocument
 from raykv.protocol.reader import WhereQuery, check_where_page
 from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord

@@ -10,10 +10,9 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.directory.meter import LAG_WINDOW_S, ClusterMeter
 from raykv.metrics.table import CLUSTER
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.listing import Where
-from raykv.protocol.named.place import EngineHello
-from raykv.protocol.named.report import PAUSE_MS, ReportedEngine
-from raykv.protocol.node import NodeStats
+from raykv.protocol.node import PAUSE_MS, NodeStats, ReportedEngine
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, row_of
 

@@ -12,10 +12,10 @@ from raykv.engine.requests import Miss
 from raykv.protocol.engine import (
     MAX_NAMES_BYTES,
     MissRecord,
+    Tell,
     check_record,
 )
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.named.place import Tell
 from tests.fixtures.keys import chunk_names, hashed_key
 
 CHUNK = 32

@@ -12,8 +12,8 @@ from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers
+from raykv.protocol.engine import AskAnswer
 from raykv.protocol.listing import Reason, Where
-from raykv.protocol.named.ask import AskAnswer
 from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
 from tests.fixtures.keys import named_key as key
 

@@ -15,10 +15,9 @@ from raykv.engine.session import LEAST_ROWS, EngineParts, Session, WorkerReport
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
 from raykv.protocol.descriptions import Description
-from raykv.protocol.engine import Naming, Space
+from raykv.protocol.engine import ChangesAnswer, Naming, Space
 from raykv.protocol.listing import ALL_READ, Position
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.place import ChangesAnswer
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.sessions import SessionWord

@@ -21,13 +21,13 @@ from raykv.engine.listed import SILENT_S
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers, Source, SourceKind
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import AskAnswer
 from raykv.protocol.listing import (
     ListedRow,
     Reason,
     Where,
 )
-from raykv.protocol.named.ask import AskAnswer
-from raykv.protocol.named.copies import NamedResult
 from tests.fixtures.engine.views import HERE, ORDERS, OURS, STORE_S, made, reason, row
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
@@ -444,7 +444,7 @@ def test_numbers_that_are_not_there_are_passed_over(view: EngineView) -> None:
     view.take_answer(
         view.question(1, [A], []), AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)
     )
-    failed = NamedResult(1, 7, 1, failed_chunks=far, refusals=bytes([Refusal.NO_ROOM]))
+    failed = CopyResult(1, 7, 1, failed_chunks=far, refusals=bytes([Refusal.NO_ROOM]))
     view.end_store(0, "r", [A], failed, 0.0)
     view.end_load(0, "r", [A], failed, 0.0)
     assert view.lookup("r", A, 0.0) is MISS

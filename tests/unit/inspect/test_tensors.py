@@ -23,10 +23,10 @@ from raykv.client.cluster import Cluster
 from raykv.inspect import tensors
 from raykv.node.peers import Bytes
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.events import BlockStored, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
-from raykv.protocol.named.copies import ReadNamed, ReadNamedReply
 from raykv.protocol.status import ClusterStatus, NamespaceStatus, NodeStatus
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
@@ -260,7 +260,7 @@ class PlayedSource:
     """Answers reads as a NodeActor does, unless the test has it answer otherwise."""
 
     def __init__(self) -> None:
-        self.asked: list[ReadNamed] = []
+        self.asked: list[Read] = []
         self.refusals: dict[bytes, Refusal] = {}
         self.flips = False
         self.cuts = False
@@ -270,11 +270,11 @@ class PlayedSource:
 
     def remote(self, raw: bytes) -> Callable[[], tuple[bytes, Bytes]]:
         """A call of `read`."""
-        request = decode(raw, ReadNamed)
+        request = decode(raw, Read)
         self.asked.append(request)
         return lambda: self.answer(request)
 
-    def answer(self, request: ReadNamed) -> tuple[bytes, Bytes]:
+    def answer(self, request: Read) -> tuple[bytes, Bytes]:
         if self.is_gone:
             raise GetTimeoutError("too late")
         refusals = [self.refusals.get(name, Refusal.NONE) for name in request.keys]
@@ -296,7 +296,7 @@ class PlayedSource:
         )
         sums = [xxhash.xxh3_64_intdigest(row.data) for row in sent]
         ones = Numbers.of([1] * len(sent))
-        reply = ReadNamedReply(5, 1, bytes(refusals), rows, sums, ones, ones)
+        reply = ReadReply(5, 1, bytes(refusals), rows, sums, ones, ones)
         data = np.concatenate([*sent, np.zeros(0, np.uint8)])
         if self.flips:
             data[17] ^= 1

@@ -16,8 +16,8 @@ from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.plan import CopyRuns, Planner
 from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
 from raykv.memory.handles import check_layout
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.named.copies import NamedJob
 from raykv.protocol.worker import (
     NOT_CANONICAL,
     CanonicalPages,
@@ -46,13 +46,11 @@ LAYOUT = KVLayout(
 )
 
 
-def job(
-    direction: Direction, slot: int, blocks: list[int], first: int = 0
-) -> tuple[NamedJob, Slot]:
+def job(direction: Direction, slot: int, blocks: list[int], first: int = 0) -> tuple[CopyJob, Slot]:
     return named_job(direction, [named_key("k")], [blocks], first=[first]), Slot(slot)
 
 
-def runs_of(planner: Planner, of: tuple[NamedJob, Slot]) -> CopyRuns:
+def runs_of(planner: Planner, of: tuple[CopyJob, Slot]) -> CopyRuns:
     return planner.plan(of[0]).runs([0], [of[1]], MAX_SLAB_BYTES)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from raykv.metrics.hyperloglog import HyperLogLog
 
 from raykv.base.ids import MissReason, TokenSource
 from raykv.metrics.engines import MAX_ENGINES, EngineTally
-from raykv.metrics.hyperloglog import HyperLogLog
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
+from raykv.protocol.engine import Tell
 from raykv.protocol.measures import BreakerReport, HistogramData
-from raykv.protocol.named.place import Tell
 
 
 def message(engine: int, seq: int, **counters: int) -> Tell:

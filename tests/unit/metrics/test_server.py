@@ -26,10 +26,10 @@ from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, num
 from raykv.node.accounts.meter import NodeMeter
 from raykv.node.pool.owner import NodePool
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import EngineHello, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
-from raykv.protocol.named.copies import NamedJob
-from raykv.protocol.named.place import EngineHello, Tell
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.metric_lint import complaints
@@ -205,7 +205,7 @@ def store(made: NodePool, life: int, count: int, *, ends: bool = True) -> None:
     """An engine stores so many chunks, or is about to."""
     keys = Keys.of(bytes([count, number, *bytes(6)]) for number in range(count))
     ones, zeros = Numbers.of([1] * count), Numbers.of([0] * count)
-    job = NamedJob(
+    job = CopyJob(
         count, Direction.STORE, NAMESPACES[life - 1], keys, ones, zeros, ones, orders=ORDERED
     )
     (admitted,) = made.admit(life, 0, 1, [job], 0.0)

@@ -18,9 +18,9 @@ from raykv.node.actor import NodeActor, is_draining
 from raykv.node.reports import Reports
 from raykv.node.service import boot_life
 from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import Fetch
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.copies import FetchOrderNamed
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import PinsHere
 
@@ -121,7 +121,7 @@ def test_facts_of_the_host_say_it_too(refused: NodeActor) -> None:
 
 
 def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
-    order = FetchOrderNamed(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
+    order = Fetch(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
     with pytest.raises(SettingError, match="does not fit"):
         refused.fetch(encode(order))
     with pytest.raises(SettingError, match="does not fit"):

@@ -25,10 +25,10 @@ from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Reason
-from raykv.protocol.named.copies import NamedResult
-from raykv.protocol.named.place import EngineHello
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
@@ -71,7 +71,7 @@ def announced(keeper: PoolKeeper, way: Direction, *chunks: int, job_id: int = 1)
 _ids = iter(range(100, 1 << 30))
 
 
-def store(keeper: PoolKeeper, *chunks: int, ok: bool = True) -> NamedResult:
+def store(keeper: PoolKeeper, *chunks: int, ok: bool = True) -> CopyResult:
     job = announced(keeper, STORE, *chunks, job_id=next(_ids))
     keeper.begin_chunks(job, range(len(chunks)))
     keeper.end_chunks(job, range(len(chunks)), ok=ok)

@@ -15,12 +15,11 @@ from raykv.cluster import bequest
 from raykv.cluster.bequest import KeptOrders
 from raykv.node.keeper import PoolKeeper
 from raykv.node.reports import Reports
+from raykv.protocol.columns import NamedKeys
+from raykv.protocol.engine import EngineHello, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, Position
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.place import EngineHello, Tell
-from raykv.protocol.named.report import Report, ReportAnswer
-from raykv.protocol.node import NodeStats
+from raykv.protocol.node import NodeStats, Report, ReportAnswer
 from raykv.protocol.operator import OrderedPin, OrdersDocument
 
 PAGE = 4096

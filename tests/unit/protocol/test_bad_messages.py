@@ -24,26 +24,31 @@ from raykv.node.fetch import FetchService
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
-from raykv.protocol.engine import Hints, MissRecord, Naming
+from raykv.protocol.columns import Keys, NamedKeys, Numbers, Source, SourceKind
+from raykv.protocol.copies import CopyJob, Fetch, Read, ReadReply, check_read_reply
+from raykv.protocol.engine import (
+    Ask,
+    ChangesQuery,
+    EngineHello,
+    FoundKeys,
+    Hints,
+    MissRecord,
+    Naming,
+    Tell,
+)
 from raykv.protocol.events import EventPage, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
 from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
-from raykv.protocol.named.ask import Ask
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.copies import FetchOrderNamed, NamedJob, ReadNamed, ReadNamedReply
-from raykv.protocol.named.place import ChangesQuery, EngineHello, FoundKeys, Tell
-from raykv.protocol.named.report import (
+from raykv.protocol.node import (
     Marks,
+    NodeDescription,
     Report,
     ReportAnswer,
     ReportedEngine,
     SessionsWord,
 )
-from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
-from raykv.protocol.peer import check_read_reply
 from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionWord
 from raykv.protocol.worker import AttachWorker, JobBatch
@@ -58,10 +63,10 @@ VERSIONED: tuple[type[msgspec.Struct], ...] = (
     DropOrder,
     EngineHello,
     EventPage,
-    FetchOrderNamed,
+    Fetch,
     ListingQuery,
     NodeDescription,
-    ReadNamed,
+    Read,
     Report,
 )
 OTHERS: tuple[type[msgspec.Struct], ...] = (JobBatch, OrdersDocument, ReportAnswer, Tell)
@@ -208,9 +213,9 @@ TELLS = st.builds(
 
 
 @st.composite
-def any_job(draw: st.DrawFn) -> NamedJob:
+def any_job(draw: st.DrawFn) -> CopyJob:
     keys = draw(KEYS)
-    return NamedJob(
+    return CopyJob(
         draw(st.integers(0, 50)),
         draw(st.sampled_from(Direction)),
         draw(st.sampled_from([A, "b"])),
@@ -297,7 +302,7 @@ def test_absurd_words_of_engines_do_no_harm(pool: OwnedPool, told: Tell) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(job=any_job())
-def test_absurd_jobs_do_no_harm(pool: OwnedPool, job: NamedJob) -> None:
+def test_absurd_jobs_do_no_harm(pool: OwnedPool, job: CopyJob) -> None:
     message = passed(job)
     if message is not None:
         (admitted,) = pool.admit(message)
@@ -427,7 +432,7 @@ def test_absurd_questions_do_no_harm(directory: Directory, ask: Ask) -> None:
 class Nobody:
     """A `PeerTransport` without any node."""
 
-    def start_read(self, source: Source, request: ReadNamed) -> Any:
+    def start_read(self, source: Source, request: Read) -> Any:
         del request
         raise PeerError(f"node {source.node_id}: there is none")
 
@@ -440,10 +445,10 @@ def keeper() -> Iterator[PoolKeeper]:
 
 
 @st.composite
-def any_fetch(draw: st.DrawFn) -> FetchOrderNamed:
+def any_fetch(draw: st.DrawFn) -> Fetch:
     keys = draw(KEYS)
     num_rows = draw(st.integers(0, 3)) if keys else 0
-    return FetchOrderNamed(
+    return Fetch(
         PROTOCOL_VERSION,
         draw(NUMBER),
         draw(NUMBER),
@@ -460,7 +465,7 @@ def any_fetch(draw: st.DrawFn) -> FetchOrderNamed:
 @settings(max_examples=80, deadline=None)
 @given(order=any_fetch())
 def test_absurd_fetches_are_refused_and_leave_no_slot_behind(
-    keeper: PoolKeeper, order: FetchOrderNamed
+    keeper: PoolKeeper, order: Fetch
 ) -> None:
     message = passed(order)
     if message is None:
@@ -478,7 +483,7 @@ def test_absurd_fetches_are_refused_and_leave_no_slot_behind(
 def test_absurd_reads_give_no_bytes(keeper: PoolKeeper, keys: Keys, data: st.DataObject) -> None:
     service = ReadService(keeper)
     sizes = Numbers.of(data.draw(ANY_NUMBER) for _ in keys)
-    message = passed(ReadNamed(PROTOCOL_VERSION, "a", keys, sizes))
+    message = passed(Read(PROTOCOL_VERSION, "a", keys, sizes))
     if message is None:
         return
     try:
@@ -506,7 +511,7 @@ def test_answer_to_a_read_that_does_not_fit_together_is_refused(
     fields: dict[str, Any], num_bytes: int
 ) -> None:
     two = Numbers.of([1, 1])
-    valid = ReadNamedReply(7, 1, bytes(2), checksums=[1, 2], histories=two, stamps=two)
+    valid = ReadReply(7, 1, bytes(2), checksums=[1, 2], histories=two, stamps=two)
     check_read_reply(valid, 2, [1, 1])
     with pytest.raises(MessageError):
         check_read_reply(msgspec.structs.replace(valid, **fields), num_bytes, [1, 1])

@@ -11,10 +11,10 @@ from raykv.base.ids import MAX_KEY_BYTES, Key, Namespace
 from raykv.protocol.columns import (
     SPLIT_TOGETHER,
     Keys,
+    NamedKeys,
     Numbers,
 )
 from raykv.protocol.framing import decode, encode, receive
-from raykv.protocol.named.columns import NamedKeys
 
 OF_ONE_LENGTH = st.integers(1, MAX_KEY_BYTES).flatmap(
     lambda width: st.lists(st.binary(min_size=width, max_size=width), max_size=200)

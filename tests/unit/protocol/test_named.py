@@ -12,7 +12,26 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import ALL_BLOCKS, Key, Namespace, Stamp
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import MAX_KEYS, Keys, NamedKeys, Numbers, Source, SourceKind
+from raykv.protocol.copies import (
+    Capture,
+    CopyJob,
+    CopyResult,
+    Fetch,
+    Read,
+    ReadReply,
+)
+from raykv.protocol.engine import (
+    MOST_ASKED,
+    Ask,
+    AskAnswer,
+    ChangesAnswer,
+    ChangesQuery,
+    EngineHello,
+    EngineWelcome,
+    FoundKeys,
+    Tell,
+)
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import (
     ListedRow,
@@ -22,25 +41,7 @@ from raykv.protocol.listing import (
     Reason,
     Where,
 )
-from raykv.protocol.named.ask import MOST_ASKED, Ask, AskAnswer
-from raykv.protocol.named.captures import Capture
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.copies import (
-    FetchOrderNamed,
-    NamedJob,
-    NamedResult,
-    ReadNamed,
-    ReadNamedReply,
-)
-from raykv.protocol.named.place import (
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    EngineWelcome,
-    FoundKeys,
-    Tell,
-)
-from raykv.protocol.named.report import Marks, Report, ReportAnswer
+from raykv.protocol.node import Marks, Report, ReportAnswer
 
 V = PROTOCOL_VERSION
 ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
@@ -63,13 +64,11 @@ SOUND: list[msgspec.Struct] = [
     AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
     Report(V, "here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
     ReportAnswer(3, Position(1, 2, 0), Stamp(1, 2), marks=Marks(1, 2, NAMED, NAMED)),
-    NamedJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
-    NamedResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
-    FetchOrderNamed(
-        V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])
-    ),
-    ReadNamed(V, "a", KEYS, TWO),
-    ReadNamedReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
+    CopyJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
+    CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
+    Fetch(V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])),
+    Read(V, "a", KEYS, TWO),
+    ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
     NAMED,
 ]
 
@@ -110,20 +109,20 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (ReportAnswer, {"pause_ms": 0}),
     (ReportAnswer, {"pause_ms": 5000}),
     (ReportAnswer, {"left": ["a"] * 300}),
-    (NamedJob, {"direction": 2}),
-    (NamedJob, {"num_blocks": Numbers.of([1, -1])}),
-    (NamedJob, {"first_block": Numbers.of([1, 1 << 62])}),
-    (NamedJob, {"first_block": ONE}),
-    (NamedJob, {"namespace": ""}),
-    (NamedJob, {"orders": Stamp(0, -5)}),
-    (NamedJob, {"capture": Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)}),
-    (NamedResult, {"refusals": b""}),
-    (FetchOrderNamed, {"key_index": Numbers.of([0, 2])}),
-    (FetchOrderNamed, {"source_index": Numbers.of([0, 1])}),
-    (FetchOrderNamed, {"source_index": ONE}),
-    (FetchOrderNamed, {"deadline_s": -1.0}),
-    (FetchOrderNamed, {"slot_bytes": ONE}),
-    (ReadNamed, {"keys": Keys.of([b"one", b""])}),
+    (CopyJob, {"direction": 2}),
+    (CopyJob, {"num_blocks": Numbers.of([1, -1])}),
+    (CopyJob, {"first_block": Numbers.of([1, 1 << 62])}),
+    (CopyJob, {"first_block": ONE}),
+    (CopyJob, {"namespace": ""}),
+    (CopyJob, {"orders": Stamp(0, -5)}),
+    (CopyJob, {"capture": Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)}),
+    (CopyResult, {"refusals": b""}),
+    (Fetch, {"key_index": Numbers.of([0, 2])}),
+    (Fetch, {"source_index": Numbers.of([0, 1])}),
+    (Fetch, {"source_index": ONE}),
+    (Fetch, {"deadline_s": -1.0}),
+    (Fetch, {"slot_bytes": ONE}),
+    (Read, {"keys": Keys.of([b"one", b""])}),
     (NamedKeys, {"index": ONE}),
     (NamedKeys, {"index": Numbers.of([0, 2])}),
     (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
@@ -142,7 +141,7 @@ def test_what_no_honest_peer_sends_is_refused(
         receive(raw, kind, "a peer", "this test")
 
 
-@pytest.mark.parametrize("kind", [EngineHello, Ask, Report, FetchOrderNamed, ReadNamed])
+@pytest.mark.parametrize("kind", [EngineHello, Ask, Report, Fetch, Read])
 def test_message_of_another_version_is_refused_with_both(kind: type[msgspec.Struct]) -> None:
     message = msgspec.structs.replace(of(kind), version=V + 1)
     with pytest.raises(VersionError, match=str(V + 1)):
@@ -181,6 +180,6 @@ def test_one_field_of_anything_is_refused_or_can_be_read(
     readers: dict[type, Callable[[Any], object]] = {
         NamedKeys: list,
         AskAnswer: lambda answer: list(answer.key_index),
-        NamedResult: lambda result: list(result.rows),
+        CopyResult: lambda result: list(result.rows),
     }
     readers.get(kind, encode)(found)

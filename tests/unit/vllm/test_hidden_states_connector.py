@@ -15,7 +15,7 @@ from raykv.base.ids import Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import load_hidden_states, promise
 from raykv.protocol.columns import Numbers
-from raykv.protocol.named.copies import NamedResult
+from raykv.protocol.copies import CopyResult
 from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
@@ -140,7 +140,7 @@ def test_blocks_are_free_when_the_capture_has_ended_and_not_before(tmp_path: Pat
     capture = job.job.capture
     assert capture is not None
     assert (capture.path, capture.has_lock, capture.layer) == (path, True, 2)
-    states.take_results([NamedResult(job.job_id, 1, 1, num_bytes=96)])
+    states.take_results([CopyResult(job.job_id, 1, 1, num_bytes=96)])
     assert states.finish(set()) == {"r"}
     assert states.finish(set()) == set()
 
@@ -151,7 +151,7 @@ def test_capture_that_failed_frees_the_blocks_and_the_reader_hears_why(tmp_path:
     states.submit(line, order(path))
     (job,) = line.jobs
     refusals = bytes([Refusal.NODE_LOST])
-    lost = NamedResult(job.job_id, 0, 0, failed_chunks=Numbers.of([0]), refusals=refusals)
+    lost = CopyResult(job.job_id, 0, 0, failed_chunks=Numbers.of([0]), refusals=refusals)
     states.take_results([lost])
     assert states.finish(set()) == {"r"}
     with pytest.raises(HiddenStatesError, match="node_lost"):

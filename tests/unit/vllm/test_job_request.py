@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction, Key, Refusal, Stamp, group_of
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.named.copies import NamedJob, NamedResult
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.transfers import (
     ChunkSpec,
@@ -31,12 +31,12 @@ class PlayedLink:
 
     def __init__(self) -> None:
         self.submitted: list[JobRequest] = []
-        self.ended: list[NamedResult] = []
+        self.ended: list[CopyResult] = []
 
     def submit(self, request: JobRequest) -> None:
         self.submitted.append(request)
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -74,7 +74,7 @@ def request(
     keys: list[bytes] = [name(at, group) for at, group in enumerate(groups)]
     chunks = ChunkSpec(keys, "changed", Stamp(3, 4), "ann", "r")
     made = flying_job(77, direction, blocks, chunks, of)
-    assert decode(encode(made.job), NamedJob) == made.job
+    assert decode(encode(made.job), CopyJob) == made.job
     return made
 
 
@@ -222,7 +222,7 @@ def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:
     worker = worker_of(link, layout(4, 0, 1))
     blocks = GPULoadStoreSpec([1, 2, 3, 4, 7, 8], [4, 2], [0, 0])
     assert worker.submit_store(7, blocks, ChunkSpec([b"a", b"b"], "model"))
-    link.ended.append(NamedResult(7, 1, 1, num_bytes=100))
+    link.ended.append(CopyResult(7, 1, 1, num_bytes=100))
     (result,) = worker.get_finished()
     assert failures(result) == {b"b": Refusal.COPY_FAILED}
     assert [request.job.keys for request in link.submitted] == [[b"a"]]
@@ -255,7 +255,7 @@ def test_blocks_of_chunks_that_were_not_loaded_are_lost() -> None:
     blocks = GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [1])
     assert worker.submit_load(7, ChunkSpec([b"a", b"b", b"c"], "model"), blocks)
     refusals = bytes([Refusal.NOT_HERE])
-    link.ended.append(NamedResult(7, 1, 1, failed_chunks=Numbers.of([1]), refusals=refusals))
+    link.ended.append(CopyResult(7, 1, 1, failed_chunks=Numbers.of([1]), refusals=refusals))
     (result,) = worker.get_finished()
     assert failures(result) == {b"b": Refusal.NOT_HERE}
     assert result.lost_blocks == [2, 3]

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from raykv.base.ids import Direction, Refusal
 from raykv.prompts.adapters import AdapterFiles
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.named.copies import NamedResult
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters
@@ -42,9 +42,9 @@ KEYS = ((b"l", "b"), (b"m", "c"))
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 
 
-def ended(job_id: int, failed: Collection[int] = ()) -> NamedResult:
+def ended(job_id: int, failed: Collection[int] = ()) -> CopyResult:
     refusals = bytes([Refusal.NOT_HERE]) * len(failed)
-    return NamedResult(
+    return CopyResult(
         job_id,
         1,
         1,
@@ -66,7 +66,7 @@ class Link:
         self.refused: dict[int, list[int]] = {}
         self.failing = ""
         self.breakers = BreakerReport()
-        self._results: list[NamedResult] = []
+        self._results: list[CopyResult] = []
 
     def submit(self, request: JobRequest) -> None:
         self._fail_at("submit")
@@ -85,7 +85,7 @@ class Link:
             self.submitted.clear()
         return True
 
-    def drain(self) -> list[NamedResult]:
+    def drain(self) -> list[CopyResult]:
         self._fail_at("drain")
         results, self._results = self._results, []
         return results
@@ -270,7 +270,7 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     side.begin(a=[1, 2], b=[3])
     side.start()
 
-    def strange(request: JobRequest, result: NamedResult) -> Any:
+    def strange(request: JobRequest, result: CopyResult) -> Any:
         return SimpleNamespace(job_id=result.job_id)
 
     monkeypatch.setattr("raykv.vllm.transfers.transfer_result", strange)

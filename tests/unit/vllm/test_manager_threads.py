@@ -15,7 +15,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadingManager
 
-from raykv.protocol.named.report import ReportAnswer
+from raykv.protocol.node import ReportAnswer
 from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler
 from tests.fixtures.vllm import Engine, PlayedRequest, key

@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.engine.announcements import Announcements
 from raykv.engine.remote import ChunkSize, RemoteSettings
-from raykv.protocol.named.copies import NamedJob
+from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.manager import track_chunks
 from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
@@ -136,11 +136,11 @@ def keys_at(request: Request, boundary: int) -> list[Key]:
     return [Key(bytes(make_offload_key(name, group))) for group in (0, 1)]
 
 
-def groups(job: NamedJob) -> list[int]:
+def groups(job: CopyJob) -> list[int]:
     return [group_of(Key(key)) for key in job.keys]
 
 
-def job_of(stores: dict[int, Any]) -> NamedJob:
+def job_of(stores: dict[int, Any]) -> CopyJob:
     """The one of the tail, as it goes to the NodeActor."""
     found = [
         flying_job(job_id, Direction.STORE, job.src_spec, job.dst_spec, LAYOUT)
@@ -179,7 +179,7 @@ def all_stored() -> TailEngine:
     return engine
 
 
-def give_blocks(engine: TailEngine, request: Request, loads: int) -> NamedJob:
+def give_blocks(engine: TailEngine, request: Request, loads: int) -> CopyJob:
     """Blocks 31 and 32, of the state only 41 for the tail; the load, as it goes out."""
     attention = [KVCacheBlock(31), KVCacheBlock(32), KVCacheBlock(33)]
     state = [KVCacheBlock(0), KVCacheBlock(41), KVCacheBlock(42)]

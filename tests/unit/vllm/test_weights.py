@@ -16,9 +16,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.base.ids import ALL_BLOCKS, Direction, Key, Namespace, Stamp
 from raykv.protocol.columns import Keys
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import Naming, Space
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
-from raykv.protocol.named.copies import NamedResult
 from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
@@ -319,7 +319,7 @@ def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> No
         ListedRow(each, Key(key(at)), Where.RAM, ALL_BLOCKS, Reason.STORED)
         for at, each in enumerate((old, engine.view.namespace))
     ]
-    result = NamedResult(1, before.life, before.number + 5, ListedRows.of(rows))
+    result = CopyResult(1, before.life, before.number + 5, ListedRows.of(rows))
     ends = [JobEnd(each, old, "r", Keys.of([key(0)]), result) for each in Direction]
     told = RayKVWorkerMetadata(ends=ends)
     engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))

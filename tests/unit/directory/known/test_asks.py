@@ -13,9 +13,9 @@ from raykv.directory.known.coming import COMING_S
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys, Source, SourceKind
+from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason, Where
-from raykv.protocol.named.ask import Ask, AskAnswer
 from raykv.protocol.node import NodeStats
 from tests.fixtures.directory.reporting import (
     SPACE,

@@ -11,11 +11,10 @@ from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.directory.known import document
 from raykv.directory.known.desk import MOST_WAITING, OrderDesk
 from raykv.directory.known.document import MEMBERS_S, Orders
-from raykv.protocol.columns import Keys
+from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.report import ReportedEngine
+from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import (
     MAX_TOLD_NAMINGS,
     MAX_TOLD_PINS,

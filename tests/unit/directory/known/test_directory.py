@@ -14,12 +14,10 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.directory.known.holdings import HeldAt
 from raykv.directory.known.spaces import LEFT_S
-from raykv.protocol.engine import Naming
+from raykv.protocol.engine import NOTHING_ORDERED, Ask, Naming
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListingPart, Position, Where
-from raykv.protocol.named.ask import Ask
-from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.named.report import PAUSE_MS, Report, ReportAnswer, SessionsWord
+from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.directory.reporting import (

@@ -13,7 +13,7 @@ from raykv.directory.known.intake import MovedChunk
 from raykv.directory.known.marks import MOST_SENT, SpareMarks
 from raykv.directory.known.numbering import Numbering
 from raykv.protocol.listing import Reason, Where
-from raykv.protocol.named.report import Marks
+from raykv.protocol.node import Marks
 
 SPACE = Namespace("n")
 KNOWN = 7

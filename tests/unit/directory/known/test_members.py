@@ -10,7 +10,7 @@ import raykv.directory.known.members
 from raykv.base.ids import EngineId, NodeId
 from raykv.directory.known.members import EngineLife, Members
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.report import Report, SessionsWord
+from raykv.protocol.node import Report, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.directory.reporting import engine_of
 

@@ -9,7 +9,7 @@ from raykv.base.ids import NodeId
 from raykv.directory.known.numbering import MOST_SHOWN, Numbering
 from raykv.directory.known.sessions import MOST_SENT, MOST_WAITING, SessionNodes
 from raykv.protocol.columns import Keys
-from raykv.protocol.named.report import SessionsWord
+from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 
 A, B, C = map(NodeId, "abc")

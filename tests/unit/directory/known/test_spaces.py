@@ -7,7 +7,7 @@ import pytest
 import raykv.directory.known.spaces
 from raykv.base.ids import Namespace, NodeId
 from raykv.directory.known.spaces import LEFT_S, NamespaceUse
-from raykv.protocol.named.report import MOST_NAMESPACES
+from raykv.protocol.node import MOST_NAMESPACES
 
 A, B = NodeId("a"), NodeId("b")
 NONE: frozenset[Namespace] = frozenset()

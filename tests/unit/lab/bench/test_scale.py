@@ -14,7 +14,7 @@ from raykv.lab.bench.directory_load import (
 )
 from raykv.lab.bench.report import Options
 from raykv.lab.bench.scale import ASKED, ENGINES_PER_NODE, POOL_CHUNKS, STORED, _Cluster, run
-from raykv.protocol.named.report import PAUSE_MS
+from raykv.protocol.node import PAUSE_MS
 
 
 def test_directory_knows_what_has_come_and_not_what_has_gone() -> None:

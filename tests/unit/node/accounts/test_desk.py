@@ -13,12 +13,11 @@ from raykv.base.tenants import salt_label
 from raykv.node.accounts.desk import MOST_PIECES, Desk
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.engine import Hints, MissRecord
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import EngineHello, Hints, MissRecord, Tell
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, Position, Where
-from raykv.protocol.named.copies import NamedJob
-from raykv.protocol.named.place import EngineHello, Tell
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionQuery, SessionStage, SessionWord
@@ -48,7 +47,7 @@ class AskedPool:
         self.job += 1
         keys, blocks = Keys.of(map(key, numbers)), Blocks(0, 1)
         count, first = Numbers.of([blocks.length] * len(numbers)), Numbers.of([0] * len(numbers))
-        job = NamedJob(self.job, Direction.STORE, A, keys, count, first, tenant=tenant)
+        job = CopyJob(self.job, Direction.STORE, A, keys, count, first, tenant=tenant)
         (admitted,) = self.keeper.announce(1, 0, 1, [job])
         self.keeper.begin_chunks(admitted, range(len(numbers)))
         self.keeper.end_chunks(admitted, range(len(numbers)), ok=True)

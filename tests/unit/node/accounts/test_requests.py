@@ -7,9 +7,8 @@ import pytest
 from raykv.base.ids import MAX_REQUEST_ID
 from raykv.node.accounts import requests
 from raykv.node.accounts.requests import MOST_IN_PAGE, MOST_RECORDS, MOST_TOLD, RequestLog
-from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
+from raykv.protocol.engine import CHUNK_NAME_BYTES, EngineHello, MissRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.named.place import EngineHello
 
 HELLO = EngineHello(PROTOCOL_VERSION, "e", 1, "a", "model")
 

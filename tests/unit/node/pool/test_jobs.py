@@ -10,9 +10,8 @@ from raykv.node.pool.index import FRESH_S, OPEN_S
 from raykv.node.pool.jobs import STORE_EXPIRY_S
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import Capture, CopyJob
 from raykv.protocol.listing import Reason, Where
-from raykv.protocol.named.captures import Capture
-from raykv.protocol.named.copies import NamedJob
 from tests.fixtures.node.owned_pool import (
     HISTORY,
     LIFE,
@@ -402,5 +401,5 @@ def test_empty_job_ends_like_others(pool: OwnedPool) -> None:
         (job,) = pool.admit(message)
         result = pool.end(job)
         assert (result.job_id, len(result.rows.keys)) == (message.job_id, 0)
-    assert isinstance(message, NamedJob)
+    assert isinstance(message, CopyJob)
     assert pool.node.index.num_open_jobs == 0

@@ -11,7 +11,7 @@ from raykv.node.pool.floors import MAX_HISTORIES
 from raykv.node.pool.orders import TenantNumbers
 from raykv.node.pool.records import Standing
 from raykv.node.pool.room import NOBODY
-from raykv.protocol.named.place import NOTHING_ORDERED
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.node.owned_pool import (
     HISTORY,

@@ -15,11 +15,18 @@ from raykv.node.pool.listing import MOST_UNREAD
 from raykv.node.pool.owner import FAVOUR_S, NodePool
 from raykv.node.pool.records import Standing
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.engine import Hints, MissRecord, Naming
+from raykv.protocol.engine import (
+    NOTHING_ORDERED,
+    ChangesAnswer,
+    EngineHello,
+    FoundKeys,
+    Hints,
+    MissRecord,
+    Naming,
+)
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
-from raykv.protocol.named.place import NOTHING_ORDERED, ChangesAnswer, EngineHello, FoundKeys
-from raykv.protocol.named.report import MOST_ENGINES
+from raykv.protocol.node import MOST_ENGINES
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.owned_pool import (
     LIFE,

@@ -12,12 +12,10 @@ from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.node.pool.listing import MOST_CHANGES
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.reporting import MARKED_S, MOST_ROWS, MOST_WORDS
-from raykv.protocol.columns import Keys
+from raykv.protocol.columns import Keys, NamedKeys
+from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
-from raykv.protocol.named.columns import NamedKeys
-from raykv.protocol.named.place import NOTHING_ORDERED
-from raykv.protocol.named.report import Marks, ReportAnswer, SessionsWord
-from raykv.protocol.node import NodeStats
+from raykv.protocol.node import Marks, NodeStats, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.owned_pool import (
     LIFE,

@@ -10,7 +10,7 @@ from raykv.node.pool.claims import MOST_CLAIMS, Claims, OwnerKind
 from raykv.node.pool.records import Standing
 from raykv.node.pool.sessions import MOST_KEYS, LocalSessions
 from raykv.protocol.columns import Keys
-from raykv.protocol.named.report import SessionsWord
+from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionStage, SessionWord
 from tests.fixtures.node.owned_pool import A, B, OwnedPool, key
 

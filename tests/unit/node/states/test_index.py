@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.node.states.index import CaptureIndex, CaptureState
-from raykv.protocol.named.captures import Capture, capture_objection
+from raykv.protocol.copies import Capture, capture_objection
 
 TTL_S = 10.0
 

@@ -1,0 +1,264 @@
+"""Copies of chunks and of hidden states: a worker's jobs, and what nodes read of each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from raykv.base.ids import Direction, Refusal, Stamp
+from raykv.protocol.columns import (
+    MAX_NAME,
+    MAX_NUMBER,
+    MAX_ROWS,
+    REFUSALS,
+    Count,
+    Keys,
+    Named,
+    Numbers,
+    Seconds,
+    Source,
+    Text,
+    check_column,
+    check_numbers,
+    check_rows,
+    require,
+)
+from raykv.protocol.engine import NOTHING_ORDERED
+from raykv.protocol.listing import ListedRows
+
+STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number of each type that hidden states may have."""
+
+
+class Capture(msgspec.Struct, frozen=True, array_like=True):
+    """Have a request's hidden states copied out of its KV blocks, and kept by the NodeActor.
+
+    It goes with a job whose blocks hold the states, in the layer of that place in their KV
+    group: vLLM may have put it together with the model's own layers. A block has `block_tokens`
+    tokens; `strides` are the elements from one token of a block to the next, from one state to the
+    next, and from one number of a state to the next. `token_ids` are int64, little endian: as many
+    tokens are wanted, from the request's beginning. `path`: the file that they become, none if
+    empty; `has_lock`: its lock comes along as a descriptor. `most_bytes` of states are kept on this
+    node, for `ttl_s` each.
+    """
+
+    request_id: str
+    token_ids: bytes
+    num_states: int
+    hidden_size: int
+    dtype: str
+    block_tokens: int
+    strides: list[int]
+    most_bytes: int
+    ttl_s: float
+    layer: int = 0
+    path: str = ""
+    has_lock: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are wanted."""
+        return len(self.token_ids) // 8
+
+
+def capture_objection(capture: Capture, num_blocks: int, page_bytes: int) -> str:
+    """Why a capture is invalid, in a few words; empty if it is valid.
+
+    Args:
+        capture: what a worker asks for.
+        num_blocks: KV blocks that hold the states.
+        page_bytes: of one of them.
+    """
+    width = STATE_WIDTHS.get(capture.dtype)
+    if width is None:
+        return f"states of {capture.dtype[:40]!r}"
+    sizes = (capture.block_tokens, capture.num_states, capture.hidden_size)
+    if min(sizes) < 1 or len(capture.strides) != len(sizes) or min(capture.strides) < 1:
+        return f"states of {sizes} with strides {capture.strides[:9]}"
+    steps = zip(sizes, capture.strides, strict=True)
+    if (sum((size - 1) * stride for size, stride in steps) + 1) * width > page_bytes:
+        return f"states of {sizes} with strides {capture.strides} in a page of {page_bytes} bytes"
+    num_tokens = capture.num_tokens
+    if len(capture.token_ids) % 8 or not 0 < num_tokens <= num_blocks * capture.block_tokens:
+        return f"{num_tokens} tokens in {num_blocks} blocks of {capture.block_tokens}"
+    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > MAX_NAME:
+        return "a name or path that is empty or too long"
+    if capture.most_bytes < 0 or not (capture.ttl_s > 0 and math.isfinite(capture.ttl_s)):
+        return f"states that are kept for {capture.ttl_s} s"
+    return ""
+
+
+class CopyJob(msgspec.Struct, frozen=True, array_like=True):
+    """One store or load of one rank. Columns have one entry per chunk, except `block_ids`.
+
+    `num_blocks[c]` of the flat `block_ids` belong to chunk c; the first of them is the chunk's
+    block number `first_block[c]`. A store has the number of the orders that the engine knew when
+    it offered the chunks, and whose they are. `by_layer`: all chunks layer by layer, and the worker
+    learns of each layer that is there.
+
+    With `capture` it is a store of one chunk in name only, whose key tells the KV group: its blocks
+    go to the NodeActor's own memory.
+    """
+
+    job_id: Count
+    direction: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    namespace: Named
+    keys: Keys
+    num_blocks: Numbers
+    first_block: Numbers
+    block_ids: Numbers = Numbers()
+    orders: Stamp = NOTHING_ORDERED
+    tenant: Text = ""
+    by_layer: bool = False
+    capture: Capture | None = None
+
+    def __post_init__(self) -> None:
+        check_column(self.keys, self.num_blocks, self.first_block, most=MAX_ROWS)
+        counts = [*self.num_blocks, *self.first_block]
+        if min(counts, default=0) < 0 or max(counts, default=0) > MAX_NUMBER >> 1:
+            raise ValueError("blocks that no chunk has")
+        if not 0 <= min(self.orders) <= max(self.orders) <= MAX_NUMBER:
+            raise ValueError(f"orders of number {self.orders}")
+        is_one = len(self.keys) == 1 and self.direction == Direction.STORE
+        if self.capture is not None and not is_one:
+            raise ValueError("a capture that is not one store")
+
+
+class CopyResult(msgspec.Struct, frozen=True, array_like=True):
+    """How a job, or a fetch, ended: a `Refusal` per chunk that failed, by its number in the job.
+
+    `rows` say how each chunk of it was at `number` of the listing of that `life`.
+    """
+
+    job_id: int
+    life: int
+    number: int
+    rows: ListedRows = ListedRows()
+    failed_chunks: Numbers = Numbers()
+    refusals: bytes = b""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.failed_chunks) != len(self.refusals):
+            raise ValueError("failed chunks without a reason")
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Have chunks of other nodes copied into this one's pool.
+
+    Args:
+        version: of the protocol.
+        number: of this order, for its result.
+        life: of the EngineCore that asks.
+        namespace: of the chunks.
+        keys: from heads of prompts to tails.
+        slot_bytes: of each chunk.
+        sources: of all chunks.
+        key_index: a row for each source of a chunk, the one to be tried first before the others.
+        source_index: points into `sources`.
+        tenant: whose request wants them.
+        deadline_s: from now on.
+        with_checksums: whether what arrives is checked.
+        series: of several orders that belong together: what they bring stays until a while after
+            the last one.
+    """
+
+    version: int
+    number: Count
+    life: Count
+    namespace: Named
+    keys: Keys
+    slot_bytes: Numbers
+    sources: Annotated[list[Source], msgspec.Meta(max_length=MAX_ROWS)] = []
+    key_index: Numbers = Numbers()
+    source_index: Numbers = Numbers()
+    tenant: Text = ""
+    deadline_s: Seconds = 10.0
+    with_checksums: bool = True
+    series: Text = ""
+
+    def __post_init__(self) -> None:
+        check_column(self.keys, self.slot_bytes)
+        if len(self.key_index) != len(self.source_index):
+            raise ValueError("rows of different lengths")
+        if not all(0 <= at < len(self.keys) for at in self.key_index):
+            raise ValueError("a source of no chunk")
+        if not all(0 <= at < len(self.sources) for at in self.source_index):
+            raise ValueError("a source that is not there")
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Read chunks out of a node's pool or disk, for another node."""
+
+    version: int
+    namespace: Named
+    keys: Keys
+    slot_bytes: Numbers
+    with_checksums: bool = True
+    from_disk: bool = False
+
+    def __post_init__(self) -> None:
+        check_column(self.keys, self.slot_bytes)
+
+
+class ReadReply(msgspec.Struct, frozen=True):
+    """A `Refusal` per chunk; of those that are not refused the bytes come back to back, in order.
+
+    `rows` say how each chunk is, at `number` of the listing of that `life`. Of those that came:
+    `checksums` (XXH3, 64 bit), if they were wanted, and the stamps that they were stored under.
+    """
+
+    life: int
+    number: int
+    refusals: bytes
+    rows: ListedRows = ListedRows()
+    checksums: list[int] = []
+    histories: Numbers = Numbers()
+    stamps: Numbers = Numbers()
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Answer to a `Read` of a node that takes the bytes out of the pool itself.
+
+    Chunks that `reply` does not refuse stay as they are, at `addresses` in the memory of the
+    NodeActor, until offer `number` is ended or has become too old. A node whose offer is ended in
+    time has read what was offered.
+    """
+
+    number: int
+    reply: ReadReply
+    addresses: Numbers = Numbers()
+
+
+def check_read(request: Read, slab_bytes: int) -> None:
+    """A read out of a pool that is cut into slabs.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_rows("chunks", request.keys, request.slot_bytes)
+    check_numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
+
+
+def check_read_reply(
+    reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int], *, with_checksums: bool = True
+) -> None:
+    """The answer to a read of chunks of those sizes, with which so many bytes came.
+
+    Raises:
+        MessageError: it is invalid.
+    """
+    check_rows("read chunks", slot_bytes, reply.refusals)
+    require(REFUSALS.issuperset(reply.refusals), f"refusals {set(reply.refusals)}")
+    rows = zip(slot_bytes, reply.refusals, strict=True)
+    sent = [size for size, refusal in rows if refusal == Refusal.NONE]
+    require(num_bytes == sum(sent), f"{num_bytes} bytes of chunks that have {sum(sent)}")
+    num_checksums = len(sent) if with_checksums else 0
+    require(len(reply.checksums) == num_checksums, f"{len(reply.checksums)} checksums")
+    check_rows("chunks that came", sent, reply.histories, reply.stamps)
+    for column in (reply.histories, reply.stamps):
+        check_numbers("numbers of orders", column, 0, MAX_NUMBER)

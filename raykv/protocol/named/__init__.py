@@ -1,1 +1,0 @@
-"""What crosses processes once the node decides: chunks are called by namespace and key alone."""
