@@ -23,10 +23,19 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NoReturn, TypeVar
 
-from raykv.base.deadlines import THREAD_PAUSES_S, THREAD_REVIVE_S, THREAD_WELL_S
 from raykv.base.errors import ThreadError
 
 logger = logging.getLogger("raykv.threads")
+
+# Before a failed thread is started again, first and longest: whatever it looks after waits.
+THREAD_PAUSES_S = (0.1, 1.0)
+
+# A thread that has run for so long has recovered from its last failure.
+THREAD_WELL_S = 60.0
+
+# Between two attempts to start a thread that the system refused: another one must end first.
+THREAD_REVIVE_S = 1.0
+
 
 T = TypeVar("T")
 

@@ -19,23 +19,15 @@ from uuid import uuid4
 
 import ray
 
-from raykv.base.deadlines import (
-    CLIENT_JOIN_S,
-    CLIENT_LEAVE_S,
-    CLIENT_S,
-    IMPORT_S,
-    KEEP_S,
-    STATES_READ_S,
-    TRANSFER_LOOK_S,
-    TRANSFER_S,
-    UP_S,
-)
+from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
 from raykv.client import accounts, pools, states
+from raykv.client.import_source import IMPORT_S
 from raykv.client.listing import Reader
 from raykv.client.nodes import ask_each
 from raykv.client.pins import PIN_S, Pinning
+from raykv.client.pools import KEEP_S, UP_S
 from raykv.client.quotas import Quotas
 from raykv.client.scheduler import Scheduler, with_answers
 from raykv.client.sessions import ClientSession, SessionDesk
@@ -67,6 +59,14 @@ from raykv.protocol.status import ClusterStatus, MoreRoom
 from raykv.stream.publishing import publish, publisher_status, stop_publisher
 from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
+
+# For a person or a program to join the cluster: tenths of a second, or many where all cores of the
+# host are busy. They are told after `CLIENT_S`; a part that hangs is found within `CLIENT_PROBE_S`.
+CLIENT_JOIN_S = 30.0
+
+# For leaving it again; also for somebody who has pressed Ctrl-C because it hangs.
+CLIENT_LEAVE_S = 2.0
+
 
 WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""

@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.base.deadlines import IMPORT_START_S
 from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
 from raykv.base.ids import Key, Refusal
 from raykv.cluster import names
@@ -27,6 +26,13 @@ from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.copies import Read, check_read
 from raykv.protocol.framing import encode, receive
+
+# For all chunks of an import, unless a caller says more.
+IMPORT_S = 600.0
+
+# For the process that reads the files: Ray starts it, and it reads their headers.
+IMPORT_START_S = 60.0
+
 
 MAX_SLAB_BYTES = 1 << 40
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S, LISTING_PAUSE_S
+from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError, MessageError, NotFoundError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
@@ -40,6 +40,11 @@ from raykv.protocol.reader import (
     check_where_page,
 )
 from raykv.protocol.status import ClusterStatus
+
+# Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
+# come in between.
+LISTING_PAUSE_S = 0.005
+
 
 LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raykv.base.deadlines import PIN_HEARD_S, TRANSFER_LOOK_S
+from raykv.base.deadlines import TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.listing import Reader, sources_of
@@ -32,6 +32,10 @@ from raykv.protocol.operator import (
     ToldPin,
     UnpinOrder,
 )
+
+# For all nodes to have the keys of a pin, which they ask for once they have heard of it.
+PIN_HEARD_S = 2.0
+
 
 PIN_S = 3600.0
 """How long a pin lasts if nobody says it."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, KEEP_GRACE_S, RAY_LOOK_S, UP_ANSWER_S, UP_LOOK_S
+from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, RayKVError, first_line
 from raykv.base.settings import Settings
 from raykv.cluster import ask, names
@@ -26,6 +26,22 @@ from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
 
 logger = logging.getLogger("raykv.cluster")
+
+# For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes.
+UP_S = 300.0
+
+# For all that the pools hold to be on the disks: 200 GiB at 400 MB/s, unless the caller says more.
+KEEP_S = 600.0
+
+# For the NodeActors' answers after that.
+KEEP_GRACE_S = 5.0
+
+# Between two looks at how far pools or disks are.
+UP_LOOK_S = 0.2
+
+# For the answers of one look.
+UP_ANSWER_S = 2.0
+
 
 MAX_STARTING = 32
 """Nodes whose actors are made at the same time."""

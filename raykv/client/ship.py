@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.deadlines import IMPORT_NODE_S, TRANSFER_LOOK_S
+from raykv.base.deadlines import TRANSFER_LOOK_S
 from raykv.base.errors import ChunkFileError, ClusterError, NotFoundError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
@@ -32,6 +32,10 @@ from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_heade
 from raykv.protocol.operator import Exported, TransferResult
 from raykv.protocol.reader import DISK, Chunk
 from raykv.protocol.status import NamespaceStatus
+
+# For a node to report, if none has: those that were just made do so within a second.
+IMPORT_NODE_S = 3.0
+
 
 FILE_BYTES = 256 << 20
 """Bytes of chunks in one file of a folder."""

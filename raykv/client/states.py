@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from raykv.base.deadlines import CLIENT_S, STATES_FIND_PAUSE_S
+from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import HiddenStatesError
 from raykv.cluster import ask
 from raykv.cluster.ask import ask_all
+
+# Between two rounds of asking which node has a request's states.
+STATES_FIND_PAUSE_S = 0.05
 
 
 def reference(request_id: str, node_id: str | None, deadline_s: float) -> Any:

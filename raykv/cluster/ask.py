@@ -11,13 +11,20 @@ from typing import Any, TypeVar
 
 import ray
 
-from raykv.base.deadlines import ASK_RAY_S, CLIENT_S, DOCTOR_TAKE_S, SILENCE_S
+from raykv.base.deadlines import CLIENT_S, SILENCE_S
 from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
 from raykv.base.threads import within
 from raykv.cluster import names
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
+
+# For what a person or a program asks Ray itself.
+ASK_RAY_S = 4.0
+
+# For taking an answer that has arrived.
+DOCTOR_TAKE_S = 1.0
+
 
 T = TypeVar("T")
 

@@ -18,12 +18,15 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from raykv.base.deadlines import NODE_DEATHS_LOOK_S
 from raykv.base.errors import AttachError, ThreadError
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread, within
 from raykv.protocol import wire
 
 logger = logging.getLogger("raykv.node")
+
+# How often the thread that waits for engines to die checks whether it should end.
+NODE_DEATHS_LOOK_S = 1.0
+
 
 SO_PEERPIDFD = 77
 """Linux 6.5, from its include/uapi/asm-generic/socket.h: of the very process that connected, even

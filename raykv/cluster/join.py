@@ -30,14 +30,7 @@ from typing import Any
 import psutil
 import ray
 
-from raykv.base.deadlines import (
-    CLIENT_PROBE_S,
-    CLIENT_S,
-    RAY_CONNECT_S,
-    RAY_LEAVE_S,
-    RAY_LOOK_S,
-    RAY_START_S,
-)
+from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.base.parsing import address as parse_address
@@ -52,6 +45,22 @@ from raykv.cluster.processes import (
     is_raylet,
     stop_group,
 )
+
+# For `ray start`, which takes 6 to 10 s on a quiet machine.
+RAY_START_S = 90.0
+
+# For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
+# cluster's authentication token Ray itself gives up after about 20 s.
+RAY_CONNECT_S = 5.0
+
+# For leaving a cluster whose raylet is dead, in order to join it again: tenths of a second, unless
+# its GCS is away as well.
+RAY_LEAVE_S = 30.0
+
+# For the first word of Ray's gcs_server or raylet to a person or a program, a millisecond: their
+# threads for the network say it, however busy they are.
+CLIENT_PROBE_S = 3.0
+
 
 GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from raykv.base.deadlines import RAY_STOP_S
+# For processes to end by themselves, then once more after SIGKILL.
+RAY_STOP_S = 3.0
 
 
 def stop_group(group: int) -> None:

@@ -31,7 +31,22 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from raykv.base.deadlines import COMMAND_END_S, WARDEN_DOWN_S, WARDEN_LOOK_S, WARDEN_SWEEP_S
+# For a command that is asked to end: it ends its engines and its Ray in order, which takes a few
+# seconds; after that it is killed, and its warden does the rest. Container managers kill after 30
+# s.
+COMMAND_END_S = 15.0
+
+# How often a warden notes what the command has started: it costs a millisecond or two, and an
+# engine lives longer than that before it changes its title.
+WARDEN_LOOK_S = 1.0
+
+# For killing what is left, in rounds: killed processes are gone within milliseconds.
+WARDEN_SWEEP_S = 10.0
+
+# For `raykv down` in a cluster that stays: joining it takes a second or two, and it has deadlines
+# of its own.
+WARDEN_DOWN_S = 60.0
+
 
 MARK = "STARTED_BY_RAYKV"
 """Environment variable: a token for each command, the outermost first."""

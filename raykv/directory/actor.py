@@ -20,7 +20,6 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import METRICS_COLLECT_S
 from raykv.base.ids import Key, Namespace
 from raykv.base.settings import MetricsPlace
 from raykv.base.version import __version__
@@ -66,6 +65,11 @@ from raykv.protocol.sessions import SessionOrder, check_session_order
 from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.scheduler")
+
+# For the scheduler actor's own metrics, which wait their turn among its calls. Prometheus gives up
+# after 10 s.
+METRICS_COLLECT_S = 5.0
+
 
 HERE, NODE, OPERATOR = "the scheduler actor", "the NodeActor", "the operator"
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import GCS_S, INHERIT_S, RECONCILE_PAUSES_S
+from raykv.base.deadlines import GCS_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.cluster import ask, bequest
@@ -35,6 +35,15 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.operator import OrdersDocument, PoolWish
 
 logger = logging.getLogger("raykv.scheduler")
+
+# For what an earlier life has left: without it, what was cleared could come back. Longer than a
+# busy head node takes; where it is gone, nobody could make the actor.
+INHERIT_S = 60.0
+
+# Between two searches for nodes that lack their NodeActor, first, and longest while Ray's head node
+# does not answer: each search occupies a thread.
+RECONCILE_PAUSES_S = (2.0, 60.0)
+
 
 T = TypeVar("T")
 

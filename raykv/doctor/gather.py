@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import DOCTOR_REACH_S, DOCTOR_S
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
@@ -23,6 +22,13 @@ from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.doctor")
+
+# For each round of questions to all actors, which are asked at once; the second one goes to those
+# that have answered the first.
+DOCTOR_S = 3.0
+
+# For one port.
+DOCTOR_REACH_S = 1.0
 
 
 def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import FETCH_GRACE_S, FETCH_LOOK_S, FETCHER_PAUSES_S
+from raykv.base.deadlines import FETCH_GRACE_S
 from raykv.base.ids import Refusal
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
@@ -32,6 +32,14 @@ from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
 
 logger = logging.getLogger("raykv.fetch")
+
+# Between two looks for requests that are overdue.
+FETCH_LOOK_S = 0.2
+
+# How long an engine's own NodeActor that did not answer is left alone, first and longest: Ray
+# starts another one within seconds.
+FETCHER_PAUSES_S = (0.1, 2.0)
+
 
 MAX_QUEUED = 1024
 """Requests that wait for the thread; beyond it they fail at once."""

@@ -24,14 +24,6 @@ from typing import Protocol
 
 import msgspec
 
-from raykv.base.deadlines import (
-    PLACE_CONNECT_S,
-    PLACE_LOOK_S,
-    PLACE_LOST_S,
-    PLACE_PAUSES_S,
-    PLACE_SEND_S,
-    TELL_PAUSE_S,
-)
 from raykv.base.errors import AttachError, cause_of, first_line
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -49,6 +41,26 @@ from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
+
+# For a NodeActor to let an engine in, which it does in milliseconds.
+PLACE_CONNECT_S = 5.0
+
+# After a line to a NodeActor that broke, first and longest: Ray starts another one within seconds,
+# and until then nothing is found.
+PLACE_PAUSES_S = (0.05, 1.0)
+
+# A NodeActor that answers nothing for so long is connected to anew: it answers each second.
+PLACE_LOST_S = 4.0
+
+# How often the line's thread looks whether something is due.
+PLACE_LOOK_S = 0.25
+
+# For a message to a NodeActor to make progress.
+PLACE_SEND_S = 1.0
+
+# Between two messages of an engine to its node: news of some steps travel together.
+TELL_PAUSE_S = 0.01
+
 
 OWN_PLACE = "own node (changes)"
 """How an engine calls its NodeActor in reports of its breakers, when it follows what that has."""

@@ -17,13 +17,6 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import (
-    ATTACH_SAY_S,
-    LEAST_ATTACH_S,
-    LEAVE_S,
-    REPLACE_PAUSE_S,
-    SESSION_STOP_S,
-)
 from raykv.base.errors import ClusterError, RayKVError, SettingError, VersionError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
@@ -46,6 +39,21 @@ from raykv.stream.descriptions import DescriptionOutbox
 from raykv.stream.publishing import ensure_publisher
 
 logger = logging.getLogger("raykv")
+
+# For the session's thread at the engine's end; it may be waiting for an answer of Ray.
+SESSION_STOP_S = 2.0
+
+# For leaving the Ray cluster at the engine's end: Ray itself waits for a dead GCS for a minute.
+LEAVE_S = 5.0
+
+# An engine that waits longer for the actors says so; new ones take 2 s.
+ATTACH_SAY_S = 4.0
+
+# What is left of the attach deadline for a step when the steps before it have used it up.
+LEAST_ATTACH_S = 1.0
+
+# For Ray to forget the name of an actor that was ended.
+REPLACE_PAUSE_S = 0.5
 
 
 def new_life() -> int:

@@ -22,16 +22,6 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from raykv.base.deadlines import (
-    ASK_LOOK_S,
-    ASK_PAUSE_S,
-    ATTACH_LOOK_S,
-    CLEAR_LOOK_S,
-    ENTER_S,
-    REPEAT_PAUSE_S,
-    SCHEDULER_PAUSES_S,
-    TELL_S,
-)
 from raykv.base.errors import ClusterError, cause_of, first_line
 from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -67,6 +57,34 @@ from raykv.protocol.operator import ClearOrder, OrderAnswer, OrderState
 from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")
+
+# At least so often an engine says how it is.
+TELL_S = 1.0
+
+# After a question without an answer, first and longest: a new scheduler actor is there within
+# seconds, and only new requests wait for it.
+SCHEDULER_PAUSES_S = (0.1, 2.0)
+
+# Until what is known of a namespace has come, after the call that has changed an engine's weights;
+# else requests find it little by little.
+ENTER_S = 1.0
+
+# Between two looks of an engine that waits for what its node has.
+ATTACH_LOOK_S = 0.005
+
+# Between two questions under load: those of some requests travel together.
+ASK_PAUSE_S = 0.002
+
+# How often the thread that asks looks whether something is due.
+ASK_LOOK_S = 1.0
+
+# Between two questions about chunks that are being stored elsewhere.
+REPEAT_PAUSE_S = 0.02
+
+# Between two looks whether what an engine has cleared is ordered: the store of Ray's head takes
+# milliseconds.
+CLEAR_LOOK_S = 0.02
+
 
 SENDER = "the scheduler actor"
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from raykv.base.deadlines import RECORD_PAUSE_S, RECORDER_STOP_S
 from raykv.base.errors import ClusterError
 from raykv.base.threads import OnFailure, start_thread
 from raykv.inspect.frames import frame
@@ -23,6 +22,13 @@ if TYPE_CHECKING:
     from raykv.client.cluster import Cluster
 
 logger = logging.getLogger("raykv.inspect")
+
+# Between two looks of a recorder at the cluster: events and requests are kept for far longer.
+RECORD_PAUSE_S = 0.5
+
+# For a recorder's thread, which may be waiting for one answer.
+RECORDER_STOP_S = 15.0
+
 
 MAX_ROWS = 500_000
 """Rows of a kind; beyond it the oldest are forgotten."""

@@ -17,10 +17,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from raykv.base.deadlines import POOL_FILE_LOOK_S, POOL_FILE_S
 from raykv.base.errors import HandleError
 from raykv.base.ownership import open_own
 from raykv.memory.limits import is_in_memory
+
+# How long a new NodeActor waits for its predecessor to release the file of its pool. If it is still
+# held after that, another NodeActor has it.
+POOL_FILE_S = 10.0
+
+# Between two attempts.
+POOL_FILE_LOOK_S = 0.1
+
 
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long others that map or close something wait for it. On

@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raykv.base.deadlines import METRICS_TARGETS_S
 from raykv.base.errors import first_line
 from raykv.base.ownership import write_own
 from raykv.base.threads import OnFailure, start_thread
 
 logger = logging.getLogger("raykv.metrics")
+
+# Between two looks at which nodes there are, for the file that Prometheus reads.
+METRICS_TARGETS_S = 2.0
+
 
 FILE_NAME = "raykv_metrics_sd.json"
 

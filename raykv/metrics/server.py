@@ -28,7 +28,6 @@ from prometheus_client.core import (
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from raykv.base.deadlines import METRICS_CLIENT_S, METRICS_LOOK_S
 from raykv.base.errors import ThreadError, first_line
 from raykv.base.settings import MetricsPlace
 from raykv.base.threads import OnFailure, start_thread
@@ -36,6 +35,13 @@ from raykv.metrics.table import METRICS, MetricKind
 from raykv.protocol.measures import MetricFamily, MetricRow
 
 logger = logging.getLogger("raykv.metrics")
+
+# For a scraper to send its request, and to take each part of the answer.
+METRICS_CLIENT_S = 5.0
+
+# Between two looks of the metrics' server at whether it should end.
+METRICS_LOOK_S = 0.5
+
 
 MAX_CONNECTIONS = 8
 """Connections at a time; Prometheus keeps one open for each of its servers that scrape."""

@@ -20,17 +20,7 @@ import time
 import msgspec
 import ray
 
-from raykv.base.deadlines import (
-    DISK_READ_S,
-    GCS_S,
-    NODE_BIND_LOOK_S,
-    NODE_BIND_S,
-    NODE_DRAIN_LOOK_S,
-    NODE_ROOM_GRACE_LOOK_S,
-    NODE_ROOM_GRACE_S,
-    NODE_ROOM_LOOK_S,
-    STATES_READ_S,
-)
+from raykv.base.deadlines import GCS_S, NODE_ROOM_LOOK_S, STATES_READ_S
 from raykv.base.errors import RayKVError, SettingError, first_line
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
@@ -68,6 +58,27 @@ from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionQuery, check_session_query
 
 logger = logging.getLogger("raykv.node")
+
+# How long a new NodeActor waits for its predecessor to release the socket's name: a killed process
+# with much memory takes seconds to exit.
+NODE_BIND_S = 10.0
+
+# Between two attempts.
+NODE_BIND_LOOK_S = 0.1
+
+# Between two looks at whether Ray drains the node.
+NODE_DRAIN_LOOK_S = 5.0
+
+# How long a new NodeActor waits for its predecessor's memory to be freed.
+NODE_ROOM_GRACE_S = 3.0
+
+# Between two looks at it.
+NODE_ROOM_GRACE_LOOK_S = 0.5
+
+# For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
+# and must not hold up reads of the pool for ever.
+DISK_READ_S = 10.0
+
 
 HERE = "the NodeActor"
 ENGINE, OTHER_NODE, OPERATOR = "the engine", "another NodeActor", "the operator"

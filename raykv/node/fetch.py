@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from raykv.base.deadlines import FETCH_MOST_S, SOURCE_PAUSES_S
+from raykv.base.deadlines import SOURCE_PAUSES_S
 from raykv.base.errors import MessageError
 from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
 from raykv.cluster import names
@@ -36,6 +36,10 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport
 
 logger = logging.getLogger("raykv.node")
+
+# Upper bound, whatever a request says; as much as a setting allows.
+FETCH_MOST_S = 3600.0
+
 
 PIECE_BYTES = 16 << 20
 """Bytes of one read of a small fetch, which is to have several, so that one comes in while another

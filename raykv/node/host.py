@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import ray
 
-from raykv.base.deadlines import HOST_DISK_S
 from raykv.base.errors import ThreadError
 from raykv.base.threads import num_failed, within
 from raykv.base.version import __version__
@@ -24,6 +23,10 @@ from raykv.node.disk.folder import unowned_folders
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, LimitFacts, UnownedFolder
 
 logger = logging.getLogger("raykv.doctor")
+
+# For a look at what lies under `disk_path`, for `raykv doctor`: a network's disk may hang.
+HOST_DISK_S = 1.0
+
 
 MAX_PLACES = 64
 """Ports that are tried for one question; of more, the first ones."""

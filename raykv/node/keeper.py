@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from raykv.base.deadlines import POOL_FILE_ORDERS_S, SLOT_LOOK_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
 from raykv.memory.pool import Pool, PoolEntry
@@ -31,6 +30,13 @@ from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
+
+# How often is looked whether all chunks have their checksums, at the end of a NodeActor.
+SLOT_LOOK_S = 0.05
+
+# How long chunks of a pool file wait for the operators' orders, which say what of them is void.
+POOL_FILE_ORDERS_S = 30.0
+
 
 MAX_UNCHECKED = 65_536
 """Chunks that wait for their checksums to be made, or compared; beyond it the oldest are left out.

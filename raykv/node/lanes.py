@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from raykv.base.deadlines import NODE_GIVE_WAY_S, NODE_LOOK_S
+from raykv.base.deadlines import NODE_LOOK_S
 from raykv.base.errors import ThreadError
 from raykv.base.ids import Direction
 from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely, start_thread
 from raykv.copy.engine import HOST, JobQueue, LaneName
 from raykv.node.attached import AttachedWorker, QueuedJob
 from raykv.node.keeper import PoolKeeper
+
+# How long a store within host memory lets loads go first before it copies the next 4 MiB: loads
+# take milliseconds, and an endless stream of them leaves stores 200 MB/s.
+NODE_GIVE_WAY_S = 0.02
 
 
 class CopyLanes:

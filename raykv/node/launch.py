@@ -8,7 +8,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.base.deadlines import UP_MEMORY_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import USUAL_OPTIONS, DiskPlace, MetricsPlace, NodeOptions
 from raykv.cluster import ask, names
@@ -17,6 +16,10 @@ from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
 from raykv.node.wishes import RayNode, geometry_of
 from raykv.protocol.operator import PoolWish
+
+# For a node to say how much memory it has free: Ray starts a process there first.
+UP_MEMORY_S = 30.0
+
 
 KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 

@@ -26,7 +26,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from raykv.base.deadlines import LINE_PAUSE_S, LINE_SILENCE_S, NODE_SEND_S, NODE_STOP_S
+from raykv.base.deadlines import NODE_SEND_S, NODE_STOP_S
 from raykv.base.errors import MessageError
 from raykv.base.threads import OnFailure, start_thread
 from raykv.cluster.deaths import Watch
@@ -43,6 +43,13 @@ from raykv.protocol.engine import (
 from raykv.protocol.node import MOST_ENGINES
 
 logger = logging.getLogger("raykv.node")
+
+# An EngineCore that asks what is new at a node hears so often that the node is there.
+LINE_SILENCE_S = 1.0
+
+# Between two answers with rows: what changes meanwhile goes with one message.
+LINE_PAUSE_S = 0.002
+
 
 MOST_QUERIES = 8
 """Of one line, that wait for an answer: an EngineCore has one."""

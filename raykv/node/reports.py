@@ -18,13 +18,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import (
-    GCS_S,
-    NODE_FLOORS_S,
-    NODE_HEARTBEAT_S,
-    NODE_REPORT_PAUSES_S,
-    NODE_REPORT_S,
-)
+from raykv.base.deadlines import GCS_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Stamp
 from raykv.base.threads import OnFailure, start_thread, within
@@ -39,6 +33,22 @@ from raykv.protocol.node import NodeStats, Report, ReportAnswer
 from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
+
+# The scheduler actor forgets a node after ten missed ones.
+NODE_HEARTBEAT_S = 1.0
+
+# For one report, which is answered in milliseconds. A report to a scheduler actor that has just
+# died may wait in vain; the next one finds its successor.
+NODE_REPORT_S = 2.0
+
+# For the disk tier to keep what an order clears, which takes milliseconds; a disk that hangs is
+# asked again before each report.
+NODE_FLOORS_S = 1.0
+
+# After reports without an answer, first and longest: a new scheduler actor knows nothing until its
+# nodes have reported.
+NODE_REPORT_PAUSES_S = (0.2, 1.0)
+
 
 SCHEDULER, HERE = "the scheduler actor", "the NodeActor"
 

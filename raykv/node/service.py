@@ -21,14 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from raykv.base.deadlines import (
-    NODE_ACCEPT_PAUSE_S,
-    NODE_HELLO_S,
-    NODE_LOOK_S,
-    NODE_SEND_S,
-    NODE_STOP_S,
-    NODE_TURN_AWAY_S,
-)
+from raykv.base.deadlines import NODE_LOOK_S, NODE_SEND_S, NODE_STOP_S
 from raykv.base.errors import AttachError, HandleError, RayKVError, ThreadError
 from raykv.base.ids import Direction, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread, num_failed, start_thread
@@ -66,6 +59,16 @@ from raykv.protocol.node import NodeStats
 from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
 
 logger = logging.getLogger("raykv.node")
+
+# From a connection's start to the end of its attach message: strangers may say nothing. The message
+# is sent at once; a frozen engine may attach anew when it wakes up.
+NODE_HELLO_S = 10.0
+
+# The same for a worker that cannot be served: the thread that tells it so holds up all others.
+NODE_TURN_AWAY_S = 0.5
+
+# After a connection could not be accepted: too many files are open.
+NODE_ACCEPT_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)

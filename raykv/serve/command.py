@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from raykv.base.deadlines import SERVE_GRACE_S, SERVE_LEFTOVER_S, SERVE_LOOK_S
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
@@ -33,6 +32,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from raykv.cluster.join import Joined
+
+# For `vllm serve` to end after SIGINT: it may be writing out its last answers.
+SERVE_GRACE_S = 20.0
+
+# For processes that a dead server has left behind, before and after SIGKILL.
+SERVE_LEFTOVER_S = 5.0
+
+# How often `raykv serve` looks whether it was asked to stop.
+SERVE_LOOK_S = 0.2
+
 
 CONNECTOR = "RayKVConnector"
 CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")

@@ -13,7 +13,6 @@ import prometheus_client
 import ray
 from ray import serve
 
-from raykv.base.deadlines import ENGINE_LOOK_S
 from raykv.cluster.processes import end_children
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest, Pieces, drive
@@ -23,6 +22,9 @@ from raykv.vllm import command as vllm_command
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 logger = logging.getLogger("ray.serve")
+
+# How often a Serve replica looks whether its engine lives: a dead one takes requests as long.
+ENGINE_LOOK_S = 0.1
 
 
 class EngineReplica:

@@ -21,16 +21,7 @@ import msgspec
 import ray
 import zmq
 
-from raykv.base.deadlines import (
-    CLIENT_S,
-    PUBLISH_ASK_S,
-    PUBLISH_BIND_PAUSE_S,
-    PUBLISH_CUT_S,
-    PUBLISH_FAILED_PAUSE_S,
-    PUBLISH_LOOK_S,
-    PUBLISH_PUT_S,
-    READER_PAUSE_S,
-)
+from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
@@ -46,6 +37,27 @@ from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.wire import ChunkId
 
 logger = logging.getLogger("raykv.publisher")
+
+# Between two looks at how much each subscriber has sent: about 50 MB in between, from one that
+# floods the sockets, and 1 ms for a process with some hundred open files.
+PUBLISH_CUT_S = 0.25
+
+# The publisher's sockets are looked at so often when nothing is published: for questions for what
+# was missed, and for the end.
+PUBLISH_LOOK_S = 0.1
+
+# For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile.
+PUBLISH_ASK_S = 1.0
+
+# For a batch to find room before the sockets; the log waits meanwhile.
+PUBLISH_PUT_S = 1.0
+
+# Between two tries to bind the publisher's sockets: an earlier life may still hold them.
+PUBLISH_BIND_PAUSE_S = 0.5
+
+# Pause after a reader's patience with the scheduler actor has run out.
+PUBLISH_FAILED_PAUSE_S = 1.0
+
 
 HIGH_WATER = 1000
 """Messages that wait for one subscriber; beyond it they are dropped for that one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, PUBLISH_BIND_S, RAY_LOOK_S
+from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
@@ -18,6 +18,9 @@ from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
 
 logger = logging.getLogger("raykv.publisher")
+
+# For a new publisher to say whether it could bind its sockets, to a person.
+PUBLISH_BIND_S = 5.0
 
 
 def publisher_settings(settings: Settings) -> PublisherSettings | None:

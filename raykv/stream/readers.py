@@ -14,13 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import (
-    CLIENT_S,
-    READER_PATIENCE_S,
-    READER_PAUSE_S,
-    READER_S,
-    SOURCE_PAUSES_S,
-)
+from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S, SOURCE_PAUSES_S
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
 from raykv.base.version import __version__
@@ -34,6 +28,13 @@ from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.status import ClusterStatus
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
+
+# For one page of events or of a snapshot.
+READER_S = 5.0
+
+# How long a reader of events asks a restarting scheduler actor again.
+READER_PATIENCE_S = 30.0
+
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -24,7 +24,6 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from raykv.base.deadlines import LINK_CLOSE_S
 from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.engine.session import WorkerReport
@@ -36,6 +35,9 @@ from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.front import Link
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget
+
+# For the line's thread when the engine ends; it gives up all waits at once.
+LINK_CLOSE_S = 5.0
 
 
 @dataclass

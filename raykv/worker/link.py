@@ -34,16 +34,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from raykv.base.deadlines import (
-    LINK_CONNECT_S,
-    LINK_EXIT_LOOK_S,
-    LINK_EXIT_S,
-    LINK_HALT_S,
-    LINK_LAST_S,
-    LINK_LOOK_S,
-    LINK_PAUSES_S,
-    LINK_WAIT_LOOK_S,
-)
 from raykv.base.errors import AttachError
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
@@ -70,6 +60,33 @@ from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
+
+# For connecting and attaching: mapping a KV cache takes milliseconds, prefaulting may delay it.
+LINK_CONNECT_S = 5.0
+
+# Between attempts to reach the NodeActor, first and longest: Ray needs a second to start another
+# one; an attempt costs microseconds.
+LINK_PAUSES_S = (0.05, 2.0)
+
+# The line's thread wakes up at least this often.
+LINK_LOOK_S = 1.0
+
+# How often an engine that waits for jobs checks that the line's thread still lives.
+LINK_WAIT_LOOK_S = 0.5
+
+# For the exit of a NodeActor that was killed, which takes milliseconds on a quiet machine; then it
+# is enough that none of its threads runs any more, where only these could write.
+LINK_EXIT_S = 2.0
+
+# Between two checks of that.
+LINK_EXIT_LOOK_S = 0.5
+
+# For every core to have been in the kernel once, which takes some ticks of its clock.
+LINK_HALT_S = 1.0
+
+# For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to unlock
+# hundreds of GiB. After that the engine ends, since its memory is not its own any more.
+LINK_LAST_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import torch
 
-from raykv.base.deadlines import STAGED_LOOK_S
 from raykv.base.errors import SettingError
 from raykv.base.guard import report
 from raykv.base.ids import Direction, Key, Refusal, group_of
@@ -41,6 +40,11 @@ from raykv.protocol.worker import (
 from raykv.worker.front import ALL_LAYERS, FrontLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, WorkerLink
+
+# While a load that the engine waits for has no room in the staging memory; its own deadline ends
+# it.
+STAGED_LOOK_S = 0.002
+
 
 FIRST_PART = 1 << 62
 """Parts of loads have numbers from here on; a store is one part, with its own number, under which

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 
-from raykv.base.deadlines import ROUTE_ANSWER_S, ROUTE_RENDER_S
 from raykv.client.cluster import Cluster
 from raykv.directory.launch import scheduler_actor
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
@@ -25,7 +24,9 @@ from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptTokens
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.http.exchange import HttpRequest
+from raykv.serve.router.directory import ROUTE_ANSWER_S
 from raykv.serve.router.planner import PlacedRequest
+from raykv.serve.router.rendering import ROUTE_RENDER_S
 from tests.fixtures.played_node import PlayedNode
 
 pytestmark = pytest.mark.integration

@@ -37,13 +37,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NoReturn
 
-from raykv.base.deadlines import (
-    CUDA_COMPUTE_S,
-    CUDA_HANG_S,
-    CUDA_LANE_LOOK_S,
-    CUDA_POLL_S,
-    CUDA_SPIN_S,
-)
 from raykv.base.ids import Direction
 from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, batches, direct, staged
 from raykv.copy.cuda.calibration import USUAL, Route, Table
@@ -53,6 +46,26 @@ from raykv.copy.engine import StopSign
 from raykv.memory.cuda.driver import CUDAError
 
 logger = logging.getLogger("raykv.copy")
+
+# How long a copy waits for the GPU to finish what it was given before: a long step may take
+# seconds. As long as a store may take; a load is taken back earlier by its own deadline.
+CUDA_COMPUTE_S = 30.0
+
+# A batch of at most 32 MiB takes milliseconds: a device that has not carried it out by then hangs.
+# The batch cannot be taken back, so the process ends.
+CUDA_HANG_S = 10.0
+
+# How long a copy thread polls a device without a pause: a chunk takes a tenth of a millisecond, and
+# so do falling asleep and waking up.
+CUDA_SPIN_S = 0.0002
+
+# Between two polls of a device after that; in threads that `raykv.base.threads.sleep_precisely` was
+# called in, else Linux adds 50 µs to every sleep, also to one of no time.
+CUDA_POLL_S = 0.0001
+
+# How often a copy that waits for another one of its direction checks whether it was cancelled.
+CUDA_LANE_LOOK_S = 0.01
+
 
 OnLost = Callable[[CUDAError], NoReturn]
 

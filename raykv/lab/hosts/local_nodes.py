@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import ray
 
-from raykv.base.deadlines import RAY_LOOK_S, RAY_START_S
+from raykv.base.deadlines import RAY_LOOK_S
 from raykv.base.errors import ClusterError
-from raykv.cluster.join import AUTH_MODE, TOKEN, join, joined_by_others, withdraw
+from raykv.cluster.join import AUTH_MODE, RAY_START_S, TOKEN, join, joined_by_others, withdraw
 from raykv.cluster.processes import stop_group
 
 OBJECT_STORE_BYTES = 512 << 20

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 
-from raykv.base.deadlines import NODE_LOCK_LOOK_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.memory.cuda.driver import CUDAError, MemoryDriver
@@ -18,6 +17,10 @@ from raykv.memory.placing import lock_pieces
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
+
+# How often a piece of the pool that is to be page-locked is checked until it is prefaulted. A piece
+# of 1 GiB takes about half a second.
+NODE_LOCK_LOOK_S = 0.2
 
 
 class PoolLocker:

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.deadlines import DISK_CLAIM_LOOK_S
 from raykv.base.errors import ChunkFileError, DiskError, OtherFormatError
 from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
@@ -38,6 +37,11 @@ from raykv.protocol.columns import MAX_NUMBER
 from raykv.protocol.findings import UnownedFolder
 
 logger = logging.getLogger("raykv.disk")
+
+# Before a folder of the disk tier that is held is tried once more: a process that only looks holds
+# it for less.
+DISK_CLAIM_LOOK_S = 0.01
+
 
 DAMAGED_SUFFIX = ".damaged"
 

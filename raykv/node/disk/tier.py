@@ -30,14 +30,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from raykv.base.deadlines import (
-    DISK_BATCH_S,
-    DISK_GIVE_WAY_LOOK_S,
-    DISK_GIVE_WAY_S,
-    DISK_LOOK_S,
-    DISK_NEXT_LOOK_S,
-    DISK_RETRY_S,
-)
+from raykv.base.deadlines import DISK_LOOK_S
 from raykv.base.errors import DiskError
 from raykv.base.ids import Key, Namespace, Refusal
 from raykv.base.settings import DiskPlace
@@ -55,6 +48,22 @@ from raykv.protocol.listing import ALL_READ
 from raykv.protocol.node import DiskStats
 
 logger = logging.getLogger("raykv.disk")
+
+# How long chunks wait for others to share a file with: fewer and larger files.
+DISK_BATCH_S = 0.5
+
+# How long a file waits for copies to end before it is written anyway.
+DISK_GIVE_WAY_S = 1.0
+
+# Between two checks of that.
+DISK_GIVE_WAY_LOOK_S = 0.02
+
+# After a failed write, or while there is no room, before the next attempt.
+DISK_RETRY_S = 15.0
+
+# Between two looks for chunks that go next, each of which walks over some thousands of them.
+DISK_NEXT_LOOK_S = 0.05
+
 
 FILE_BYTES = 32 << 20
 """Bytes of chunks in one file; a larger chunk has a file of its own."""

@@ -15,11 +15,17 @@ import threading
 import time
 from dataclasses import dataclass
 
-from raykv.base.deadlines import OFFER_LOOK_S, OFFER_S
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import Offer, Read
+
+# For another node to take an offer's bytes, which no store may overwrite meanwhile; it may have
+# died.
+OFFER_S = 10.0
+
+# Between two looks for offers that are too old.
+OFFER_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

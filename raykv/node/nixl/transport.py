@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from raykv.base.deadlines import NIXL_AGAIN_S, NIXL_LOOK_S
 from raykv.base.ids import Refusal
 from raykv.node.nixl.agent import NixlAgent, NixlError, Part
 from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
@@ -38,6 +37,13 @@ from raykv.protocol.framing import encode
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.node")
+
+# A node that could not be read through NIXL, or has none, is read through Ray for so long.
+NIXL_AGAIN_S = 60.0
+
+# Between two looks at transfers of NIXL, which wakes nobody up.
+NIXL_LOOK_S = 0.0005
+
 
 BUFFER_BYTES = 64 << 20
 """Bytes of each buffer that reads land in; a larger read goes through Ray."""

@@ -28,13 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.deadlines import (
-    NODE_LOOK_S,
-    NODE_STOP_S,
-    STATES_EXPIRY_LOOK_S,
-    STATES_LOOK_S,
-    STATES_ROOM_S,
-)
+from raykv.base.deadlines import NODE_LOOK_S, NODE_STOP_S
 from raykv.base.errors import HiddenStatesError, first_line
 from raykv.base.ids import Direction, Refusal, group_of
 from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely
@@ -56,6 +50,17 @@ from raykv.protocol.copies import STATE_WIDTHS, Capture, capture_objection
 from raykv.protocol.node import CaptureStats
 
 logger = logging.getLogger("raykv.node")
+
+# For room in memory, while others are written to a disk: a request's blocks stay taken as long,
+# which keeps the engine from computing faster than can be written. The engine gives up earlier.
+STATES_ROOM_S = 60.0
+
+# Threads that wait for states wake up at least this often.
+STATES_LOOK_S = 0.5
+
+# Between two looks for states that have been kept long enough.
+STATES_EXPIRY_LOOK_S = 5.0
+
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -29,10 +29,14 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import TensorSpec, deserialize, serialize_file
 
-from raykv.base.deadlines import STATES_LOAD_S
 from raykv.base.errors import HiddenStatesError
 from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.base.threads import start_thread
+
+# For a file of states to be written, for a reader that does not say otherwise: the promise is as
+# old as the request, which may be computed for minutes.
+STATES_LOAD_S = 600.0
+
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a folder in which nothing can be created now."""

@@ -18,13 +18,20 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
-from raykv.base.deadlines import PREFILL_PROBE_PAUSE_S, PREFILL_PROBE_S
 from raykv.serve.disaggregated.requests import Course, Handover, Split, probe, split
 from raykv.serve.http.exchange import Head, HttpRequest, Pieces, whole
 from raykv.serve.http.ingress import REPLICA_GONE, MeteredBackend
 from raykv.serve.http.metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
+
+# For prefill engines that have failed to answer a prompt of one token: busy ones may have a few
+# long prompts before it. Meanwhile the decode engines compute all prompts.
+PREFILL_PROBE_S = 5.0
+
+# Between two such tries: Ray Serve takes 10 s or more to start another engine.
+PREFILL_PROBE_PAUSE_S = 1.0
+
 
 COURSE_HEADER = b"x-raykv-prefill"
 """In answers: a `Course`."""

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from raykv.base.deadlines import REPLICA_RETRY_AFTER_S
 from raykv.serve.http.exchange import Head, Headers
+
+# How long a client is asked to wait if no replica could take its request.
+REPLICA_RETRY_AFTER_S = 5
+
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 _KINDS = {

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from raykv.base.deadlines import ASGI_END_S
-
 logger = logging.getLogger("ray.serve")
+
+# For vLLM's application to give a request up whose client has left: it tells the engine, no more.
+ASGI_END_S = 5.0
+
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

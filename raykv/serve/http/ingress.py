@@ -17,12 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from raykv.base.deadlines import (
-    BODY_S,
-    REPLICA_METRICS_S,
-    REPLICA_RETRY_PAUSE_S,
-    REPLICA_WAIT_S,
-)
+from raykv.base.deadlines import REPLICA_WAIT_S
 from raykv.serve.arguments import IngressArguments, parse
 from raykv.serve.http.answer import HttpAnswer
 from raykv.serve.http.exchange import (
@@ -40,6 +35,16 @@ from raykv.serve.http.metrics import CONTENT_TYPE, RefusedError, ReplicaMetrics,
 from raykv.serve.http.starts import STARTS
 
 logger = logging.getLogger("ray.serve")
+
+# For a client to send its request, at most 64 MiB: 10 Mbit/s.
+BODY_S = 60.0
+
+# Before a request whose replica has died is given to another one: the router learns of it first.
+REPLICA_RETRY_PAUSE_S = 0.05
+
+# For all replicas to write down their metrics. Prometheus gives up after 10 s.
+REPLICA_METRICS_S = 5.0
+
 
 REPLICA_GONE = (ActorDiedError, ActorUnavailableError, RayActorError)
 """What a call raises whose replica has died or cannot be reached."""

@@ -13,7 +13,10 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raykv.base.deadlines import METRICS_FRESH_S
+# How long an ingress shows its replicas' metrics before it asks again: whoever asks it costs
+# replicas no more.
+METRICS_FRESH_S = 1.0
+
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

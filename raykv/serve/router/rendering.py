@@ -12,12 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 
-from raykv.base.deadlines import ROUTE_RENDER_S
 from raykv.base.errors import first_line
 from raykv.prompts.prompt_keys import PromptTokens
 from raykv.serve.http.exchange import CHAT, COMPLETIONS, MESSAGES, RESPONSES, HttpRequest
 
 logger = logging.getLogger("ray.serve")
+
+# For a prompt's tokens, 1 to 3 ms for 1,000 of them: with more prompts waiting than that, to send
+# one anywhere is better than to let it wait.
+ROUTE_RENDER_S = 0.25
+
 PATHS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
 MOST_WAITING = 64
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ray
 
-from raykv.base.deadlines import ENTER_S
 from raykv.base.errors import ClusterError
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
@@ -22,7 +21,7 @@ from raykv.cluster.join import leave_ray
 from raykv.engine.lines import OWN_PLACE
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
-from raykv.engine.session import Session
+from raykv.engine.session import ENTER_S, Session
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import Space
 from raykv.protocol.node import NodeDescription

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 import raykv.worker.link
-from raykv.base.deadlines import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import has_halted, kill
+from raykv.worker.link import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
 from tests.fixtures.node.links import SETTINGS, Node, Worker, failures
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until

@@ -1,4 +1,4 @@
-"""Every wait in the product has a deadline, and every such number is named in `deadlines.py`.
+"""Every wait in the product has a deadline, and every such number has a name and a reason.
 
 Read off the sources: calls that are known to wait must say how long, or stand in the list of those
 that are bounded otherwise, with the reason. Benchmarks, chaos runs and the demonstration with its
@@ -8,12 +8,13 @@ models are left out: a person watches them.
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-import raykv.base.deadlines
 import raykv.base.settings
 from tests import house
 from tests.house import ROOT, is_shell, module_name
@@ -92,7 +93,6 @@ BOUNDED = {
     ("raykv.node.disk.folder", "_try_lock", "flock"): "LOCK_NB",
     ("raykv.node.disk.folder", "_is_held", "flock"): "LOCK_NB",
     ("raykv.client.import_source", "import_source", "kill"): "for a person; Ray's own RPC deadline",
-    ("raykv.cluster.local_nodes", "_alive", "nodes"): "for a person; Ray's own RPC deadline",
     ("raykv.cluster.ask", "end_node_actor", "kill"): "for a person; Ray's own RPC deadline",
     ("raykv.cluster.ask", "describe", "kill"): "off vLLM's threads; Ray's own RPC deadline",
     ("raykv.client.pools", "stop_actors", "kill"): "for a person; Ray's own RPC deadline",
@@ -209,19 +209,27 @@ def untimed(tree: ast.Module, module: str) -> list[str]:
 
 
 def unnamed(tree: ast.Module, module: str) -> list[str]:
-    """Numbers that are times to wait and have no name in `deadlines.py`."""
+    """Numbers that are times to wait and have no name."""
     found = []
     for place, call in calls_of(tree, module):
         timeout = timeout_of(call)
         if (module, place.function) in FRACTIONS:
             continue
         if timeout is not None and (number := number_in(timeout)) is not None:
-            found.append(f"{place}: {number} belongs into deadlines.py: `{ast.unparse(call)}`")
-    for node in tree.body:
+            found.append(f"{place}: {number} has no name: `{ast.unparse(call)}`")
+    return found
+
+
+def named_times(source: str) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign, bool]]:
+    """A module's named times, and whether the reason is written above or below."""
+    body, lines = ast.parse(source).body, source.splitlines()
+    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
         for name, value in assigned(node):
             if name.endswith(("_S", "_SECONDS")) and number_in(value) is not None:
-                found.append(f"{module}, line {node.lineno}: {name} belongs into deadlines.py")
-    return found
+                assert isinstance(node, ast.Assign | ast.AnnAssign)
+                above = lines[node.lineno - 2].startswith("#")
+                below = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                yield name, node, above or below
 
 
 FRACTIONS = {("raykv.node.fetch", "_receive")}
@@ -248,16 +256,6 @@ def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
         yield node.target.id, node.value
 
 
-NOT_WAITED = {
-    ("raykv.directory.actor", "EXPIRY_PAUSE_S"),
-    ("raykv.client.pins", "PIN_S"),
-    ("raykv.cli.plan", "_SHORT_S"),
-}
-"""Times that nobody waits: between two looks at who is silent, of pins, and of requests that were
-counted.
-Pure modules wait for nothing, and get all times as arguments."""
-
-
 def test_every_wait_has_a_deadline() -> None:
     assert len(SOURCES) > 50
     found = []
@@ -270,13 +268,8 @@ def test_every_time_to_wait_is_named() -> None:
     found = []
     for path in SOURCES:
         module = module_name(path)
-        if module == DEADLINES or not is_shell(module):
-            continue
-        found += [
-            complaint
-            for complaint in unnamed(ast.parse(path.read_text()), module)
-            if not any(f"{name} belongs" in complaint and m == module for m, name in NOT_WAITED)
-        ]
+        if is_shell(module):
+            found += unnamed(ast.parse(path.read_text()), module)
     assert not found, "\n".join(found)
 
 
@@ -299,28 +292,28 @@ def test_list_of_bounded_waits_has_nothing_that_is_not_there() -> None:
         for place, call in calls_of(ast.parse(path.read_text()), module_name(path))
     }
     assert set(BOUNDED) <= there, set(BOUNDED) - there
-    named = {
-        (module_name(path), name)
-        for path in SOURCES
-        for node in ast.parse(path.read_text()).body
-        for name, _ in assigned(node)
-    }
-    assert named >= NOT_WAITED, NOT_WAITED - named
 
 
 def test_every_named_time_has_a_reason_and_is_used() -> None:
-    path = ROOT / "raykv" / "base" / "deadlines.py"
-    body = ast.parse(path.read_text()).body
-    users = "".join(other.read_text() for other in SOURCES if other != path)
+    texts = {module_name(path): path.read_text() for path in SOURCES}
+    words = Counter(re.findall(r"\w+", "\n".join(texts.values())))
     named = 0
-    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
-        for name, value in assigned(node):
-            if name.endswith("_S") and number_in(value) is not None:
-                named += 1
-                reason = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                assert reason, f"{name} has no reason"
-                assert name in users, f"nobody uses {name}"
+    for module, text in texts.items():
+        if module != DEADLINES and not is_shell(module):
+            continue
+        for name, _, has_reason in named_times(text):
+            named += 1
+            assert has_reason, f"{module}.{name} has no reason"
+            assert words[name] > 1, f"nobody uses {module}.{name}"
     assert named > 30
+
+
+def test_only_shared_times_stand_in_the_table() -> None:
+    """A time that one module has stands there."""
+    texts = {module_name(path): path.read_text() for path in SOURCES}
+    for name, _, _ in named_times(texts.pop(DEADLINES)):
+        users = [module for module, text in texts.items() if re.search(rf"\b{name}\b", text)]
+        assert len(users) > 1, f"{name} belongs to {users}"
 
 
 @pytest.mark.parametrize(
@@ -382,10 +375,6 @@ def test_wait_with_a_named_deadline_is_fine(source: str) -> None:
         "thread.join(timeout=2)",
         "ray.get(ref, timeout=3.0)",
         "cluster.find(timeout_s=3.0)",
-        "LOOK_S = 0.1",
-        "LOOK_S: float = 0.1",
-        "PAUSES_S = (0.1, 2.0)",
-        "TWICE_S = 2 * LOOK_S",
         "select.select([fd], [], [], 0.5)",
     ],
 )
@@ -393,9 +382,29 @@ def test_number_that_somebody_waits_for_is_found(source: str) -> None:
     assert len(unnamed(ast.parse(source), "raykv.node.actor")) == 1
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["LOOK_S = 0.1", "LOOK_S: float = 0.1", "PAUSES_S = (0.1, 2.0)", "TWICE_S = 2 * LOOK_S"],
+)
+def test_named_time_without_a_reason_is_found(source: str) -> None:
+    def reasons(text: str) -> list[bool]:
+        return [has_reason for _, _, has_reason in named_times(text)]
+
+    assert reasons(f"import time\n\n{source}\n") == [False]
+    assert reasons(f"# Between two looks.\n{source}\n") == [True]
+    assert reasons(f'{source}\n"""Between two looks."""\n') == [True]
+
+
 def test_deadlines_that_users_count_on_are_named() -> None:
     """Sync, fetch, copy job, attach, flush, shutdown."""
     for setting in ("rpc", "fetch", "load", "store", "attach", "flush"):
         assert getattr(raykv.base.settings.Settings, f"{setting}_deadline_s") > 0
-    for name in ("SESSION_STOP_S", "LINK_CLOSE_S", "LEAVE_S", "NODE_STOP_S"):
-        assert 0 < getattr(raykv.base.deadlines, name) <= 5
+    times = {
+        name: ast.literal_eval(node.value)
+        for path in SOURCES
+        for name, node, _ in named_times(path.read_text())
+        if name in ("SESSION_STOP_S", "LINK_CLOSE_S", "LEAVE_S", "NODE_STOP_S") and node.value
+    }
+    assert len(times) == 4
+    for seconds in times.values():
+        assert 0 < seconds <= 5

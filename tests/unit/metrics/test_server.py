@@ -16,12 +16,18 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raykv.base.deadlines import METRICS_CLIENT_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, NodeId, Refusal, Stamp
 from raykv.base.settings import MetricsPlace
 from raykv.metrics import server as exposition
-from raykv.metrics.server import MAX_CONNECTIONS, PORTS_TRIED, Collect, MetricsServer, _Families
+from raykv.metrics.server import (
+    MAX_CONNECTIONS,
+    METRICS_CLIENT_S,
+    PORTS_TRIED,
+    Collect,
+    MetricsServer,
+    _Families,
+)
 from raykv.metrics.table import LATENCY_BOUNDS, METRICS, histograms, number, numbers
 from raykv.node.accounts.meter import NodeMeter
 from raykv.node.pool.owner import NodePool

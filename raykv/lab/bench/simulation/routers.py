@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from raykv.base.deadlines import ROUTE_ANSWER_S, ROUTE_PAUSES_S
 from raykv.base.ids import Key
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.lab.bench.simulation.chunk_cache import Chunks
@@ -24,7 +23,7 @@ from raykv.prompts.block_hashes import PLAIN
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.http.exchange import HttpRequest
-from raykv.serve.router.directory import FoundPrompt
+from raykv.serve.router.directory import ROUTE_ANSWER_S, ROUTE_PAUSES_S, FoundPrompt
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import Fallback

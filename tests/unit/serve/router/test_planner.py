@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from raykv.base.deadlines import ROUTE_ANSWER_S
 from raykv.base.errors import SettingError
 from raykv.cluster.breaker import Pauses
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
@@ -26,7 +25,7 @@ from raykv.serve.arguments import ModelArguments
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
-from raykv.serve.router.directory import AskedDirectory, FoundPrompt
+from raykv.serve.router.directory import ROUTE_ANSWER_S, AskedDirectory, FoundPrompt
 from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
