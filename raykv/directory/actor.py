@@ -47,13 +47,13 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.measures import ClusterMetrics, MetricFamily
 from raykv.protocol.node import Report
 from raykv.protocol.operator import (
+    OperatorOrder,
     OrderAnswer,
     OrdersDocument,
     PinPage,
     PoolWish,
     TenantPage,
     check_wish,
-    receive_order,
 )
 from raykv.protocol.reader import (
     PrefixQuery,
@@ -147,7 +147,7 @@ class SchedulerActor:
     def order(self, raw: bytes) -> bytes:
         """`OperatorOrder` → `OrderAnswer`; what becomes of it says `order_state`."""
         with self._measured("order"):
-            order = receive_order(raw, OPERATOR, HERE)
+            order = receive(raw, OperatorOrder, OPERATOR, HERE)
             error = self._desk.take(order)
             self._work(time.monotonic())
             return encode(OrderAnswer(error))

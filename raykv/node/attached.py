@@ -31,7 +31,7 @@ from raykv.node.devices import Devices
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.protocol import wire
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import receive
+from raykv.protocol.framing import introduction, receive
 from raykv.protocol.worker import MAX_PIECES, AttachWorker
 
 logger = logging.getLogger("raykv.node")
@@ -182,12 +182,6 @@ class IntroductionError(AttachError):
         self.is_engine = is_engine
 
 
-class _First(msgspec.Struct):
-    """What can be read of a first message of any kind."""
-
-    type: str = ""
-
-
 @dataclass
 class Opening:
     """How a connection has begun: who it is, descriptors that came along, and what came behind."""
@@ -228,14 +222,10 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
 
 
 def _introduction(raw: bytes) -> AttachWorker | EngineHello:
+    is_engine = introduction(raw).type == "engine"
+    sender = "the engine" if is_engine else "the worker"
     try:
-        is_engine = msgspec.msgpack.decode(raw, type=_First).type == "engine"
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
-        is_engine = False
-    try:
-        if is_engine:
-            return receive(raw, EngineHello, "the engine", "this NodeActor")
-        return receive(raw, AttachWorker, "the worker", "this NodeActor")
+        return receive(raw, EngineHello if is_engine else AttachWorker, sender, "this NodeActor")
     except (VersionError, MessageError) as error:
         raise IntroductionError(str(error), is_engine) from error
 

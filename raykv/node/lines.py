@@ -27,7 +27,6 @@ from collections import Counter, deque
 import msgspec
 
 from raykv.base.deadlines import NODE_SEND_S, NODE_STOP_S
-from raykv.base.errors import MessageError
 from raykv.base.threads import OnFailure, start_thread
 from raykv.cluster.deaths import Watch
 from raykv.node.keeper import PoolKeeper
@@ -40,6 +39,7 @@ from raykv.protocol.engine import (
     EngineWelcome,
     Tell,
 )
+from raykv.protocol.framing import receive
 from raykv.protocol.node import MOST_ENGINES
 
 logger = logging.getLogger("raykv.node")
@@ -103,7 +103,7 @@ class EngineLine:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _take(self, raw: bytes) -> None:
-        message = _read(raw)
+        message: EngineMessage = receive(raw, EngineMessage, "an engine", "this NodeActor")
         require(message.life == self._life, "an engine of another life than its line's")
         welcome = None
         with self._lock:
@@ -216,10 +216,3 @@ class EngineLines:
             lines = list(self._lines)
         for line in lines:
             line.close()
-
-
-def _read(raw: bytes) -> EngineMessage:
-    try:
-        return msgspec.msgpack.decode(raw, type=EngineMessage)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise MessageError(f"an engine sent this NodeActor no message: {error}") from error

@@ -5,7 +5,8 @@ Every struct that crosses a process is MessagePack: columns, not lists of record
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, overload
 
 import msgspec
 
@@ -37,6 +38,7 @@ def decode(raw: bytes, kind: type[S]) -> S:
 class Introduction(msgspec.Struct, frozen=True):
     """What can be read of a message of any version that has one."""
 
+    type: str = ""
     version: int | None = None
     raykv_version: str = "of another version"
     num_workers: int = 1
@@ -58,18 +60,28 @@ def version_objection(sender: str, version: int, here: str) -> str:
     )
 
 
-def receive(raw: Any, kind: type[S], sender: str, here: str) -> S:
-    """The struct in `raw`, from `sender` to `here` (words for a sentence).
+@overload
+def receive(raw: Any, kind: type[S], sender: str, here: str) -> S: ...
+
+
+@overload
+def receive(raw: Any, kind: UnionType, sender: str, here: str) -> Any: ...
+
+
+def receive(raw: Any, kind: Any, sender: str, here: str) -> Any:
+    """The struct in `raw`, one of `kind`, from `sender` to `here` (words for a sentence).
 
     Raises:
         VersionError: it is of another version; both are named.
         MessageError: it is not such a struct.
     """
-    if "version" in kind.__struct_fields__ and isinstance(raw, bytes):
+    kinds = get_args(kind) or (kind,)
+    if isinstance(raw, bytes) and any("version" in each.__struct_fields__ for each in kinds):
         version = introduction(raw).version
         if version is not None and version != PROTOCOL_VERSION:
             raise VersionError(version_objection(sender, version, here))
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise MessageError(f"{sender} sent {here} no {kind.__name__}: {error}") from error
+        name = kind.__name__ if isinstance(kind, type) else "message"
+        raise MessageError(f"{sender} sent {here} no {name}: {error}") from error

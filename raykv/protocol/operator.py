@@ -7,11 +7,10 @@ force are one numbered document.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
 from raykv.protocol.columns import (
@@ -29,7 +28,6 @@ from raykv.protocol.columns import (
     require,
 )
 from raykv.protocol.engine import Naming
-from raykv.protocol.framing import PROTOCOL_VERSION, introduction, version_objection
 
 MAX_ORDERED = 4096
 """Chunks that one order names, at most."""
@@ -134,23 +132,6 @@ class NameWeights(msgspec.Struct, frozen=True, tag="name_weights"):
 
 
 OperatorOrder = PauseOrder | ClearOrder | PinOrder | UnpinOrder | Quota | EndQuota | NameWeights
-
-
-def receive_order(raw: Any, sender: str, here: str) -> OperatorOrder:
-    """The order in `raw`.
-
-    Raises:
-        VersionError: it is of another version; both are named.
-        MessageError: it is no order.
-    """
-    version = introduction(raw).version if isinstance(raw, bytes) else None
-    if version is not None and version != PROTOCOL_VERSION:
-        raise VersionError(version_objection(sender, version, here))
-    try:
-        order: OperatorOrder = msgspec.msgpack.decode(raw, type=OperatorOrder)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise MessageError(f"{sender} sent {here} no order: {error}") from error
-    return order
 
 
 class OrderAnswer(msgspec.Struct, frozen=True):

@@ -12,9 +12,10 @@ from raykv.base.ids import Key, Namespace, Stamp
 from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.protocol.columns import NamedKeys, Numbers, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.operator import (
     NodePins,
+    OperatorOrder,
     OrderAnswer,
     OrderState,
     PinHere,
@@ -24,7 +25,6 @@ from raykv.protocol.operator import (
     PinStatus,
     ToldPin,
     UnpinOrder,
-    receive_order,
 )
 from raykv.protocol.reader import WherePage, WhereQuery
 from raykv.protocol.status import NamespaceStatus
@@ -85,7 +85,7 @@ class PlayedPins:
         )
 
     def _order(self, raw: bytes) -> bytes:
-        order = receive_order(raw, "a test", "it")
+        order = receive(raw, OperatorOrder, "a test", "it")
         self.orders.append(order)
         if isinstance(order, PinOrder):
             self.held["one"][order.pin_id] = PinHere(Numbers.of([0]), Numbers.of([1]), CHUNK_BYTES)

@@ -11,8 +11,8 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Stamp
 from raykv.client import scheduler as asking
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import OrderAnswer, OrderState, PauseOrder, receive_order
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState, PauseOrder
 from tests.fixtures.played_cluster import play
 
 ORDER = PauseOrder(PROTOCOL_VERSION, "an id", paused=True)
@@ -31,7 +31,7 @@ class Ordered:
         self._scheduler = play(patches, {"order": self._order, "order_state": self._state})
 
     def _order(self, raw: bytes) -> bytes:
-        self.orders.append(receive_order(raw, "a test", "it"))
+        self.orders.append(receive(raw, OperatorOrder, "a test", "it"))
         return encode(OrderAnswer())
 
     def _state(self, order_id: str) -> bytes:

@@ -12,14 +12,14 @@ from raykv.cli.operate import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
 from raykv.protocol.columns import Keys
-from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION, receive
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
+    OperatorOrder,
     PinOrder,
     PoolWish,
     check_wish,
-    receive_order,
 )
 
 GPU = RayNode("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
@@ -87,9 +87,9 @@ K = Keys.of([b"k"])
 def test_pin_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
     valid = {"pin_id": "p", "namespace": "ns", "keys": K, "ttl_s": 1.0, "priority": 9}
     base = {"type": "pin", "version": PROTOCOL_VERSION, "order_id": "o", **valid}
-    assert isinstance(receive_order(msgspec.msgpack.encode(base), "it", "here"), PinOrder)
+    assert isinstance(receive(msgspec.msgpack.encode(base), OperatorOrder, "it", "here"), PinOrder)
     with pytest.raises(MessageError):
-        receive_order(msgspec.msgpack.encode({**base, **fields}), "it", "here")
+        receive(msgspec.msgpack.encode({**base, **fields}), OperatorOrder, "it", "here")
 
 
 def test_other_orders_that_cannot_be_meant_are_refused() -> None:

@@ -13,7 +13,7 @@ from raykv.directory.known.desk import MOST_WAITING, OrderDesk
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import Naming
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import (
     MAX_TOLD_NAMINGS,
@@ -28,7 +28,6 @@ from raykv.protocol.operator import (
     PinOrder,
     Quota,
     UnpinOrder,
-    receive_order,
 )
 from tests.fixtures.directory.reporting import engine_of
 
@@ -298,9 +297,9 @@ def test_order_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
         "keys": Keys.of([b"k"]),
         "ttl_s": 1.0,
     }
-    good_order = receive_order(encode(good), "the operator", "here")  # type: ignore[arg-type]
+    good_order = receive(encode(good), OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
     assert good_order.order_id == "a"
     with pytest.raises(MessageError):
-        receive_order(encode(good | fields), "the operator", "here")  # type: ignore[arg-type]
+        receive(encode(good | fields), OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
     with pytest.raises(VersionError):
-        receive_order(encode(good | {"version": V + 1}), "them", "here")  # type: ignore[arg-type]
+        receive(encode(good | {"version": V + 1}), OperatorOrder, "them", "here")  # type: ignore[arg-type]
