@@ -196,7 +196,7 @@ NODE = (
     ),
     _gauge(
         "raykv_distinct_wanted_chunks",
-        "How many different chunks those were; an estimate (HyperLogLog, standard error 0.8 %).",
+        "How many different chunks those were; an estimate (standard error 0.8 %).",
         "namespace",
     ),
     _gauge(

@@ -45,13 +45,9 @@ class HistogramData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeySketch(msgspec.Struct, frozen=True, array_like=True):
-    """Registers of a HyperLogLog sketch: their numbers (2 bytes each, little endian), their ranks.
+    """Hashes of keys, of 8 bytes, little endian; taking in the same ones again changes nothing."""
 
-    Taking in the same ones again changes nothing.
-    """
-
-    registers: bytes = b""
-    ranks: bytes = b""
+    hashes: bytes = b""
 
 
 class MetricRow(msgspec.Struct, frozen=True, array_like=True):

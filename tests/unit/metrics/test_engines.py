@@ -7,13 +7,13 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from raykv.metrics.hyperloglog import HyperLogLog
 
 from raykv.base.ids import MissReason, TokenSource
 from raykv.metrics.engines import MAX_ENGINES, EngineTally
+from raykv.metrics.reach import DistinctKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
 from raykv.protocol.engine import Tell
-from raykv.protocol.measures import BreakerReport, HistogramData
+from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 
 
 def message(engine: int, seq: int, **counters: int) -> Tell:
@@ -91,7 +91,7 @@ def test_memory_of_engines_is_bounded_and_keeps_those_that_were_heard_of_last() 
 
 def test_latencies_breakers_and_keys_come_from_the_same_message() -> None:
     tally = EngineTally()
-    sketch = HyperLogLog()
+    sketch = DistinctKeys()
     sketch.add([b"one", b"two"])
     counts = [0] * (len(LATENCY_BOUNDS) + 1)
     told = Tell(
@@ -101,7 +101,7 @@ def test_latencies_breakers_and_keys_come_from_the_same_message() -> None:
         counters={"wanted_chunks": 8, "waits_timed_out": 3},
         latencies={LOOKUPS: HistogramData([2, *counts[1:]], 0.1)},
         breakers=BreakerReport(opened=1, failed=5, refused=7),
-        wanted_keys=sketch.changed_since(HyperLogLog().registers, 10),
+        wanted_keys=KeySketch(sketch.smallest.tobytes()),
     )
     tally.take("ns", message(1, 1))
     tally.take("ns", told)

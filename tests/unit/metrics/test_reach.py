@@ -4,9 +4,104 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raykv.metrics.reach import MAX_AT_ONCE, MAX_REGISTERS, MAX_WAITING, Reach, WantedKeys
+from raykv.metrics.reach import (
+    MAX_AT_ONCE,
+    MAX_HASHES,
+    MAX_WAITING,
+    NUM_KEPT,
+    DistinctKeys,
+    Reach,
+    WantedKeys,
+)
+from raykv.protocol.measures import KeySketch
+
+MOST = 4 * 0.0081
+"""Four standard errors."""
+
+
+def random_keys(count: int, seed: int) -> list[bytes]:
+    """As vLLM makes them: 32 random bytes and a KV group."""
+    rows = np.random.default_rng(seed).integers(0, 256, (count, 32), np.uint8)
+    return [row.tobytes() + bytes(4) for row in rows]
+
+
+def sketch_of(*parts: list[bytes]) -> DistinctKeys:
+    made = DistinctKeys()
+    for part in parts:
+        made.add(part)
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 10, 100, 1_000, 10_000, 30_000, 45_000, 200_000])
+def test_estimate_is_within_four_standard_errors(count: int) -> None:
+    for seed in range(3):
+        found = sketch_of(random_keys(count, seed)).estimate()
+        assert abs(found - count) <= max(0.5, MOST * count), (count, seed, found)
+
+
+def test_estimate_has_no_bias_over_many_sketches() -> None:
+    count = 5 * NUM_KEPT // 2
+    found = [sketch_of(random_keys(count, seed)).estimate() / count for seed in range(20)]
+    assert abs(np.mean(found) - 1) < 4 * 0.0081 / 20**0.5
+
+
+def test_keys_that_differ_little_count_one_by_one() -> None:
+    plain = [number.to_bytes(36, "big") for number in range(50_000)]
+    groups = [b"h" * 32 + group.to_bytes(4, "big") for group in range(50_000)]
+    for same in (plain, groups):
+        assert abs(sketch_of(same).estimate() / 50_000 - 1) <= MOST
+
+
+def test_repeated_keys_and_their_order_change_nothing() -> None:
+    some = random_keys(5_000, 1)
+    once = sketch_of(some)
+    again = sketch_of(some[::-1], some, some[:7])
+    assert np.array_equal(once.smallest, again.smallest)
+
+
+def test_smallest_hashes_of_two_are_those_of_both() -> None:
+    left, right = random_keys(9_000, 1), random_keys(9_000, 2) + random_keys(3_000, 1)
+    merged = sketch_of(left)
+    merged.merge(sketch_of(right).smallest)
+    assert np.array_equal(merged.smallest, sketch_of(left, right).smallest)
+    assert not len(merged.merge(sketch_of(right).smallest)), "known ones are no news"
+
+
+def test_changes_in_pages_give_the_whole_sketch() -> None:
+    engine, reach = WantedKeys(), Reach()
+    engine.note(random_keys(20_000, 3))
+    pages = 0
+    while (page := engine.take(1)).hashes:
+        assert len(page.hashes) <= 8 * MAX_HASHES
+        reach.add(20_000, page)
+        reach.add(0, page)
+        pages += 1
+    assert pages > 3
+    assert np.array_equal(reach._sketch.smallest, sketch_of(random_keys(20_000, 3)).smallest)
+    engine.note(random_keys(1, 4))
+    assert len(engine.take(1).hashes) <= 8
+
+
+@given(st.lists(st.binary(max_size=40), max_size=3))
+def test_hashes_that_can_not_be_change_nothing_else(told: list[bytes]) -> None:
+    reach = Reach()
+    for each in told:
+        reach.add(100, KeySketch(each))
+    sound = b"".join(each for each in told if len(each) % 8 == 0)
+    different = {sound[at : at + 8] for at in range(0, len(sound), 8)} - {b"\xff" * 8}
+    assert reach.num_distinct == len(different)
+
+
+def test_sketch_of_the_smallest_hashes_that_can_be_has_an_estimate() -> None:
+    made = DistinctKeys()
+    assert made.estimate() == 0
+    made.merge(np.arange(NUM_KEPT, dtype=np.uint64))
+    assert 2**50 < made.estimate() < 2**70
 
 
 def key(number: int) -> bytes:
@@ -16,8 +111,8 @@ def key(number: int) -> bytes:
 def told(engine: WantedKeys, reach: Reach, life: int = 1) -> None:
     """Messages until nothing is new."""
     before = engine.num_wanted
-    while (sketch := engine.take(life)).ranks or engine.num_wanted != before:
-        assert len(sketch.ranks) <= MAX_REGISTERS
+    while (sketch := engine.take(life)).hashes or engine.num_wanted != before:
+        assert len(sketch.hashes) <= 8 * MAX_HASHES
         reach.add(engine.num_wanted - before, sketch)
         before = engine.num_wanted
 
@@ -60,7 +155,7 @@ def test_engine_begins_anew_for_another_life_of_the_node() -> None:
 
 def test_nothing_wanted_has_no_ratio_and_no_news() -> None:
     assert Reach().hit_ratio == 0
-    assert WantedKeys().take(1).ranks == b""
+    assert WantedKeys().take(1).hashes == b""
 
 
 def test_requests_that_nobody_takes_are_bounded() -> None:

@@ -39,6 +39,7 @@ from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.metric_lint import complaints
+from tests.fixtures.node.owned_pool import admit
 from tests.fixtures.scrapes import by_label
 from tests.fixtures.waiting import wait_until
 
@@ -203,7 +204,7 @@ def pool() -> NodePool:
     for life, namespace in enumerate(NAMESPACES, start=1):
         hello = EngineHello(PROTOCOL_VERSION, "e", life, namespace, slot_bytes={0: PAGE})
         assert not made.hello(hello, 0.0).error
-        made.begin_line(life, 0, 1)
+        made.jobs.begin_line(life, 0, 1)
     return made
 
 
@@ -214,9 +215,9 @@ def store(made: NodePool, life: int, count: int, *, ends: bool = True) -> None:
     job = CopyJob(
         count, Direction.STORE, NAMESPACES[life - 1], keys, ones, zeros, ones, orders=ORDERED
     )
-    (admitted,) = made.admit(life, 0, 1, [job], 0.0)
+    (admitted,) = admit(made, life, 0, 1, [job], 0.0)
     if ends:
-        made.end_chunks(admitted, range(count), ok=True)
+        made.jobs.end_chunks(admitted, range(count), ok=True)
 
 
 def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
@@ -238,7 +239,7 @@ def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
         ("writing", "b"): 1,
         ("empty", ""): 24,
     }
-    assert f"raykv_unreported_chunks {made.num_unread}.0" in text
+    assert f"raykv_unreported_chunks {made.reporting.num_unread}.0" in text
 
 
 def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:

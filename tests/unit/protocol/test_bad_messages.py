@@ -204,7 +204,7 @@ TELLS = st.builds(
     ),
     counters=st.dictionaries(st.sampled_from(["prompt_tokens", "wanted_chunks", "x"]), NUMBER),
     latencies=st.dictionaries(st.sampled_from(["lookup", "x"]), HISTOGRAM),
-    wanted_keys=st.builds(KeySketch, registers=st.binary(max_size=8), ranks=st.binary(max_size=4)),
+    wanted_keys=st.builds(KeySketch, hashes=st.binary(max_size=40)),
     breakers=st.builds(BreakerReport, peers=st.lists(NAME), opened=ANY_NUMBER),
     heard=STAMP,
     weights=NUMBER,
@@ -281,7 +281,7 @@ def check_service(pool: OwnedPool) -> None:
     pool.hello(9)
     pool.job += 100
     number = pool.job
-    (job,) = pool.admit(pool.storing(number, orders=pool.node.orders), life=9)
+    (job,) = pool.admit(pool.storing(number, orders=pool.node.orders.stamp), life=9)
     assert not pool.end(job).failed_chunks
     (job,) = pool.admit(pool.loading(number), life=9)
     assert not pool.end(job).failed_chunks
@@ -330,16 +330,16 @@ def test_absurd_answers_of_the_directory_do_no_harm(
     pool.report()
     message, orders = passed(answer), passed(document)
     if message is None:
-        pool.node.give_up()
+        pool.node.reporting.give_up()
     else:
         pool.node.answered(message, pool.now)
     if orders is not None:
         pool.node.take_orders(orders, pool.now)
-    for digest in pool.node.wanted_pins():
-        pool.node.pin_keys(digest, A, [Key(b"k")])
+    for digest in pool.node.orders.wanted():
+        pool.node.orders.pin_keys(digest, A, [Key(b"k")])
     pool.node.check()
     # An honest document clears and lifts what that one said.
-    latest = pool.node.orders
+    latest = pool.node.orders.stamp
     pool.node.take_orders(OrdersDocument(Stamp(latest.history + 1, 1)), pool.now)
     check_service(pool)
 
