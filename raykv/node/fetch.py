@@ -194,7 +194,7 @@ class FetchService:
             self._settle(fetch, chunk, Refusal.BAD_HANDLE)
         with self._keeper.lock:
             owner, now = self._keeper.owner, self._keeper.now()
-            fetch.orders = owner.orders
+            fetch.orders = owner.orders.stamp
             for chunk in fetch.left:
                 record = owner.index.find(fetch.namespace, chunk.landing.key)
                 if record is not None:

@@ -102,9 +102,9 @@ class PoolKeeper:
     def announce(
         self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob]
     ) -> list[AdmittedJob]:
-        """Admit all loads of a message; see `NodePool.announce`."""
+        """Admit all loads of a message; see `Jobs.announce`."""
         with self.lock:
-            return self.owner.announce(life, rank, num_ranks, jobs, self.now())
+            return self.owner.jobs.announce(life, rank, num_ranks, jobs, self.now())
 
     def begin_chunks(self, job: AdmittedJob, numbers: Sequence[int]) -> None:
         """Admit some chunks of a store; see `NodePool.begin_chunks`. `COPY_FAILED`: memory is so
@@ -115,7 +115,7 @@ class PoolKeeper:
             for at in numbers:
                 record = job.chunks[at]
                 if isinstance(record, ChunkRecord) and not self._open(record):
-                    self.owner.end_chunk(job, at, ok=False)
+                    self.owner.jobs.end_chunks(job, (at,), ok=False)
                     job.chunks[at] = Refusal.COPY_FAILED
             self.lock.notify_all()
 
@@ -125,10 +125,10 @@ class PoolKeeper:
         return self.pool.may_touch(record.slot, record.slot_bytes)
 
     def end_chunks(self, job: AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
-        """Nobody copies these chunks of a job any more; see `NodePool.end_chunks`."""
+        """Nobody copies these chunks of a job any more; see `Jobs.end_chunks`."""
         with self.lock:
             records = [] if job.is_load or not ok else [job.chunks[at] for at in numbers]
-            self.owner.end_chunks(job, numbers, ok=ok)
+            self.owner.jobs.end_chunks(job, numbers, ok=ok)
             for record in records:
                 # It is READY by the last rank's end only.
                 if isinstance(record, ChunkRecord) and record.state is ChunkState.READY:
@@ -138,9 +138,9 @@ class PoolKeeper:
     def end_job(
         self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
     ) -> CopyResult:
-        """A job has ended, once all of its chunks have; see `NodePool.end_job`."""
+        """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
         with self.lock:
-            result = self.owner.end_job(job, failures, num_bytes, seconds)
+            result = self.owner.jobs.end_job(job, failures, num_bytes, seconds)
             self.lock.notify_all()
             return result
 
@@ -164,7 +164,7 @@ class PoolKeeper:
                 *(namespace, key, slot_bytes, stamp, blocks, tenant), now=self.now()
             )
             if isinstance(record, ChunkRecord) and not self._open(record):
-                self.owner.landed(record, ok=False)
+                self.owner.landings.landed(record, ok=False)
                 record = Refusal.COPY_FAILED
             self.lock.notify_all()
             return record
@@ -174,7 +174,7 @@ class PoolKeeper:
         that is known.
         """
         with self.lock:
-            self.owner.landed(record, ok=ok)
+            self.owner.landings.landed(record, ok=ok)
             if record.state is ChunkState.READY:
                 if checksum is None:
                     self._unchecked.append(record)
@@ -193,7 +193,7 @@ class PoolKeeper:
         """Readers are done."""
         with self.lock:
             for record in records:
-                self.owner.end_read(record)
+                self.owner.index.end_load(record)
             self.lock.notify_all()
 
     # Checksums
@@ -315,7 +315,7 @@ class PoolKeeper:
             floors = self.owner.index.floors.told
             self.pool.keep_floors(floors)
             restored = []
-            if self.owner.orders != NOTHING_ORDERED:
+            if self.owner.orders.stamp != NOTHING_ORDERED:
                 restored, self._restored = self._restored, restored
             self.lock.notify_all()
         for start in range(0, len(restored), ADOPTED):

@@ -1,15 +1,15 @@
 """The NodeActor's copy threads: one for loads and one for stores, of each device and of the host.
 
 A store waits for what its engine computes, for seconds perhaps, and so does a load; each holds up
-its own lane only. Nothing else is copied by these threads: fetches, and reads for other nodes, have
-threads of their own (Ray's).
+its own lane only. Captures of hidden states have other lanes. Nothing else is copied by these
+threads: fetches, and reads for other nodes, have threads of their own (Ray's).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from raykv.base.deadlines import NODE_LOOK_S
@@ -32,12 +32,16 @@ class CopyLanes:
     Args:
         keeper: whose lock is shared; it is notified when a job has ended.
         run: carries out one job, in a lane's thread; must not raise.
+        kind: the beginning of the threads' names.
     """
 
-    def __init__(self, keeper: PoolKeeper, run: Callable[[QueuedJob], None]) -> None:
+    def __init__(
+        self, keeper: PoolKeeper, run: Callable[[QueuedJob], None], kind: str = "raykv"
+    ) -> None:
         self._lock = keeper.lock
         self._mutex = keeper.mutex
         self._run = run
+        self._kind = kind
         self._queue: JobQueue[QueuedJob] = JobQueue()
         # Notified when the lane has a job; a thread that waits there is not woken up by others.
         self._news: dict[LaneName, threading.Condition] = {}
@@ -46,21 +50,20 @@ class CopyLanes:
         self._rest = threading.Condition(self._mutex)
         self._stopping = False
 
-    def open(self, device: str = HOST) -> None:
+    def open(self, device: str = HOST, directions: Iterable[Direction] = Direction) -> None:
         """Start threads for a device, which live until `stop`.
 
         Raises:
             ThreadError: the system gives no more; the next call tries again.
         """
         with self._lock:
-            lanes = [LaneName(device, direction) for direction in Direction]
-            for lane in lanes:
+            for lane in [LaneName(device, direction) for direction in directions]:
                 if lane in self._news:
                     continue
                 self._news[lane] = threading.Condition(self._mutex)
                 if self._stopping:
                     continue
-                name = f"raykv-{lane.direction.name.lower()}"
+                name = f"{self._kind}-{lane.direction.name.lower()}"
                 try:
                     thread = start_thread(name, partial(self._serve, lane), OnFailure.END_PROCESS)
                 except ThreadError:

@@ -124,11 +124,11 @@ class Reports:
             # No scheduler actor now: what it should know stays here until it is back.
             self._scheduler = None
             with self._keeper.lock:
-                self._keeper.owner.give_up()
+                self._keeper.owner.reporting.give_up()
             reason = first_line(cause_of(error))
             if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
                 logger.warning("no report to the scheduler actor: %s", reason)
-            if self._keeper.owner.orders == NOTHING_ORDERED:
+            if self._keeper.owner.orders.stamp == NOTHING_ORDERED:
                 self._read_kept_orders()
             return
         if self._breakers.worked(names.SCHEDULER):
@@ -141,7 +141,7 @@ class Reports:
         stats = self._stats()
         with keeper.lock:
             owner.stats = stats
-            report = owner.report(keeper.now())
+            report = owner.report()
         report = msgspec.structs.replace(report, orders=self._shown, **self._about)
         self._sent_at = time.monotonic()
         answer = self._told(report)
@@ -149,7 +149,7 @@ class Reports:
         with keeper.lock:
             now = keeper.now()
             owner.answered(answer, now, report.seq)
-            told = owner.told_orders(now) if answer.wants_orders else None
+            told = owner.orders.told(now) if answer.wants_orders else None
             wants_document = owner.wants_document
             keeper.lock.notify_all()
         if told is not None:
@@ -200,7 +200,7 @@ class Reports:
         """Ask for keys of pins that are not known here, now for some and then for others."""
         keeper, owner = self._keeper, self._keeper.owner
         with keeper.lock:
-            wanted = owner.wanted_pins()
+            wanted = owner.orders.wanted()
         self._unknown &= set(wanted)
         if len(self._unknown) == len(wanted):
             self._unknown.clear()
@@ -212,5 +212,5 @@ class Reports:
                 continue
             namespace = next(iter(found))[0]
             with keeper.lock:
-                owner.pin_keys(digest, namespace, [key for _, key in found])
+                owner.orders.pin_keys(digest, namespace, [key for _, key in found])
                 keeper.lock.notify_all()

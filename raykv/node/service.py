@@ -267,7 +267,7 @@ class NodeService:
         with self._lock:
             self._workers.add(worker)
             self.forms.take(hello.namespace, hello.layout.form)
-            self.keeper.owner.begin_line(hello.life, hello.rank, hello.num_ranks)
+            self.keeper.owner.jobs.begin_line(hello.life, hello.rank, hello.num_ranks)
         return worker
 
     def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
@@ -333,8 +333,7 @@ class NodeService:
         num_locks = sum(job.capture is not None and job.capture.has_lock for job in batch.jobs)
         require(num_locks <= len(fds), "a capture whose lock has not come along")
         hello, now = worker.hello, self.keeper.now()
-        rejected: list[QueuedJob] = []
-        captures: list[QueuedJob] = []
+        rejected: list[tuple[QueuedJob, Refusal]] = []
         cancelled = set(batch.cancelled)
         with self._lock:
             for namespace in {job.namespace for job in batch.jobs}:
@@ -343,23 +342,28 @@ class NodeService:
                 capture = job.job.capture
                 lock_fd = fds.pop(0) if capture is not None and capture.has_lock else -1
                 queued = QueuedJob(worker, job, now, lock_fd)
-                if capture is not None:
-                    captures.append(queued)
-                elif not self._lanes.push(queued):
-                    queued.refuse_rest(Refusal.QUEUE_FULL)
-                    rejected.append(queued)
-            for queued in self._lanes.take(
-                lambda q: q.worker is worker and q.admitted.job.job_id in cancelled
-            ):
-                queued.refuse_rest(Refusal.CANCELLED)
-                rejected.append(queued)
-        for queued in captures:
-            if not self.capturing.push(queued):
-                self.capturing.refuse(queued, Refusal.QUEUE_FULL, "too many captures wait")
-        if cancelled:
-            self.capturing.cancel(worker, cancelled)
-        for queued in rejected:
-            self._end_job(queued, 0)
+                push = self._lanes.push if capture is None else self.capturing.push
+                if not push(queued):
+                    rejected.append((queued, Refusal.QUEUE_FULL))
+            for lanes in (self._lanes, self.capturing.lanes):
+                taken = lanes.take(
+                    lambda q: q.worker is worker and q.admitted.job.job_id in cancelled
+                )
+                rejected += [(queued, Refusal.CANCELLED) for queued in taken]
+        for queued, refusal in rejected:
+            self._reject(queued, refusal)
+
+    def _reject(self, queued: QueuedJob, refusal: Refusal) -> None:
+        """Answer a job that was not begun."""
+        if queued.admitted.job.capture is not None:
+            reason = "the engine gave the copy up: it took too long"
+            if refusal is Refusal.QUEUE_FULL:
+                reason = "too many captures wait"
+            elif not queued.worker.is_open:
+                reason = "the engine ended before they were copied"
+            self.capturing.refuse(queued, reason)
+        queued.refuse_rest(refusal)
+        self._end_job(queued, 0)
 
     def _detach(self, worker: AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
@@ -368,18 +372,13 @@ class NodeService:
         with self._lock:
             self._workers.discard(worker)
             # What it has not stored is void from now on, though its copies may go on for a moment.
-            self.keeper.owner.end_line(hello.life, hello.rank, self.keeper.now())
+            self.keeper.owner.jobs.end_line(hello.life, hello.rank)
             self._lock.notify_all()
+        # Whatever fails, its memory goes, and not before its jobs.
         with contextlib.ExitStack() as stack:
-            # Whatever fails, its memory goes, and not before its jobs.
             stack.callback(worker.unmap)
-            stack.callback(self._drop_jobs, worker)
-            self.capturing.drop(worker)
-
-    def _drop_jobs(self, worker: AttachedWorker) -> None:
-        for queued in self._lanes.drop(worker):
-            queued.refuse_rest(Refusal.CANCELLED)
-            self._end_job(queued, 0)
+            for queued in [*self._lanes.drop(worker), *self.capturing.lanes.drop(worker)]:
+                stack.callback(self._reject, queued, Refusal.CANCELLED)
 
     # Copies
 

@@ -26,6 +26,7 @@ from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
+from tests.fixtures.node.owned_pool import admit
 
 PAGE = 4096
 NUM_SLABS = 4
@@ -127,7 +128,7 @@ class OwnerMachine(RuleBasedStateMachine):
 
     @rule(life=strangers, rank=ranks, num_ranks=st.sampled_from([1, 2]))
     def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
-        self.node.begin_line(life, rank, num_ranks)
+        self.node.jobs.begin_line(life, rank, num_ranks)
         self.lines.append((life, rank))
 
     @precondition(lambda self: self.lines)
@@ -135,7 +136,7 @@ class OwnerMachine(RuleBasedStateMachine):
     def end_line(self, data: st.DataObject) -> None:
         line = data.draw(st.sampled_from(self.lines))
         self.lines.remove(line)
-        self.node.end_line(*line, self.now)
+        self.node.jobs.end_line(*line)
 
     @rule(
         life=lives,
@@ -164,7 +165,7 @@ class OwnerMachine(RuleBasedStateMachine):
             )
             for direction, namespace, each, job_id, stamp in some
         ]
-        admitted = self.node.admit(life, rank, num_ranks, jobs, self.now)
+        admitted = admit(self.node, life, rank, num_ranks, jobs, self.now)
         assert [made.job for made in admitted] == jobs
         for made in admitted:
             assert None not in made.chunks or made.part is None
@@ -176,15 +177,15 @@ class OwnerMachine(RuleBasedStateMachine):
         made = data.draw(st.sampled_from(self.jobs))
         if made.keys:
             at = data.draw(st.integers(0, len(made.keys) - 1))
-            self.node.end_chunk(made, at, ok=ok)
+            self.node.jobs.end_chunks(made, (at,), ok=ok)
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), refusal=st.sampled_from(list(Refusal)), ok=st.booleans())
     def end_job(self, data: st.DataObject, refusal: Refusal, ok: bool) -> None:
         made = data.draw(st.sampled_from(self.jobs))
         self.jobs.remove(made)
-        self.node.end_chunks(made, range(len(made.keys)), ok=ok)
-        result = self.node.end_job(made, {0: refusal, 99: refusal}, 1, 0.5)
+        self.node.jobs.end_chunks(made, range(len(made.keys)), ok=ok)
+        result = self.node.jobs.end_job(made, {0: refusal, 99: refusal}, 1, 0.5)
         result = decode(encode(result), CopyResult)
         for row in result.rows:
             there = self.node.index.find(row.namespace, row.key)
@@ -204,7 +205,7 @@ class OwnerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.landing)
     @rule(ok=st.booleans())
     def landed(self, ok: bool) -> None:
-        self.node.landed(self.landing.pop(0), ok=ok)
+        self.node.landings.landed(self.landing.pop(0), ok=ok)
 
     @rule(namespace=names, some=keys)
     def begin_read(self, namespace: Namespace, some: list[Key]) -> None:
@@ -215,19 +216,19 @@ class OwnerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reading)
     @rule()
     def end_read(self) -> None:
-        self.node.end_read(self.reading.pop(0))
+        self.node.index.end_load(self.reading.pop(0))
 
     # The directory
 
     @precondition(lambda self: not self.is_out)
     @rule()
     def report(self) -> None:
-        self.reports.append(decode(encode(self.node.report(self.now)), Report))
+        self.reports.append(decode(encode(self.node.report()), Report))
         self.is_out = True
 
     @rule()
     def give_up(self) -> None:
-        self.node.give_up()
+        self.node.reporting.give_up()
         self.is_out = False
 
     @precondition(lambda self: self.reports)
@@ -256,15 +257,15 @@ class OwnerMachine(RuleBasedStateMachine):
         share = OrderedShare("", data.draw(parts), data.draw(parts))
         pin = OrderedPin(NAMESPACES[0], b"d", 1, data.draw(st.sampled_from([0.0, 40.0])))
         document = OrdersDocument(stamp, {namespace: floor}, shares={"t": share}, pins={"p": pin})
-        before = self.node.orders
+        before = self.node.orders.stamp
         self.node.take_orders(document, self.now)
-        assert self.node.orders == max(before, stamp)
+        assert self.node.orders.stamp == max(before, stamp)
 
     @rule(some=keys.filter(bool))
     def pin_keys(self, some: list[Key]) -> None:
-        for digest in self.node.wanted_pins():
-            self.node.pin_keys(digest, NAMESPACES[0], some)
-        assert not self.node.wanted_pins()
+        for digest in self.node.orders.wanted():
+            self.node.orders.pin_keys(digest, NAMESPACES[0], some)
+        assert not self.node.orders.wanted()
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 12.0, 31.0]))
     def wait(self, seconds: float) -> None:
@@ -278,14 +279,14 @@ class OwnerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once all have ended and are gone, there is nothing but READY chunks."""
         for made in self.jobs:
-            self.node.end_chunks(made, range(len(made.keys)), ok=True)
-            self.node.end_job(made, {}, 0, 0.0)
+            self.node.jobs.end_chunks(made, range(len(made.keys)), ok=True)
+            self.node.jobs.end_job(made, {}, 0, 0.0)
         for record in self.landing:
-            self.node.landed(record, ok=True)
+            self.node.landings.landed(record, ok=True)
         for record in self.reading:
-            self.node.end_read(record)
+            self.node.index.end_load(record)
         for line in self.lines:
-            self.node.end_line(*line, self.now)
+            self.node.jobs.end_line(*line)
         for life in LIVES:
             self.node.bye(life)
         self.node.check()

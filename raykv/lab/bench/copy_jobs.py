@@ -249,7 +249,7 @@ class JobSides:
             is_new = not any(owner.engines)
             assert not owner.hello(hello, self._keeper.now()).error
             if is_new:
-                owner.begin_line(ENGINE, 0, 1)
+                owner.jobs.begin_line(ENGINE, 0, 1)
 
     def _speed(self, case: JobCase, *, by_layer: bool) -> float:
         if case.direction is Direction.LOAD and self._num_stored < case.num_chunks:

@@ -58,7 +58,7 @@ def made(count: int) -> NodePool:
     pool.take_orders(OrdersDocument(ORDERED), 0.0)
     hello = EngineHello(PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes={0: SLOT_BYTES})
     assert not pool.hello(hello, 0.0).error
-    pool.begin_line(ENGINE, 0, 1)
+    pool.jobs.begin_line(ENGINE, 0, 1)
     return pool
 
 
@@ -81,9 +81,10 @@ def job_of(number: int) -> CopyJob:
 
 def store(pool: NodePool, job: CopyJob, now: float) -> int:
     """Store the chunks of a job; returns how many found no room."""
-    (admitted,) = pool.admit(ENGINE, 0, 1, [job], now)
-    pool.end_chunks(admitted, range(JOB_CHUNKS), ok=True)
-    return len(pool.end_job(admitted, {}, 0, 0.0).failed_chunks)
+    (admitted,) = pool.jobs.announce(ENGINE, 0, 1, [job], now)
+    pool.begin_chunks(admitted, range(JOB_CHUNKS), now)
+    pool.jobs.end_chunks(admitted, range(JOB_CHUNKS), ok=True)
+    return len(pool.jobs.end_job(admitted, {}, 0, 0.0).failed_chunks)
 
 
 def fill(pool: NodePool, count: int) -> int:

@@ -89,7 +89,7 @@ class Desk:
         with self._lock:
             now = self._keeper.now()
             owners = {row.owner for row in rows}
-            names = {each: self._owner.tenant(self._owner.label_of(each)) for each in owners}
+            names = {each: self._owner.tenant(self._owner.tenants.label(each)) for each in owners}
         namespaces: list[str] = []
         tenants: list[str] = []
         return ChunkPage(
@@ -136,7 +136,7 @@ class Desk:
         """What pins keep here."""
         held = {}
         with self._lock:
-            pins = list(self._owner.pins())
+            pins = list(self._owner.orders.pins())
         for pin_id, pin in pins:
             with self._lock:
                 found = self._keeper.catalog.kept(pin.names, pin.standing)

@@ -72,7 +72,7 @@ class NodeMeter:
             *_states(stats.states),
             number("raykv_queued_jobs", stats.queued_jobs),
             number("raykv_attached_workers", stats.num_workers),
-            number("raykv_unreported_chunks", owner.num_unread),
+            number("raykv_unreported_chunks", owner.reporting.num_unread),
             histograms("raykv_queue_seconds", _rows(self.queue)),
             histograms("raykv_copy_seconds", _rows(self.copy)),
             histograms("raykv_fetch_seconds", [((), self.fetch.data())]),
@@ -101,14 +101,14 @@ def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
 
 def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
     """Series of tenants that have quotas, and of all others together; none without quotas."""
-    shares, accounts = owner.shares, owner.accounts
+    shares, accounts = owner.orders.shares, owner.accounts
     names = dict.fromkeys([*(each.name for each in shares.values()), OTHERS] if shares else ())
     num_bytes: Counter[tuple[str, ...]] = Counter()
     for name in names:
         num_bytes[name, RAM] = num_bytes[name, DISK] = 0
     if shares:
         for whose, some in owner.index.room.used.items():
-            num_bytes[owner.quota_of(owner.label_of(whose)), RAM] += some
+            num_bytes[owner.quota_of(owner.tenants.label(whose)), RAM] += some
         for label, some in on_disk.items():
             num_bytes[owner.quota_of(label), DISK] += some
     evicted = {(name,): accounts.num_evicted[name] for name in names}

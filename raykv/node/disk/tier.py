@@ -211,7 +211,7 @@ class DiskTier:
             return
         if folder is None:
             folder = self._claim()
-        if self._owner.orders == NOTHING_ORDERED:
+        if self._owner.orders.stamp == NOTHING_ORDERED:
             self._sleep(DISK_NEXT_LOOK_S)
             return
         self._note_floors(folder)
@@ -347,8 +347,8 @@ class DiskTier:
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self._keeper.check_bytes(record, checksum)
         with self._lock:
-            label = self._owner.label_of(record.owner)
-            whose = record.namespace, label if label in self._owner.shares else ""
+            label = self._owner.tenants.label(record.owner)
+            whose = record.namespace, label if label in self._owner.orders.shares else ""
         batch = self._batches.setdefault(whose, _Batch(time.monotonic()))
         # Whether the chunk has gone since does not matter to the copy.
         is_sound = refusal is Refusal.NONE or record.checksum in (None, checksum)
@@ -403,7 +403,7 @@ class DiskTier:
             DiskError: less than the floor would stay free.
         """
         with self._lock:
-            shares = self._owner.shares.items()
+            shares = self._owner.orders.shares.items()
             self._index.shares = {name: Share(each.guaranteed, each.most) for name, each in shares}
             if not self._index.can_hold(num_bytes, tenant):
                 return False

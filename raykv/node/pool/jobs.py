@@ -107,7 +107,10 @@ class Jobs:
             self._index.begin_line(life, rank)
 
     def end_line(self, life: int, rank: int) -> None:
-        """It is not any more: what it has not stored is void, and stays so for other ranks."""
+        """It is not any more: what it has not stored is void, and stays so for other ranks.
+
+        Its copies may go on, and are ended as they stop.
+        """
         lines = self._lines.get(life, {})
         if rank not in lines:
             return
@@ -201,7 +204,9 @@ class Jobs:
             made.put(at, each)
 
     def end_chunks(self, made: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
-        """A rank has stopped copying these, those of them that it was copying."""
+        """A rank has stopped copying these, those of them that it was copying; others were refused,
+        or have ended.
+        """
         num_stored = 0
         for at in numbers:
             record = made.chunks[at]

@@ -1,6 +1,6 @@
-"""A node's pool, behind one door: all that it decides, for the NodeActor that owns its bytes.
+"""A node's pool: all that it decides, for the NodeActor that owns its bytes.
 
-   engines: hello, tell, changes        workers: admit, end_chunk, end_job
+   engines: hello, tell, changes        workers: jobs, begin_chunks
                  │                                   │
                  ▼                                   ▼
    ┌───────────────────────────── NodePool ──────────────────────────────┐
@@ -10,9 +10,10 @@
                  │                                   │
    directory: report, answered, orders     other nodes: land, begin_read
 
-One lock of the NodeActor guards it: threads take turns at each call. Times are of one clock that
-never goes back. What peers send is sound by its declaration, and may be nonsense otherwise: that
-changes nothing but what is theirs.
+Callers use its parts; what concerns several of them has a method here. One lock of the NodeActor
+guards it: threads take turns at each call. Times are of one clock that never goes back. What peers
+send is sound by its declaration, and may be nonsense otherwise: that changes nothing but what is
+theirs.
 
 Until a first document of orders was taken, nothing may be put here that an earlier life of the
 NodeActor has left: what of it is void is not known.
@@ -25,7 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import inf
 from operator import itemgetter
@@ -43,13 +44,12 @@ from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
 from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.orders import LocalOrders, LocalPin, TenantNumbers
+from raykv.node.pool.orders import LocalOrders, TenantNumbers
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.reporting import Reporting, valid
 from raykv.node.pool.room import NOBODY
 from raykv.node.pool.sessions import LocalSessions
 from raykv.protocol.columns import MAX_PRIORITY, Keys
-from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -63,7 +63,7 @@ from raykv.protocol.engine import (
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.node import NodeStats, Report, ReportAnswer, SessionsWord
-from raykv.protocol.operator import MAX_PIN_S, OrderedShare, OrdersDocument
+from raykv.protocol.operator import MAX_PIN_S, OrdersDocument
 from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
@@ -95,15 +95,15 @@ class NodePool:
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self._tenants = TenantNumbers()
-        self._engines = LocalEngines(geometry)
-        companions = self._engines.companions
+        self.tenants = TenantNumbers()
+        self.engines = LocalEngines(geometry)
+        companions = self.engines.companions
         self.index = PoolIndex(geometry, Listing(life), Floors(), companions, pin_share)
         self.sessions = LocalSessions(self.index.claims)
-        self._jobs = Jobs(self.index, self._engines, self._tenants.of)
-        self._landings = Landings(self.index)
-        self._orders = LocalOrders(self.index, self._tenants)
-        self._reporting = Reporting(self.index, self.sessions)
+        self.jobs = Jobs(self.index, self.engines, self.tenants.of)
+        self.landings = Landings(self.index)
+        self.orders = LocalOrders(self.index, self.tenants)
+        self.reporting = Reporting(self.index, self.sessions)
         self.stats = NodeStats()
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
@@ -119,17 +119,17 @@ class NodePool:
 
     def hello(self, hello: EngineHello, now: float) -> EngineWelcome:
         """An EngineCore introduces itself, perhaps again, or is refused with a sentence."""
-        error = self._engines.hello(hello, now)
+        error = self.engines.hello(hello, now)
         self._leave()
         return EngineWelcome(self.index.listing.life, error)
 
     def tell(self, tell: Tell, now: float) -> None:
         """What an engine says; nothing if it has said that already, or is not here."""
-        engine = self._engines.hear(tell.life, now)
+        engine = self.engines.hear(tell.life, now)
         if engine is None or tell.seq <= engine.seq:
             return
         engine.seq = tell.seq
-        self._engines.spaces[engine.namespace].loaded(engine.counters, tell.counters)
+        self.engines.spaces[engine.namespace].loaded(engine.counters, tell.counters)
         engine.take(tell)
         self._told_orders = max(self._told_orders, tell.orders)
         namespace = Namespace(tell.namespace)
@@ -140,7 +140,7 @@ class NodePool:
         self.sessions.take(namespace, news, now)
         for each in news:
             word = msgspec.structs.replace(each, keys=Keys())
-            self._reporting.say(SessionsWord(namespace, word))
+            self.reporting.say(SessionsWord(namespace, word))
         self.accounts.take(engine.hello, tell, now)
 
     def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
@@ -154,7 +154,7 @@ class NodePool:
             if record.owner == NOBODY and label:
                 owned.setdefault(label, []).append(record)
         for label, some in owned.items():
-            self.index.room.own(some, self._tenants.of(label))
+            self.index.room.own(some, self.tenants.of(label))
         # A request that waits says it again and again.
         new = [
             each
@@ -191,9 +191,9 @@ class NodePool:
     def changes(self, query: ChangesQuery, now: float) -> ChangesAnswer:
         """What is new at this place for an engine; see `ChangesQuery`."""
         namespace = Namespace(query.namespace)
-        engine = self._engines.hear(query.life, now)
+        engine = self.engines.hear(query.life, now)
         if engine is None or engine.namespace != namespace:
-            return ChangesAnswer(self._no_part(query.position), self.orders, is_known=False)
+            return ChangesAnswer(self._no_part(query.position), self.orders.stamp, is_known=False)
         part = self._no_part(query.position)
         if query.most:
             part = self.index.part_after(query.position, query.most, {namespace})
@@ -219,18 +219,18 @@ class NodePool:
 
     def _facts(self, engine: LocalEngine) -> Facts:
         return Facts(
-            self.orders,
-            self._orders.is_paused,
+            self.orders.stamp,
+            self.orders.is_paused,
             self.is_leaving,
-            self._engines.spaces[engine.namespace].gauge.store_share,
-            self._reporting.has_peers(engine.namespace),
-            self._reporting.naming(engine.hello.life, engine.heard),
+            self.engines.spaces[engine.namespace].gauge.store_share,
+            self.reporting.has_peers(engine.namespace),
+            self.reporting.naming(engine.hello.life, engine.heard),
         )
 
     def has_changes(self, query: ChangesQuery) -> bool:
         """Whether an answer would say anything that the last one to that engine has not said."""
         namespace = Namespace(query.namespace)
-        engine = self._engines.get(query.life)
+        engine = self.engines.get(query.life)
         if engine is None or engine.namespace != namespace:
             return True
         if self._facts(engine) != engine.answered:
@@ -246,58 +246,16 @@ class NodePool:
 
     def bye(self, life: int) -> None:
         """An EngineCore is gone."""
-        self._engines.bye(life)
-        self._jobs.forget(life)
+        self.engines.bye(life)
+        self.jobs.forget(life)
         self._leave()
 
     # Workers
 
-    def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
-        """A worker of an engine is connected."""
-        self._jobs.begin_line(life, rank, num_ranks)
-
-    def end_line(self, life: int, rank: int, now: float) -> None:
-        """It is not any more; its copies may go on, and are ended as they stop."""
-        del now
-        self._jobs.end_line(life, rank)
-
-    def announce(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob], now: float
-    ) -> list[AdmittedJob]:
-        """Admit all loads of a message, in one go; its stores follow with `begin_chunks`."""
-        return self._jobs.announce(life, rank, num_ranks, jobs, now)
-
     def begin_chunks(self, job: AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Admit some chunks of a store, by their numbers, from heads of prompts to tails."""
-        self._jobs.begin_chunks(job, numbers, now)
+        self.jobs.begin_chunks(job, numbers, now)
         self._trim(now)
-
-    def admit(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob], now: float
-    ) -> list[AdmittedJob]:
-        """Admit a message of jobs: all its loads first, then all its stores.
-
-        Jobs of an engine that has not introduced itself, or with that many ranks, or in that
-        namespace, are refused as `BAD_HANDLE`.
-        """
-        admitted = self.announce(life, rank, num_ranks, jobs, now)
-        for each in admitted:
-            self.begin_chunks(each, range(len(each.keys)), now)
-        return admitted
-
-    def end_chunk(self, job: AdmittedJob, at: int, *, ok: bool) -> None:
-        """Nobody copies a chunk of a job any more; nothing if it was refused, or has ended."""
-        self.end_chunks(job, (at,), ok=ok)
-
-    def end_chunks(self, job: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
-        """The same of several chunks."""
-        self._jobs.end_chunks(job, numbers, ok=ok)
-
-    def end_job(
-        self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> CopyResult:
-        """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
-        return self._jobs.end_job(job, failures, num_bytes, seconds)
 
     # Other nodes
 
@@ -316,13 +274,9 @@ class NodePool:
         `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
         its way as may be, or nothing may go.
         """
-        owner = self._tenants.of(tenant)
+        owner = self.tenants.of(tenant)
         chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
-        return self._landings.land(chunk, now)
-
-    def landed(self, record: ChunkRecord, *, ok: bool) -> None:
-        """Nobody writes a chunk any more that was to land."""
-        self._landings.landed(record, ok=ok)
+        return self.landings.land(chunk, now)
 
     def keep_series(
         self, series: str, namespace: Namespace, keys: Iterable[Key], now: float
@@ -337,44 +291,35 @@ class NodePool:
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
     ) -> list[ChunkRecord | Refusal]:
         """Let others read chunks, whole slots of these sizes; `end_read` ends each."""
-        found = self._landings.begin_read(namespace, keys, slot_bytes, now)
-        space = self._engines.spaces.get(namespace)
+        found = self.landings.begin_read(namespace, keys, slot_bytes, now)
+        space = self.engines.spaces.get(namespace)
         if space is not None:
             space.count(0, sum(isinstance(each, ChunkRecord) for each in found))
         return found
-
-    def end_read(self, record: ChunkRecord) -> None:
-        """A reader is done."""
-        self.index.end_load(record)
 
     def state_of(self, namespace: Namespace, keys: Iterable[Key]) -> tuple[int, int, ListedRows]:
         """How chunks are now, at which number of the listing of which life."""
         listing = self.index.listing
         return listing.life, listing.number, self.index.rows(namespace, keys)
 
-    def label_of(self, owner: int) -> str:
-        """The label of a tenant, by its number; empty: nobody's in particular."""
-        return self._tenants.labels.get(owner, "")
-
     # The directory
 
-    def report(self, now: float) -> Report:
+    def report(self) -> Report:
         """The next report; the last one was answered, or given up."""
-        del now
-        labels = self._tenants.labels
+        labels = self.tenants.labels
         used = self.index.room.used.items()
-        self._reporting.facts = self.orders, self.is_leaving, tuple(self._engines.said())
-        return self._reporting.begin(
+        self.reporting.facts = self.orders.stamp, self.is_leaving, tuple(self.engines.said())
+        return self.reporting.begin(
             Report(
                 PROTOCOL_VERSION,
                 self._node_id,
                 self.index.listing.life,
                 seq=0,
-                orders=self.orders,
+                orders=self.orders.stamp,
                 pool_bytes=self._geometry.pool_bytes,
                 slab_bytes=self._geometry.slab_bytes,
                 stats=self.stats,
-                engines=self._engines.reported(),
+                engines=self.engines.reported(),
                 spaces={str(name): num for name, num in self.index.sizes().items()},
                 tenant_bytes={labels[number]: num for number, num in used if number in labels},
                 pinned_bytes=self.index.claims.pinned_bytes,
@@ -388,97 +333,57 @@ class NodePool:
         """The report that is out was answered. An answer to another one changes nothing: it has
         another `seq`, or none is out.
         """
-        if not self._reporting.is_of(seq):
+        if not self.reporting.is_of(seq):
             return
-        self._reporting.take(answer, now)
+        self.reporting.take(answer, now)
         self._leave()
-        self._reporting.go_on()
-
-    @property
-    def num_unread(self) -> int:
-        """Changes that the directory has not read, as far as is known."""
-        return self._reporting.num_unread
+        self.reporting.go_on()
 
     @property
     def has_news(self) -> bool:
         """Whether a report would say something new."""
-        facts = self.orders, self.is_leaving, tuple(self._engines.said())
-        return self.wants_document or self._reporting.has_news(facts)
-
-    def give_up(self) -> None:
-        """The report that is out will not be answered."""
-        self._reporting.give_up()
+        facts = self.orders.stamp, self.is_leaving, tuple(self.engines.said())
+        return self.wants_document or self.reporting.has_news(facts)
 
     def _leave(self) -> None:
         """Release chunks of namespaces that are left, and those no more that are in use again."""
-        self._reporting.use(self._engines.spaces.keys())
+        self.reporting.use(self.engines.spaces.keys())
 
     # Orders
-
-    @property
-    def orders(self) -> Stamp:
-        """The number of the latest orders that are known here."""
-        return self._orders.stamp
 
     @property
     def wants_document(self) -> bool:
         """Whether there are later orders, as the directory or an engine has said; `take_orders` is
         for them.
         """
-        return max(self._reporting.newest, self._told_orders) > self.orders
+        return max(self.reporting.newest, self._told_orders) > self.orders.stamp
 
     def take_orders(self, document: OrdersDocument, now: float) -> None:
         """A document of orders; nothing if its number is not later than that of the last one."""
         # An engine that names orders which nobody has is believed once.
         self._told_orders = NOTHING_ORDERED
-        for namespace in self._orders.take(document, now):
+        for namespace in self.orders.take(document, now):
             self.accounts.descriptions.forget(namespace or None)
-
-    def told_orders(self, now: float) -> OrdersDocument | None:
-        """The latest document, for a directory that wants it."""
-        return self._orders.told(now)
-
-    def wanted_pins(self) -> list[bytes]:
-        """Digests of ordered pins whose keys are not known here; `pin_keys` is for them."""
-        return self._orders.wanted()
-
-    def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
-        """The keys of an ordered pin."""
-        self._orders.pin_keys(digest, namespace, keys)
 
     # For people
 
     def follow(self, now: float) -> bool:
         """Count a piece of what has happened here; returns whether there is more."""
-        return self.accounts.follow(self.index.listing, self.sessions, self._tenants.labels, now)
-
-    @property
-    def engines(self) -> Iterator[LocalEngine]:
-        """The engines that are here."""
-        return iter(self._engines)
-
-    @property
-    def shares(self) -> Mapping[str, OrderedShare]:
-        """Of tenants, by their labels."""
-        return self._orders.shares
+        return self.accounts.follow(self.index.listing, self.sessions, self.tenants.labels, now)
 
     def quota_of(self, label: str) -> str:
         """The name of a tenant's quota; all without one are `OTHERS`."""
-        return self.shares[label].name if label in self.shares else OTHERS
+        return self.orders.shares[label].name if label in self.orders.shares else OTHERS
 
     def tenant(self, label: str) -> str:
         """What people call a tenant: its quota, or its label."""
-        return self.shares[label].name if label in self.shares else label
+        return self.orders.shares[label].name if label in self.orders.shares else label
 
     def num_wished(self) -> int:
         """Chunks that requests and pauses of sessions keep, or would if they were here."""
         claims = self.index.claims
         owners = [*claims.owners(OwnerKind.REQUEST), *self.sessions.pausing()]
         return len(set().union(*map(claims.names_of, owners)))
-
-    def pins(self) -> Iterator[tuple[str, LocalPin]]:
-        """Ordered pins by their ids, as far as their chunks are known here."""
-        return self._orders.pins()
 
     # Time
 
@@ -490,12 +395,12 @@ class NodePool:
             self.index.claims.end(series)
         self.index.claims.expire(now)
         self.index.expire(now)
-        self._orders.expire(now)
-        for life in self._engines.silent(now):
+        self.orders.expire(now)
+        for life in self.engines.silent(now):
             self.bye(life)
-        self._reporting.expire(now)
+        self.reporting.expire(now)
         self._trim(now)
-        self._reporting.go_on()
+        self.reporting.go_on()
 
     def _trim(self, now: float) -> None:
         """Drop what tenants have above their greatest shares."""
@@ -506,12 +411,12 @@ class NodePool:
     def check(self) -> None:
         """Assert the invariants; for tests."""
         self.index.check()
-        self._engines.check()
+        self.engines.check()
         self.sessions.check()
-        self._jobs.check()
-        self._landings.check()
-        self._reporting.check()
-        assert len(self._tenants.labels) <= MOST_CLAIMS[OwnerKind.SESSION]
+        self.jobs.check()
+        self.landings.check()
+        self.reporting.check()
+        assert len(self.tenants.labels) <= MOST_CLAIMS[OwnerKind.SESSION]
 
 
 def _alike(

@@ -1,6 +1,6 @@
 """Hidden states of requests: copied out of an engine's KV blocks, kept for a while, and written.
 
-    push ─► one thread: room? copy ─► answer: the blocks are free ─► a writer: order, file ─► kept
+    push ─► a lane: room? copy ─► answer: the blocks are free ─► a writer: order, file ─► kept
                │ cancelled, malformed, failed, no room in time
                └──► the answer refuses, and the reason goes to the readers
 
@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.deadlines import NODE_LOOK_S, NODE_STOP_S
-from raykv.base.errors import HiddenStatesError, first_line
+from raykv.base.errors import HiddenStatesError, ThreadError, first_line
 from raykv.base.ids import Direction, Refusal, group_of
-from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely
-from raykv.copy.engine import HOST, HOST_SPAN_BYTES, MAX_QUEUED_JOBS, SPAN_BYTES
+from raykv.base.threads import OnFailure, SupervisedThread
+from raykv.copy.engine import HOST, HOST_SPAN_BYTES, SPAN_BYTES
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
-from raykv.node.attached import AttachedWorker, QueuedJob
+from raykv.node.attached import QueuedJob
 from raykv.node.keeper import PoolKeeper
+from raykv.node.lanes import CopyLanes
 from raykv.node.states.file import (
     LOCK_SUFFIX,
     HiddenStates,
@@ -108,11 +109,11 @@ class Capturing:
         self._rows = rows
         self._give_way = give_way
         self._answer = answer
+        self.lanes = CopyLanes(keeper, self._run, "raykv-states")
+        """Of captures; one for each device that has any."""
         self._lock = threading.Condition()
         self._index = CaptureIndex()
         self._kept: dict[str, HiddenStates] = {}
-        self._waiting: deque[QueuedJob] = deque()
-        self._running: QueuedJob | None = None
         self._unwritten: deque[_Copied] = deque()
         # Counters, see `CaptureStats`.
         self._copied: Counter[str] = Counter()
@@ -129,49 +130,34 @@ class Capturing:
         has changed.
         """
         with self._lock:
-            if self._stopping or len(self._waiting) >= MAX_QUEUED_JOBS:
-                return False
             if not self._threads:
                 self._begin()
-            if not all(thread.revive() for thread in self._threads):
+            if self._stopping or not all(thread.revive() for thread in self._threads):
                 return False
-            self._waiting.append(queued)
+        try:
+            self.lanes.open(queued.lane.device, [queued.direction])
+        except ThreadError:
+            return False
+        return self.lanes.push(queued)
+
+    def refuse(self, queued: QueuedJob, reason: str) -> None:
+        """A capture is not made; its reader gets the reason. The lock is not held meanwhile: the
+        message to the reader may go to a slow disk.
+        """
+        capture = _capture(queued)
+        with self._lock:
+            self._copied["failed"] += 1
+            self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
             self._lock.notify_all()
-            return True
-
-    def refuse(self, queued: QueuedJob, refusal: Refusal, reason: str) -> None:
-        """Answer a capture that was not accepted; its reader gets the reason."""
-        self._refuse(queued, reason)
-        queued.refuse_rest(refusal)
-        self._answer(queued, 0)
-
-    def cancel(self, worker: AttachedWorker, job_ids: Collection[int]) -> None:
-        """Answer a worker's waiting captures that were given up."""
-        with self._lock:
-            taken = self._take(lambda q: q.worker is worker and q.admitted.job.job_id in job_ids)
-        for queued in taken:
-            self.refuse(queued, Refusal.CANCELLED, "the engine gave the copy up: it took too long")
-
-    def drop(self, worker: AttachedWorker) -> None:
-        """Forget a worker's captures, and wait for the one that runs, which ends soon."""
-        with self._lock:
-            dropped = self._take(lambda q: q.worker is worker)
-        for queued in dropped:
-            self._refuse(queued, "the engine ended before they were copied")
-        with self._lock:
-            while self._running is not None and self._running.worker is worker:
-                self._lock.wait(NODE_LOOK_S)
-
-    def _take(self, wanted: Callable[[QueuedJob], bool]) -> list[QueuedJob]:
-        taken = [queued for queued in self._waiting if wanted(queued)]
-        self._waiting = deque(queued for queued in self._waiting if not wanted(queued))
-        return taken
+        _let_go(queued.lock_fd, reason)
 
     def stop(self) -> None:
         """End the threads; what is not written then has no file."""
+        self.lanes.stop()
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
+        self.lanes.join(NODE_STOP_S)
         for thread in self._threads:
             thread.join(NODE_STOP_S)
 
@@ -225,44 +211,23 @@ class Capturing:
             raise HiddenStatesError(f"no hidden states of request {request_id}: {entry.reason}")
         return self._kept.get(request_id)
 
-    # The thread that copies
-
     def _begin(self) -> None:
-        work = {"copy": 1, "write": NUM_WRITERS, "expire": 1}
-        targets = {"copy": self._copy_all, "write": self._write_all, "expire": self._expire_all}
-        for name, count in work.items():
-            for _ in range(count):
-                thread = SupervisedThread(
-                    f"raykv-states-{name}", targets[name], OnFailure.END_PROCESS
-                )
-                self._threads.append(thread)
+        for name, work in [("write", self._write_all)] * NUM_WRITERS + [
+            ("expire", self._expire_all)
+        ]:
+            thread = SupervisedThread(f"raykv-states-{name}", work, OnFailure.END_PROCESS)
+            self._threads.append(thread)
 
-    def _copy_all(self) -> None:
-        sleep_precisely()
-        while (queued := self._next()) is not None:
-            num_bytes = 0
-            try:
-                num_bytes = self._carry_out(queued)
-            except _RefusedError as refused:
-                queued.refuse_rest(refused.refusal)
-            finally:
-                # Answered first: then nobody waits for memory that is about to be unmapped.
-                try:
-                    self._answer(queued, num_bytes)
-                finally:
-                    with self._lock:
-                        self._running = None
-                        self._lock.notify_all()
+    # Threads that copy
 
-    def _next(self) -> QueuedJob | None:
-        """The oldest capture, which counts as running; None at the end."""
-        with self._lock:
-            while not self._stopping:
-                if self._waiting:
-                    self._running = self._waiting.popleft()
-                    return self._running
-                self._lock.wait(NODE_LOOK_S)
-        return None
+    def _run(self, queued: QueuedJob) -> None:
+        num_bytes = 0
+        try:
+            num_bytes = self._carry_out(queued)
+        except _RefusedError as refused:
+            queued.refuse_rest(refused.refusal)
+        finally:
+            self._answer(queued, num_bytes)
 
     def _carry_out(self, queued: QueuedJob) -> int:
         """Copy, and hand over to a writer; returns the bytes that were copied.
@@ -291,7 +256,7 @@ class Capturing:
                     self._lock.notify_all()
                 _let_go(queued.lock_fd, str(refused))
             else:
-                self._refuse(queued, str(refused))
+                self.refuse(queued, str(refused))
             raise refused from error
         with self._lock:
             self._copied.update(captured=1, bytes=pages.nbytes)
@@ -358,15 +323,6 @@ class Capturing:
             some = slice(first, first + step)
             size = runs.size[some]
             yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
-
-    def _refuse(self, queued: QueuedJob, reason: str) -> None:
-        """The lock is not held meanwhile: the message to the reader may go to a slow disk."""
-        capture = _capture(queued)
-        with self._lock:
-            self._copied["failed"] += 1
-            self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
-            self._lock.notify_all()
-        _let_go(queued.lock_fd, reason)
 
     # The threads that write
 

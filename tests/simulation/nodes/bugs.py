@@ -173,14 +173,14 @@ def stores_go_before_loads(patches: pytest.MonkeyPatch) -> None:
     from raykv.node.pool.owner import NodePool
 
     def admit(pool: NodePool, life: int, rank: int, num_ranks: int, jobs: Any, now: float) -> Any:
-        admitted = pool.announce(life, rank, num_ranks, jobs, now)
+        admitted = pool.jobs.announce(life, rank, num_ranks, jobs, now)
         for each in admitted:
             pool.begin_chunks(each, range(len(each.keys)), now)
-        announce(pool._jobs, [each for each in admitted if each.is_load and each.sizes], now)
+        announce(pool.jobs, [each for each in admitted if each.is_load and each.sizes], now)
         return admitted
 
     patches.setattr(Jobs, "_begin_loads", later)
-    patches.setattr(NodePool, "admit", admit)
+    patches.setattr("tests.simulation.nodes.node.admit", admit)
 
 
 def narrow_chunk_is_here_for_its_repair(patches: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def node_waits_for_the_directory(patches: pytest.MonkeyPatch) -> None:
     begin = NodePool.begin_chunks
 
     def begin_chunks(pool: NodePool, job: Any, numbers: Iterable[int], now: float) -> None:
-        if pool._reporting.num_unread > 20:
+        if pool.reporting.num_unread > 20:
             for at in numbers:
                 job.put(at, Refusal.QUEUE_FULL)
             return
@@ -293,7 +293,7 @@ def fetch_raises_the_stamp(patches: pytest.MonkeyPatch) -> None:
 
     def land_anew(pool: NodePool, *fields: Any) -> ChunkRecord | Refusal:
         namespace, key, slot_bytes, _, *rest = fields
-        return land(pool, namespace, key, slot_bytes, pool.orders, *rest)
+        return land(pool, namespace, key, slot_bytes, pool.orders.stamp, *rest)
 
     patches.setattr(NodePool, "land", land_anew)
 

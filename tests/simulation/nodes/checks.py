@@ -175,7 +175,7 @@ def picture(cluster: Cluster) -> object:
     """What changes while there is news."""
     views = [(dict(engine.view.loadable), engine.is_busy) for engine in cluster.engines]
     nodes = [
-        (node.pool.index.listing.number, node.read_up_to, node.pool.orders, node.is_busy)
+        (node.pool.index.listing.number, node.read_up_to, node.pool.orders.stamp, node.is_busy)
         for node in cluster.nodes.values()
     ]
     return views, nodes, cluster.head.orders.stamp, _who_is_busy(cluster)
@@ -206,7 +206,9 @@ def check_orders(cluster: Cluster) -> None:
     stamp = cluster.head.orders.stamp
     for node in cluster.nodes.values():
         assert stamp is not None
-        assert node.pool.orders == stamp, f"{node} has {node.pool.orders}, in force is {stamp}"
+        assert node.pool.orders.stamp == stamp, (
+            f"{node} has {node.pool.orders.stamp}, in force is {stamp}"
+        )
         for record in cluster.ready(node.node_id):
             _check_not_cleared(cluster, node.node_id, record.namespace, record.key, stamp)
 

@@ -162,7 +162,7 @@ class Fetches:
         record = landing.record
         assert record is not None
         landing.record = None
-        self._node.pool.landed(record, ok=refusal is Refusal.NONE)
+        self._node.pool.landings.landed(record, ok=refusal is Refusal.NONE)
         if refusal is Refusal.NONE and record.state is not ChunkState.READY:
             refusal = Refusal.CLEARED
         self._end(fetch, landing, refusal)
@@ -244,7 +244,7 @@ class Fetches:
         if read.left:
             return
         self.reads.remove(read)
-        self._node.pool.end_read(read.record)
+        self._node.pool.index.end_load(read.record)
         content = read.content
         if any(each is not None and each.is_damaged for each in content.values()):
             reply = read.reply

@@ -39,6 +39,7 @@ from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import EVICTIONS
 from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.node.owned_pool import admit
 from tests.simulation.nodes.content import PoolBytes
 from tests.simulation.nodes.fetches import Fetches
 from tests.simulation.nodes.jobs import Line, RankJob
@@ -150,7 +151,7 @@ class PlayedNode:
     @property
     def read_up_to(self) -> int:
         """How far the directory has read its listing, as it knows."""
-        position = self.pool._reporting._position
+        position = self.pool.reporting._position
         return position.number if position is not None and position.life == self.life else 0
 
     @property
@@ -219,7 +220,7 @@ class PlayedNode:
             self.end_line(old, is_first=True)
         line = Line(life, place, rank, num_ranks, self, next(self._numbers))
         self.lines.append(line)
-        self.pool.begin_line(life, rank, num_ranks)
+        self.pool.jobs.begin_line(life, rank, num_ranks)
         return line
 
     def end_line(self, line: Line, *, is_first: bool) -> None:
@@ -228,11 +229,11 @@ class PlayedNode:
         """
         self.lines.remove(line)
         if is_first:
-            self.pool.end_line(line.life, line.rank, self.clock)
+            self.pool.jobs.end_line(line.life, line.rank)
         for copying in [each for each in self.copies if each.line is line]:
             self.end_copying(copying, Refusal.CANCELLED)
         if not is_first:
-            self.pool.end_line(line.life, line.rank, self.clock)
+            self.pool.jobs.end_line(line.life, line.rank)
         line.lose_all()
         self._check_ended(line.life)
 
@@ -250,7 +251,7 @@ class PlayedNode:
         jobs = [sent(each.job.named()) for each in batch]
         loadable = self._loadable(jobs)
         number = self.pool.index.listing.number
-        admitted = self.pool.admit(line.life, line.rank, line.num_ranks, jobs, self.clock)
+        admitted = admit(self.pool, line.life, line.rank, line.num_ranks, jobs, self.clock)
         self._check_loads(admitted, loadable)
         self._check_evicted(number)
         for rank_job, job, each in zip(batch, jobs, admitted, strict=True):
@@ -346,16 +347,16 @@ class PlayedNode:
     def _end_chunk(self, copying: Copying, at: int, *, ok: bool) -> None:
         if not ok:
             copying.failures[at] = Refusal.COPY_FAILED
-        self.pool.end_chunk(copying.admitted, at, ok=at not in copying.failures)
+        self.pool.jobs.end_chunks(copying.admitted, (at,), ok=at not in copying.failures)
 
     def end_copying(self, copying: Copying, refusal: Refusal) -> None:
         """A job is over; what is not copied yet has failed."""
         self.copies.remove(copying)
         for at in sorted(copying.admitted.under_way):
             copying.failures[at] = refusal
-            self.pool.end_chunk(copying.admitted, at, ok=False)
+            self.pool.jobs.end_chunks(copying.admitted, (at,), ok=False)
         copying.left.clear()
-        result = self.pool.end_job(copying.admitted, copying.failures, 4096, 0.001)
+        result = self.pool.jobs.end_job(copying.admitted, copying.failures, 4096, 0.001)
         if not copying.is_repeated:
             self._cluster.send_result(copying.line, copying.rank_job, sent(result))
 
@@ -365,13 +366,13 @@ class PlayedNode:
         """Say what is new; False while the last report is not answered."""
         if self._report is not None and self._report.is_open:
             return False
-        report = self.pool.report(self.clock)
+        report = self.pool.report()
         self._report = Call(
             f"report {report.seq} of {self}",
             (f"reports of {self.node_id}", "head"),
             lambda post: self._cluster.head.report(report, post),
             lambda answer: self.receive(lambda: self._answered(report, answer)),
-            self.pool.give_up,
+            self.pool.reporting.give_up,
         )
         self._cluster.wire.send(self._report)
         return True
@@ -412,13 +413,13 @@ class PlayedNode:
         """The document of orders has come."""
         document = sent(document)
         self.pool.take_orders(document, self.clock)
-        if self.pool.orders == document.stamp:
+        if self.pool.orders.stamp == document.stamp:
             self.document = document
             self._cluster.note(document)
 
     def look_for_pins(self) -> bool:
         """Ask for the keys of a pin that is not known yet; False if there is none."""
-        wanted = self.pool.wanted_pins()
+        wanted = self.pool.orders.wanted()
         if not wanted or _is_open(self._pin):
             return False
         digest = wanted[0]
@@ -426,7 +427,7 @@ class PlayedNode:
             f"keys of a pin for {self}",
             (f"reports of {self.node_id}", "head"),
             lambda post: self._cluster.head.pin_keys(digest, post),
-            lambda named: self.receive(lambda: self.pool.pin_keys(digest, *named)),
+            lambda named: self.receive(lambda: self.pool.orders.pin_keys(digest, *named)),
             lambda: None,
         )
         self._cluster.wire.send(self._pin)

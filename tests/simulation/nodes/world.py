@@ -510,7 +510,7 @@ class NodesWorld:
         knows = [
             node.node_id
             for node in self._awake()
-            if node.pool.orders == document.stamp and not self.cluster.is_cut(node.node_id)
+            if node.pool.orders.stamp == document.stamp and not self.cluster.is_cut(node.node_id)
         ]
         if not knows or "head" in self.cluster.wire.cut:
             return None

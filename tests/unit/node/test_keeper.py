@@ -50,7 +50,7 @@ def made(path: Path | None = None, life: int = 7) -> PoolKeeper:
     hello = EngineHello(PROTOCOL_VERSION, "engine", ENGINE, MODEL, slot_bytes={0: PAGE})
     with keeper.lock:
         assert not keeper.owner.hello(hello, keeper.now()).error
-        keeper.owner.begin_line(ENGINE, 0, 1)
+        keeper.owner.jobs.begin_line(ENGINE, 0, 1)
     return keeper
 
 

@@ -84,7 +84,7 @@ def test_later_orders_are_fetched_and_shown_with_the_next_report(node: PlayedRep
     node.say(orders=FIRST)
     node.documents.append(OrdersDocument(FIRST, is_paused=True))
     assert node.report() == ["report", "orders"]
-    assert node.keeper.owner.orders == FIRST
+    assert node.keeper.owner.orders.stamp == FIRST
     assert node.report() == ["report"]
     assert [each.orders for each in node.told] == [Stamp(0, 0), FIRST]
 
@@ -124,7 +124,7 @@ def test_keys_of_pins_are_asked_for_until_they_are_known(node: PlayedReports) ->
     node.keeper.take_orders(OrdersDocument(FIRST, pins=pins), 1.0)
     node.keys[b"q"] = NamedKeys.of([(A, Key(b"k" * 8))])
     assert node.report() == ["report", "pin_keys", "pin_keys"]
-    pins_there = {pin_id: pin.names for pin_id, pin in node.keeper.owner.pins()}
+    pins_there = {pin_id: pin.names for pin_id, pin in node.keeper.owner.orders.pins()}
     assert pins_there == {"q": [(A, b"k" * 8)]}
     assert node.report() == ["report", "pin_keys"]
 
@@ -158,12 +158,12 @@ def test_orders_are_read_from_the_heads_store_while_nobody_answers(
     monkeypatch.setattr(bequest, "get", lambda _: kept[-1] if kept else None)
     monkeypatch.setattr(node.reports, "_call", fail)
     node.report()
-    assert node.keeper.owner.orders == Stamp(0, 0)
+    assert node.keeper.owner.orders.stamp == Stamp(0, 0)
     pins = {name: OrderedPin(A, b"d", 1, left_s) for name, left_s in (("p", 90.0), ("q", 10.0))}
     document = OrdersDocument(FIRST, {"a": 1}, is_paused=True, pins=pins)
     kept.append(encode(KeptOrders(document, time.time() - 30.0)))
     node.report()
-    told = node.keeper.owner.told_orders(node.keeper.now())
+    told = node.keeper.owner.orders.told(node.keeper.now())
     assert told is not None
     assert (told.stamp, told.is_paused, list(told.pins)) == (FIRST, True, ["p"])
     assert told.pins["p"].left_s == pytest.approx(60.0, abs=20.0)
@@ -187,7 +187,7 @@ def test_node_begins_with_the_orders_that_are_kept(
     monkeypatch.setattr(node.reports, "_wait", end)
     with pytest.raises(InterruptedError):
         node.reports._run()
-    assert node.keeper.owner.orders == FIRST
+    assert node.keeper.owner.orders.stamp == FIRST
 
 
 def test_store_that_does_not_answer_costs_no_report(

@@ -76,7 +76,7 @@ def test_session_leaves_alone_what_a_step_relies_on() -> None:
     with PlayedPlace() as place:
         session = session_at(place, scheduler, view)
         session.attach(DEADLINE_S)
-        place.pool.report(time.monotonic())
+        place.pool.report()
         place.pool.answered(ReportAnswer(1, alone=[view.namespace]), time.monotonic())
 
         def is_alone() -> bool:

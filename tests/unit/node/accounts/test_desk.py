@@ -138,7 +138,7 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     pins = {"p": OrderedPin(A, b"d", 4, 60.0)}
     asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), pins=pins), 1.0)
     assert not asked.desk.pins().held
-    asked.keeper.owner.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
+    asked.keeper.owner.orders.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
     pauses = SessionNews("s", SessionWord.PAUSED, Keys.of([key(7), key(8)]), 60.0)
     asked.tell(hints=Hints(Keys.of([key(8)]), [5.0]), sessions=[pauses])
     told = asked.desk.pins()

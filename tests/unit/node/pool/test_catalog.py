@@ -128,7 +128,7 @@ def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
     assert row is not None
     assert (row.came_at, row.found_at, row.hits) == (107.0, 120.0, 1)
     assert (row.num_bytes, row.blocks) == (PAGE, Blocks(1, 1))
-    assert shown.pool.node.label_of(row.owner) == "lisa"
+    assert shown.pool.node.tenants.label(row.owner) == "lisa"
     assert row.standing is Standing.NORMAL
     assert shown.catalog.row(A, key(2)) is None
 
@@ -195,16 +195,16 @@ def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
     shown = Shown(num_slabs=1)
     shown.pool.store(1, 2, 3)
     shown.pool.order(1, pins={"p": pin(b"d")})
-    assert not dict(shown.pool.node.pins())
-    shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    pinned = dict(shown.pool.node.pins())["p"]
+    assert not dict(shown.pool.node.orders.pins())
+    shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
+    pinned = dict(shown.pool.node.orders.pins())["p"]
     # A quarter of four slots.
     assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
     # What another one keeps by preference waits to be pinned all the same.
     shown.pool.order(2, pins={"p": pin(b"d"), "q": pin(b"d", priority=4)})
-    shown.pool.node.pin_keys(b"d", A, map(key, (1, 2, 9)))
+    shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
     assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
-    weak = dict(shown.pool.node.pins())["q"]
+    weak = dict(shown.pool.node.orders.pins())["q"]
     assert shown.catalog.kept(weak.names, weak.standing) == HeldChunks([0, 1], [], 2 * PAGE)
 
 
@@ -212,13 +212,13 @@ def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None
     shown.pool.store(1, 2, 3)
     shown.shelve(2)
     shown.pool.order(1, pins={"p": pin(b"d")})
-    shown.pool.node.pin_keys(b"d", A, [key(1)])
+    shown.pool.node.orders.pin_keys(b"d", A, [key(1)])
     reader = begun(shown.pool.node.begin_read(A, [key(2)], [PAGE], shown.pool.now)[0])
     chunks = {key(number): WHOLE for number in (1, 2, 3, 4)}
     gone = shown.catalog.drop(A, chunks)
     assert gone == DroppedChunks(dropped=2, kept=1, absent=1)
     assert sorted(shown.listed()) == [(1, RAM), (2, DISK)]
-    shown.pool.node.end_read(reader)
+    shown.pool.node.index.end_load(reader)
     shown.pool.node.check()
     changes = shown.pool.node.index.listing.since(0, 100)
     assert changes is not None

@@ -181,7 +181,7 @@ def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> Non
     pool = OwnedPool()
     pool.hello(num_ranks=2)
     (job,) = pool.admit(pool.storing(1), rank=0, of=2)
-    pool.node.end_chunk(job, 0, ok=True)
+    pool.node.jobs.end_chunks(job, (0,), ok=True)
     pool.wait(STORE_EXPIRY_S - 1)
     assert pool.state(1) == {key(1): Where.COMING}
     pool.hello(num_ranks=2)
@@ -193,7 +193,7 @@ def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> Non
         pool.wait(OPEN_S / 3)
     assert pool.node.index.num_open_jobs == 0
     # The late rank's part does not begin it anew.
-    pool.node.end_job(job, {}, 0, 0.0)
+    pool.node.jobs.end_job(job, {}, 0, 0.0)
     assert pool.node.index.num_open_jobs == 0
 
 
@@ -222,15 +222,15 @@ def test_job_that_comes_again_after_its_end_is_copied_once(pool: OwnedPool) -> N
 
 def test_job_whose_line_ends_leaves_nothing_behind_in_either_order(pool: OwnedPool) -> None:
     for ends_first in (True, False):
-        pool.node.begin_line(1, 0, 1)
+        pool.node.jobs.begin_line(1, 0, 1)
         (job,) = pool.admit(pool.storing(1), pool.loading(2))[:1]
         record = begun(job.chunks[0])
         if ends_first:
-            pool.node.end_line(1, 0, pool.now)
+            pool.node.jobs.end_line(1, 0)
             pool.end(job, c0=Refusal.CANCELLED)
         else:
             pool.end(job, c0=Refusal.CANCELLED)
-            pool.node.end_line(1, 0, pool.now)
+            pool.node.jobs.end_line(1, 0)
         pool.node.check()
         assert record.state is ChunkState.VOID
         assert not list(pool.node.index.places)
@@ -240,13 +240,13 @@ def test_job_whose_line_ends_leaves_nothing_behind_in_either_order(pool: OwnedPo
 def test_line_that_comes_back_before_the_old_one_ends_is_not_ended_with_it(
     pool: OwnedPool,
 ) -> None:
-    pool.node.begin_line(1, 0, 1)
-    pool.node.begin_line(1, 0, 1)
+    pool.node.jobs.begin_line(1, 0, 1)
+    pool.node.jobs.begin_line(1, 0, 1)
     (job,) = pool.admit(pool.storing(1))
-    pool.node.end_line(1, 0, pool.now)
+    pool.node.jobs.end_line(1, 0)
     assert not pool.end(job).failed_chunks
     (job,) = pool.admit(pool.storing(2))
-    pool.node.end_line(1, 0, pool.now)
+    pool.node.jobs.end_line(1, 0)
     assert pool.end(job).refusals == bytes([Refusal.POISONED])
     assert pool.held() == [1]
 
@@ -254,10 +254,10 @@ def test_line_that_comes_back_before_the_old_one_ends_is_not_ended_with_it(
 @pytest.mark.parametrize(("life", "rank", "of"), [(1, -1, 2), (1, 5, 2), (0, 0, 1), (3, 0, 1)])
 def test_lines_of_nobody_change_nothing(pool: OwnedPool, life: int, rank: int, of: int) -> None:
     record = begun(pool.land(7))
-    pool.node.begin_line(life, rank, of)
-    pool.node.end_line(life, rank, pool.now)
-    pool.node.end_line(life, rank, pool.now)
-    pool.node.landed(record, ok=True)
+    pool.node.jobs.begin_line(life, rank, of)
+    pool.node.jobs.end_line(life, rank)
+    pool.node.jobs.end_line(life, rank)
+    pool.node.landings.landed(record, ok=True)
     assert pool.held() == [7]
 
 
@@ -275,13 +275,13 @@ def test_dead_engine_leaves_no_store_and_its_late_ends_do_no_harm(pool: OwnedPoo
 
 
 def test_stores_may_be_begun_in_pieces(pool: OwnedPool) -> None:
-    (job,) = pool.node.announce(1, 0, 1, [pool.storing(1, 2, 3)], pool.now)
+    (job,) = pool.node.jobs.announce(1, 0, 1, [pool.storing(1, 2, 3)], pool.now)
     assert job.chunks == [None] * 3
     pool.node.begin_chunks(job, [0, 1], pool.now)
-    pool.node.end_chunks(job, [0, 1], ok=True)
+    pool.node.jobs.end_chunks(job, [0, 1], ok=True)
     assert pool.held() == [1, 2]
     # Given up before the last one.
-    result = pool.node.end_job(job, {}, 0, 0.0)
+    result = pool.node.jobs.end_job(job, {}, 0, 0.0)
     assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.CANCELLED]))
     pool.node.begin_chunks(job, [2], pool.now)
     assert job.chunks[2] is None
@@ -316,7 +316,7 @@ def test_loads_beside_stores_decide_whether_storing_pays() -> None:
         pool.tell(counters={"chunks_loaded": 7 if first < 2048 else 107})
         if first == 2048:
             for record in pool.node.begin_read(A, list(map(key, range(100))), [PAGE] * 100, 1.0):
-                pool.node.end_read(begun(record))
+                pool.node.index.end_load(begun(record))
     assert pool.changes(pool.query()).store_share == 1
 
 
@@ -326,14 +326,14 @@ def test_loads_beside_stores_decide_whether_storing_pays() -> None:
 def test_chunk_that_lands_is_here_with_its_stamp_and_owner(pool: OwnedPool) -> None:
     record = begun(pool.land(1, stamp=Stamp(0, 3), blocks=Blocks(0, 1), tenant="t"))
     assert pool.state(1) == {key(1): Where.COMING}
-    pool.node.landed(record, ok=True)
+    pool.node.landings.landed(record, ok=True)
     assert (record.stamp, record.blocks) == (Stamp(0, 3), Blocks(0, 1))
     assert pool.state(1) == {key(1): Where.RAM}
     assert pool.report().tenant_bytes == {"t": PAGE}
 
 
 def test_landing_that_fails_leaves_nothing(pool: OwnedPool) -> None:
-    pool.node.landed(begun(pool.land(1)), ok=False)
+    pool.node.landings.landed(begun(pool.land(1)), ok=False)
     assert pool.state(1) == {key(1): Where.NOWHERE}
     assert not list(pool.node.index.places)
     assert pool.node.index.num_open_jobs == 0
@@ -345,11 +345,11 @@ def test_chunk_that_is_void_or_here_or_coming_does_not_land(pool: OwnedPool) -> 
     assert pool.land(1, stamp=Stamp(HISTORY + 1, 9)) is Refusal.CLEARED
     record = begun(pool.land(1, stamp=stamp(4)))
     assert pool.land(1, stamp=stamp(4)) is Refusal.WRITING
-    pool.node.landed(record, ok=True)
+    pool.node.landings.landed(record, ok=True)
     assert pool.land(1, stamp=stamp(4)) is Refusal.HERE
     # One that a clear would spare takes its place, and so does one with more blocks.
     record = begun(pool.land(1, stamp=stamp(5), blocks=Blocks(0, 4)))
-    pool.node.landed(record, ok=True)
+    pool.node.landings.landed(record, ok=True)
     assert pool.record(1) is record
 
 
@@ -362,16 +362,16 @@ def test_landings_take_a_quarter_of_the_pool(pool: OwnedPool) -> None:
     pool.wait(STORE_EXPIRY_S)
     assert landing[0].state is ChunkState.VOID
     assert pool.land(9) is Refusal.NO_ROOM
-    pool.node.landed(landing[0], ok=True)
+    pool.node.landings.landed(landing[0], ok=True)
     assert pool.state(0) == {key(0): Where.NOWHERE}
-    pool.node.landed(begun(pool.land(9)), ok=True)
+    pool.node.landings.landed(begun(pool.land(9)), ok=True)
     assert pool.held() == [9, 20]
 
 
 def test_landing_takes_no_chunk_that_was_found_or_has_just_landed(pool: OwnedPool) -> None:
     pool.store(*range(12))
     for number in range(20, 24):
-        pool.node.landed(begun(pool.land(number)), ok=True)
+        pool.node.landings.landed(begun(pool.land(number)), ok=True)
     pool.found(*range(12))
     assert pool.land(30) is Refusal.NO_ROOM
     pool.now += FRESH_S
@@ -392,7 +392,7 @@ def test_other_nodes_read_whole_slots_and_that_is_a_use(pool: OwnedPool) -> None
     assert found[1:] == [Refusal.BAD_HANDLE, Refusal.NOT_HERE]
     assert (record.readers, record.found_at, record.hits) == (1, pool.now, 1)
     assert pool.record(2).readers == 0
-    pool.node.end_read(record)
+    pool.node.index.end_load(record)
     pool.node.check()
 
 

@@ -36,15 +36,15 @@ def pool() -> OwnedPool:
 
 
 def test_document_counts_if_its_number_is_later(pool: OwnedPool) -> None:
-    assert pool.node.orders == NOTHING_ORDERED
+    assert pool.node.orders.stamp == NOTHING_ORDERED
     pool.order(5, is_paused=True)
     for number in (5, 4):
         pool.order(number)
         assert pool.changes(pool.query()).is_paused
     pool.node.take_orders(OrdersDocument(Stamp(HISTORY - 1, 99)), pool.now)
-    assert (pool.node.orders, pool.changes(pool.query()).is_paused) == (stamp(5), True)
+    assert (pool.node.orders.stamp, pool.changes(pool.query()).is_paused) == (stamp(5), True)
     pool.node.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), pool.now)
-    assert pool.node.orders == Stamp(HISTORY + 1, 1)
+    assert pool.node.orders.stamp == Stamp(HISTORY + 1, 1)
     assert not pool.changes(pool.query()).is_paused
 
 
@@ -118,10 +118,10 @@ def test_pin_holds_its_chunks_once_its_keys_are_known() -> None:
     pool.hello()
     pool.store(1, 2, 3)
     pool.order(1, pins={"p": pin(b"d"), "q": pin(b"d", priority=3), "r": pin(b"e")})
-    assert pool.node.wanted_pins() == [b"d", b"e"]
-    pool.node.pin_keys(b"d", A, [key(1), key(9)])
-    pool.node.pin_keys(b"x", A, [key(2)])
-    assert pool.node.wanted_pins() == [b"e"]
+    assert pool.node.orders.wanted() == [b"d", b"e"]
+    pool.node.orders.pin_keys(b"d", A, [key(1), key(9)])
+    pool.node.orders.pin_keys(b"x", A, [key(2)])
+    assert pool.node.orders.wanted() == [b"e"]
     assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.NORMAL, Standing.NORMAL]
     assert pool.report().pinned_bytes == PAGE
     # It is there for what comes, and ends with its order.
@@ -131,7 +131,7 @@ def test_pin_holds_its_chunks_once_its_keys_are_known() -> None:
     assert pool.standings(1, 9) == [Standing.KEPT_3] * 2
     pool.order(3)
     assert pool.standings(1, 9) == [Standing.NORMAL] * 2
-    assert pool.node.wanted_pins() == []
+    assert pool.node.orders.wanted() == []
 
 
 def test_pin_ends_with_its_time_and_may_be_renewed() -> None:
@@ -139,22 +139,22 @@ def test_pin_ends_with_its_time_and_may_be_renewed() -> None:
     pool.hello()
     pool.store(1)
     pool.order(1, pins={"p": pin(b"d", 20.0)})
-    pool.node.pin_keys(b"d", A, [key(1)])
+    pool.node.orders.pin_keys(b"d", A, [key(1)])
     pool.wait(10)
     # The same order once more, as told later.
     pool.order(2, pins={"p": pin(b"d", 10.2)})
     pool.wait(9)
     assert pool.standing(1) is Standing.PINNED
     pool.order(3, pins={"p": pin(b"d", 20.0)})
-    assert pool.node.wanted_pins() == []
+    assert pool.node.orders.wanted() == []
     pool.wait(19)
     assert pool.standing(1) is Standing.PINNED
     pool.wait(1)
     assert pool.standing(1) is Standing.NORMAL
     pool.order(4, pins={"p": pin(b"d", 20.0)})
-    assert pool.node.wanted_pins() == [b"d"]
+    assert pool.node.orders.wanted() == [b"d"]
     pool.wait(20)
-    assert pool.node.wanted_pins() == []
+    assert pool.node.orders.wanted() == []
 
 
 def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known() -> None:
@@ -162,10 +162,10 @@ def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known() -> N
     pool.hello()
     pool.store(1, 2)
     pool.order(1, pins={"p": pin(b"d")})
-    pool.node.pin_keys(b"d", A, [key(1)])
+    pool.node.orders.pin_keys(b"d", A, [key(1)])
     pool.order(2, pins={"p": pin(b"e")})
     assert pool.standings(1, 2) == [Standing.PINNED, Standing.NORMAL]
-    pool.node.pin_keys(b"e", A, [key(2)])
+    pool.node.orders.pin_keys(b"e", A, [key(2)])
     pool.node.check()
     assert pool.standings(1, 2) == [Standing.NORMAL, Standing.PINNED]
 
@@ -179,8 +179,8 @@ def test_pins_find_room_beside_what_is_brought_here_and_once_others_end(
     monkeypatch.setattr(claims, "MOST_CLAIMS", dict.fromkeys(claims.OwnerKind, 2))
     pool.node.keep_series("import", A, [key(7), key(8), key(9)], pool.now)
     pool.order(1, pins={"p": pin(b"d"), "q": pin(b"e")})
-    pool.node.pin_keys(b"d", A, [key(1)])
-    pool.node.pin_keys(b"e", A, [key(2), key(3)])
+    pool.node.orders.pin_keys(b"d", A, [key(1)])
+    pool.node.orders.pin_keys(b"e", A, [key(2), key(3)])
     assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.PINNED, Standing.NORMAL]
     pool.order(2, pins={"q": pin(b"e")})
     pool.wait(1)
@@ -188,9 +188,9 @@ def test_pins_find_room_beside_what_is_brought_here_and_once_others_end(
 
 
 def test_document_is_told_on_with_the_time_that_is_left(pool: OwnedPool) -> None:
-    assert pool.node.told_orders(pool.now) is None
+    assert pool.node.orders.told(pool.now) is None
     pool.order(1, pins={"p": pin(b"d", 20.0), "q": pin(b"e", 5.0)}, floors={A: 1})
-    told = pool.node.told_orders(pool.now + 8)
+    told = pool.node.orders.told(pool.now + 8)
     assert told == document(1, pins={"p": pin(b"d", 12.0)}, floors={A: 1})
 
 
@@ -202,7 +202,7 @@ def test_tenants_without_chunks_or_shares_are_forgotten(
     pool.store(1, tenant="t")
     pool.store(2, tenant="u")
     assert pool.report().tenant_bytes == {"t": PAGE}
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     pool.store(*range(10, 26))
     assert 1 not in pool.held()
     pool.wait(1)

@@ -347,8 +347,8 @@ def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
 def test_priority_gives_way_last_and_lowest_first(pool: OwnedPool) -> None:
     pool.store(*range(16))
     pool.order(1, pins={"high": pin(b"h", priority=9), "low": pin(b"l", priority=1)})
-    pool.node.pin_keys(b"h", A, [key(1)])
-    pool.node.pin_keys(b"l", A, [key(2)])
+    pool.node.orders.pin_keys(b"h", A, [key(1)])
+    pool.node.orders.pin_keys(b"l", A, [key(2)])
     pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[5]))
     # The highest that was wished counts.
     pool.tell(hints=Hints(favoured=Keys.of([key(3)]), priorities=[2]))
@@ -399,11 +399,11 @@ def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
 
 def test_first_engine_of_a_pool_finds_it_as_it_is_made() -> None:
     node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE))
-    report = node.report(0.0)
+    report = node.report()
     assert (report.node_id, report.life) == ("n", 3)
     assert (report.pool_bytes, report.slab_bytes) == (SLAB * PAGE, SLAB * PAGE)
     assert node.state_of(A, [Key(b"k")])[:2] == (3, 0)
-    assert node.orders == Stamp(0, 0)
+    assert node.orders.stamp == Stamp(0, 0)
 
 
 # What a report would say
@@ -443,6 +443,6 @@ def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:
             read = told.part or read
     pool.store(2)
     pool.report()
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     # Nobody knows whether that has come.
     assert pool.node.has_news

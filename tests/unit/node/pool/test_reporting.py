@@ -25,6 +25,7 @@ from tests.fixtures.node.owned_pool import (
     A,
     B,
     OwnedPool,
+    admit,
     key,
     stamp,
     where,
@@ -71,7 +72,7 @@ def word(session: str, what: SessionWord = SessionWord.OVER) -> SessionsWord:
 
 def test_directory_is_told_the_listing_from_where_it_has_read(pool: OwnedPool) -> None:
     assert pool.report().part is None
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     assert pool.answer(position=Position()).part is None
     first = pool.answer(position=Position()).part
     assert first is not None
@@ -80,7 +81,7 @@ def test_directory_is_told_the_listing_from_where_it_has_read(pool: OwnedPool) -
     second = pool.answer(position=first.end).part
     assert second == first
     assert pool.report().part is None
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     pool.store(4)
     part = pool.report().part
     assert part is not None
@@ -92,19 +93,19 @@ def test_changes_count_as_unread_until_the_directory_says_that_it_has_read_them(
     pool: OwnedPool,
 ) -> None:
     listing = pool.node.index.listing
-    assert pool.node.num_unread == 3 < listing.number
+    assert pool.node.reporting.num_unread == 3 < listing.number
     pool.answer(position=Position(listing.life, listing.number - 2, ALL_READ))
-    assert pool.node.num_unread == 2
+    assert pool.node.reporting.num_unread == 2
     # What another life has read says nothing, and more than all can't be read.
     pool.answer(position=Position(listing.life + 1, listing.number, ALL_READ))
-    assert pool.node.num_unread == 3
+    assert pool.node.reporting.num_unread == 3
     pool.answer(position=Position(listing.life, listing.number, 2))
-    assert pool.node.num_unread == 3
+    assert pool.node.reporting.num_unread == 3
     # Of a chunk that comes and goes there are many changes.
     pool.answer(position=Position(listing.life, 0, ALL_READ))
-    assert pool.node.num_unread == 3
+    assert pool.node.reporting.num_unread == 3
     pool.answer(position=Position(listing.life, listing.number + 9, ALL_READ))
-    assert pool.node.num_unread == 0
+    assert pool.node.reporting.num_unread == 0
 
 
 def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
@@ -123,16 +124,16 @@ def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
     directory = Directory(5, Orders(None, 8, -MEMBERS_S), node_expiry_s=1e9)
     parts: list[ListingPart] = []
     num_new = 0
-    while not parts or node.num_unread or parts[-1].end.place != ALL_READ:
+    while not parts or node.reporting.num_unread or parts[-1].end.place != ALL_READ:
         pool.now += 4.0
-        report = node.report(pool.now)
+        report = node.report()
         parts += [report.part] if report.part is not None else []
         node.answered(directory.report(report, pool.now), pool.now, report.seq)
         if not parts or parts[-1].end.place != ALL_READ:
             stores = pool.storing(*range(10**6 + num_new, 10**6 + num_new + 500))
-            (job,) = node.admit(1, 0, 1, [stores], pool.now)
-            node.end_chunks(job, range(500), ok=True)
-            assert not node.end_job(job, {}, 0, 0.0).failed_chunks
+            (job,) = admit(node, 1, 0, 1, [stores], pool.now)
+            node.jobs.end_chunks(job, range(500), ok=True)
+            assert not node.jobs.end_job(job, {}, 0, 0.0).failed_chunks
             num_new += 500
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert len(parts) <= pages // MOST_ROWS + 5
@@ -150,7 +151,7 @@ def test_listing_is_told_in_pieces() -> None:
     while position.place != ALL_READ:
         pool.answer(position=position)
         part = pool.report().part
-        pool.node.give_up()
+        pool.node.reporting.give_up()
         position = read(part)
         assert part is not None
         assert len(part.rows.keys) <= 2048
@@ -176,7 +177,7 @@ def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> No
     first = pool.report()
     with pytest.raises(AssertionError):
         pool.report()
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     second = pool.report()
     assert second.seq > first.seq
     # An answer to the one before, and one that nobody waits for.
@@ -202,7 +203,7 @@ def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> 
     said = pool.report().sessions
     assert said == [word("s", SessionWord.CAME)]
     pool.say(SessionWord.OVER, "s")
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     assert pool.report().sessions == [word("s", SessionWord.CAME), word("s")]
     pool.say(SessionWord.PAUSED, "t", pause_s=9.0)
     pool.node.answered(ReportAnswer(5), pool.now)
@@ -214,9 +215,9 @@ def test_what_sessions_say_is_bounded_and_the_oldest_is_lost(pool: OwnedPool) ->
     for number in range(MOST_WORDS + 3):
         pool.say(SessionWord.CAME, f"s{number}")
         if number == 9:
-            pool.node.give_up()
+            pool.node.reporting.give_up()
             pool.report()
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     said = pool.report().sessions
     assert len(said) == MOST_WORDS
     assert said[-1].news.session == f"s{MOST_WORDS + 2}"
@@ -280,7 +281,7 @@ def test_no_mark_of_an_earlier_life_of_the_directory_counts(pool: OwnedPool) -> 
     pool.answer(marks=marks(pool, 7, spare=[1, 2]))
     assert pool.answer(life=6, marks=marks(pool, 2, spare=[3])).heard == 7
     assert pool.report().heard == 2
-    pool.node.give_up()
+    pool.node.reporting.give_up()
     assert pool.standings(1, 2) == [NORMAL] * 2
 
 
@@ -309,7 +310,7 @@ def test_mark_that_was_forgotten_counts_no_more_before_its_turn_comes() -> None:
     pool.found(many - 1)
     assert pool.standing(many - 1) is NORMAL
     pool.node.index.room.forget_spares()
-    pool.node.report(pool.now)
+    pool.node.report()
     again = marks(pool, many + 1, spare=[many - 2, many + 7])
     pool.node.answered(ReportAnswer(5, marks=again), pool.now)
     pool.wait(1)
@@ -352,7 +353,7 @@ def test_chunks_of_a_namespace_that_is_left_are_released_until_it_is_used_again(
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 3
     # Also what comes.
     record = pool.land(7)
-    pool.node.landed(record, ok=True)  # type: ignore[arg-type]
+    pool.node.landings.landed(record, ok=True)  # type: ignore[arg-type]
     assert pool.standing(7) is Standing.RELEASED
     pool.hello(1)
     pool.wait(0)
