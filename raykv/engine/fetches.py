@@ -30,6 +30,7 @@ from raykv.protocol.columns import Keys, Numbers, Source, numbered
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import not_done
 
 logger = logging.getLogger("raykv.fetch")
 
@@ -97,6 +98,15 @@ class RayActor:
                 self._actor, self._connection = self._find(), connection
             return getattr(self._actor, method).remote(argument).future()
 
+    def call(self, method: str, argument: bytes | str, *, deadline_s: float) -> bytes:
+        """The answer of a method; raises if there is none by then. One thread calls this."""
+        try:
+            answer: bytes = self.begin(method, argument).result(timeout=deadline_s)
+        except Exception:
+            self.forget()
+            raise
+        return answer
+
     def forget(self) -> None:
         """It is looked for again."""
         self._actor = None
@@ -148,7 +158,7 @@ class FetchClient:
         """Have chunks fetched for an engine of that life; on its thread, returns at once."""
         now = time.monotonic()
         if orders and not self._revive():
-            self._deliver(FetchEnded(orders, _refused(len(orders))))
+            self._deliver(FetchEnded(orders, not_done(0, len(orders), Refusal.BREAKER_OPEN)))
             return
         for part in split(orders):
             self._counter += 1
@@ -159,7 +169,7 @@ class FetchClient:
                     overdue_at = now + self._deadline_s + FETCH_GRACE_S
                     self._flying[number] = _Flying(part, overdue_at, call)
             if call is None:
-                self._deliver(FetchEnded(part, _refused(len(part))))
+                self._deliver(FetchEnded(part, not_done(0, len(part), Refusal.BREAKER_OPEN)))
                 continue
             try:
                 self._queue.put_nowait((number, life, namespace))
@@ -239,12 +249,6 @@ class FetchClient:
         for number in overdue:
             self._count_failure(number, "no answer in time")
             self._answer(number, None)
-
-
-def _refused(num_chunks: int) -> CopyResult:
-    """Result of orders that were never begun."""
-    refusals = bytes([Refusal.BREAKER_OPEN]) * num_chunks
-    return CopyResult(0, 0, 0, failed_chunks=Numbers.of(range(num_chunks)), refusals=refusals)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:

@@ -11,8 +11,7 @@ from typing import Any
 from raykv.base.errors import SettingError
 from raykv.serve.http.exchange import AsgiApp
 from raykv.vllm.internals.engine import serve_flags
-from raykv.vllm.internals.names import require
-from raykv.vllm.internals.touched import SERVE
+from raykv.vllm.internals.names import SERVE, require
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:

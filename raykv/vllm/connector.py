@@ -50,11 +50,17 @@ from raykv.vllm.identity.placement import (
     refuse_several_hosts,
 )
 from raykv.vllm.identity.weight_changes import watch_calls
-from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.insight.sources import tell_sources
 from raykv.vllm.internals.arguments import refuse_arguments
 from raykv.vllm.internals.engine import watch_rests
-from raykv.vllm.internals.names import check_vllm_version, require, vllm_version
+from raykv.vllm.internals.names import (
+    LAYERWISE,
+    SCHEDULER,
+    WORKER,
+    check_vllm_version,
+    require,
+    vllm_version,
+)
 from raykv.vllm.internals.offloading import (
     SchedulerTables,
     count_by_transfer_type,
@@ -65,7 +71,6 @@ from raykv.vllm.internals.offloading import (
     worker_side,
 )
 from raykv.vllm.internals.scheduling import watch_scheduler
-from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, WORKER
 from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.mending import Mender
@@ -103,6 +108,8 @@ class RayKVConnector(OffloadingConnector):
     _layered: LayeredScheduling | None = None
     # On the scheduler's side, for engines with adapters.
     _adapters: AdapterUses | None = None
+    # On the scheduler's side, and there alone.
+    _manager: RayOffloadingManager
     # On the scheduler's side.
     raykv_weights: WeightChanges | None = None
     # On the scheduler's side.
@@ -120,7 +127,6 @@ class RayKVConnector(OffloadingConnector):
         """
         set_up_logging()
         self._runtime: EngineRuntime | None = None
-        self._manager: RayOffloadingManager | None = None
         # On the scheduler's side.
         self._steps = StepTimes()
         # Requests that vLLM waits for although there is no load job.
@@ -177,7 +183,7 @@ class RayKVConnector(OffloadingConnector):
         self._windows.keep_states(kv_cache_config)
         self._hello = hello
         self._manager = manager
-        self.raykv_weights = WeightChanges(WeightNames(facts), manager, self._tables)
+        self.raykv_weights = WeightChanges(facts, manager, self._tables)
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
         described = DescriptionOutbox() if describes else None
         self._runtime = EngineRuntime(
@@ -362,13 +368,11 @@ class RayKVConnector(OffloadingConnector):
 
     @cached_property
     def _mender(self) -> Mender:
-        manager = self._tables.manager
-        assert isinstance(manager, RayOffloadingManager), manager
-        return Mender(self._tables, manager)
+        return Mender(self._tables, self._manager)
 
     @cached_property
     def _siblings(self) -> SiblingScheduling:
-        return SiblingScheduling(self._tables, self._mender.manager)
+        return SiblingScheduling(self._tables, self._manager)
 
     def _adopt(self, request: Any) -> None:
         self._mender.adopt(request)
@@ -376,16 +380,15 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_adopt)
     def on_new_request(self, request: Any) -> None:
         """See `KVConnectorBase_V1.on_new_request`; asks at once who has the prompt's chunks."""
-        if self._manager is not None:
-            self._mender.put_aside(request)
-            self._manager.belongs(request)
-            if self._adapters is not None and not self._adapters.begin(request):
-                self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
-            if not may_share_media(request):
-                self._manager.refuse(request.request_id, MissReason.MEDIA_UNKNOWN)
+        self._mender.put_aside(request)
+        self._manager.belongs(request)
+        if self._adapters is not None and not self._adapters.begin(request):
+            self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
+        if not may_share_media(request):
+            self._manager.refuse(request.request_id, MissReason.MEDIA_UNKNOWN)
         with only_documented(request):
             super().on_new_request(request)
-        if self._manager is None or request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache:
             return
         known = self._tables.find(request.request_id)
         assert known is not None, request.request_id
@@ -410,15 +413,14 @@ class RayKVConnector(OffloadingConnector):
         if self.raykv_weights is not None:
             has_media = bool(request.mm_features)
             self.raykv_weights.begin(request.request_id, num_computed_tokens, has_media=has_media)
-        if self._manager is not None and request.request_id in self._manager.barred:
+        if request.request_id in self._manager.barred:
             return 0, False
-        if self._manager is not None:
-            known = self._tables.find(request.request_id)
-            most = None if known is None else known.most_loaded
-            self._manager.misses.looks(request, num_computed_tokens, most)
-            self._manager.touch(request.request_id)
+        known = self._tables.find(request.request_id)
+        most = None if known is None else known.most_loaded
+        self._manager.misses.looks(request, num_computed_tokens, most)
+        self._manager.touch(request.request_id)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._windows is not None and self._manager is not None and found is not None:
+        if self._windows is not None and found is not None:
             here = num_computed_tokens + found
             self._windows.note_parting(request, here, self._manager.view)
         if layered is None or not found:
@@ -431,8 +433,7 @@ class RayKVConnector(OffloadingConnector):
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         sources = super().get_external_cache_hit_sources(request, num_external_tokens)
-        if self._manager is not None:
-            self._manager.misses.came_from(request, sources)
+        self._manager.misses.came_from(request, sources)
         return sources
 
     def _admit_without_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -443,13 +444,11 @@ class RayKVConnector(OffloadingConnector):
                 self._stranded.append(request.request_id)
             else:
                 self._stranded_blocks += self._layered.strand(request, blocks)
-            if self._manager is not None:
-                self._manager.misses.failed(request.request_id, MissReason.OTHER)
+            self._manager.misses.failed(request.request_id, MissReason.OTHER)
 
     @guarded(_admit_without_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._manager is not None:
-            self._manager.misses.admitted(request, num_external_tokens)
+        self._manager.misses.admitted(request, num_external_tokens)
         if num_external_tokens:
             self._siblings.load_own(request.request_id)
         layered = self._layered if num_external_tokens else None
@@ -540,7 +539,7 @@ class RayKVConnector(OffloadingConnector):
         While it fails, requests that would have hit blocks that did not come go on waiting.
         """
         took = self._steps.end(scheduled, time.monotonic())
-        if took is not None and self._manager is not None:
+        if took is not None:
             self._manager.took_step(*took)
         self._siblings.end_step(scheduled, result, partial(evict_blocks, self))
         if self._layered is not None:
@@ -549,14 +548,13 @@ class RayKVConnector(OffloadingConnector):
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor."""
         node = None if self._runtime is None else self._runtime.node
-        manager = self._manager
-        if node is None or manager is None:
+        if node is None:
             return None
         return LinkTarget(
             socket_name=node.socket_name,
             engine_id=self._hello.engine_id,
             life=self._hello.life,
-            namespace=manager.view.namespace,
+            namespace=self._manager.view.namespace,
             num_ranks=self._hello.num_ranks,
             slot_bytes=self._hello.slot_bytes,
         )
@@ -572,7 +570,7 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, RayKVWorkerMetadata) and self._manager is not None:
+        if isinstance(meta, RayKVWorkerMetadata):
             self._manager.barred |= meta.barred
             self._manager.take_ends(meta.ends)
             if self._adapters is not None:
@@ -608,10 +606,9 @@ class RayKVConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def _ended(self, request: Any) -> None:
-        if self._manager is not None:
-            keys, tokens = self._chunks_of(request.request_id)
-            self._manager.misses.ended(request, keys, tokens)
-            self._manager.ended(request.request_id, self._columns_of(request.request_id))
+        keys, tokens = self._chunks_of(request.request_id)
+        self._manager.misses.ended(request, keys, tokens)
+        self._manager.ended(request.request_id, self._columns_of(request.request_id))
 
     @guarded(lambda *_: ())
     def _columns_of(self, request_id: str) -> Sequence[Sequence[Any]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -79,19 +80,6 @@ class HiddenStatesMetadata(RayKVConnectorMetadata):
 
     promised: dict[str, str] = field(default_factory=dict)
     orders: list[StatesOrder] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class StatesForm:
-    """Where states are in the KV cache; see `Capture`."""
-
-    group_id: int
-    layer: int
-    num_states: int
-    hidden_size: int
-    dtype: str
-    block_tokens: int
-    strides: list[int]
 
 
 @dataclass(frozen=True)
@@ -235,10 +223,12 @@ def _wanted_tokens(request: Any) -> list[int]:
 class StatesWorker:
     """A worker's side. All methods run on its main thread."""
 
-    def __init__(self, settings: Settings, *, is_writer: bool) -> None:
+    def __init__(self, settings: Settings, group_id: int, *, is_writer: bool) -> None:
+        """`group_id` is the KV group of the layer with the states."""
         self._settings = settings
+        self._group_id = group_id
         self._is_writer = is_writer
-        self._form: StatesForm | None = None
+        self._form: Capture | None = None
         self._numbers = count(FIRST_JOB)
         # Descriptors of the locks of future files.
         self._locks: dict[str, int] = {}
@@ -246,8 +236,8 @@ class StatesWorker:
         self._jobs: dict[int, str] = {}
         self._sent: set[str] = set()
 
-    def take_form(self, form: StatesForm) -> None:
-        """Set the layer with the states; comes before anything else."""
+    def take_form(self, form: Capture) -> None:
+        """Set a capture of no request, which all are made of; comes before anything else."""
         self._form = form
 
     def promise(self, paths: dict[str, str]) -> None:
@@ -286,19 +276,12 @@ class StatesWorker:
         under_way = set(self._jobs.values())
         self._sent |= {order.request_id for order in orders} - under_way
 
-    def _job(self, worker: RayOffloadingWorker, form: StatesForm, order: StatesOrder) -> JobRequest:
+    def _job(self, worker: RayOffloadingWorker, form: Capture, order: StatesOrder) -> JobRequest:
         lock_fd = self._locks.get(order.request_id, -1)
-        capture = Capture(
+        capture = msgspec.structs.replace(
+            form,
             request_id=order.request_id,
             token_ids=order.token_ids,
-            num_states=form.num_states,
-            hidden_size=form.hidden_size,
-            dtype=form.dtype,
-            block_tokens=form.block_tokens,
-            strides=form.strides,
-            most_bytes=self._settings.hidden_states_bytes,
-            ttl_s=self._settings.hidden_states_ttl_s,
-            layer=form.layer,
             # Without a lock nobody could wait for the file.
             path=order.path if lock_fd >= 0 else "",
             has_lock=lock_fd >= 0,
@@ -308,7 +291,7 @@ class StatesWorker:
             next(self._numbers),
             int(Direction.STORE),
             worker.namespace,
-            Keys.of([in_group(STATES, form.group_id)]),
+            Keys.of([in_group(STATES, self._group_id)]),
             Numbers.of([len(order.block_ids)]),
             Numbers.of([0]),
             Numbers.of(order.block_ids),
@@ -372,7 +355,9 @@ class RayKVHiddenStatesConnector(RayKVConnector):
             )
             return
         spec: Any = self._worker.spec
-        self._states = StatesWorker(spec.settings, is_writer=spec.config.parallel.rank == 0)
+        self._states = StatesWorker(
+            spec.settings, self._layer.group_id, is_writer=spec.config.parallel.rank == 0
+        )
 
     # Worker side
 
@@ -381,10 +366,11 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         with logged_refusals():
             worker = self._worker.worker
             assert isinstance(worker, RayOffloadingWorker), worker
-            form = self._form_of(kv_caches[self._layer.name], worker.layout)
+            spec: Any = self._worker.spec
+            form = self._form_of(kv_caches[self._layer.name], worker.layout, spec.settings)
             self._states.take_form(form)
 
-    def _form_of(self, cache: Any, layout: KVLayout) -> StatesForm:
+    def _form_of(self, cache: Any, layout: KVLayout, settings: Settings) -> Capture:
         """Where states are in their layer's cache, [blocks, states, tokens of a block, numbers].
 
         Raises:
@@ -405,14 +391,17 @@ class RayKVHiddenStatesConnector(RayKVConnector):
                 f"hidden states of shape {list(cache.shape)} lie together with other layers, where "
                 "RayKV can't capture them: choose another VLLM_KV_CACHE_LAYOUT"
             )
-        return StatesForm(
-            group_id=self._layer.group_id,
-            layer=self._layer.index,
+        return Capture(
+            request_id="",
+            token_ids=b"",
             num_states=int(cache.shape[1]),
             hidden_size=int(cache.shape[3]),
             dtype=str(cache.dtype).removeprefix("torch."),
             block_tokens=int(cache.shape[2]),
             strides=[int(cache.stride(axis)) for axis in (2, 1, 3)],
+            most_bytes=settings.hidden_states_bytes,
+            ttl_s=settings.hidden_states_ttl_s,
+            layer=self._layer.index,
         )
 
     @guarded(nothing)

@@ -30,7 +30,7 @@ from raykv.engine.session import WorkerReport
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.worker import KVLayout
+from raykv.protocol.worker import KVLayout, not_done
 from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.front import Link
 from raykv.worker.job import JobRequest
@@ -149,12 +149,6 @@ def flying_job(
     return FlyingJob(job, lost, chunks.request_id)
 
 
-def failed_as(refusal: Refusal, result: CopyResult, count: int) -> CopyResult:
-    """The same, but all of so many chunks have failed."""
-    every, refusals = Numbers.of(range(count)), bytes([refusal]) * count
-    return msgspec.structs.replace(result, failed_chunks=every, refusals=refusals)
-
-
 def transfer_result(flying: FlyingJob, result: CopyResult) -> RayKVTransferResult:
     """What became of a job, by what the NodeActor says."""
     job, torn = flying.job, flying.torn
@@ -185,10 +179,13 @@ def transfer_result(flying: FlyingJob, result: CopyResult) -> RayKVTransferResul
 
 def distrusted(flying: FlyingJob, result: CopyResult | None = None) -> RayKVTransferResult:
     """The result of a load whose bytes are of no use, or of a job of which nothing is known."""
-    job = flying.job
-    said = result or CopyResult(job.job_id, 0, 0)
-    said = msgspec.structs.replace(said, num_bytes=0, seconds=0.0)
-    return transfer_result(flying, failed_as(Refusal.CANCELLED, said, len(job.keys)))
+    said = not_done(flying.job.job_id, len(flying.job.keys), Refusal.CANCELLED)
+    if result is not None:
+        # What it says of its place holds.
+        said = msgspec.structs.replace(
+            said, life=result.life, number=result.number, rows=result.rows
+        )
+    return transfer_result(flying, said)
 
 
 def all_failed(
@@ -197,8 +194,7 @@ def all_failed(
     """The result of a job that was not made up, or must not be: nothing of it happened."""
     end = None
     if isinstance(chunks, ChunkSpec):
-        nothing = CopyResult(job_id, 0, 0)
-        result = failed_as(Refusal.COPY_FAILED, nothing, len(chunks.keys))
+        result = not_done(job_id, len(chunks.keys), Refusal.COPY_FAILED)
         keys = Keys.of(chunks.keys)
         end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
     lost = blocks.block_ids.tolist() if direction is Direction.LOAD else []

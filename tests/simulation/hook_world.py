@@ -29,11 +29,12 @@ from raykv.base.ids import Direction, Refusal
 from raykv.engine.view import EngineView
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import not_done
 from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.internals import engine as engine_internals
 from raykv.vllm.internals import offloading as offloading_internals
-from raykv.vllm.transfers import RayOffloadingWorker, failed_as
+from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from tests.fixtures.place import NOTHING_FAILS, CopyingPlace
@@ -251,7 +252,7 @@ class Line:
     def _carry_out(self, request: JobRequest) -> CopyResult:
         job = request.job
         if not self.node_life:
-            return failed_as(Refusal.NODE_LOST, CopyResult(job.job_id, 0, 0), len(job.keys))
+            return not_done(job.job_id, len(job.keys), Refusal.NODE_LOST)
         fail = self._fail if request.direction is Direction.LOAD else NOTHING_FAILS
         return self.place.copy(self.life, job, self.blocks, [RUBBISH] * CHUNK, fail)
 

@@ -7,65 +7,40 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
+from raykv.base.guard import nothing
 from raykv.vllm.identity.weight_watch import (
     SLEEP,
     WHOLE,
     Effect,
-    WeightState,
     check,
     effect_of,
     note_afterwards,
     state_of,
 )
-from raykv.vllm.internals.engine import ask_workers, wrap_core
+from raykv.vllm.internals.engine import Wrapper, ask_workers, wrap_core
 from raykv.vllm.internals.scheduling import connectors_of
+from raykv.vllm.weights import WeightChanges
 
 logger = logging.getLogger("raykv")
 
 
-class Listener(Protocol):
-    """Of our connector on the scheduler's side; all methods are called between steps."""
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether it wants to know what the weights are, before the next request."""
-
-    def change(self, what: str) -> None:
-        """A call of that name changes the weights."""
-
-    def know(self, states: Sequence[WeightState | None]) -> None:
-        """What all workers say of their weights."""
-
-    def listen(self) -> None:
-        """Hear what the user calls the weights that there are now."""
-
-    def label(self, label: str) -> None:
-        """vLLM was given a name for them."""
-
-    def drop_prefixes(self) -> None:
-        """vLLM uses no KV any more that was computed before."""
-
-    def drop_encodings(self) -> None:
-        """vLLM uses no outputs of encoders any more that were computed before."""
-
-
 def watch_calls() -> None:
     """From now on connectors learn of users' calls that change weights before the next step,
-    through the `Listener` that they have as `raykv_weights`. A second call changes nothing.
+    through the `WeightChanges` that they have as `raykv_weights`. A second call changes nothing.
     """
     wrap_core("collective_rpc", _judged)
-    wrap_core(SLEEP, _sleeping)
-    wrap_core("set_weight_version", _labelled)
-    wrap_core("wake_up", _asked_afterwards)
-    wrap_core("add_request", _asked_before)
-    wrap_core("reset_prefix_cache", _dropping)
-    wrap_core("reset_encoder_cache", _dropping_encodings)
+    wrap_core(SLEEP, _telling(before=_sleep))
+    wrap_core("add_request", _telling(before=_ask_and_listen))
+    wrap_core("wake_up", _telling(after=_ask))
+    wrap_core("set_weight_version", _telling(after=_label))
+    wrap_core("reset_prefix_cache", _telling(after=_drop))
+    wrap_core("reset_encoder_cache", _telling(after=_drop_encodings))
 
 
-def _listeners(core: Any) -> list[Listener]:
+def _listeners(core: Any) -> list[WeightChanges]:
     """Those of our connectors of an EngineCore."""
     found = [
         getattr(each, "raykv_weights", None)
@@ -79,7 +54,7 @@ def _tell(core: Any, what: str) -> None:
         listener.change(what)
 
 
-def _ask(core: Any) -> None:
+def _ask(core: Any, *_called: Any) -> None:
     """Find out what the weights are, where somebody waits for it."""
     if any(each.is_asking for each in _listeners(core)):
         _find_out(core)
@@ -101,73 +76,54 @@ def _asked(core: Any, function: Callable[..., Any], *args: Any) -> list[Any] | N
         return None
 
 
-def _sleeping(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        if effect_of(SLEEP, args, kwargs) is Effect.CHANGES:
-            _tell(core, "sleep of level 2")
-        return method(core, *args, **kwargs)
-
-    return call
+Told = Callable[[Any, tuple[Any, ...], Any], None]
+"""Gets an EngineCore and a call's arguments: before it those by name too, after it the result."""
 
 
-def _labelled(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(core: Any, label: str, *args: Any, **kwargs: Any) -> Any:
-        done = method(core, label, *args, **kwargs)
-        for listener in _listeners(core):
-            listener.label(label)
-        return done
+def _telling(before: Told = nothing, after: Told = nothing) -> Wrapper:
+    """Wraps a method of EngineCore of whose calls connectors are told."""
 
-    return call
+    def telling(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+            before(core, args, kwargs)
+            done = method(core, *args, **kwargs)
+            after(core, args, done)
+            return done
 
+        return call
 
-def _asked_afterwards(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        done = method(core, *args, **kwargs)
-        _ask(core)
-        return done
-
-    return call
+    return telling
 
 
-def _asked_before(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        _ask(core)
-        for listener in _listeners(core):
-            listener.listen()
-        return method(core, *args, **kwargs)
-
-    return call
+def _sleep(core: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    if effect_of(SLEEP, args, kwargs) is Effect.CHANGES:
+        _tell(core, "sleep of level 2")
 
 
-def _dropping(method: Any) -> Any:
-    """Frameworks that train call it when they have written into the workers' models."""
-
-    @functools.wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        is_done = method(core, *args, **kwargs)
-        listeners = _listeners(core)
-        if listeners:
-            _find_out(core)
-        for listener in listeners if is_done else ():
-            listener.drop_prefixes()
-        return is_done
-
-    return call
+def _ask_and_listen(core: Any, *_called: Any) -> None:
+    _ask(core)
+    for listener in _listeners(core):
+        listener.listen()
 
 
-def _dropping_encodings(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        done = method(core, *args, **kwargs)
-        for listener in _listeners(core):
-            listener.drop_encodings()
-        return done
+def _label(core: Any, args: tuple[Any, ...], _done: Any) -> None:
+    for listener in _listeners(core):
+        listener.label(args[0])
 
-    return call
+
+def _drop(core: Any, _args: tuple[Any, ...], is_done: Any) -> None:
+    """Frameworks that train reset the cache when they have written into the workers' models."""
+    listeners = _listeners(core)
+    if listeners:
+        _find_out(core)
+    for listener in listeners if is_done else ():
+        listener.drop_prefixes()
+
+
+def _drop_encodings(core: Any, *_called: Any) -> None:
+    for listener in _listeners(core):
+        listener.drop_encodings()
 
 
 def _judged(method: Any) -> Any:

@@ -1,1 +1,1 @@
-"""All of vLLM that RayKV touches beyond its interfaces: `names` has each with what it is for."""
+"""All of vLLM that RayKV touches beyond its interfaces: see `names`."""

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from raykv.vllm.internals.connector_names import TRACKER
-from raykv.vllm.internals.names import TABLE, missing_of
+from raykv.vllm.internals.names import TRACKER, missing_of
 
 
 class Inner:
@@ -297,8 +296,7 @@ class SchedulerTables:
         way.
         """
         before = getattr(self.owner, "_events_tracker", None)
-        methods = next(row for row in TABLE if row.owner == TRACKER)
-        if not isinstance(before, kind) or missing_of(methods):
+        if not isinstance(before, kind) or missing_of(TRACKER):
             return False
         # From 0.33 on: what the KV groups are, for events of chunks that were not described.
         tracker._group_specs = getattr(before, "_group_specs", {})

@@ -295,18 +295,17 @@ def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPa
         OffloadingConnector,
     )
 
-    from raykv.vllm.connector import RayKVConnector
-
     seen: list[Any] = []
-    monkeypatch.setattr(
-        OffloadingConnector,
-        "on_new_request",
-        lambda _, request: seen.append(request.kv_transfer_params),
-    )
-    connector = RayKVConnector.__new__(RayKVConnector)
-    connector._manager = None
+    vllms = OffloadingConnector.on_new_request
+
+    def new(connector: OffloadingConnector, request: Any) -> None:
+        seen.append(request.kv_transfer_params)
+        vllms(connector, request)
+
+    monkeypatch.setattr(OffloadingConnector, "on_new_request", new)
+    engine = Engine()
     for sent in ({"max_load_tokens": 0, "raykv_store": False}, ["max_load_tokens"], None):
-        connector.on_new_request(made_request(sent))
+        engine.begin(made_request(sent))
     told = {"raykv_load": True, "raykv_store": False, "max_load_tokens": 0}
     assert seen == [told, None, None]
 

@@ -15,7 +15,7 @@ from raykv.base.ids import Refusal
 from raykv.base.settings import Settings
 from raykv.node.states.file import load_hidden_states, promise
 from raykv.protocol.columns import Numbers
-from raykv.protocol.copies import CopyResult
+from raykv.protocol.copies import Capture, CopyResult
 from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
@@ -121,9 +121,8 @@ class Line:
 
 
 def worker(*, is_writer: bool = True) -> Any:
-    states = hidden_states.StatesWorker(Settings(), is_writer=is_writer)
-    form = hidden_states.StatesForm(0, 2, 3, 8, "float32", BLOCK, [24, 8, 1])
-    states.take_form(form)
+    states = hidden_states.StatesWorker(Settings(), 0, is_writer=is_writer)
+    states.take_form(Capture("", b"", 3, 8, "float32", BLOCK, [24, 8, 1], 1 << 20, 60.0, layer=2))
     return states
 
 

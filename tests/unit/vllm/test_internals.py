@@ -18,17 +18,24 @@ import pytest
 from raykv.base.errors import VersionError
 from raykv.vllm import plugin
 from raykv.vllm.internals import engine, names
-from raykv.vllm.internals.connector_names import OFFLOADING_WORKER, TRACKER
 from raykv.vllm.internals.names import (
-    COMPARED_TABLE,
-    GIVEN_TABLE,
-    INTERFACES,
-    TABLE,
+    NEEDED,
+    OFFLOADING_WORKER,
+    SCHEDULER,
+    TRACKER,
+    WORKER,
+    Touched,
     missing_of,
     require,
     vllm_version,
 )
-from raykv.vllm.internals.touched import LAYERWISE, SCHEDULER, SERVE, WORKER, Touched
+from tests.fixtures.vllm_names import (
+    COMPARED_FEATURES,
+    FEATURES,
+    GIVEN_FEATURES,
+    INTERFACES,
+    TABLE,
+)
 from tests.house import ROOT, SOURCES
 
 INHERITED = {"_get_connector_metadata"}
@@ -98,9 +105,9 @@ def test_installed_vllm_has_its_interfaces(module: str) -> None:
 
 
 def test_row_says_what_for_and_what_happens_without() -> None:
-    for row in TABLE:
-        assert row.use, row
-        assert row.without, row
+    for feature in FEATURES:
+        assert feature.use, feature
+        assert feature.without, feature
     assert len(ROWS) == len({(row.owner, name) for row, name in ROWS}), "a name stands twice"
 
 
@@ -168,10 +175,12 @@ def is_known(module: str, name: str) -> bool:
     return False
 
 
+READ_ANYWHERE = [row for each in GIVEN_FEATURES + COMPARED_FEATURES for row in each.rows]
+
 PUBLIC = {
     name
     for row, name in ROWS
-    if row not in GIVEN_TABLE + COMPARED_TABLE and row.owner.count(":")
+    if row not in READ_ANYWHERE and row.owner.count(":")
     if not is_hidden(name) and name not in GENERAL
 }
 """Names in the table that tell whose they are, though they have no underscore."""
@@ -217,7 +226,7 @@ def test_internals_are_touched_in_one_folder_only() -> None:
 def test_rows_have_what_the_folder_touches() -> None:
     hidden, imported = set(), set()
     for path, tree in trees().items():
-        if not is_internal(path) or Path(path).name.endswith("names.py"):
+        if not is_internal(path) or Path(path).name == "names.py":
             continue
         imported |= {each[1:] for each in imports(tree) if each[1].startswith("vllm")}
         texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -251,7 +260,7 @@ def test_touch_is_seen(source: str) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "owner"),
-    [("worker:RayKVConnectorWorker", OFFLOADING_WORKER), ("manager:ChunkTracker", TRACKER)],
+    [("worker:RayKVConnectorWorker", OFFLOADING_WORKER), ("manager:ChunkTracker", TRACKER.owner)],
 )
 def test_rows_have_what_a_subclass_overrides(ours: str, owner: str) -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
@@ -294,7 +303,7 @@ class Heir(Owner):
     ],
 )
 def test_missing_name_is_found(owner: str, wanted: str, expected: str) -> None:
-    assert missing_of(Touched(owner, wanted, "", ""), Heir()) == expected
+    assert missing_of(Touched(owner, wanted), Heir()) == expected
 
 
 def worker_side() -> Any:
@@ -320,22 +329,26 @@ def objects() -> list[Any]:
     return [connector, connector.scheduler, worker_side()]
 
 
-@pytest.mark.parametrize("part", [SCHEDULER, WORKER, LAYERWISE, SERVE])
+@pytest.mark.parametrize("part", NEEDED)
 def test_installed_vllm_has_what_each_part_needs(part: str, objects: list[Any]) -> None:
-    assert any(row.needed_by == part for row in TABLE)
+    assert NEEDED[part]
     require(part, *objects)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.needed_by], ids=lambda row: row.owner)
+@pytest.mark.parametrize(
+    ("part", "row"),
+    [(part, row) for part, rows in NEEDED.items() for row in rows],
+    ids=lambda each: each.owner if isinstance(each, Touched) else each,
+)
 def test_start_is_refused_in_one_sentence_without_a_name_that_is_needed(
-    row: Touched, objects: list[Any], monkeypatch: pytest.MonkeyPatch
+    part: str, row: Touched, objects: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = row.names.split()[0]
     gone = "gone" if row.is_in(vllm_version()) else f"({first}|cli_args)"
     lacking = replace(row, names=f"{first} gone", since="", until="")
-    monkeypatch.setattr(names, "TABLE", [lacking])
+    monkeypatch.setattr(names, "NEEDED", {part: (lacking,)})
     with pytest.raises(VersionError, match=rf"know this vLLM .*: there is no .*{gone}; install"):
-        require(row.needed_by, *objects)
+        require(part, *objects)
 
 
 def test_start_is_refused_where_vllm_does_not_call_what_a_subclass_overrides(

@@ -1,4 +1,6 @@
-"""What an engine does when its weights change, with vLLM's own offloading scheduler behind it."""
+"""What an engine does when its weights change, with vLLM's own offloading scheduler behind it, and
+where it goes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,6 @@ from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import Naming, Space
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.vllm.identity.facts import namespace_of
-from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
@@ -64,7 +65,7 @@ class Changing(Engine):
         super().__init__(namespace=namespace_of(FACTS))
         manager: Any = self.connector._manager
         self.session = manager.session = Session(self)
-        self.weights = WeightChanges(WeightNames(FACTS), manager, self.connector._tables)
+        self.weights = WeightChanges(FACTS, manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
         self.count = 0
 
@@ -324,3 +325,139 @@ def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> No
     told = RayKVWorkerMetadata(ends=ends)
     engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert not engine.view.loadable
+
+
+# Names
+
+
+class Manager:
+    """Takes down by what weights change, and hands on what the user calls them."""
+
+    def __init__(self) -> None:
+        self.barred: set[str] = set()
+        self.left: list[str] = []
+        self.naming: str | None = None
+
+    def change_weights(self) -> None:
+        self.naming = None
+
+    def take_naming(self) -> str | None:
+        naming, self.naming = self.naming, None
+        return naming
+
+    def leave(self, what: str) -> None:
+        self.left.append(what)
+
+    def enter(self, space: Space) -> None:
+        """It has the name from `space`, too."""
+
+
+@pytest.fixture
+def manager() -> Any:
+    return Manager()
+
+
+def weights_of(manager: Any, facts: dict[str, Any] = FACTS) -> WeightChanges:
+    tables: Any = SimpleNamespace(requests={})
+    return WeightChanges(facts, manager, tables)
+
+
+@pytest.fixture
+def weights(manager: Any) -> WeightChanges:
+    return weights_of(manager)
+
+
+def state(count: int, content: str | None, watch: str = "w") -> WeightState:
+    return WeightState(watch, count, "reload_weights", content, "first")
+
+
+def namespace(weights: WeightChanges) -> str | None:
+    return None if weights.space is None else weights.space.namespace
+
+
+def changed(weights: WeightChanges, *states: WeightState | None) -> str | None:
+    weights.change("reload_weights")
+    assert namespace(weights) is None
+    weights.know(states)
+    return namespace(weights)
+
+
+def called(weights: WeightChanges, manager: Any, version: str) -> str | None:
+    manager.naming = version
+    weights.listen()
+    return namespace(weights)
+
+
+def test_first_weights_have_the_namespace_of_the_start(weights: WeightChanges) -> None:
+    start = namespace_of(FACTS)
+    assert namespace(weights) == start
+    assert changed(weights, state(1, "other")) not in (start, None)
+    assert changed(weights, state(2, "first")) == start
+
+
+def test_engines_with_the_same_weights_have_the_same_namespace(
+    weights: WeightChanges, manager: Any
+) -> None:
+    def other(*states: WeightState, **facts: str) -> str | None:
+        return changed(weights_of(manager, {**FACTS, **facts}), *states)
+
+    there = changed(weights, state(1, "a"), state(3, "b", "w2"))
+    assert other(state(7, "a", "x"), state(7, "b", "y")) == there
+    assert other(state(7, "b", "x"), state(7, "a", "y")) != there
+    assert other(state(1, "a"), state(3, "b"), model="other") != there
+
+
+@pytest.mark.parametrize("states", [[state(1, None)], [state(1, "a"), None]])
+def test_weights_that_cant_be_told_have_no_name_until_they_are_given_one(
+    weights: WeightChanges, manager: Any, states: list[WeightState | None]
+) -> None:
+    assert changed(weights, *states) is None
+    named = called(weights, manager, "v2")
+    assert named not in (None, namespace_of(FACTS))
+    assert weights.space is not None
+    assert weights.space.traits["weights_version"] == "v2"
+    # A name is of the weights that it was given to.
+    assert changed(weights, *states) is None
+    assert called(weights, manager, "v3") not in (None, named)
+    assert called(weights, manager, "v2") == named
+
+
+def test_vllms_own_name_counts_where_nothing_else_tells(weights: WeightChanges) -> None:
+    assert changed(weights, state(1, None)) is None
+    weights.label("7")
+    seven = namespace(weights)
+    assert seven is not None
+    weights.label("8")
+    assert namespace(weights) not in (None, seven)
+    there = changed(weights, state(2, "a"))
+    weights.label("7")
+    assert namespace(weights) == there
+
+
+def test_users_name_tells_weights_apart_beside_their_content(
+    weights: WeightChanges, manager: Any
+) -> None:
+    there = changed(weights, state(1, "a"))
+    assert called(weights, manager, "v2") not in (None, there)
+    assert changed(weights, state(2, "a")) == there
+
+
+def test_update_under_way_is_asked_about_again(weights: WeightChanges) -> None:
+    weights.change("start_weight_update")
+    weights.know([WeightState("w", 1, "start_weight_update", None, "first", is_open=True)])
+    assert weights.is_asking
+    assert weights.space is None
+
+
+def test_news_are_changes_that_were_not_known(weights: WeightChanges, manager: Any) -> None:
+    weights.know([state(0, "")])
+    assert manager.left == []
+    weights.know([state(0, ""), state(1, "a", "w2")])
+    assert manager.left == ["reload_weights"]
+    changed(weights, state(2, "a"))
+    weights.know([state(2, "a")])
+    # A report of a step may come late.
+    weights.hear({"w": (1, "late")})
+    assert len(manager.left) == 2
+    weights.hear({"w": (3, "load_weights")})
+    assert manager.left[2:] == ["load_weights"]

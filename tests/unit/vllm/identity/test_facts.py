@@ -26,14 +26,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
 from raykv.vllm.identity import readers
-from raykv.vllm.identity.facts import (
-    CANNOT_MATTER,
-    FACTS,
-    PLACES,
-    engine_facts,
-    fields_that_cannot_matter,
-    namespace_of,
-)
+from raykv.vllm.identity.facts import FACTS, PLACES, engine_facts, namespace_of
+from tests.fixtures.vllm_fields import CANNOT_MATTER, fields_that_cannot_matter
 
 TOKENS = 32
 

@@ -1,4 +1,4 @@
-"""What a worker says of its weights, and which namespace they put their engine in."""
+"""What a worker says of its weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 import torch
 
 from raykv.vllm.identity import weight_watch
-from raykv.vllm.identity.facts import namespace_of
-from raykv.vllm.identity.weight_names import WeightNames
 from raykv.vllm.identity.weight_watch import WeightState, WeightWatch, watch_model
-
-FACTS = {"weights": "files", "hash_seed": "7", "model": "tiny"}
 
 
 class Model(torch.nn.Module):
@@ -230,94 +226,3 @@ def test_memory_of_a_sleeping_worker_is_not_read_and_stores_come_before_it_is_gi
         weight_watch.check(worker)
     worker.wake_up(["weights"])
     assert weight_watch.check(worker) == before
-
-
-# Names
-
-
-def state(count: int, content: str | None, watch: str = "w") -> WeightState:
-    return WeightState(watch, count, "reload_weights", content, "first")
-
-
-@pytest.fixture
-def names() -> WeightNames:
-    return WeightNames(FACTS)
-
-
-def namespace(names: WeightNames) -> str | None:
-    return None if names.space is None else names.space.namespace
-
-
-def changed(names: WeightNames, *states: WeightState | None) -> str | None:
-    names.change()
-    assert namespace(names) is None
-    names.know(states)
-    return namespace(names)
-
-
-def test_first_weights_have_the_namespace_of_the_start(names: WeightNames) -> None:
-    start = namespace_of(FACTS)
-    assert namespace(names) == start
-    assert changed(names, state(1, "other")) not in (start, None)
-    assert changed(names, state(2, "first")) == start
-
-
-def test_engines_with_the_same_weights_have_the_same_namespace(names: WeightNames) -> None:
-    there = changed(names, state(1, "a"), state(3, "b", "w2"))
-    assert changed(WeightNames(FACTS), state(7, "a", "x"), state(7, "b", "y")) == there
-    assert changed(WeightNames(FACTS), state(7, "b", "x"), state(7, "a", "y")) != there
-    assert changed(WeightNames({**FACTS, "model": "other"}), state(1, "a"), state(3, "b")) != there
-
-
-@pytest.mark.parametrize("states", [[state(1, None)], [state(1, "a"), None]])
-def test_weights_that_cant_be_told_have_no_name_until_they_are_given_one(
-    names: WeightNames, states: list[WeightState | None]
-) -> None:
-    assert changed(names, *states) is None
-    names.call("v2")
-    named = namespace(names)
-    assert named not in (None, namespace_of(FACTS))
-    assert names.space is not None
-    assert names.space.traits["weights_version"] == "v2"
-    # A name is of the weights that it was given to.
-    assert changed(names, *states) is None
-    names.call("v3")
-    assert namespace(names) not in (None, named)
-    names.call("v2")
-    assert namespace(names) == named
-
-
-def test_vllms_own_name_counts_where_nothing_else_tells(names: WeightNames) -> None:
-    assert changed(names, state(1, None)) is None
-    names.label("7")
-    seven = namespace(names)
-    assert seven is not None
-    names.label("8")
-    assert namespace(names) not in (None, seven)
-    there = changed(names, state(2, "a"))
-    names.label("7")
-    assert namespace(names) == there
-
-
-def test_users_name_tells_weights_apart_beside_their_content(names: WeightNames) -> None:
-    there = changed(names, state(1, "a"))
-    names.call("v2")
-    assert namespace(names) not in (None, there)
-    assert changed(names, state(2, "a")) == there
-
-
-def test_update_under_way_is_asked_about_again(names: WeightNames) -> None:
-    names.change()
-    names.know([WeightState("w", 1, "start_weight_update", None, "first", is_open=True)])
-    assert names.is_asking
-    assert names.space is None
-
-
-def test_news_are_changes_that_were_not_known(names: WeightNames) -> None:
-    assert not names.is_news([state(0, "")])
-    assert names.is_news([state(0, ""), state(1, "a", "w2")])
-    changed(names, state(2, "a"))
-    assert not names.is_news([state(2, "a")])
-    # A report of a step may come late.
-    assert not names.is_news_of({"w": 1})
-    assert names.is_news_of({"w": 3})
