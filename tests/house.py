@@ -66,8 +66,7 @@ HOUSE = {
     "copy": Room(
         4,
         "cuda llvmlite msgspec numba numpy torch triton",
-        "kernel rows cuda.backend cuda.calibration cuda.driver cuda.kernel cuda.lane cuda.measure "
-        "cuda.pages",
+        "kernel rows cuda.backend cuda.driver cuda.kernel cuda.lane cuda.pages",
     ),
     "stream": Room(4, "msgspec numpy ray zmq", "connections publisher publishing readers"),
     "doctor": Room(4, "ray", "gather"),

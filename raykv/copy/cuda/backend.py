@@ -71,15 +71,7 @@ class OpenDevices:
             return self._devices[uuid]
 
 
-def _open(device_uuid: str) -> Device:
-    from raykv.copy.cuda.measure import calibrate_in_background
-
-    device = Device(CUDADriver(device_uuid))
-    calibrate_in_background(device)
-    return device
-
-
-_devices = OpenDevices(_open)
+_devices = OpenDevices(lambda device_uuid: Device(CUDADriver(device_uuid)))
 
 
 def backend(
@@ -88,7 +80,7 @@ def backend(
     """The back end for one worker's KV cache.
 
     The first call for a device creates a CUDA context in this process, which takes a second and a
-    few hundred MiB of the GPU's memory, and starts its calibration in the background.
+    few hundred MiB of the GPU's memory.
 
     Args:
         device_uuid: the GPU that has the KV cache, as torch or nvidia-smi write it.

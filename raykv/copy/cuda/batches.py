@@ -1,4 +1,4 @@
-"""From the rows of a copy to batches that a device is given: cut, bounded, staged. Pure.
+"""From the rows of a copy to batches that a device is given: cut, bounded, routed, staged. Pure.
 
 1. No copy goes on over the end of a slab, although both sides may: CUDA refuses a copy that touches
    two pieces of memory which were page-locked one by one. The pool's pieces divide no slab.
@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 
@@ -20,6 +21,12 @@ from raykv.copy.plan import Column, CopyRuns
 
 CUT_BYTES = 32 << 20
 """A larger run is cut at such multiples of the pool's offset."""
+
+# Loads of smaller pages are scattered by a kernel if a batch has this many runs: what vLLM found
+# for an H100. Stores are not: they were as fast by DMA. `raykv bench copy --device cuda` measures
+# both routes.
+GATHER_BELOW_BYTES = 28 << 10
+GATHER_FROM_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,24 @@ class BatchRows:
     def has_words(self) -> bool:
         """Whether the KV cache's side is made of whole 64-bit words, which kernels move."""
         return not bool(np.bitwise_or.reduce(self.kv | self.size) % WORD_BYTES)
+
+
+class Route(Enum):
+    """A way that a batch of runs takes."""
+
+    BATCH = auto()
+    """Each run is copied by itself (DMA)."""
+    GATHER = auto()
+    """A kernel moves the runs from or to a buffer of the device, which is copied in one piece."""
+
+
+ChooseRoute = Callable[[Direction, BatchRows], Route]
+
+
+def usual_route(direction: Direction, rows: BatchRows) -> Route:
+    """Choose the route by the mean size and the number of the runs, of which there is one."""
+    is_small = rows.num_bytes < GATHER_BELOW_BYTES * len(rows) and len(rows) >= GATHER_FROM_RUNS
+    return Route.GATHER if is_small and direction is Direction.LOAD else Route.BATCH
 
 
 def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> BatchRows:

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,20 +63,8 @@ class Copies:
             assert column.all(), "a null address, or a copy of no byte"
 
 
-@dataclass(frozen=True)
-class DeviceName:
-    """What a calibration is valid for."""
-
-    model: str
-    driver_version: str
-
-
 class CopyDriver(Protocol):
     """One device. Each call raises `CUDAError` with the call's name and CUDA's own error."""
-
-    @property
-    def name(self) -> DeviceName:
-        """Model of the device and version of its driver."""
 
     @property
     def mover(self) -> str | None:
@@ -117,12 +104,6 @@ class CopyDriver(Protocol):
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; waits for the device."""
 
-    def allocate_host(self, num_bytes: int) -> int:
-        """Page-locked memory of the host."""
-
-    def free_host(self, address: int) -> None:
-        """Give back what `allocate_host` gave."""
-
     def drop_stream(self, stream: int) -> None:
         """The stream is not used any more."""
 
@@ -136,7 +117,6 @@ BATCH_SINCE = 12080
 drivers still have it."""
 
 BatchCall = Callable[..., int]
-_NAME = Path("/sys/module/nvidia/version")
 
 
 class CUDADriver:
@@ -149,9 +129,8 @@ class CUDADriver:
             CUDAError: CUDA can't be used here, or this process sees no such device.
         """
         self._runtime = _runtime()
-        self._device, model = self._find(device_uuid)
+        self._device = self._find(device_uuid)
         self._priorities = self._call("cudaDeviceGetStreamPriorityRange")
-        self.name = DeviceName(model, _driver_version(self._call("cudaDriverGetVersion")))
         self._batch = _batch_call()
         self._attributes = {order: _attributes(order) for order in SourceOrder}
         self._first = ctypes.c_size_t(0)
@@ -236,28 +215,21 @@ class CUDADriver:
     def free(self, address: int) -> None:
         self._call("cudaFree", address)
 
-    def allocate_host(self, num_bytes: int) -> int:
-        assert num_bytes > 0, num_bytes
-        return int(self._call("cudaMallocHost", num_bytes))
-
-    def free_host(self, address: int) -> None:
-        self._call("cudaFreeHost", address)
-
     def drop_stream(self, stream: int) -> None:
         self._call("cudaStreamDestroy", stream)
 
     def drop_event(self, event: int) -> None:
         self._call("cudaEventDestroy", event)
 
-    def _find(self, device_uuid: str) -> tuple[int, str]:
-        """Number and model of the device."""
+    def _find(self, device_uuid: str) -> int:
+        """The device's number."""
         wanted, seen = plain_uuid(device_uuid), []
         count = checked(self._runtime, "cudaGetDeviceCount")
         for number in range(count):
             found = checked(self._runtime, "cudaGetDeviceProperties", number)
             uuid = bytes(found.uuid.bytes).hex()
             if uuid == wanted:
-                return number, text_of(found.name)
+                return number
             seen.append(uuid)
         raise CUDAError(
             f"this process sees no GPU {device_uuid}, only {', '.join(seen) or 'none'}: "
@@ -317,23 +289,6 @@ def plain_uuid(text: str) -> str:
     return digits
 
 
-def text_of(name: bytes | str) -> str:
-    """A name that CUDA gives as bytes with zeros behind."""
-    return name.split(b"\0")[0].decode() if isinstance(name, bytes) else name
-
-
-def device_uuids() -> list[str]:
-    """The UUIDs of all devices that this process sees.
-
-    Raises:
-        CUDAError: CUDA can't be used here.
-    """
-    runtime = _runtime()
-    count = checked(runtime, "cudaGetDeviceCount")
-    found = [checked(runtime, "cudaGetDeviceProperties", number) for number in range(count)]
-    return [bytes(each.uuid.bytes).hex() for each in found]
-
-
 def _runtime() -> Any:
     try:
         from cuda.bindings import runtime
@@ -377,11 +332,3 @@ def _driver_error(number: int) -> str:
         return str(driver.CUresult(number).name)
     except ValueError:
         return f"error {number}"
-
-
-def _driver_version(cuda_version: int) -> str:
-    """The kernel module's, else the CUDA version that the driver knows."""
-    try:
-        return _NAME.read_text(encoding="utf-8").strip()
-    except OSError:
-        return f"CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"

@@ -38,8 +38,16 @@ from itertools import chain, islice
 from typing import NoReturn
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, batches, direct, staged
-from raykv.copy.cuda.calibration import USUAL, Route, Table
+from raykv.copy.cuda.batches import (
+    CUT_BYTES,
+    BatchRows,
+    ChooseRoute,
+    Route,
+    batches,
+    direct,
+    staged,
+    usual_route,
+)
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
@@ -120,9 +128,15 @@ class Lane:
     """One direction of a device. Any thread may copy; one at a time does."""
 
     def __init__(
-        self, driver: CopyDriver, direction: Direction, limits: Limits, on_lost: OnLost
+        self,
+        driver: CopyDriver,
+        direction: Direction,
+        limits: Limits,
+        on_lost: OnLost,
+        choose: ChooseRoute,
     ) -> None:
         self.direction = direction
+        self._choose = choose
         self._driver, self._limits, self._on_lost = driver, limits, on_lost
         self._lock = threading.Lock()
         self._urgency = Urgency.LOAD if direction is Direction.LOAD else Urgency.STORE
@@ -134,7 +148,7 @@ class Lane:
         self._has_memory = True
 
     def copy_each(
-        self, parts: Iterable[BatchRows], place: Place, table: Table, stop: StopSign
+        self, parts: Iterable[BatchRows], place: Place, stop: StopSign
     ) -> Generator[bool]:
         """Carry out all parts; see `CopyBackend.copy_each` and the module's promises.
 
@@ -155,7 +169,7 @@ class Lane:
                 yield False
                 return
             with self._drained():
-                is_whole = yield from self._copy_each(chain(first, rest), place, table, stop)
+                is_whole = yield from self._copy_each(chain(first, rest), place, stop)
             if not is_whole:
                 yield False
         finally:
@@ -170,12 +184,12 @@ class Lane:
         self._driver.drop_stream(self._stream)
 
     def _copy_each(
-        self, parts: Iterable[BatchRows], place: Place, table: Table, stop: StopSign
+        self, parts: Iterable[BatchRows], place: Place, stop: StopSign
     ) -> Generator[bool, None, bool]:
         """True for each part that has arrived; returns False if it was stopped."""
         number, flying = 0, deque[int]()
         for part, rows in enumerate(parts):
-            for route, batch in self._batches(rows, place, table, is_first=not part):
+            for route, batch in self._batches(rows, place, is_first=not part):
                 turn = number % len(self._events)
                 if number >= len(self._events):
                     self._await(self._events[turn])
@@ -260,7 +274,7 @@ class Lane:
         return not stop()
 
     def _batches(
-        self, rows: BatchRows, place: Place, table: Table, *, is_first: bool
+        self, rows: BatchRows, place: Place, *, is_first: bool
     ) -> Iterator[tuple[Route, BatchRows]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits = self._limits
@@ -270,7 +284,7 @@ class Lane:
         }
         most_bytes, most_runs = (max(each) for each in zip(*at_once.values(), strict=True))
         for some in batches(rows, most_bytes, most_runs):
-            route = Route.GATHER if self._is_gathered(some, place, table) else Route.BATCH
+            route = Route.GATHER if self._is_gathered(some, place) else Route.BATCH
             if is_first and route is Route.BATCH:
                 least = min(limits.first_bytes, limits.batch_bytes)
                 begin = next(batches(some, least, limits.batch_runs))
@@ -279,9 +293,8 @@ class Lane:
             is_first = False
             yield from ((route, part) for part in batches(some, *at_once[route]))
 
-    def _is_gathered(self, batch: BatchRows, place: Place, table: Table) -> bool:
-        route = table.route(self.direction, batch.num_bytes, len(batch))
-        if route is Route.BATCH or self._driver.mover is None:
+    def _is_gathered(self, batch: BatchRows, place: Place) -> bool:
+        if self._choose(self.direction, batch) is Route.BATCH or self._driver.mover is None:
             return False
         if place.kv % WORD_BYTES or not batch.has_words:
             return False
@@ -332,23 +345,21 @@ class Lane:
 
 
 class Device:
-    """A GPU as this process copies to and from it. Made once, and used by all its workers."""
+    """A GPU as this process copies to and from it. Made once, and used by all its workers.
+
+    `choose` says which route a batch takes, where both are possible.
+    """
 
     def __init__(
         self,
         driver: CopyDriver,
         limits: Limits | None = None,
         on_lost: OnLost = end_process,
-        table: Table = USUAL,
+        choose: ChooseRoute = usual_route,
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()
-        self.table = table
-        self._lanes = {way: Lane(driver, way, self.limits, on_lost) for way in Direction}
-
-    def use_table(self, table: Table) -> None:
-        """Choose the way of small pages by this table from now on, as when a calibration ends."""
-        self.table = table
+        self._lanes = {way: Lane(driver, way, self.limits, on_lost, choose) for way in Direction}
 
     def copy(self, direction: Direction, rows: BatchRows, place: Place, stop: StopSign) -> bool:
         """Carry out rows; see `CopyBackend.copy`."""
@@ -361,7 +372,7 @@ class Device:
         self, direction: Direction, parts: Iterable[BatchRows], place: Place, stop: StopSign
     ) -> Generator[bool]:
         """Carry out parts; see `CopyBackend.copy_each`."""
-        return self._lanes[direction].copy_each(parts, place, self.table, stop)
+        return self._lanes[direction].copy_each(parts, place, stop)
 
     def close(self) -> None:
         """Give the device's resources back; no copy may run."""

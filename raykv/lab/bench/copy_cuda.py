@@ -4,7 +4,7 @@ Each case copies all pages of one size, shuffled in the KV cache and one after t
 pool, beside one `cudaMemcpyAsync` of as many bytes between the same two. RayKV does it some chunks
 at a time, as a NodeActor does, the next ones on their way before the end of those is awaited; also
 chunk by chunk, and in one call, which shows what those ends cost. Small pages are copied both ways
-too, whichever the calibration prefers. Then what a step costs the worker's thread (the record of
+too, whichever is usual. Then what a step costs the worker's thread (the record of
 its event), what a submission costs a copy thread, and how much longer products of matrices in
 another process take beside copies. Whole jobs, as a NodeActor carries them out, are in
 `copy_jobs`.
@@ -29,11 +29,9 @@ from raykv.base.errors import SettingError
 from raykv.base.ids import Direction
 from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.batches import direct, rows_of
-from raykv.copy.cuda.calibration import USUAL, Route, Table, always
-from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency, device_uuids
+from raykv.copy.cuda.batches import BatchRows, ChooseRoute, Route, direct, rows_of, usual_route
+from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Place
-from raykv.copy.cuda.measure import calibrate_in_background
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.lab.bench import copy_jobs
@@ -41,6 +39,7 @@ from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
+from raykv.memory.cuda import bindings
 from raykv.memory.cuda.driver import CUDAError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -48,7 +47,7 @@ PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 COUNTS = (100, 1000, 10_000, 100_000)
 QUICK_PAGES, QUICK_COUNTS = (4 * KIB, 64 * KIB), (10, 100)
 CHUNK_BYTES = 2 * MIB
-CALIBRATION_S = 600.0
+COPIES_S = 600.0
 SIDE_BYTES, LEAST_SIDE_BYTES = 2048 * MIB, 16 * MIB
 MOST_OF_FREE_MEMORY = 4
 """The pool takes at most one such part of it."""
@@ -104,30 +103,69 @@ def cases(options: Options, side_bytes: int) -> Iterator[DeviceCase]:
             yield DeviceCase(page, count, direction)
 
 
-class DeviceSides:
-    """A KV cache on a device and a page-locked pool of the same size, and the device's back end."""
+class MeasuredDriver(CopyDriver, Protocol):
+    """What the benchmark asks of a device besides: its model, and memory to copy to."""
 
-    def __init__(self, driver: CopyDriver, side_bytes: int, table: Table = USUAL) -> None:
+    name: str
+
+    def allocate_host(self, num_bytes: int) -> int:
+        """Page-locked memory of the host."""
+
+    def free_host(self, address: int) -> None:
+        """Give back what `allocate_host` gave."""
+
+
+class MeasuredGPU(CUDADriver):
+    """See `MeasuredDriver`."""
+
+    def __init__(self, device_uuid: str) -> None:
+        super().__init__(device_uuid)
+        name = self._call("cudaGetDeviceProperties", self._device).name
+        self.name = name.split(b"\0")[0].decode() if isinstance(name, bytes) else str(name)
+
+    def allocate_host(self, num_bytes: int) -> int:
+        return int(self._call("cudaMallocHost", num_bytes))
+
+    def free_host(self, address: int) -> None:
+        self._call("cudaFreeHost", address)
+
+
+class DeviceSides:
+    """A KV cache on a device and a page-locked pool of the same size, and what copies between.
+
+    `backend` chooses the usual route of each batch; `by_route` has one that takes always the same.
+    """
+
+    def __init__(self, driver: MeasuredDriver, side_bytes: int) -> None:
         """Take the memory, less if the device has not as much.
 
         Raises:
             CUDAError: not even `LEAST_SIDE_BYTES` can be had.
         """
-        self.driver = driver
+        self.name = driver.name
+        self.driver: CopyDriver = driver
         with ExitStack() as stack:
             self.num_bytes, self.kv = _as_much_as_there_is(driver.allocate, side_bytes)
             stack.callback(driver.free, self.kv)
             self.pool = driver.allocate_host(self.num_bytes)
             stack.callback(driver.free_host, self.pool)
-            self.device = Device(driver, on_lost=_give_up, table=table)
-            stack.callback(self.device.close)
+            place = Place(self.kv, self.pool, None)
+
+            def device(choose: ChooseRoute) -> Device:
+                made = Device(driver, on_lost=_give_up, choose=choose)
+                stack.callback(made.close)
+                return made
+
+            self.device = device(usual_route)
+            self.backend = CUDABackend(self.device, place)
+            self.by_route = {
+                route: CUDABackend(device(partial(_always, route)), place) for route in Route
+            }
             self.stream = driver.make_stream(Urgency.STORE)
             stack.callback(driver.drop_stream, self.stream)
             self.event = driver.make_event()
             stack.callback(driver.drop_event, self.event)
             self._close = stack.pop_all().close
-        self.table = table
-        self.backend = CUDABackend(self.device, Place(self.kv, self.pool, None))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -140,9 +178,9 @@ class DeviceSides:
         kv = order.astype(np.int64) * case.page_bytes
         return CopyRuns(kv, np.cumsum(size) - size, size, np.array([case.num_pages]))
 
-    def ours(self, case: DeviceCase, runs: CopyRuns, table: Table) -> float:
-        """GB/s with a call for some chunks each, as a NodeActor does."""
-        self.device.use_table(table)
+    def ours(self, case: DeviceCase, runs: CopyRuns, route: Route | None = None) -> float:
+        """GB/s with a call for some chunks each, as a NodeActor does. None: the usual routes."""
+        backend = self.by_route[route] if route else self.backend
         at_once = max(1, SPAN_BYTES // case.page_bytes)
 
         def copy() -> None:
@@ -152,19 +190,17 @@ class DeviceSides:
                 for some in (slice(first, first + at_once),)
                 for size in (runs.size[some],)
             )
-            with closing(self.backend.copy_each(case.direction, parts, StopSign())) as answers:
+            with closing(backend.copy_each(case.direction, parts, StopSign())) as answers:
                 assert all(answers), "it was not cancelled"
 
         return self._speed(case, copy)
 
     def in_one_call(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s of all pages in one call."""
-        self.device.use_table(self.table)
         return self._speed(case, partial(self._copy, case, runs, 0, case.num_pages))
 
     def by_chunk(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s with a call for each chunk."""
-        self.device.use_table(self.table)
         in_chunk = max(1, CHUNK_BYTES // case.page_bytes)
 
         def copy() -> None:
@@ -219,14 +255,13 @@ class DeviceSides:
             while not is_over.is_set():
                 self._copy(case, runs, 0, case.num_pages)
 
-        self.device.use_table(self.table)
         thread = threading.Thread(target=copy)
         thread.start()
         try:
             yield
         finally:
             is_over.set()
-            thread.join(CALIBRATION_S)
+            thread.join(COPIES_S)
 
     def _copy(self, case: DeviceCase, runs: CopyRuns, first: int, last: int) -> None:
         done = self.backend.copy(case.direction, runs, first, last, StopSign())
@@ -252,6 +287,11 @@ def _as_much_as_there_is(
             num_bytes //= 2
 
 
+def _always(route: Route, direction: Direction, rows: BatchRows) -> Route:
+    """A `ChooseRoute` that measures one route."""
+    return route
+
+
 def _give_up(error: CUDAError) -> NoReturn:
     """The benchmark ends, and with it the process: nothing uses its memory again."""
     raise error
@@ -264,21 +304,16 @@ def run(options: Options) -> Result:
         SettingError: there is no GPU that this process could use.
     """
     try:
-        uuids = device_uuids()
+        uuids = bindings.load().devices()
         if not uuids:
             raise CUDAError("this process sees no GPU: see CUDA_VISIBLE_DEVICES")
-        driver = CUDADriver(uuids[0])
+        driver = MeasuredGPU(uuids[0])
     except CUDAError as error:
         raise SettingError(f"--device cuda can't be measured here: {error}") from error
     # As a NodeActor's copy threads do.
     sleep_precisely()
-    device = Device(driver, on_lost=_give_up)
-    thread = calibrate_in_background(device)
-    if thread is not None:
-        thread.join(CALIBRATION_S)
     with ExitStack() as stack:
-        stack.callback(device.close)
-        sides = DeviceSides(driver, side_bytes(options), device.table)
+        sides = DeviceSides(driver, side_bytes(options))
         stack.callback(sides.close)
         work = stack.enter_context(MatrixProcess()) if has_torch_for_cuda() else None
         return measure(sides, options, work, copy_jobs.page_locking())
@@ -296,7 +331,7 @@ def measure(
     sides: DeviceSides, options: Options, work: Work | None, lock: copy_jobs.Lock
 ) -> Result:
     """All cases on a device, and the verdicts; `lock` page-locks what jobs copy to and from."""
-    result = Result("copy", f"{BENCHMARKS['copy'].summary}, on a {sides.driver.name.model}")
+    result = Result("copy", f"{BENCHMARKS['copy'].summary}, on a {sides.name}")
     all_cases = list(cases(options, sides.num_bytes))
     for case in all_cases:
         subjects = _subjects(sides, case)
@@ -319,14 +354,14 @@ def measure(
 def _subjects(sides: DeviceSides, case: DeviceCase) -> dict[str, Callable[[], float]]:
     runs = sides.runs(case)
     subjects: dict[str, Callable[[], float]] = {
-        OURS: partial(sides.ours, case, runs, sides.table),
+        OURS: partial(sides.ours, case, runs),
         BY_CHUNK: partial(sides.by_chunk, case, runs),
         IN_ONE_CALL: partial(sides.in_one_call, case, runs),
         BIG: partial(sides.big, case),
     }
     if case.page_bytes <= GATHERED_UP_TO and sides.driver.mover is not None:
         for route, name in ROUTES.items():
-            subjects[name] = partial(sides.ours, case, runs, always(route))
+            subjects[name] = partial(sides.ours, case, runs, route)
     return subjects
 
 

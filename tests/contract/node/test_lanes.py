@@ -22,7 +22,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.batches import Route
 from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import HOST, CopyBackend, StopSign
@@ -32,7 +32,7 @@ from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.protocol.listing import Where
-from tests.fixtures.cuda.copies import FakeDriver
+from tests.fixtures.cuda.copies import FakeDriver, always
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives

@@ -10,10 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import BatchRows, batches, cut, direct, merged, rows_of, staged
+from raykv.copy.cuda.batches import (
+    BatchRows,
+    Route,
+    batches,
+    cut,
+    direct,
+    merged,
+    rows_of,
+    staged,
+    usual_route,
+)
 from raykv.copy.plan import CopyRuns
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
+KIB = 1 << 10
 
 
 def rows(*each: tuple[int, int, int]) -> BatchRows:
@@ -131,3 +142,18 @@ def test_rows_have_words_where_a_kernel_can_move_them(
     row: tuple[int, int, int], has_words: bool
 ) -> None:
     assert rows(row, (0, 0, 8)).has_words is has_words
+
+
+@pytest.mark.parametrize(
+    ("direction", "page_bytes", "num_runs", "route"),
+    [
+        (LOAD, 28 * KIB, 1000, Route.BATCH),
+        (LOAD, 28 * KIB - 1, 16, Route.GATHER),
+        (LOAD, 28 * KIB - 1, 15, Route.BATCH),
+        (STORE, 4 * KIB, 1000, Route.BATCH),
+    ],
+)
+def test_loads_of_many_small_pages_are_scattered_by_a_kernel(
+    direction: Direction, page_bytes: int, num_runs: int, route: Route
+) -> None:
+    assert usual_route(direction, rows(*[(0, 0, page_bytes)] * num_runs)) is route

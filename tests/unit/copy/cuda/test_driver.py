@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raykv.base.errors import RayKVError
-from raykv.copy.cuda.driver import Copies, CUDADriver, checked, plain_uuid, text_of
+from raykv.copy.cuda.driver import Copies, CUDADriver, checked, plain_uuid
 from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda.memory import UUID
 
@@ -40,10 +40,6 @@ def test_uuid_is_the_same_however_it_is_written() -> None:
     plain = "3f2504e04f8941d39a0c0305e82c3301"
     for text in (UUID, UUID.lower(), UUID[4:], plain, "MIG-" + UUID[4:]):
         assert plain_uuid(text) == plain
-
-
-def test_name_of_a_device_ends_at_the_first_zero() -> None:
-    assert text_of(b"NVIDIA H100\0\0\0") == text_of("NVIDIA H100") == "NVIDIA H100"
 
 
 SUCCESS, BAD = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInvalidValue")

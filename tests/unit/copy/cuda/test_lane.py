@@ -24,15 +24,14 @@ from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.batches import batches, rows_of
-from raykv.copy.cuda.calibration import Route, always
+from raykv.copy.cuda.batches import Route, batches, rows_of
 from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
-from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait
+from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
 from tests.house import ROOT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

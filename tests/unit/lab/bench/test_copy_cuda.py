@@ -101,7 +101,7 @@ def test_all_ways_copy_every_page_once(sides: DeviceSides, direction: Direction)
     case = DeviceCase(64 * KIB, 100, direction)
     runs = sides.runs(case)
     ways: dict[str, Callable[[], float]] = {
-        OURS: lambda: sides.ours(case, runs, sides.table),
+        OURS: lambda: sides.ours(case, runs),
         BY_CHUNK: lambda: sides.by_chunk(case, runs),
         IN_ONE_CALL: lambda: sides.in_one_call(case, runs),
         BIG: lambda: sides.big(case),
