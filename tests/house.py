@@ -77,7 +77,7 @@ HOUSE = {
     ),
     "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes warden"),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
-    "prompts": Room(3, "cbor2 numpy transformers xxhash", "adapters"),
+    "prompts": Room(3, "numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),
     "base": Room(1, "", "extras ownership parent settings threads"),
 }

@@ -27,17 +27,17 @@ class Departures(Generic[V]):
     """
 
     most: int = MAX_REMEMBERED
-    _young: dict[bytes, V] = field(default_factory=dict)
-    _old: dict[bytes, V] = field(default_factory=dict)
+    _young: dict[bytes | int, V] = field(default_factory=dict)
+    _old: dict[bytes | int, V] = field(default_factory=dict)
 
-    def note(self, keys: Iterable[bytes], known: V) -> None:
+    def note(self, keys: Iterable[bytes | int], known: V) -> None:
         """These are not there (any more); of very many only the first are remembered."""
         half = self.most // 2
         if len(self._young) >= half:
             self._old, self._young = self._young, {}
         self._young.update(dict.fromkeys(islice(keys, half), known))
 
-    def get(self, key: bytes) -> V | None:
+    def get(self, key: bytes | int) -> V | None:
         """What is known of a key."""
         found = self._young.get(key)
         return self._old.get(key) if found is None else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Callable
@@ -9,27 +10,10 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 
-UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-}
-
+UNITS = {"": 1, "b": 1}
+for power, prefix in enumerate("kmgt", 1):
+    UNITS[f"{prefix}b"] = 1000**power
+    UNITS |= dict.fromkeys((prefix, f"{prefix}i", f"{prefix}ib"), 1024**power)
 
 MAX_SIZE = 1 << 60
 MAX_COUNT = 1 << 30
@@ -127,34 +111,20 @@ def flag(name: str, value: Any) -> bool:
     return found
 
 
-def seconds(name: str, value: Any) -> float:
-    seconds = number(value)
-    if not 0 < seconds <= 3600:
-        raise SettingError(
-            f"{name}={shown(value)} must be a number of seconds above 0, at most 3600"
-        )
-    return seconds
+def _within(is_allowed: Callable[[float], bool], what: str) -> Callable[[str, Any], float]:
+    def parse(name: str, value: Any) -> float:
+        found = number(value)
+        if not is_allowed(found):
+            raise SettingError(f"{name}={shown(value)} must be {what}")
+        return found
+
+    return parse
 
 
-def rate(name: str, value: Any) -> float:
-    rate = number(value)
-    if not 0 < rate < float("inf"):
-        raise SettingError(f"{name}={shown(value)} must be a number above 0")
-    return rate
-
-
-def ratio(name: str, value: Any) -> float:
-    ratio = number(value)
-    if not 0 <= ratio < float("inf"):
-        raise SettingError(f"{name}={shown(value)} must be a number, 0 or above")
-    return ratio
-
-
-def share(name: str, value: Any) -> float:
-    share = number(value)
-    if not 0 <= share <= MAX_SHARE:
-        raise SettingError(f"{name}={shown(value)} must be a number from 0 to {MAX_SHARE}")
-    return share
+seconds = _within(lambda found: 0 < found <= 3600, "a number of seconds above 0, at most 3600")
+rate = _within(lambda found: 0 < found < math.inf, "a number above 0")
+ratio = _within(lambda found: 0 <= found < math.inf, "a number, 0 or above")
+share = _within(lambda found: 0 <= found <= MAX_SHARE, f"a number from 0 to {MAX_SHARE}")
 
 
 def count(name: str, value: Any) -> int:

@@ -58,10 +58,7 @@ class MemfdKV:
         """
         self.layout = layout
         self._region = Region.received(fd, layout.num_bytes)
-
-    @property
-    def address(self) -> int:
-        return self._region.address
+        self.address = self._region.address
 
     def populate(self, progress: Callable[[int], bool]) -> None:
         self._region.prefault(progress)

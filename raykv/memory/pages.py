@@ -10,16 +10,72 @@ import ctypes
 import logging
 import os
 import platform
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from raykv.base.errors import HandleError
-from raykv.memory.placing import HugePages, Placement, Placing, huge_pages, placement
 from raykv.memory.region import Region
 
 logger = logging.getLogger("raykv.node")
 
 _HUGE_PAGE_BYTES = 2 << 20
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
+
+
+class Placing(Enum):
+    """The advice that the kernel gets about a pool's pages."""
+
+    ANYWHERE = "anywhere"
+    PREFER = "prefer"
+    INTERLEAVE = "interleave"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The NUMA nodes on which a pool's pages should be."""
+
+    placing: Placing
+    nodes: tuple[int, ...] = ()
+
+
+def placement(gpu_nodes: Collection[int], memory_nodes: Collection[int]) -> Placement:
+    """Near the GPUs: on their NUMA node, or spread over those that have some.
+
+    Args:
+        gpu_nodes: NUMA node of each GPU.
+        memory_nodes: NUMA nodes that have memory.
+    """
+    near = tuple(sorted(set(gpu_nodes) & set(memory_nodes)))
+    if not near or len(set(memory_nodes)) == 1:
+        return Placement(Placing.ANYWHERE)
+    return Placement(Placing.PREFER if len(near) == 1 else Placing.INTERLEAVE, near)
+
+
+class HugePages(Enum):
+    """How a pool gets pages larger than usual."""
+
+    NONE = "none"
+    TRANSPARENT = "transparent"
+    RESERVED = "reserved"
+
+
+def huge_pages(pool_bytes: int, page_bytes: int, free_pages: int, shared_mode: str) -> HugePages:
+    """The largest pages that all of a pool can have.
+
+    Args:
+        pool_bytes: size of the pool.
+        page_bytes: size of the machine's reserved huge pages.
+        free_pages: how many of those nobody uses or has claimed.
+        shared_mode: the kernel's word for transparent huge pages in shared memory.
+    """
+    if pool_bytes % page_bytes == 0 and pool_bytes // page_bytes <= free_pages:
+        return HugePages.RESERVED
+    if shared_mode in ("always", "within_size", "advise", "force"):
+        return HugePages.TRANSPARENT
+    return HugePages.NONE
+
 
 # From the kernel's include/uapi/linux/mempolicy.h.
 _MPOL = {Placing.PREFER: 1, Placing.INTERLEAVE: 3}

@@ -287,11 +287,8 @@ class Pool:
         else:
             self._region = pool_region(geometry.pool_bytes)
         place_near_gpus(self._region)
-
-    @property
-    def address(self) -> int:
-        """Where the pool is mapped in this process."""
-        return self._region.address
+        # Where the pool is mapped in this process.
+        self.address = self._region.address
 
     @property
     def num_set_aside(self) -> int:

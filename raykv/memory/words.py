@@ -50,10 +50,6 @@ class CancelWords:
         """Take a job back. An aligned 64-bit store, which is atomic."""
         self._words[job_id % NUM_WORDS] = job_id + 1
 
-    def is_cancelled(self, job_id: int) -> bool:
-        """Whether the job was taken back."""
-        return bool(self._words[job_id % NUM_WORDS] == job_id + 1)
-
     def word(self, job_id: int) -> Word:
         """The word that says whether the job was taken back; valid until `close`."""
         return Word(self.region.address + job_id % NUM_WORDS * 8, job_id + 1)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raykv.base.errors import SettingError
+from raykv.base.extras import load
 from raykv.base.ids import Key
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -124,11 +125,5 @@ def _pickled(value: Any) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    try:
-        import cbor2
-    except ImportError as error:
-        raise SettingError(
-            "the engines hash with CBOR, and the package cbor2 is not installed here: "
-            "pip install cbor2"
-        ) from error
-    return cbor2.dumps(value, canonical=True)
+    written: bytes = load("cbor2", "hashing as the engines do").dumps(value, canonical=True)
+    return written

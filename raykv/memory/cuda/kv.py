@@ -203,12 +203,8 @@ class DeviceKV:
         self.layout = layout
         self.device = layout.device
         self.compute_event = compute_event
-        self._address = address
+        self.address = address
         self._undo = undo
-
-    @property
-    def address(self) -> int:
-        return self._address
 
     def populate(self, progress: Callable[[int], bool]) -> None:
         """A GPU's memory is there with its mapping."""

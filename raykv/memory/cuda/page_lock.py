@@ -3,17 +3,22 @@
 A piece is page-locked once all of its pages have been touched. Copies to and from what is not
 work too, slower: CUDA takes them through memory of its own. When CUDA refuses a piece the rest of
 the pool stays as it is, and a warning says so.
+
+CUDA refuses a copy whose host side lies partly in one page-locked piece and partly outside. So:
+
+1. Pieces begin and end where slabs do, and no slot crosses a slab (`PoolGeometry`, invariant 1).
+2. No piece has more than `MOST_PIECE_BYTES`, unless one slab has.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.memory.cuda.driver import CUDAError, MemoryDriver
-from raykv.memory.placing import lock_pieces
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
@@ -21,6 +26,37 @@ logger = logging.getLogger("raykv.node")
 # How often a piece of the pool that is to be page-locked is checked until it is prefaulted. A piece
 # of 1 GiB takes about half a second.
 NODE_LOCK_LOOK_S = 0.2
+
+MOST_PIECE_BYTES = 64 << 30
+"""NVIDIA's drivers from 580 on refuse 512 GiB and more at once; far below it is safe."""
+
+LEAST_PIECE_BYTES = 1 << 30
+"""A fraction of a second to page-lock, during which CUDA may keep copies waiting."""
+
+TARGET_PIECES = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the pool that is page-locked as a whole, in bytes."""
+
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.offset + self.num_bytes
+
+
+def lock_pieces(geometry: PoolGeometry) -> list[Piece]:
+    """All slabs of the pool, in pieces of about equal size, lowest first."""
+    wanted = min(max(geometry.pool_bytes // TARGET_PIECES, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+    size = max(1, wanted // geometry.slab_bytes) * geometry.slab_bytes
+    total = geometry.num_slabs * geometry.slab_bytes
+    pieces = [Piece(offset, min(size, total - offset)) for offset in range(0, total, size)]
+    assert sum(piece.num_bytes for piece in pieces) == total, pieces
+    return pieces
 
 
 class PoolLocker:

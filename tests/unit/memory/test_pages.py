@@ -10,8 +10,18 @@ import pytest
 
 from raykv.base.errors import HandleError
 from raykv.memory import pages
-from raykv.memory.pages import gpu_nodes, memory_nodes, place_near_gpus, pool_region, wanted_pages
-from raykv.memory.placing import HugePages, Placement, Placing
+from raykv.memory.pages import (
+    HugePages,
+    Placement,
+    Placing,
+    gpu_nodes,
+    huge_pages,
+    memory_nodes,
+    place_near_gpus,
+    placement,
+    pool_region,
+    wanted_pages,
+)
 from raykv.memory.region import Region
 
 HUGE = 2 << 20
@@ -129,3 +139,36 @@ def test_pool_has_memory_whatever_the_machine_says(
 def test_huge_pages_that_are_not_there_are_refused() -> None:
     with pytest.raises(HandleError, match="huge pages"):
         Region.huge(1 << 50, "test")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "expected"),
+    [
+        ([], [0, 1], Placement(Placing.ANYWHERE)),
+        ([0, 0], [0], Placement(Placing.ANYWHERE)),
+        ([1, 1], [0, 1], Placement(Placing.PREFER, (1,))),
+        ([1, 0, 1], [0, 1], Placement(Placing.INTERLEAVE, (0, 1))),
+        ([3, 1], [0, 1, 2], Placement(Placing.PREFER, (1,))),
+        ([7], [0, 1], Placement(Placing.ANYWHERE)),
+    ],
+)
+def test_pool_is_near_the_gpus(gpus: list[int], memory: list[int], expected: Placement) -> None:
+    assert placement(gpus, memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("pages", "free", "mode", "expected"),
+    [
+        (4, 4, "never", HugePages.RESERVED),
+        (4, 3, "never", HugePages.NONE),
+        (4, 3, "advise", HugePages.TRANSPARENT),
+        (4.5, 9, "always", HugePages.TRANSPARENT),
+        (4.5, 9, "deny", HugePages.NONE),
+        (4, 0, "", HugePages.NONE),
+    ],
+)
+def test_pages_are_the_largest_that_all_of_the_pool_can_have(
+    pages: float, free: int, mode: str, expected: HugePages
+) -> None:
+    size = 2 << 20
+    assert huge_pages(int(pages * size), size, free, mode) is expected

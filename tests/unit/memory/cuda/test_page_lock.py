@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT
-from raykv.memory import placing
+from raykv.memory.cuda import page_lock
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.page_lock import PoolLocker
+from raykv.memory.cuda.page_lock import MOST_PIECE_BYTES, TARGET_PIECES, PoolLocker, lock_pieces
 from raykv.memory.pool import Pool
 from tests.fixtures.cuda.memory import GPU, FakeCuda
 from tests.fixtures.waiting import wait_until
 
+GIB = 1 << 30
 SLAB = 16 * SLOT_ALIGNMENT
 GEOMETRY = PoolGeometry(6 * SLAB + SLOT_ALIGNMENT, SLAB)
 
@@ -23,7 +27,7 @@ GEOMETRY = PoolGeometry(6 * SLAB + SLOT_ALIGNMENT, SLAB)
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     """Pinned two slabs at a time."""
-    monkeypatch.setattr(placing, "LEAST_PIECE_BYTES", 2 * SLAB)
+    monkeypatch.setattr(page_lock, "LEAST_PIECE_BYTES", 2 * SLAB)
     made = Pool(GEOMETRY, "")
     yield made
     made.stop()
@@ -115,3 +119,44 @@ def test_refused_unpinning_does_not_keep_the_rest_pinned(
     locker.stop(5.0)
     assert offsets(cuda, pool) == {0: 2 * SLAB}
     assert "a part of the pool stays page-locked: no" in caplog.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pool_bytes=st.integers(1, 2 << 40),
+    slot_units=st.integers(1, 1 << 14),
+    data=st.data(),
+)
+def test_no_slot_crosses_the_border_of_a_piece(
+    pool_bytes: int, slot_units: int, data: st.DataObject
+) -> None:
+    slot_bytes = slot_units * SLOT_ALIGNMENT
+    geometry = PoolGeometry.for_pool(max(pool_bytes, slot_bytes), slot_bytes)
+    pieces = lock_pieces(geometry)
+    assert pieces[0].offset == 0
+    assert all(a.end == b.offset for a, b in pairwise(pieces))
+    assert pieces[-1].end == geometry.num_slabs * geometry.slab_bytes
+    assert all(piece.num_bytes <= MOST_PIECE_BYTES for piece in pieces)
+    assert len(pieces) <= 2 * TARGET_PIECES
+    slab = data.draw(st.integers(0, geometry.num_slabs - 1))
+    for slot in (geometry.slots_of(slab, slot_bytes) or [])[:3]:
+        start, end = slot * SLOT_ALIGNMENT, slot * SLOT_ALIGNMENT + slot_bytes
+        assert any(piece.offset <= start and end <= piece.end for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "sizes"),
+    [
+        (8 * GIB, {GIB}),
+        (512 * GIB, {2 * GIB}),
+        (32_768 * GIB, {64 * GIB}),
+    ],
+)
+def test_pieces_grow_with_the_pool_up_to_64_gib(pool_bytes: int, sizes: set[int]) -> None:
+    pieces = lock_pieces(PoolGeometry(pool_bytes, 256 << 20))
+    assert {piece.num_bytes for piece in pieces} == sizes
+
+
+def test_slab_that_is_larger_than_a_piece_is_one() -> None:
+    pieces = lock_pieces(PoolGeometry(300 * GIB, 100 * GIB))
+    assert [piece.num_bytes for piece in pieces] == [100 * GIB] * 3
