@@ -218,10 +218,6 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     prompts: list[float]
 
-    @property
-    def longest_prompts(self) -> float:
-        return self.prompts[-1]
-
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that follow from a model and settings; nothing was started for it.

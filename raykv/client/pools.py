@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ from raykv.node.wishes import RayNode, usual_nodes, wants
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
-
-logger = logging.getLogger("raykv.cluster")
 
 # For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes.
 UP_S = 300.0
@@ -214,10 +211,8 @@ def stop_actors(timeout_s: float) -> int:
     ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
     forget_wish()
     for name in ours:
-        try:
-            ray.kill(ray.get_actor(name, namespace=names.RAY_NAMESPACE), no_restart=True)
-        except ValueError:
-            logger.debug("%s has ended by itself", name)
+        if (actor := ask.find(name)) is not None:
+            ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
         time.sleep(RAY_LOOK_S)

@@ -31,20 +31,22 @@ T = TypeVar("T")
 SCHEDULER, NODE_ACTOR, HERE = "the scheduler actor", "the NodeActor", "this process"
 
 
-def find_scheduler_actor() -> Any | None:
-    """The scheduler actor, if there is one."""
+def find(name: str) -> Any | None:
+    """The actor of that name, one of `names`, if there is one."""
     try:
-        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+        return ray.get_actor(name, namespace=names.RAY_NAMESPACE)
     except ValueError:
         return None
+
+
+def find_scheduler_actor() -> Any | None:
+    """The scheduler actor, if there is one."""
+    return find(names.SCHEDULER)
 
 
 def find_node_actor(node_id: str) -> Any | None:
     """The NodeActor of a node, if there is one."""
-    try:
-        return ray.get_actor(names.node_actor(node_id), namespace=names.RAY_NAMESPACE)
-    except ValueError:
-        return None
+    return find(names.node_actor(node_id))
 
 
 def end_node_actor(node_id: str) -> None:

@@ -168,11 +168,6 @@ class Breakers:
             return 0.0
         return max(0.0, breaker.next_at - now)
 
-    def failures_of(self, peer: str) -> int:
-        """Failures in a row."""
-        breaker = self._by_peer.get(peer)
-        return 0 if breaker is None else breaker.failures
-
     def report(self, now: float, but: str | None = None) -> BreakerReport:
         """What is not closed, most failures first; rows of peers whose names begin with `but`,
         which are never asked again, are left out.

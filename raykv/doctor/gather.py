@@ -4,7 +4,6 @@ is a fact, not an error.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import ray
 
 from raykv.base.version import __version__
 from raykv.cluster import names
-from raykv.cluster.ask import Answer, ask_all, ask_ray, named_actors
+from raykv.cluster.ask import Answer, ask_all, ask_ray, find, named_actors
 from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -108,11 +107,7 @@ def _breakers(status: ClusterStatus) -> list[BreakerFact]:
 
 def _find_all(wanted: list[str]) -> dict[str, Any]:
     """Handles by name; an actor that has just ended has none."""
-    found = {}
-    for name in wanted:
-        with contextlib.suppress(ValueError):
-            found[name] = ray.get_actor(name, namespace=names.RAY_NAMESPACE)
-    return found
+    return {name: actor for name in wanted if (actor := find(name)) is not None}
 
 
 def _actor_states() -> dict[str, str]:

@@ -48,38 +48,15 @@ if TYPE_CHECKING:
     from raykv.inspect.traces import Trace, read_trace, trace
 
 _MODULES = {
-    "curves": (
-        "ages_at_eviction",
-        "occupancy",
-        "prefix_tree",
-        "reuse_distances",
-        "sizing",
-        "transfer_rates",
-    ),
-    "frames": (
-        "chunks",
-        "columns",
-        "events",
-        "namespaces",
-        "nodes",
-        "requests",
-        "transfers",
-    ),
-    "plots": (
-        "plot_ages_at_eviction",
-        "plot_heat_map",
-        "plot_occupancy",
-        "plot_prefix_tree",
-        "plot_reuse_distances",
-        "plot_sizing",
-        "plot_sources",
-        "plot_transfers",
-    ),
-    "recorder": ("Recorder",),
-    "tensors": ("ChunkKV", "LayerKV", "bytes_per_chunk", "kv"),
-    "traces": ("Trace", "read_trace", "trace"),
+    "curves": "ages_at_eviction occupancy prefix_tree reuse_distances sizing transfer_rates",
+    "frames": "chunks columns events namespaces nodes requests transfers",
+    "plots": "plot_ages_at_eviction plot_heat_map plot_occupancy plot_prefix_tree "
+    "plot_reuse_distances plot_sizing plot_sources plot_transfers",
+    "recorder": "Recorder",
+    "tensors": "ChunkKV LayerKV bytes_per_chunk kv",
+    "traces": "Trace read_trace trace",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "ChunkKV",

@@ -75,10 +75,7 @@ def ensure_publisher(settings: Settings) -> None:
 
 def find_publisher() -> Any | None:
     """The publisher, if there is one."""
-    try:
-        return ray.get_actor(names.PUBLISHER, namespace=names.RAY_NAMESPACE)
-    except ValueError:
-        return None
+    return ask.find(names.PUBLISHER)
 
 
 def publisher_status() -> PublisherStatus | None:

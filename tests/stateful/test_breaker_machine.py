@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raykv.cluster.breaker import Breakers, BreakerState, Pauses
+from tests.fixtures.breakers import failures_of
 
 PEERS = ("scheduler", "node:a", "node:b")
 FIRST_S, LONGEST_S, TRIAL_S = 2, 9, 20
@@ -118,7 +119,7 @@ class BreakerMachine(RuleBasedStateMachine):
             state = self.breakers.state_of(name)
             assert (state is not BreakerState.CLOSED) == peer.is_bad
             assert (state is BreakerState.HALF_OPEN) == (peer.trial is not None)
-            assert self.breakers.failures_of(name) == peer.failures
+            assert failures_of(self.breakers, name) == peer.failures
             assert (self.breakers.wait_s(name, self.now) == 0) == self.may_begin(peer)
 
     @invariant()

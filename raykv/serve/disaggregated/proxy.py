@@ -20,7 +20,7 @@ from contextlib import aclosing
 
 from raykv.serve.disaggregated.requests import Course, Handover, Split, probe, split
 from raykv.serve.http.exchange import Head, HttpRequest, Pieces, whole
-from raykv.serve.http.ingress import REPLICA_GONE, MeteredBackend
+from raykv.serve.http.ingress import REPLICA_GONE, Backend, collected
 from raykv.serve.http.metrics import ReplicaMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -52,8 +52,8 @@ class DisaggregatedBackend:
     def __init__(
         self,
         model: str,
-        prefill: MeteredBackend,
-        decode: MeteredBackend,
+        prefill: Backend,
+        decode: Backend,
         handover: Handover,
         deadline_s: float,
         count: Callable[[Course], None] = lambda _: None,
@@ -69,9 +69,7 @@ class DisaggregatedBackend:
         self._has_logged_refusal = False
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
-        both = (self._prefill.metrics(), self._decode.metrics())
-        found = await asyncio.gather(*both, return_exceptions=True)
-        return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
+        return await collected([self._prefill, self._decode])
 
     async def answer(self, request: HttpRequest) -> Pieces:
         forms = split(request, self._handover)

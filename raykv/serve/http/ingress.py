@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -65,11 +65,6 @@ class Backend(Protocol):
         `NoReplicaError`.
         """
         ...
-
-
-@runtime_checkable
-class MeteredBackend(Backend, Protocol):
-    """A backend whose replicas report their metrics."""
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
         """The metrics of every replica that has not just died.
@@ -149,8 +144,7 @@ class Ingress:
         self._attempts = attempts
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
-        metered = [each.backend for each in models if isinstance(each.backend, MeteredBackend)]
-        self._metrics = SharedMetrics(lambda: _collected(metered)) if metered else None
+        self._metrics = SharedMetrics(lambda: collected([each.backend for each in models]))
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """See the ASGI specification."""
@@ -220,8 +214,8 @@ class Ingress:
         if is_nested_too_deeply(request.body):
             await answer.refuse(400, NESTED)
             return
-        if request.path == "/metrics" and self._metrics is not None:
-            await self._tell_metrics(self._metrics, request, answer)
+        if request.path == "/metrics":
+            await self._tell_metrics(request, answer)
             return
         if request.path == "/v1/models" and len(self._models) > 1:
             await self._list_models(request, answer)
@@ -273,12 +267,10 @@ class Ingress:
                 return
         await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
 
-    async def _tell_metrics(
-        self, metrics: SharedMetrics, request: HttpRequest, answer: HttpAnswer
-    ) -> None:
+    async def _tell_metrics(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """Tell the metrics of all replicas whose keys the client has."""
         try:
-            text = await metrics.page(dict(request.headers).get(b"authorization", b""))
+            text = await self._metrics.page(dict(request.headers).get(b"authorization", b""))
         except RefusedError as refused:
             await answer.refuse(refused.status, str(refused))
             return
@@ -316,8 +308,8 @@ class _ClientLeftError(Exception):
     """The client no longer waits for an answer."""
 
 
-async def _collected(backends: Sequence[MeteredBackend]) -> Sequence[ReplicaMetrics]:
-    """The metrics of all replicas of all models that answer."""
+async def collected(backends: Sequence[Backend]) -> Sequence[ReplicaMetrics]:
+    """The metrics of all replicas of those backends that answer."""
     found = await asyncio.gather(*(each.metrics() for each in backends), return_exceptions=True)
     return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
 

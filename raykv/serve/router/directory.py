@@ -15,10 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from raykv.base.errors import ClusterError, first_line
-from raykv.cluster import names
+from raykv.cluster.ask import SCHEDULER, find_scheduler_actor
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.prompts.lookup import choose_namespace, scheme_of
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
@@ -50,8 +48,6 @@ MOST_KEYS = 1024
 
 MOST_WAITING = 256
 """Prompts whose question is not out yet: with so many, no further request is asked about."""
-
-SCHEDULER = "the scheduler actor"
 
 
 @dataclass(frozen=True)
@@ -233,7 +229,7 @@ def _space_of(page: SpacePage, nodes: set[str], model: str, beginning: str) -> N
 
 
 def _look_up() -> Any:
-    try:
-        return ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
-    except ValueError:
-        raise ClusterError("RayKV does not run in this cluster yet") from None
+    actor = find_scheduler_actor()
+    if actor is None:
+        raise ClusterError("RayKV does not run in this cluster yet")
+    return actor

@@ -25,6 +25,7 @@ from raykv.engine.session import ENTER_S, Session
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import Space
 from raykv.protocol.node import NodeDescription
+from tests.fixtures.breakers import failures_of
 from tests.fixtures.engine.place import PlayedPlace, session_at
 from tests.fixtures.engine.scheduler import PlayedScheduler
 from tests.fixtures.keys import numbered_key as key
@@ -103,7 +104,7 @@ def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
     asks(view)
     session.nudge()
     wait_until(
-        lambda: session._breakers.failures_of(names.SCHEDULER) > 5, LONG_S, "it fails and fails"
+        lambda: failures_of(session._breakers, names.SCHEDULER) > 5, LONG_S, "it fails and fails"
     )
     scheduler.trouble = lambda: None
     wait_until(lambda: state(session) is BreakerState.CLOSED, LONG_S, "it is back")
@@ -219,7 +220,7 @@ def test_node_that_does_not_answer_is_left_alone_for_a_while(
         session.enter(Space("next"))
         assert time.monotonic() - started < ENTER_S
         assert view.namespace == "next"
-        assert session._line.breakers.failures_of(OWN_PLACE) == 1
+        assert failures_of(session._line.breakers, OWN_PLACE) == 1
     finally:
         started = time.monotonic()
         session.stop(LONG_S)

@@ -11,6 +11,7 @@ from raykv.protocol.framing import decode, encode
 from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
 from raykv.protocol.node import NodeStats
 from raykv.protocol.status import EngineStatus, NodeStatus
+from tests.fixtures.breakers import failures_of
 
 PEER = "node:a"
 PAUSES = Pauses(1.0, 5.0, trial_s=10.0)
@@ -73,7 +74,7 @@ def test_answer_to_the_trial_closes_and_is_told_once(breakers: Breakers) -> None
     assert breakers.worked(PEER)
     assert not breakers.worked(PEER)
     assert breakers.state_of(PEER) is BreakerState.CLOSED
-    assert breakers.failures_of(PEER) == 0
+    assert failures_of(breakers, PEER) == 0
 
 
 def test_failed_trials_double_the_pause_up_to_the_longest_and_open_it_no_second_time(
@@ -101,7 +102,7 @@ def test_pause_is_short_again_after_an_answer(breakers: Breakers) -> None:
 def test_calls_that_fail_together_count_as_one_death(breakers: Breakers) -> None:
     calls = [begin(breakers, 0.0) for _ in range(3)]
     assert [breakers.failed(PEER, call, 0.5, "dead") for call in calls] == [True, False, False]
-    assert breakers.failures_of(PEER) == 1
+    assert failures_of(breakers, PEER) == 1
     assert breakers.num_failed == 3
 
 
@@ -127,7 +128,7 @@ def test_trial_that_says_nothing_may_be_made_again_at_once(breakers: Breakers) -
     breakers.forget(PEER, trial, 2.0)
     assert breakers.state_of(PEER) is BreakerState.OPEN
     assert begin(breakers, 2.0) != trial
-    assert breakers.failures_of(PEER) == 1
+    assert failures_of(breakers, PEER) == 1
 
 
 def test_forgetting_an_older_call_does_not_end_the_trial(breakers: Breakers) -> None:
