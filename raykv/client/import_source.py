@@ -23,8 +23,8 @@ from raykv.node.disk.chunk_file import read_chunk, read_header
 from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
 from raykv.node.read import ChunkRead, answer
-from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.copies import Read, check_read
+from raykv.protocol.columns import Source, SourceKind, check_numbers
+from raykv.protocol.copies import Read
 from raykv.protocol.framing import encode, receive
 
 # For all chunks of an import, unless a caller says more.
@@ -54,7 +54,7 @@ class ImportSource:
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         """`Read` → `ReadReply` and the bytes, as of a NodeActor."""
         request = receive(raw, Read, "a NodeActor", "the import")
-        check_read(request, MAX_SLAB_BYTES)
+        check_numbers("slot sizes", request.slot_bytes, 1, MAX_SLAB_BYTES)
         reply, data = answer(request, self._read_one)
         return encode(reply), data
 

@@ -120,48 +120,34 @@ class Reader:
         self, node_id: str, page: ChunkPage, models: Mapping[str, str]
     ) -> Iterator[Chunk]:
         """The rows of a page; of what is in the pool and on the disk two."""
-        by_space: dict[int, list[bytes]] = {}
-        for at, key in zip(page.namespace_index, page.keys, strict=True):
-            by_space.setdefault(at, []).append(key)
+        by_space: dict[str, list[bytes]] = {}
+        for row in page.chunks:
+            by_space.setdefault(row.namespace, []).append(row.key)
         sources = {
-            (at, key): found
-            for at, keys in by_space.items()
-            for key, found in zip(
-                keys, sources_of(self.find, page.namespaces[at], keys), strict=True
-            )
+            (space, key): found
+            for space, keys in by_space.items()
+            for key, found in zip(keys, sources_of(self.find, space, keys), strict=True)
         }
-        columns = zip(
-            page.namespace_index,
-            page.keys,
-            page.where,
-            page.slot_bytes,
-            page.ages,
-            page.idles,
-            page.hits,
-            page.tenant_index,
-            strict=True,
-        )
-        for at, key, where, size, age, idle, hits, whose in columns:
-            namespace = page.namespaces[at]
-            known = sources.get((at, key), ())
+        for row in page.chunks:
+            known = sources.get((row.namespace, row.key), ())
             is_elsewhere = any(source.node_id != node_id for source in known)
             chunk = Chunk(
-                key=key,
+                key=row.key,
                 node_id=node_id,
-                namespace=namespace,
-                model=models.get(namespace, ""),
-                group=group_of(Key(key)),
-                num_bytes=size,
-                age_s=age,
-                idle_s=idle,
-                hits=hits,
+                namespace=row.namespace,
+                model=models.get(row.namespace, ""),
+                group=group_of(Key(row.key)),
+                num_bytes=row.num_bytes,
+                age_s=row.age_s,
+                idle_s=row.idle_s,
+                hits=row.hits,
                 is_replicated=is_elsewhere,
-                tenant=page.tenants[whose] or OTHERS,
+                tenant=row.tenant or OTHERS,
             )
-            if where & Where.RAM:
+            if row.where & Where.RAM:
                 yield chunk
-            if where & Where.DISK:
-                is_here = bool(where & Where.RAM) or Source(node_id) in known
+            if row.where & Where.DISK:
+                is_here = bool(row.where & Where.RAM) or Source(node_id) in known
                 yield msgspec.structs.replace(
                     chunk,
                     age_s=0.0,

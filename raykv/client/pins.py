@@ -23,13 +23,13 @@ from raykv.protocol.framing import PROTOCOL_VERSION, receive
 from raykv.protocol.operator import (
     MAX_ORDERED,
     MAX_PIN_S,
+    OrderedPin,
+    OrdersDocument,
     PinHere,
     Pinned,
     PinOrder,
-    PinPage,
     PinsHere,
     PinStatus,
-    ToldPin,
     UnpinOrder,
 )
 
@@ -82,10 +82,9 @@ class Pinning:
             is_done = all(order.pin_id in node.held for node in nodes.values())
             # What the others said before a silent node was given up may be old.
             if not silent and (is_done or time.monotonic() > give_up_at):
-                pin = ToldPin(
-                    order.pin_id, order.namespace, b"", len(order.keys), order.ttl_s, order.priority
-                )
-                return _status(pin, nodes.values())
+                num_keys = len(order.keys)
+                pin = OrderedPin(order.namespace, b"", num_keys, order.ttl_s, order.priority)
+                return _status(order.pin_id, pin, nodes.values())
             time.sleep(TRANSFER_LOOK_S)
 
     def _check_room(self, order: PinOrder) -> None:
@@ -125,14 +124,14 @@ class Pinning:
         """Chunks that other pins keep already."""
         return {
             key
-            for pin in self._told()
+            for pin_id, pin in self._told().items()
             if (pin.namespace, pin.priority) == (order.namespace, None)
-            if pin.pin_id != order.pin_id
+            if pin_id != order.pin_id
             for key in self._keys_of(pin)
         }
 
     def unpin(self, pin_id: str) -> None:
-        known = sorted(pin.pin_id for pin in self._told())
+        known = sorted(self._told())
         if pin_id not in known:
             raise NotFoundError(
                 f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}"
@@ -144,7 +143,7 @@ class Pinning:
         nodes = list(ask_each(PinsHere, _question).values())
         return Pinned(
             PROTOCOL_VERSION,
-            [_status(pin, nodes) for pin in told],
+            [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
             [node.node for node in nodes],
             client_chunks=sum(node.client_chunks for node in nodes),
             hints_refused=sum(node.hints_refused for node in nodes),
@@ -157,7 +156,7 @@ class Pinning:
             NotFoundError: there is no such pin.
             ClusterError: its keys are not known, or RayKV does not run here or does not answer.
         """
-        pin = next((each for each in self._told() if each.pin_id == pin_id), None)
+        pin = self._told().get(pin_id)
         if pin is None:
             raise NotFoundError(f"there is no pin {pin_id!r}")
         if not (keys := self._keys_of(pin)):
@@ -169,17 +168,18 @@ class Pinning:
         nodes = ask_each(PinsHere, _question, [node_id]).values()
         return {
             keys[at]
-            for pin in self._told()
+            for pin_id, pin in self._told().items()
             if (pin.namespace, pin.priority) == (namespace, None)
             for node in nodes
-            if pin.pin_id in node.held and (keys := self._keys_of(pin))
-            for at in node.held[pin.pin_id].kept
+            if pin_id in node.held and (keys := self._keys_of(pin))
+            for at in node.held[pin_id].kept
         }
 
-    def _told(self) -> list[ToldPin]:
-        return self.scheduler.ask_for(PinPage, "pins").pins
+    def _told(self) -> dict[str, OrderedPin]:
+        raw = self.scheduler.ask("orders")
+        return receive(raw, OrdersDocument, SCHEDULER, HERE).pins if raw else {}
 
-    def _keys_of(self, pin: ToldPin) -> list[bytes]:
+    def _keys_of(self, pin: OrderedPin) -> list[bytes]:
         raw = self.scheduler.ask("pin_keys", pin.digest)
         return [key for _, key in receive(raw, NamedKeys, SCHEDULER, HERE)] if raw else []
 
@@ -188,15 +188,15 @@ def _question(_: str, actor: Any) -> Any:
     return actor.pins.remote()
 
 
-def _status(pin: ToldPin, nodes: Iterable[PinsHere]) -> PinStatus:
+def _status(pin_id: str, pin: OrderedPin, nodes: Iterable[PinsHere]) -> PinStatus:
     """A pin, put together from what nodes say."""
-    there = [node.held[pin.pin_id] for node in nodes if pin.pin_id in node.held]
+    there = [node.held[pin_id] for node in nodes if pin_id in node.held]
     kept = {at for here in there for at in here.kept}
     waiting = {at for here in there for at in here.waiting}
     return PinStatus(
-        pin.pin_id,
+        pin_id,
         pin.namespace,
-        chunks=pin.chunks,
+        chunks=pin.num_keys,
         held_chunks=len(kept),
         kept_bytes=sum(here.num_bytes for here in there),
         left_s=pin.left_s,

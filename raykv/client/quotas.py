@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raykv.base.errors import NotFoundError, SettingError
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label, salt_label
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.operator import EndQuota, Quota, TenantPage, TenantStatus
+from raykv.protocol.operator import EndQuota, Quota, TenantStatus
 
 if TYPE_CHECKING:
     from raykv.client.scheduler import Scheduler
@@ -63,7 +63,7 @@ class Quotas:
 
     def tenants(self) -> list[TenantStatus]:
         """Tenants that have a quota, and others that have chunks in pools."""
-        return self.scheduler.ask_for(TenantPage, "tenants").tenants
+        return self.scheduler.status().tenants
 
 
 def quota_of(name: str, guaranteed: float, most: float, salt: str, tenant: str) -> Quota:

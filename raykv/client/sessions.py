@@ -31,7 +31,6 @@ from raykv.protocol.sessions import (
     SessionStage,
     SessionStatus,
     SessionWord,
-    check_session_page,
 )
 
 
@@ -79,7 +78,6 @@ class SessionDesk:
                     f"{silent[known.node_id]}"
                 )
             page = pages[known.node_id]
-            check_session_page(page)
             if not page.keys:
                 return keys
             keys += page.keys

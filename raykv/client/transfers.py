@@ -287,6 +287,6 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
         found, lost = ask.ask_nodes(ChunkPage, question, of, CLIENT_S)
         warn_of(lost)
         silent |= lost.keys()
-        for size in chain.from_iterable(page.slot_bytes for page in found.values()):
-            return {group: size}
+        for row in chain.from_iterable(page.chunks for page in found.values()):
+            return {group: row.num_bytes}
     return {}

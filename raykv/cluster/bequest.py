@@ -82,10 +82,4 @@ def aged(value: bytes) -> OrdersDocument:
         msgspec.MsgspecError: it can't be read.
     """
     kept = decode(value, KeptOrders)
-    passed = max(0.0, time.time() - kept.at)
-    pins = {
-        pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
-        for pin_id, pin in kept.document.pins.items()
-        if pin.left_s > passed
-    }
-    return msgspec.structs.replace(kept.document, pins=pins)
+    return kept.document.later(max(0.0, time.time() - kept.at))

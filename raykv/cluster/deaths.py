@@ -114,13 +114,13 @@ class DeathWatch:
         Raises:
             AttachError: the peer has died already, or must not be served.
         """
-        peer = wire.peer_of(sock)
+        pid = wire.peer_of(sock)
         try:
-            watch = Watch(sock, _pidfd_of(sock, peer.pid))
+            watch = Watch(sock, _pidfd_of(sock, pid))
         except ProcessLookupError as error:
-            raise AttachError(f"process {peer.pid} has ended already") from error
+            raise AttachError(f"process {pid} has ended already") from error
         except OSError as error:
-            self._complain(peer.pid, error)
+            self._complain(pid, error)
             return Watch(sock, None)
         assert watch.pidfd is not None
         with self._lock:

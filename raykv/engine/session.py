@@ -36,7 +36,6 @@ from raykv.metrics.histogram import Histogram
 from raykv.metrics.reach import WantedKeys
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
 from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.engine import (
     MOST_ASKED,
     NOTHING_ORDERED,
@@ -397,7 +396,7 @@ class Session:
         """See `LineOwner.answered`."""
         del place
         now = time.monotonic()
-        naming = answer.naming
+        naming = answer.facts.naming
         is_mine = naming is not None and naming.weights == self._weights
         if naming is not None and is_mine and naming.stamp > self._heard:
             self._naming, self._heard = naming, naming.stamp
@@ -464,7 +463,7 @@ class Session:
             latencies={LOOKUPS: self._lookups.data()},
             wanted_keys=self._wanted.take(self._welcomed[0]),
             breakers=self._breaker_report(now),
-            described=Descriptions() if self.described is None else self.described.take(),
+            described=[] if self.described is None else self.described.take(),
             heard=knows[0],
             weights=knows[1],
             orders=knows[2],

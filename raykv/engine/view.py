@@ -26,7 +26,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from raykv.base.departures import Departures
@@ -67,6 +67,7 @@ from raykv.protocol.engine import (
     ChangesQuery,
     EngineHello,
     FoundKeys,
+    PlaceFacts,
 )
 from raykv.protocol.listing import ALL_READ, Reason
 
@@ -99,17 +100,13 @@ class _Place:
     """A node of the engine.
 
     `line`: the life that all workers there are connected to; None: not all are, or it is not known.
-    `orders`: the number that the node has shown. `has_more`: not all that it had was read.
+    `has_more`: not all that it had was read.
     """
 
     node_id: NodeId
     listed: ListedPlace
     line: int | None = None
-    orders: Stamp = NOTHING_ORDERED
-    is_paused: bool = False
-    is_leaving: bool = False
-    store_share: int = 1
-    has_peers: bool = True
+    facts: PlaceFacts = field(default_factory=PlaceFacts)
     has_more: bool = True
 
     def is_up(self, now: float) -> bool:
@@ -202,12 +199,10 @@ class EngineView:
         """A place's answer to a `query`, which came then. Only between engine steps."""
         at = self._places[place]
         if answer.is_known:
-            at.orders, at.is_paused = answer.orders, answer.is_paused
-            at.is_leaving, at.has_peers = answer.is_leaving, answer.has_peers
-            at.store_share, at.has_more = answer.store_share, answer.has_more
+            at.facts, at.has_more = answer.facts, answer.has_more
         self._changed(at.listed.take(answer.part, now))
-        self.remote.has_peers = any(each.has_peers for each in self._places)
-        self.sampler.share = max(each.store_share for each in self._places)
+        self.remote.has_peers = any(each.facts.has_peers for each in self._places)
+        self.sampler.share = max(each.facts.store_share for each in self._places)
         self.look(now)
 
     def hear(self, place: int, now: float) -> None:
@@ -232,7 +227,7 @@ class EngineView:
     def _why_off(self, now: float) -> MissReason | None:
         if self.has_left:
             return MissReason.WEIGHTS_CHANGED
-        if any(each.is_paused for each in self._places):
+        if any(each.facts.is_paused for each in self._places):
             return MissReason.PAUSED
         if not all(each.listed.position.life for each in self._places):
             return MissReason.NOT_ATTACHED
@@ -273,7 +268,7 @@ class EngineView:
         """The number of the orders that every place has shown: what is offered now is stored under
         it.
         """
-        return min((each.orders for each in self._places), default=NOTHING_ORDERED)
+        return min((each.facts.orders for each in self._places), default=NOTHING_ORDERED)
 
     @property
     def is_whole(self) -> bool:
@@ -292,7 +287,7 @@ class EngineView:
     @property
     def is_paused(self) -> bool:
         """Whether an operator has switched the cache off."""
-        return any(each.is_paused for each in self._places)
+        return any(each.facts.is_paused for each in self._places)
 
     # Requests
 
@@ -546,7 +541,7 @@ class EngineView:
         The others count as found: a prompt that is larger than a pool keeps its head.
         """
         request = self.requests.get(request_id)
-        is_leaving = any(each.is_leaving for each in self._places)
+        is_leaving = any(each.facts.is_leaving for each in self._places)
         if self._off or is_leaving or not request.options.store:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []

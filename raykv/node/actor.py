@@ -47,7 +47,8 @@ from raykv.node.read import ReadService
 from raykv.node.reports import Reports
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.node.states.file import HiddenStates
-from raykv.protocol.copies import Fetch, Read, check_read
+from raykv.protocol.columns import check_numbers
+from raykv.protocol.copies import Fetch, Read
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.findings import HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
@@ -55,7 +56,7 @@ from raykv.protocol.measures import MetricFamily
 from raykv.protocol.node import DiskStats, Kept, NixlEnd, NodeDescription, NodeStats
 from raykv.protocol.operator import DropOrder
 from raykv.protocol.reader import ChunkQuery
-from raykv.protocol.sessions import SessionQuery, check_session_query
+from raykv.protocol.sessions import SessionQuery
 
 logger = logging.getLogger("raykv.node")
 
@@ -295,7 +296,7 @@ class NodeActor:
         began = time.monotonic()
         request = receive(raw, Read, OTHER_NODE, HERE)
         if request.from_disk and self._disk is not None:
-            check_read(request, self._geometry.slab_bytes)
+            check_numbers("slot sizes", request.slot_bytes, 1, self._geometry.slab_bytes)
             # Other threads touch the disk: it may hang.
             reply, data = self._disk.reads.start_read(request).wait(DISK_READ_S)
         else:
@@ -432,9 +433,7 @@ class NodeActor:
     def sessions(self, raw: bytes) -> bytes:
         """`SessionQuery` → `SessionPage`."""
         self._refuse_without_pool()
-        query = receive(raw, SessionQuery, OPERATOR, HERE)
-        check_session_query(query)
-        return encode(self._desk.sessions(query))
+        return encode(self._desk.sessions(receive(raw, SessionQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:

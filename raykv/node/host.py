@@ -37,8 +37,6 @@ _PROBES = 16
 
 def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:
     """Look around, for as long as ports that do not answer take; says nothing of the pool."""
-    shm_bytes, shm_free_bytes = _shm()
-    plasma_folder, plasma_bytes = _plasma()
     disk = disk_limit(Path(pool_path)) if pool_path else None
     unreached = unreached_of(question.places[:MAX_PLACES], question.reach_s)
     return HostFacts(
@@ -51,10 +49,8 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
         is_memory=not pool_path or is_in_memory(Path(pool_path)),
         limits=[_limit_facts(limit) for limit in worker_limits()],
         disk=None if disk is None else _limit_facts(disk),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
-        plasma_folder=plasma_folder,
-        plasma_bytes=plasma_bytes,
+        shm_bytes=_shm_bytes(),
+        plasma_folder=_plasma_folder(),
         threads_failed=num_failed(),
         unreached=unreached,
         unowned=_unowned(disk_path) if disk_path else [],
@@ -91,21 +87,20 @@ def _limit_facts(limit: MemoryLimit) -> LimitFacts:
     return LimitFacts(limit.source, limit.total_bytes, limit.free_bytes)
 
 
-def _shm() -> tuple[int, int]:
-    """Size of `/dev/shm` and what is free there; 0 where there is none."""
+def _shm_bytes() -> int:
+    """Size of `/dev/shm`; 0 where there is none."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
-        return 0, 0
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return 0
+    return found.f_blocks * found.f_frsize
 
 
-def _plasma() -> tuple[str, int]:
-    """Folder and size of the object store, from the raylet that is this process's parent."""
+def _plasma_folder() -> str:
+    """Folder of the object store, from the raylet that is this process's parent."""
     try:
         arguments = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
-        return "", 0
+        return ""
     given = dict(argument.lstrip("-").split("=", 1) for argument in arguments if "=" in argument)
-    size = given.get("object_store_memory", "")
-    return given.get("plasma_directory", ""), int(size) if size.isdigit() else 0
+    return given.get("plasma_directory", "")

@@ -18,8 +18,8 @@ from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
-from raykv.protocol.columns import Numbers
-from raykv.protocol.copies import Read, ReadReply, check_read
+from raykv.protocol.columns import Numbers, check_numbers
+from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
@@ -76,7 +76,7 @@ class ReadService:
 
     def _begin(self, request: Read) -> tuple[list[ChunkRecord | Refusal], ReadReply]:
         """Register readers, and say how all chunks are at that moment."""
-        check_read(request, self._keeper.geometry.slab_bytes)
+        check_numbers("slot sizes", request.slot_bytes, 1, self._keeper.geometry.slab_bytes)
         namespace, keys = Namespace(request.namespace), [Key(key) for key in request.keys]
         with self._keeper.lock:
             found: list[ChunkRecord | Refusal] = [Refusal.BAD_HANDLE] * len(keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from abc import ABCMeta
 from array import array
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from enum import IntEnum
 from functools import cache
 from itertools import accumulate, chain, islice, pairwise
@@ -28,6 +28,7 @@ from raykv.base.ids import (
 
 K = TypeVar("K", bound=bytes)
 N = TypeVar("N", bound=Hashable)
+R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
 
 MAX_KEYS = 2048
@@ -53,6 +54,7 @@ REFUSALS = frozenset(int(refusal) for refusal in Refusal)
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Named = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+KeyBytes = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
@@ -273,6 +275,18 @@ def check_names(what: str, names: Iterable[str]) -> None:
         require(len(name) <= MAX_NAME, f"{what} of {len(name)} characters")
 
 
+def valid(rows: Iterable[R], check: Callable[[R], None]) -> list[R]:
+    """The rows that a check does not refuse: a bad one costs no other."""
+    found = []
+    for row in rows:
+        try:
+            check(row)
+        except MessageError:
+            continue
+        found.append(row)
+    return found
+
+
 def numbered(names: list[N], column: Iterable[N]) -> list[int]:
     """A column as positions in `names`, to which the names that are new are added."""
     numbers = {name: number for number, name in enumerate(names)}
@@ -293,7 +307,7 @@ def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
         raise ValueError("a key of no or too many bytes")
 
 
-def check_index(numbers: Iterable[int], names: list[str]) -> None:
+def check_index(numbers: Collection[int], names: list[str]) -> None:
     """Refuse numbers of names that are not there.
 
     Raises:
@@ -301,7 +315,7 @@ def check_index(numbers: Iterable[int], names: list[str]) -> None:
     """
     if any(len(name) > MAX_NAME for name in names):
         raise ValueError("a name of too many characters")
-    if not all(0 <= at < len(names) for at in numbers):
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
         raise ValueError("a name that is not there")
 
 
@@ -324,10 +338,9 @@ class NamedKeys(msgspec.Struct, frozen=True, array_like=True):
     def of(names: Iterable[tuple[Namespace, Key]]) -> NamedKeys:
         """These names."""
         names = list(names)
-        at = {each: number for number, each in enumerate(dict.fromkeys(n for n, _ in names))}
-        return NamedKeys(
-            list(at), Numbers.of(at[name] for name, _ in names), Keys.of(key for _, key in names)
-        )
+        spaces: list[str] = []
+        index = Numbers.of(numbered(spaces, [name for name, _ in names]))
+        return NamedKeys(spaces, index, Keys.of(key for _, key in names))
 
     def __len__(self) -> int:
         return len(self.keys)

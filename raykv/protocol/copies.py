@@ -234,16 +234,6 @@ class Offer(msgspec.Struct, frozen=True):
     addresses: Numbers = Numbers()
 
 
-def check_read(request: Read, slab_bytes: int) -> None:
-    """A read out of a pool that is cut into slabs.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    check_rows("chunks", request.keys, request.slot_bytes)
-    check_numbers("slot sizes", request.slot_bytes, 1, slab_bytes)
-
-
 def check_read_reply(
     reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int], *, with_checksums: bool = True
 ) -> None:

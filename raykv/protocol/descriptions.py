@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,15 +15,13 @@ from raykv.protocol.columns import (
     check_keys,
     check_names,
     check_numbers,
-    check_rows,
-    numbered,
     require,
 )
 
 _TOKEN_BYTES = 4
 
 
-class Description(msgspec.Struct, frozen=True, gc=False):
+class Description(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk in words of vLLM.
 
     `key` is vLLM's offload key, `parent` the hash of the block before the chunk (None at the
@@ -60,9 +58,10 @@ class Description(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes it takes in memory or in a message; the names are shared."""
+        """About how many bytes it takes in memory or in a message."""
+        names = len(self.namespace) + len(self.model) + len(self.kind) + len(self.lora or "")
         parent = 0 if self.parent is None else len(self.parent)
-        return len(self.key) + parent + len(self.inner) + len(self.tokens)
+        return names + len(self.key) + parent + len(self.inner) + len(self.tokens)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -78,83 +77,18 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 class Descriptions(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of `Description`s; columns called `…_index` point into `names`, where "" stands for
-    no name. A chunk without a parent has an empty one.
-    """
+    """Those of some chunks, in the order in which these were asked for."""
 
-    names: list[str] = []
-    namespace_index: list[int] = []
-    keys: list[bytes] = []
-    parents: list[bytes] = []
-    inner: list[bytes] = []
-    tokens: list[bytes] = []
-    block_sizes: list[int] = []
-    model_index: list[int] = []
-    kind_index: list[int] = []
-    lora_index: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.keys)
+    rows: list[Description] = []
 
 
-def check_descriptions(page: Descriptions) -> None:
-    """Refuse an invalid page of descriptions with a MessageError."""
-    check_keys("keys of descriptions", page.keys)
-    check_rows("descriptions", page.keys, page.parents, page.inner, page.tokens)
-    check_rows("descriptions", page.keys, page.block_sizes, page.namespace_index, page.model_index)
-    check_rows("descriptions", page.keys, page.kind_index, page.lora_index)
-    check_names("a name", page.names)
-    for index in (page.namespace_index, page.model_index, page.kind_index, page.lora_index):
-        check_numbers("numbers of names", index, 0, len(page.names) - 1)
-    check_numbers("block sizes", page.block_sizes, 1, MAX_BLOCK_TOKENS)
-    check_numbers("lengths of parents", set(map(len, page.parents)), 0, MAX_KEY_BYTES)
-    require(all(map(is_whole, rows_of(page))), "a description whose parts don't fit together")
-
-
-def page_of(rows: Sequence[Description]) -> Descriptions:
-    """Descriptions as columns."""
-    names: list[str] = []
-    return Descriptions(
-        namespace_index=numbered(names, [row.namespace for row in rows]),
-        keys=[row.key for row in rows],
-        parents=[row.parent or b"" for row in rows],
-        inner=[row.inner for row in rows],
-        tokens=[row.tokens for row in rows],
-        block_sizes=[row.block_size for row in rows],
-        model_index=numbered(names, [row.model for row in rows]),
-        kind_index=numbered(names, [row.kind for row in rows]),
-        lora_index=numbered(names, [row.lora or "" for row in rows]),
-        names=names,
-    )
-
-
-def rows_of(page: Descriptions) -> Iterator[Description]:
-    """The rows of a page that has been checked."""
-    names = page.names
-    columns = zip(
-        page.namespace_index,
-        page.keys,
-        page.parents,
-        page.inner,
-        page.tokens,
-        page.block_sizes,
-        page.model_index,
-        page.kind_index,
-        page.lora_index,
-        strict=True,
-    )
-    for namespace, key, parent, inner, tokens, size, model, kind, lora in columns:
-        yield Description(
-            names[namespace],
-            key,
-            parent or None,
-            inner,
-            tokens,
-            size,
-            names[model],
-            names[kind],
-            names[lora] or None,
-        )
+def check_description(row: Description) -> None:
+    """Refuse what is invalid with a MessageError."""
+    check_keys("keys of descriptions", [row.key])
+    check_names("a name", (row.namespace, row.model, row.kind, row.lora or ""))
+    check_numbers("block sizes", [row.block_size], 1, MAX_BLOCK_TOKENS)
+    check_numbers("lengths of parents", [len(row.parent or b"")], 0, MAX_KEY_BYTES)
+    require(is_whole(row), "a description whose parts don't fit together")
 
 
 def is_whole(row: Description) -> bool:

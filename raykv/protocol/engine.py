@@ -28,7 +28,7 @@ from raykv.protocol.columns import (
     check_numbers,
     require,
 )
-from raykv.protocol.descriptions import Descriptions
+from raykv.protocol.descriptions import Description
 from raykv.protocol.listing import ListingPart, Position, Reason
 from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.sessions import SessionNews
@@ -240,7 +240,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     latencies: dict[Text, HistogramData] = {}
     wanted_keys: KeySketch = KeySketch()
     breakers: BreakerReport = BreakerReport()
-    described: Descriptions = Descriptions()
+    described: Annotated[list[Description], msgspec.Meta(max_length=MAX_ROWS)] = []
     heard: Stamp = NOTHING_ORDERED
     weights: Count = 0
     orders: Stamp = NOTHING_ORDERED
@@ -258,29 +258,36 @@ class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
     most: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)] = MAX_KEYS // 2
 
 
-class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
-    """Answer to `ChangesQuery`: the next part of the listing, and what holds at this place now.
+class PlaceFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What holds for an engine at a place, beside the listing.
 
     Args:
-        part: of the listing.
         orders: the number of the orders that the place knows.
-        is_known: it has been introduced to this life of the engine.
         is_paused: nothing is stored or loaded.
         is_leaving: the node drains: nothing is stored.
         store_share: one request of so many should store, since little of what is stored is loaded.
         has_peers: other nodes have engines or chunks of the namespace, or it is not known.
         naming: what the user calls the engine's weights, until it was `heard`.
-        has_more: there may be more to read at once.
     """
 
-    part: ListingPart
     orders: Stamp = NOTHING_ORDERED
-    is_known: bool = True
     is_paused: bool = False
     is_leaving: bool = False
     store_share: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAME)] = 1
     has_peers: bool = True
     naming: Naming | None = None
+
+
+class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
+    """Answer to `ChangesQuery`: the next part of the listing, and what holds now.
+
+    `is_known`: the place has been introduced to this life of the engine. `has_more`: there may be
+    more to read at once.
+    """
+
+    part: ListingPart
+    facts: PlaceFacts = PlaceFacts()
+    is_known: bool = True
     has_more: bool = False
 
 

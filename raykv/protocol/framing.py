@@ -1,6 +1,6 @@
 """Messages as bytes; of an incoming one, the sender's version is checked first.
 
-Every struct that crosses a process is MessagePack: columns, not lists of records.
+Every struct that crosses a process is MessagePack: columns where there may be many thousand rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from raykv.base.errors import MessageError, VersionError
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Raised with every change of a struct in this module. Both ends compare it when they meet."""
 
 S = TypeVar("S", bound=msgspec.Struct)

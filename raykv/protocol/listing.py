@@ -14,8 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from raykv.base.ids import MAX_BLOCKS, MAX_KEY_BYTES, Blocks, Key, Namespace
-from raykv.protocol.columns import MAX_NAME, MAX_ROWS, Keys, Numbers
+from raykv.base.ids import MAX_BLOCKS, Blocks, Key, Namespace
+from raykv.protocol.columns import (
+    MAX_ROWS,
+    Keys,
+    Numbers,
+    check_column,
+    check_index,
+    numbered,
+)
 
 ALL_READ = -1
 """The place of who has seen every page."""
@@ -80,22 +87,14 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
     reasons: bytes = b""
 
     def __post_init__(self) -> None:
-        columns = (self.namespace_index, self.where, self.first_block, self.num_blocks)
-        num_rows = len(self.keys)
-        if num_rows > MAX_ROWS or any(len(each) != num_rows for each in (*columns, self.reasons)):
-            raise ValueError(f"columns of different lengths beside {num_rows} keys")
-        if self.keys.lengths and not 0 < min(self.keys.lengths) <= MAX_KEY_BYTES:
-            raise ValueError("a key of no or too many bytes")
-        if any(len(name) > MAX_NAME for name in self.namespaces):
-            raise ValueError("a namespace of too many characters")
-        index = self.namespace_index
-        if num_rows and not 0 <= min(index) <= max(index) < len(self.namespaces):
-            raise ValueError("a namespace that is not there")
+        columns = (self.where, self.first_block, self.num_blocks, self.reasons)
+        check_column(self.keys, self.namespace_index, *columns, most=MAX_ROWS)
+        check_index(self.namespace_index, self.namespaces)
         if self.where and max(self.where) > Where.RAM | Where.DISK | Where.COMING:
             raise ValueError(f"a chunk at {max(self.where)}")
         if self.reasons and max(self.reasons) > max(Reason):
             raise ValueError(f"reason {max(self.reasons)}")
-        if num_rows and not self._has_sound_blocks():
+        if self.keys and not self._has_sound_blocks():
             raise ValueError("blocks that no chunk has")
 
     def _has_sound_blocks(self) -> bool:
@@ -109,10 +108,11 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
     def of(rows: Iterable[ListedRow]) -> ListedRows:
         """Rows as columns."""
         rows = list(rows)
-        index = {name: at for at, name in enumerate(dict.fromkeys(row.namespace for row in rows))}
+        names: list[str] = []
+        index = Numbers.of(numbered(names, [row.namespace for row in rows]))
         return ListedRows(
-            list(index),
-            Numbers.of(index[row.namespace] for row in rows),
+            names,
+            index,
             Keys.of(row.key for row in rows),
             bytes(row.where for row in rows),
             Numbers.of(row.blocks.first for row in rows),

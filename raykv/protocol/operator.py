@@ -17,15 +17,13 @@ from raykv.protocol.columns import (
     MAX_NUMBER,
     MAX_POOL_BYTES,
     MAX_PRIORITY,
+    MAX_ROWS,
     Count,
     Keys,
     Named,
     Numbers,
     Text,
     check_column,
-    check_names,
-    check_rows,
-    require,
 )
 from raykv.protocol.engine import Naming
 
@@ -46,6 +44,7 @@ MAX_ORDER_ID = 128
 
 ShortName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ORDER_ID)]
 Priority = Annotated[int, msgspec.Meta(ge=1, le=MAX_PRIORITY)]
+PoolBytes = Annotated[int, msgspec.Meta(ge=SLOT_ALIGNMENT, le=MAX_POOL_BYTES)]
 Part = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 """Of a whole."""
 
@@ -157,24 +156,6 @@ class OrderState(msgspec.Struct, frozen=True):
 
 
 # Pins
-
-
-class ToldPin(msgspec.Struct, frozen=True):
-    """A pin that is ordered; `digest` asks for its keys."""
-
-    pin_id: str
-    namespace: str
-    digest: bytes
-    chunks: int
-    left_s: float
-    priority: int | None = None
-
-
-class PinPage(msgspec.Struct, frozen=True):
-    """All pins that are ordered."""
-
-    version: int
-    pins: list[ToldPin] = []
 
 
 class PinHere(msgspec.Struct, frozen=True):
@@ -322,24 +303,15 @@ class PoolWish(msgspec.Struct, frozen=True):
     """
 
     version: int
-    on: str = "all"
-    node_ids: list[str] = []
-    pool_bytes: int | None = None
-    pool_path: str = ""
-    slab_bytes: int | None = None
-    metrics: tuple[str, str, str] = ("auto", "", "")
+    on: Text = "all"
+    node_ids: Annotated[list[Text], msgspec.Meta(max_length=MAX_ROWS)] = []
+    pool_bytes: PoolBytes | None = None
+    pool_path: Text = ""
+    slab_bytes: PoolBytes | None = None
+    metrics: tuple[Text, Text, Text] = ("auto", "", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
-    transport: str = "ray"
+    transport: Text = "ray"
     pin_share: Part = 0.25
-
-
-def check_wish(wish: PoolWish) -> None:
-    """Refuse an invalid wish for pools with a MessageError."""
-    check_names("a name", (wish.on, wish.pool_path, *wish.node_ids, *wish.metrics, wish.transport))
-    check_rows("nodes", wish.node_ids)
-    for size in (wish.pool_bytes, wish.slab_bytes):
-        if size is not None:
-            require(SLOT_ALIGNMENT <= size <= MAX_POOL_BYTES, f"a pool or a slab of {size} bytes")
 
 
 class NodeUp(msgspec.Struct, frozen=True):
@@ -376,13 +348,6 @@ class TenantStatus(msgspec.Struct, frozen=True):
     has_quota: bool = False
     guaranteed: float = 0.0
     most: float = 1.0
-
-
-class TenantPage(msgspec.Struct, frozen=True):
-    """All tenants that are known."""
-
-    version: int
-    tenants: list[TenantStatus] = []
 
 
 def _check_ordered(keys: Keys) -> None:
@@ -450,3 +415,12 @@ class OrdersDocument(msgspec.Struct, frozen=True):
         for stamp in (self.stamp, *self.done.values(), *names):
             if not 0 <= min(stamp) <= max(stamp) <= MAX_NUMBER:
                 raise ValueError(f"number {stamp}")
+
+    def later(self, passed_s: float) -> OrdersDocument:
+        """The same after so many seconds: pins have less time left, or are over."""
+        pins = {
+            pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed_s)
+            for pin_id, pin in self.pins.items()
+            if pin.left_s > passed_s
+        }
+        return msgspec.structs.replace(self, pins=pins)

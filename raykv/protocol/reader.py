@@ -18,14 +18,10 @@ from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_KEYS,
     MAX_NUMBER,
-    Keys,
-    Numbers,
+    Count,
+    KeyBytes,
     Source,
     Text,
-    check_column,
-    check_index,
-    check_keys,
-    check_names,
     check_numbers,
     check_rows,
     require,
@@ -46,6 +42,8 @@ first.
 MAX_TEXT = 256
 """Characters of a namespace in a router's question, and of what it says of chunks."""
 MAX_CHUNK_TOKENS = 1 << 24
+
+KeyCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)]
 
 RAM, DISK = TIERS = ("ram", "disk")
 """Where chunks are: in a node's pool, or on its disk."""
@@ -70,35 +68,29 @@ class ChunkQuery(msgspec.Struct, frozen=True):
     cursor: Text = ""
 
 
-class ChunkPage(msgspec.Struct, frozen=True):
-    """Chunks of a node as columns.
+class ListedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A row of a page: what is in the pool and on the disk has one.
 
-    `namespace_index` points into `namespaces`, `tenant_index` into `tenants`, labels of whose they
-    are. `where` has a `Where` for each: what is in the pool and on the disk has one row. `ages` and
-    `idles` are seconds since a chunk came to the node and since it was found, 0 where that is not
-    known. `cursor` asks for the next page; there is none if it is empty.
+    `where` is a `Where`. `age_s` and `idle_s` are since a chunk came to the node and since it was
+    found, 0 where that is not known. `tenant` is the label of whose it is.
     """
 
-    version: int
-    namespaces: list[Text] = []
-    namespace_index: Numbers = Numbers()
-    keys: Keys = Keys()
-    where: bytes = b""
-    slot_bytes: Numbers = Numbers()
-    ages: list[float] = []
-    idles: list[float] = []
-    hits: Numbers = Numbers()
-    tenants: list[Text] = []
-    tenant_index: Numbers = Numbers()
-    cursor: Text = ""
+    namespace: Text
+    key: KeyBytes
+    where: Annotated[int, msgspec.Meta(ge=0, le=int(Where.RAM | Where.DISK))]
+    num_bytes: Count
+    age_s: float = 0.0
+    idle_s: float = 0.0
+    hits: Count = 0
+    tenant: Text = ""
 
-    def __post_init__(self) -> None:
-        columns = (self.where, self.slot_bytes, self.ages, self.idles, self.hits)
-        check_column(self.keys, self.namespace_index, self.tenant_index, *columns)
-        check_index(self.namespace_index, self.namespaces)
-        check_index(self.tenant_index, self.tenants)
-        if self.where and max(self.where) > Where.RAM | Where.DISK:
-            raise ValueError(f"a chunk at {max(self.where)}")
+
+class ChunkPage(msgspec.Struct, frozen=True):
+    """Chunks of a node. `cursor` asks for the next page; there is none if it is empty."""
+
+    version: int
+    chunks: Annotated[list[ListedChunk], msgspec.Meta(max_length=MAX_KEYS)] = []
+    cursor: Text = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,15 +133,8 @@ class WhereQuery(msgspec.Struct, frozen=True):
     """Which nodes have these chunks of a namespace?"""
 
     version: int
-    namespace: str
-    keys: list[bytes]
-
-
-def check_where_query(query: WhereQuery) -> None:
-    """Refuse an invalid question of where keys are with a MessageError."""
-    check_names("a namespace", (query.namespace,))
-    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
-    check_keys("keys", query.keys)
+    namespace: Text
+    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class WherePage(msgspec.Struct, frozen=True):
@@ -185,25 +170,15 @@ class PrefixQuery(msgspec.Struct, frozen=True):
     """
 
     version: int
-    namespace: str
-    chunks: str
-    keys: list[bytes]
-    counts: list[int]
+    namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+    chunks: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)]
+    counts: Annotated[list[KeyCount], msgspec.Meta(max_length=MAX_KEYS)]
 
-
-def check_prefix_query(query: PrefixQuery) -> None:
-    """Refuse a router's invalid question with a MessageError."""
-    require(0 < len(query.namespace) <= MAX_TEXT, f"a namespace {query.namespace[:MAX_TEXT]!r}")
-    require(len(query.keys) <= MAX_KEYS, f"{len(query.keys)} keys")
-    is_key = all(0 < len(key) <= MAX_KEY_BYTES for key in query.keys)
-    require(is_key, f"keys that are empty, or longer than {MAX_KEY_BYTES} bytes")
-    require(len(query.chunks) <= MAX_TEXT, f"chunks described in {len(query.chunks)} letters")
-    num_groups = len(_groups(query.chunks))
-    counts = query.counts
-    require(all(0 <= count <= MAX_KEYS for count in counts), f"counts of keys {counts[:4]}")
-    require(len(counts) <= MAX_KEYS, f"{len(counts)} counts of keys")
-    is_whole = len(counts) % num_groups == 0 and sum(counts) == len(query.keys)
-    require(is_whole, f"{len(counts)} counts that do not fit {len(query.keys)} keys")
+    def __post_init__(self) -> None:
+        counts, num_keys = self.counts, len(self.keys)
+        is_whole = len(counts) % len(_groups(self.chunks)) == 0 and sum(counts) == num_keys
+        require(is_whole, f"{len(counts)} counts that do not fit {num_keys} keys")
 
 
 def _groups(text: str) -> list[ChunkGroup]:

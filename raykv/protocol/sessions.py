@@ -7,15 +7,17 @@ chunks that its requests have used, in one namespace.
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Annotated
 
 import msgspec
 
 from raykv.protocol.columns import (
     MAX_KEYS,
     MAX_PRIORITY,
+    KeyBytes,
     Keys,
+    Text,
     check_keys,
-    check_names,
     require,
 )
 
@@ -27,6 +29,9 @@ MAX_PAUSE_S = 3600.0
 
 MAX_SESSIONS_LISTED = 256
 """Sessions in one answer."""
+
+
+SessionName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SESSION_NAME)]
 
 
 class SessionWord(IntEnum):
@@ -67,14 +72,9 @@ class SessionNews(msgspec.Struct, frozen=True, array_like=True):
 
 def check_news(news: SessionNews) -> None:
     """Refuse what is invalid with a MessageError."""
-    check_session(news.session)
+    require(0 < len(news.session) <= MAX_SESSION_NAME, "a session's name of no such length")
     check_keys("keys of a session", news.keys)
     _check_pause(news.word, news.pause_s, news.priority)
-
-
-def check_session(name: str) -> None:
-    """Refuse an invalid name with a MessageError."""
-    require(0 < len(name) <= MAX_SESSION_NAME, f"a session's name of {len(name)} characters")
 
 
 def _check_pause(word: int, pause_s: float, priority: int) -> None:
@@ -88,20 +88,16 @@ class SessionOrder(msgspec.Struct, frozen=True):
     """An operator says PAUSED or OVER of a session; fields as in `SessionNews`."""
 
     version: int
-    namespace: str
-    session: str
+    namespace: Text
+    session: SessionName
     word: SessionWord
     pause_s: float = 0.0
     priority: int = 0
 
-
-def check_session_order(order: SessionOrder) -> None:
-    """Refuse an invalid order about a session with a MessageError."""
-    check_names("a namespace", (order.namespace,))
-    check_session(order.session)
-    is_order = order.word in (SessionWord.PAUSED, SessionWord.OVER)
-    require(is_order, f"an order that says {order.word!r} of a session")
-    _check_pause(order.word, order.pause_s, order.priority)
+    def __post_init__(self) -> None:
+        is_order = self.word in (SessionWord.PAUSED, SessionWord.OVER)
+        require(is_order, f"an order that says {self.word!r} of a session")
+        _check_pause(self.word, self.pause_s, self.priority)
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -113,7 +109,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
     by its name.
     """
 
-    session: str
+    session: SessionName
     namespace: str
     stage: SessionStage
     node_id: str
@@ -143,16 +139,9 @@ class SessionQuery(msgspec.Struct, frozen=True):
     """
 
     version: int
-    namespace: str = ""
-    session: str = ""
-    first: int = 0
-
-
-def check_session_query(query: SessionQuery) -> None:
-    """Refuse an invalid question for sessions with a MessageError."""
-    check_names("a namespace", (query.namespace,))
-    require(len(query.session) <= MAX_SESSION_NAME, "a session's name that is too long")
-    require(0 <= query.first <= 1 << 32, f"the chunk number {query.first}")
+    namespace: Text = ""
+    session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_NAME)] = ""
+    first: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
 
 class SessionPage(msgspec.Struct, frozen=True):
@@ -160,16 +149,4 @@ class SessionPage(msgspec.Struct, frozen=True):
 
     version: int
     sessions: list[SessionStatus] = []
-    keys: list[bytes] = []
-
-
-def check_session_page(page: SessionPage) -> None:
-    """An answer to a question for sessions.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    check_keys("keys of a session", page.keys)
-    require(len(page.keys) <= MAX_KEYS, f"{len(page.keys)} keys in a page")
-    for each in page.sessions:
-        check_session(each.session)
+    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)] = []

@@ -11,7 +11,6 @@ import select
 import socket
 import struct
 from array import array
-from dataclasses import dataclass
 
 import msgspec
 
@@ -27,16 +26,8 @@ _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 
 
-@dataclass(frozen=True)
-class Peer:
-    """The process at the other end of a Unix socket."""
-
-    pid: int
-    uid: int
-
-
-def peer_of(sock: socket.socket) -> Peer:
-    """The process at the other end, as the kernel knows it.
+def peer_of(sock: socket.socket) -> int:
+    """The id of the process at the other end, as the kernel knows it.
 
     Raises:
         AttachError: it runs under another user, or in a process name space that hides it.
@@ -53,7 +44,7 @@ def peer_of(sock: socket.socket) -> Peer:
             "the process at the other end is in another process name space: run engine and Ray "
             "node in the same container, or let them share process ids"
         )
-    return Peer(pid, uid)
+    return int(pid)
 
 
 def listen(name: str) -> socket.socket:

@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-from raykv.base.errors import MessageError
+from raykv.protocol.columns import valid
 from raykv.protocol.descriptions import (
     Description,
-    Descriptions,
-    check_descriptions,
-    page_of,
-    rows_of,
+    check_description,
 )
 
 BOOK_BYTES = 256 << 20
-"""Kept by a NodeActor: about 250,000 chunks of 128 tokens."""
+"""Kept by a NodeActor: about 200,000 chunks of 128 tokens."""
 
 TOLD_BYTES = 32 << 20
 """Kept by an engine, to repeat them to a new NodeActor."""
@@ -47,8 +44,8 @@ PAGE_BYTES = 48 << 10
 ANSWER_BYTES = 1 << 20
 """In one answer to a reader."""
 
-ROW_BYTES = 400
-"""That Python's objects take for a row beside its columns."""
+ROW_BYTES = 550
+"""That Python's objects take for a row beside the bytes in them."""
 
 
 class DescriptionBook:
@@ -79,11 +76,6 @@ class DescriptionBook:
             self._drop(next(iter(self._rows)))
             self.num_forgotten += 1
 
-    def take(self, page: Descriptions) -> None:
-        """Take in the rows of a page that has been checked."""
-        for row in rows_of(page):
-            self.add(row)
-
     def has(self, namespace: str, key: bytes) -> bool:
         """Whether a chunk is described; it does not count as a use."""
         return (namespace, key) in self._rows
@@ -97,7 +89,7 @@ class DescriptionBook:
                 return row
         return None
 
-    def page(self, keys: Iterable[bytes], namespace: str | None = None) -> Descriptions:
+    def page(self, keys: Iterable[bytes], namespace: str | None = None) -> list[Description]:
         """What is known of chunks, in their order; what would not fit into an answer is left out.
 
         The first one that is known is always in it.
@@ -112,7 +104,7 @@ class DescriptionBook:
             if left < 0 and rows:
                 break
             rows.append(row)
-        return page_of(rows)
+        return rows
 
     def rows(self) -> list[Description]:
         """All rows, that of the oldest use first."""
@@ -185,8 +177,8 @@ class DescriptionOutbox:
         """Whether `take` has something."""
         return bool(self._waiting or self._again)
 
-    def take(self, most_bytes: int = PAGE_BYTES) -> Descriptions:
-        """The page of the next exchange; new ones before those that are sent again."""
+    def take(self, most_bytes: int = PAGE_BYTES) -> list[Description]:
+        """Those of the next exchange; new ones before those that are sent again."""
         rows: list[Description] = []
         left = most_bytes
         while self._waiting and (not rows or left >= self._waiting[0].num_bytes):
@@ -200,13 +192,9 @@ class DescriptionOutbox:
             row = self._again.popleft()
             left -= row.num_bytes
             rows.append(row)
-        page = page_of(rows)
-        if not _is_sound(page):
-            # One bad row would have all news of the engine refused.
-            sound = [row for row in rows if _is_sound(page_of([row]))]
-            self.num_unsound += len(rows) - len(sound)
-            page = page_of(sound)
-        return page
+        sound = valid(rows, check_description)
+        self.num_unsound += len(rows) - len(sound)
+        return sound
 
     def counter_values(self) -> dict[str, int]:
         """What was not sent: too many waited, or their parts did not fit together."""
@@ -220,12 +208,3 @@ class DescriptionOutbox:
         """The chunks are gone; what waits still may be of later ones."""
         self._told.forget()
         self._again.clear()
-
-
-def _is_sound(page: Descriptions) -> bool:
-    """Whether a NodeActor would take it."""
-    try:
-        check_descriptions(page)
-    except MessageError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from raykv.base.version import __version__
 from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER, answering, ask_all
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.descriptions import Description, Descriptions, check_descriptions, rows_of
+from raykv.protocol.descriptions import Description, Descriptions, check_description
 from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
@@ -201,8 +201,7 @@ class Insides:
         left = list(dict.fromkeys(keys))
         while left:
             asked, is_cut, num_before = left[:MAX_KEYS], False, len(found)
-            for page in self._pages(nodes, asked, namespace):
-                rows = list(rows_of(page))
+            for rows in self._told(nodes, asked, namespace):
                 found |= {row.key: row for row in rows if row.key not in found}
                 # The answer may have been cut off behind the last one.
                 is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
@@ -210,9 +209,9 @@ class Insides:
             left = (again if len(found) > num_before else []) + left[MAX_KEYS:]
         return found
 
-    def _pages(
+    def _told(
         self, nodes: Mapping[str, Any], keys: list[bytes], namespace: str | None
-    ) -> Iterator[Descriptions]:
+    ) -> Iterator[list[Description]]:
         now = time.monotonic()
         calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
         asked = {node_id: call for node_id, call in calls.items() if call is not None}
@@ -220,9 +219,10 @@ class Insides:
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)
-                page = receive(answer.value, Descriptions, NODE_ACTOR, HERE)
-                check_descriptions(page)
-                yield page
+                rows = receive(answer.value, Descriptions, NODE_ACTOR, HERE).rows
+                for row in rows:
+                    check_description(row)
+                yield rows
             elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
                 logger.warning(
                     "what node %s knows of chunks' insides is left out: %s",

@@ -344,7 +344,7 @@ class WorkerLink:
         sock = wire.connect(target.socket_name, self._settings.connect_deadline_s)
         pidfd = -1
         try:
-            pidfd = os.pidfd_open(wire.peer_of(sock).pid)
+            pidfd = os.pidfd_open(wire.peer_of(sock))
             hello = AttachWorker(
                 PROTOCOL_VERSION,
                 target.engine_id,

@@ -18,7 +18,7 @@ from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.lab.bench.ports import free_port
-from raykv.protocol.descriptions import Description, pack_tokens, page_of
+from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
 from raykv.protocol.events import PublisherStatus
 from raykv.protocol.framing import encode
 from raykv.stream.publishing import find_publisher
@@ -162,7 +162,7 @@ class Scene:
         node = self.nodes[name]
         keys = [key(number) for number in numbers]
         stored = node.store.remote(keys, NAMESPACE)
-        inside = encode(page_of([description(number) for number in numbers]))
+        inside = encode(Descriptions([description(number) for number in numbers]))
         ray.get([stored, node.tell_inside.remote(inside)], timeout=SETTLED_S)
 
     def settle(self, num_chunks: int) -> None:

@@ -37,7 +37,6 @@ from raykv.protocol.operator import (
     PauseOrder,
     PinOrder,
     Quota,
-    ToldPin,
     UnpinOrder,
 )
 
@@ -221,14 +220,6 @@ class OrderDesk:
         if stamp is None or self._orders.is_early(now):
             return False
         return all(each.heard >= stamp for each in self._engines_of(stamp, now))
-
-    def pins(self, now: float) -> list[ToldPin]:
-        """All pins that are ordered."""
-        told = self._orders.told(now)
-        return [
-            ToldPin(pin_id, pin.namespace, pin.digest, pin.num_keys, pin.left_s, pin.priority)
-            for pin_id, pin in (told.pins if told else {}).items()
-        ]
 
     def pin_keys(self, digest: bytes) -> bytes:
         """The names of a pin's chunks as the store has them; empty: not known."""

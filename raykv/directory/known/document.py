@@ -87,15 +87,7 @@ class Orders:
 
     def told(self, now: float) -> OrdersDocument | None:
         """The document as it is told now; pins whose time is over are not in it."""
-        if self._document is None:
-            return None
-        passed = now - self._since
-        pins = {
-            pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
-            for pin_id, pin in self._document.pins.items()
-            if pin.left_s > passed
-        }
-        return msgspec.structs.replace(self._document, pins=pins)
+        return None if self._document is None else self._document.later(now - self._since)
 
     def confirm(self, draft: OrdersDocument, now: float) -> None:
         """The store has kept a draft, the latest one: it is in force."""

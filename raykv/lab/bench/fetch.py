@@ -49,6 +49,7 @@ from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.copies import CopyResult, Fetch, Read
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
+    ChangesAnswer,
     ChangesQuery,
     EngineHello,
     PlaceMessage,
@@ -438,7 +439,8 @@ def _known_orders(engine: socket.socket) -> Stamp:
         engine.sendall(wire.frame(ChangesQuery(ENGINE, SPACE, most=0)))
         for frame in reader.feed(engine.recv(1 << 16)):
             message = msgspec.msgpack.decode(frame, type=PlaceMessage)
-            orders = max(orders, getattr(message, "orders", NOTHING_ORDERED))
+            if isinstance(message, ChangesAnswer):
+                orders = max(orders, message.facts.orders)
     return orders
 
 

@@ -17,9 +17,9 @@ from raykv.node.accounts.requests import RequestLog
 from raykv.node.accounts.savings import Savings, groups_of, largest_slot
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
-from raykv.node.pool.reporting import valid
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.descriptions import check_descriptions
+from raykv.protocol.columns import valid
+from raykv.protocol.descriptions import check_description
 from raykv.protocol.engine import EngineHello, Tell, check_record, tokens_by_source
 from raykv.protocol.listing import EVICTIONS, Reason
 from raykv.stream.descriptions import DescriptionBook
@@ -62,8 +62,8 @@ class NodeAccounts:
     def take(self, hello: EngineHello, tell: Tell, now: float) -> None:
         """What an engine says for the first time."""
         self.tally.take(self.labels[tell.namespace], tell)
-        for page in valid([tell.described], check_descriptions):
-            self.descriptions.take(page)
+        for row in valid(tell.described, check_description):
+            self.descriptions.add(row)
         finished = valid(tell.finished, check_record)
         self.requests.take(hello, finished, now)
         for record in finished:

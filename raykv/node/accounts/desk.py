@@ -14,7 +14,7 @@ from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import ANYWHERE, STRETCH, ChunkRow, Cursor, Wanted, first_ones
 from raykv.node.pool.sessions import LocalSession
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers, numbered, require
+from raykv.protocol.columns import MAX_KEYS, Numbers, require
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -27,6 +27,7 @@ from raykv.protocol.reader import (
     ChunkQuery,
     Explanation,
     Explanations,
+    ListedChunk,
     RequestPage,
 )
 from raykv.protocol.sessions import (
@@ -90,22 +91,20 @@ class Desk:
             now = self._keeper.now()
             owners = {row.owner for row in rows}
             names = {each: self._owner.tenant(self._owner.tenants.label(each)) for each in owners}
-        namespaces: list[str] = []
-        tenants: list[str] = []
-        return ChunkPage(
-            PROTOCOL_VERSION,
-            namespace_index=Numbers.of(numbered(namespaces, [row.namespace for row in rows])),
-            namespaces=namespaces,
-            keys=Keys.of(row.key for row in rows),
-            where=bytes(row.where for row in rows),
-            slot_bytes=Numbers.of(row.num_bytes for row in rows),
-            ages=[0.0 if row.came_at is None else max(0.0, now - row.came_at) for row in rows],
-            idles=[0.0 if row.found_at is None else max(0.0, now - row.found_at) for row in rows],
-            hits=Numbers.of(row.hits for row in rows),
-            tenant_index=Numbers.of(numbered(tenants, [names[row.owner] for row in rows])),
-            tenants=tenants,
-            cursor=cursor,
-        )
+        chunks = [
+            ListedChunk(
+                row.namespace,
+                row.key,
+                row.where,
+                row.num_bytes,
+                0.0 if row.came_at is None else max(0.0, now - row.came_at),
+                0.0 if row.found_at is None else max(0.0, now - row.found_at),
+                row.hits,
+                names[row.owner],
+            )
+            for row in rows
+        ]
+        return ChunkPage(PROTOCOL_VERSION, chunks, cursor)
 
     def drop(self, order: DropOrder) -> Released:
         """Give up copies in the pool of what is elsewhere."""
@@ -128,7 +127,7 @@ class Desk:
         require(all(isinstance(key, bytes) for key in keys), "keys that are no bytes")
         require(namespace is None or isinstance(namespace, str), f"the namespace {namespace!r}")
         with self._lock:
-            return self._owner.accounts.descriptions.page(keys, namespace)
+            return Descriptions(self._owner.accounts.descriptions.page(keys, namespace))
 
     # Pins
 

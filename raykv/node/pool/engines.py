@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
 from raykv.prompts.prefixes import companions
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
-from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, Naming, Tell
+from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, PlaceFacts, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
 from raykv.protocol.node import MOST_ENGINES, ReportedEngine
@@ -87,17 +86,6 @@ class ReuseGauge:
         self._old_stored, self._old_loaded = self.stored, self.loaded
 
 
-class Facts(NamedTuple):
-    """What holds for an engine at this node, beside the listing."""
-
-    orders: Stamp
-    is_paused: bool
-    is_leaving: bool
-    store_share: int
-    has_peers: bool
-    naming: Naming | None
-
-
 @dataclass(slots=True)
 class LocalSpace:
     """A namespace that an engine is in; so many of its chunks would fill the pool. `groups` are its
@@ -140,7 +128,7 @@ class LocalEngine:
     breakers: BreakerReport = field(default_factory=BreakerReport)
     heard: Stamp = NOTHING_ORDERED
     weights: int = 0
-    answered: Facts | None = None
+    answered: PlaceFacts | None = None
 
     @property
     def namespace(self) -> Namespace:

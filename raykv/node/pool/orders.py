@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-import msgspec
-
 from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
@@ -110,15 +108,7 @@ class LocalOrders:
 
     def told(self, now: float) -> OrdersDocument | None:
         """The latest document, for who does not know it; pins have less time left than they had."""
-        if self._document is None:
-            return None
-        passed = now - self._taken_at
-        pins = {
-            pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed)
-            for pin_id, pin in self._document.pins.items()
-            if pin.left_s > passed
-        }
-        return msgspec.structs.replace(self._document, pins=pins)
+        return None if self._document is None else self._document.later(now - self._taken_at)
 
     @property
     def shares(self) -> Mapping[str, OrderedShare]:

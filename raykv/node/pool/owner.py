@@ -39,17 +39,17 @@ from raykv.base.tenants import OTHERS
 from raykv.base.version import __version__
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
-from raykv.node.pool.engines import Facts, LocalEngine, LocalEngines
+from raykv.node.pool.engines import LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
 from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.orders import LocalOrders, TenantNumbers
 from raykv.node.pool.records import ChunkRecord, Standing
-from raykv.node.pool.reporting import Reporting, valid
+from raykv.node.pool.reporting import Reporting
 from raykv.node.pool.room import NOBODY
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.columns import MAX_PRIORITY, Keys
+from raykv.protocol.columns import MAX_PRIORITY, Keys, valid
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -58,6 +58,7 @@ from raykv.protocol.engine import (
     EngineWelcome,
     FoundKeys,
     Hints,
+    PlaceFacts,
     Tell,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -193,21 +194,14 @@ class NodePool:
         namespace = Namespace(query.namespace)
         engine = self.engines.hear(query.life, now)
         if engine is None or engine.namespace != namespace:
-            return ChangesAnswer(self._no_part(query.position), self.orders.stamp, is_known=False)
+            facts = PlaceFacts(self.orders.stamp)
+            return ChangesAnswer(self._no_part(query.position), facts, is_known=False)
         part = self._no_part(query.position)
         if query.most:
             part = self.index.part_after(query.position, query.most, {namespace})
         facts = engine.answered = self._facts(engine)
-        return ChangesAnswer(
-            part,
-            facts.orders,
-            is_paused=facts.is_paused,
-            is_leaving=facts.is_leaving,
-            store_share=facts.store_share,
-            has_peers=facts.has_peers,
-            naming=facts.naming,
-            has_more=not query.most or self._lacks(part.end, namespace),
-        )
+        has_more = not query.most or self._lacks(part.end, namespace)
+        return ChangesAnswer(part, facts, has_more=has_more)
 
     def _no_part(self, position: Position) -> ListingPart:
         """What takes a reader nowhere; one of another life has read nothing of this one."""
@@ -217,8 +211,8 @@ class NodePool:
         start = Position(life, reader=position.reader)
         return ListingPart(True, start, start)
 
-    def _facts(self, engine: LocalEngine) -> Facts:
-        return Facts(
+    def _facts(self, engine: LocalEngine) -> PlaceFacts:
+        return PlaceFacts(
             self.orders.stamp,
             self.orders.is_paused,
             self.is_leaving,

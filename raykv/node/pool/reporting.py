@@ -17,23 +17,21 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Set
 from math import inf
-from typing import TypeVar
 
 import msgspec
 
-from raykv.base.errors import MessageError
 from raykv.base.ids import Namespace, Stamp
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.node.pool.sessions import LocalSessions
+from raykv.protocol.columns import valid
 from raykv.protocol.engine import Naming
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
 from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import check_news
 
-R = TypeVar("R")
 """Of rows that a check is for."""
 
 MOST_ROWS = 1024
@@ -243,15 +241,3 @@ class Reporting:
         """Assert the invariants; for tests."""
         assert len(self._said) <= MOST_WORDS
         assert self._out is None or self._out.seq == self._seq
-
-
-def valid(rows: Iterable[R], check: Callable[[R], None]) -> list[R]:
-    """The rows that a check does not refuse: a bad one costs no other."""
-    found = []
-    for row in rows:
-        try:
-            check(row)
-        except MessageError:
-            continue
-        found.append(row)
-    return found

@@ -144,7 +144,7 @@ def test_engine_hears_of_orders_at_once(
     service.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
     answer = line.receive()
     assert isinstance(answer, ChangesAnswer)
-    assert (answer.orders, answer.is_paused) == (Stamp(0, 4), True)
+    assert (answer.facts.orders, answer.facts.is_paused) == (Stamp(0, 4), True)
 
 
 def test_engine_that_asks_too_much_at_once_loses_its_line(

@@ -133,7 +133,7 @@ class PlaceTalk:
         engine.view.take(self._place, answer, engine.clock)
         engine.heard_at[self._place] = engine.clock
         if answer.is_known:
-            engine.told[self._place].add(answer.orders)
+            engine.told[self._place].add(answer.facts.orders)
         else:
             self._known_in = None
 

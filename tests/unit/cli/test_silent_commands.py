@@ -29,8 +29,8 @@ from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import RayNode
 from raykv.protocol.events import PublisherSettings
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import OrderAnswer, OrderState, PinPage, TenantPage
+from raykv.protocol.framing import encode
+from raykv.protocol.operator import OrderAnswer, OrderState
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers
 
@@ -347,8 +347,7 @@ def test_address_of_another_kind_in_the_environment_is_refused_too(
 
 NOTHING: dict[str, Any] = {
     "status": encode(ClusterStatus("10.0.0.1:6379", 1, "1.0", paused=False)),
-    "tenants": encode(TenantPage(PROTOCOL_VERSION)),
-    "pins": encode(PinPage(PROTOCOL_VERSION)),
+    "orders": b"",
     "order": encode(OrderAnswer()),
     "order_state": encode(OrderState(Stamp(1, 1))),
 }

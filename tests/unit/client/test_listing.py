@@ -6,10 +6,18 @@ import pytest
 
 from raykv.base.errors import ClusterError, MessageError
 from raykv.client.listing import Reader
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Where
-from raykv.protocol.reader import DISK, RAM, ChunkPage, ChunkQuery, WherePage, WhereQuery
+from raykv.protocol.reader import (
+    DISK,
+    RAM,
+    ChunkPage,
+    ChunkQuery,
+    ListedChunk,
+    WherePage,
+    WhereQuery,
+)
 from raykv.protocol.status import NamespaceStatus
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.played_cluster import play, status
@@ -45,19 +53,12 @@ class PlayedPools:
         rows = list(self.held[name].items())[first : first + PAGE]
         is_last = first + PAGE >= len(self.held[name])
         rows = [(at, where) for at, where in rows if key(at).startswith(query.key)]
-        count = len(rows)
         return ChunkPage(
             PROTOCOL_VERSION,
-            [SPACE],
-            Numbers.of([0] * count),
-            Keys.of(key(at) for at, _ in rows),
-            bytes(where for _, where in rows),
-            Numbers.of([4096] * count),
-            [1.0] * count,
-            [1.0] * count,
-            Numbers.of(at for at, _ in rows),
-            ["others"],
-            Numbers.of([0] * count),
+            [
+                ListedChunk(SPACE, key(at), where, 4096, 1.0, 1.0, at, "others")
+                for at, where in rows
+            ],
             cursor="" if is_last else str(first + PAGE),
         )
 

@@ -17,13 +17,13 @@ from raykv.protocol.operator import (
     NodePins,
     OperatorOrder,
     OrderAnswer,
+    OrderedPin,
+    OrdersDocument,
     OrderState,
     PinHere,
     PinOrder,
-    PinPage,
     PinsHere,
     PinStatus,
-    ToldPin,
     UnpinOrder,
 )
 from raykv.protocol.reader import WherePage, WhereQuery
@@ -53,13 +53,13 @@ class PlayedPins:
                     spaces=[NamespaceStatus(SPACE, "tiny", 8, 8 * CHUNK_BYTES)],
                 )
             ),
-            "pins": lambda: encode(
-                PinPage(
-                    PROTOCOL_VERSION,
-                    [
-                        ToldPin(pin_id, SPACE, pin_id.encode(), len(keys), 5.0)
+            "orders": lambda: encode(
+                OrdersDocument(
+                    Stamp(1, 1),
+                    pins={
+                        pin_id: OrderedPin(SPACE, pin_id.encode(), len(keys), 5.0)
                         for pin_id, keys in told.items()
-                    ],
+                    },
                 )
             ),
             "pin_keys": lambda digest: encode(

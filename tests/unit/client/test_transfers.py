@@ -12,12 +12,12 @@ from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.client.transfers import Moving, fetch_files
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.operator import DropOrder, Released, TransferResult
-from raykv.protocol.reader import ChunkPage, ChunkQuery, WherePage, WhereQuery
+from raykv.protocol.reader import ChunkPage, ChunkQuery, ListedChunk, WherePage, WhereQuery
 from tests.fixtures.played_cluster import Methods, play, status
 
 SPACE = "model"
@@ -71,21 +71,8 @@ class PlayedNodes:
         key = decode(raw, ChunkQuery).key
         if key in self.gone:
             return encode(ChunkPage(PROTOCOL_VERSION))
-        return encode(
-            ChunkPage(
-                PROTOCOL_VERSION,
-                [SPACE],
-                Numbers.of([0]),
-                Keys.of([key]),
-                bytes([Where.RAM]),
-                Numbers.of([4096]),
-                [0.0],
-                [0.0],
-                Numbers.of([0]),
-                [""],
-                Numbers.of([0]),
-            )
-        )
+        row = ListedChunk(SPACE, key, Where.RAM, 4096)
+        return encode(ChunkPage(PROTOCOL_VERSION, [row]))
 
     def _fetch(self, raw: bytes) -> bytes:
         order = decode(raw, Fetch)

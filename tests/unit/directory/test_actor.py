@@ -34,8 +34,6 @@ from raykv.protocol.operator import (
     OrderState,
     PauseOrder,
     PinOrder,
-    PinPage,
-    TenantPage,
     UnpinOrder,
 )
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, WherePage, WhereQuery
@@ -162,13 +160,13 @@ def test_pin_outlives_the_actor_with_the_time_that_is_left(store: Store) -> None
     kept = decode(store[ORDERS], KeptOrders)
     store[ORDERS] = encode(KeptOrders(kept.document, kept.at - 60.0))
     later = start()
-    (pin,) = decode(later.pins(), PinPage).pins
-    assert pin.pin_id == "p"
+    ((pin_id, pin),) = decode(later.orders(), OrdersDocument).pins.items()
+    assert pin_id == "p"
     assert 30.0 < pin.left_s <= 40.0
     assert later.pin_keys(pin.digest) == store[PIN + pin.digest.hex()]
     wait_until(lambda: sum(name.startswith(PIN) for name in store) == 1, 10.0, "one is forgotten")
     store[ORDERS] = encode(KeptOrders(kept.document, time.time() - 200.0))
-    assert not decode(start().pins(), PinPage).pins
+    assert not decode(start().orders(), OrdersDocument).pins
 
 
 class TakenAtOnce(list[bytes]):
@@ -213,7 +211,7 @@ def test_clock_that_was_set_back_makes_no_pin_longer_and_no_life_lower(
     life, now = report(first).life, time.time()
     monkeypatch.setattr(time, "time", lambda: now - YEAR)
     later = start()
-    (pin,) = decode(later.pins(), PinPage).pins
+    (pin,) = decode(later.orders(), OrdersDocument).pins.values()
     assert pin.left_s <= 100.0
     assert report(later).life > life
 
@@ -287,7 +285,7 @@ def test_actor_answers_everybody() -> None:
     assert decode(actor.where(where), WherePage).answered == 1
     prefixes = encode(PrefixQuery(V, "n", "0:16", [b"k"], [1]))
     assert decode(actor.prefixes(prefixes), PrefixPage).anywhere == [0]
-    assert decode(actor.tenants(), TenantPage).tenants == []
+    assert decode(actor.status(), ClusterStatus).tenants == []
     page = decode(actor.events(0, 0), EventPage)
     assert page.last_seq == len(page) == 2
     assert actor.targets() == []

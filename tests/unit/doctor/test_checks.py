@@ -62,7 +62,6 @@ def host(**changes: Any) -> HostFacts:
         left_bytes=2 * GIB,
         limits=[LimitFacts("the box", 64 * GIB, 32 * GIB)],
         shm_bytes=32 * GIB,
-        shm_free_bytes=32 * GIB,
         plasma_folder="/dev/shm",
     )
     return msgspec.structs.replace(plain, **changes)

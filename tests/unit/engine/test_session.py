@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,6 +51,10 @@ def session(place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView) ->
     made = session_at(place, scheduler, view, parts)
     yield made
     made.stop(DEADLINE_S)
+
+
+def with_facts(answer: ChangesAnswer, **facts: Any) -> ChangesAnswer:
+    return msgspec.structs.replace(answer, facts=msgspec.structs.replace(answer.facts, **facts))
 
 
 def drained(session: Session, is_so: object, what: str) -> None:
@@ -175,7 +180,7 @@ def test_engine_that_lacks_the_last_news_does_not_call_a_chunk_a_miss(
     monkeypatch.setattr(raykv.engine.session, "MAX_UNREAD", 4 * LEAST_ROWS)
     session.attach(DEADLINE_S)
     session.start()
-    place.altered = lambda answer: msgspec.structs.replace(answer, has_peers=False)
+    place.altered = lambda answer: with_facts(answer, has_peers=False)
     store_one_by_one(place, 20)
     session.drain()
     view.start_request("r", RequestOptions())
@@ -193,7 +198,7 @@ def test_engine_that_has_nothing_to_do_hoards_no_answers_and_knows_what_is_so_no
     store_one_by_one(place, 20)
     assert len(session._inbox) <= 4
     assert place.queries[-1].most == 0
-    place.altered = lambda answer: msgspec.structs.replace(answer, is_paused=True)
+    place.altered = lambda answer: with_facts(answer, is_paused=True)
     known = len(place.queries)
     wait_until(lambda: len(place.queries) > known + 2, DEADLINE_S, "it hears of a pause")
     session.drain()
@@ -283,7 +288,7 @@ def test_name_of_the_weights_is_heard_once_and_that_is_told_at_once(
     place: PlayedPlace, session: Session, view: EngineView
 ) -> None:
     def named(answer: ChangesAnswer) -> ChangesAnswer:
-        return msgspec.structs.replace(answer, naming=Naming(Stamp(1, 5), "v2"))
+        return with_facts(answer, naming=Naming(Stamp(1, 5), "v2"))
 
     place.altered = named
     session.attach(DEADLINE_S)
@@ -304,7 +309,7 @@ def test_name_that_was_ordered_before_the_weights_changed_is_not_theirs(
     """The order may be heard minutes later, from a place that was away."""
 
     def named(answer: ChangesAnswer) -> ChangesAnswer:
-        return msgspec.structs.replace(answer, naming=Naming(Stamp(1, 5), "v2", ordered_after))
+        return with_facts(answer, naming=Naming(Stamp(1, 5), "v2", ordered_after))
 
     session.attach(DEADLINE_S)
     session.change_weights()

@@ -12,14 +12,13 @@ from raykv.cli.operate import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
 from raykv.protocol.columns import Keys
-from raykv.protocol.framing import PROTOCOL_VERSION, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     MAX_ORDERED,
     NodeUp,
     OperatorOrder,
     PinOrder,
     PoolWish,
-    check_wish,
 )
 
 GPU = RayNode("a" * 56, "gpu", {"CPU": 8.0, "GPU": 2.0}, {"pool": "kv", "zone": "east"})
@@ -93,15 +92,19 @@ def test_pin_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_other_orders_that_cannot_be_meant_are_refused() -> None:
-    check_wish(PoolWish(1, pool_bytes=1 << 30))
+    received(PoolWish(PROTOCOL_VERSION, pool_bytes=1 << 30))
     for wish in (
-        PoolWish(1, pool_bytes=-1),
-        PoolWish(1, slab_bytes=0),
-        PoolWish(1, "x" * 5000),
-        PoolWish(1, metrics=("auto", "x" * 5000, "")),
+        PoolWish(PROTOCOL_VERSION, pool_bytes=-1),
+        PoolWish(PROTOCOL_VERSION, slab_bytes=0),
+        PoolWish(PROTOCOL_VERSION, "x" * 5000),
+        PoolWish(PROTOCOL_VERSION, metrics=("auto", "x" * 5000, "")),
     ):
         with pytest.raises(MessageError):
-            check_wish(wish)
+            received(wish)
+
+
+def received(wish: PoolWish) -> PoolWish:
+    return receive(encode(wish), PoolWish, "it", "here")
 
 
 @pytest.mark.parametrize(

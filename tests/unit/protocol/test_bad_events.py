@@ -22,7 +22,7 @@ from raykv.base.ids import EventKind
 from raykv.cluster.ask import Answer
 from raykv.directory.actor import SchedulerActor
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.descriptions import Description, Descriptions, pack_tokens, page_of
+from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
 from raykv.protocol.events import KEYLESS, EventPage, EventsMissed, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Where
@@ -292,7 +292,7 @@ class Describer:
 
     def descriptions(self, keys: list[bytes], _namespace: str | None) -> bytes:
         found = [self._rows[key] for key in keys if key in self._rows]
-        return encode(page_of(found[: self._most]))
+        return encode(Descriptions(found[: self._most]))
 
 
 class Silent:
@@ -324,8 +324,7 @@ def test_answer_that_was_cut_off_is_asked_for_again() -> None:
 def test_description_that_can_not_be_meant_is_an_error() -> None:
     class Wrong:
         def descriptions(self, _keys: list[bytes], _namespace: str | None) -> bytes:
-            return encode(replace(page_of([row(1)]), block_sizes=[0]))
+            return encode(Descriptions([replace(row(1), block_size=0)]))
 
-    assert isinstance(page_of([row(1)]), Descriptions)
     with pytest.raises(MessageError):
         Insides(lambda: {"a": Handle(Wrong())}).describe(ALL_KEYS)

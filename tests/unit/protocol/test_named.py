@@ -30,6 +30,7 @@ from raykv.protocol.engine import (
     EngineHello,
     EngineWelcome,
     FoundKeys,
+    PlaceFacts,
     Tell,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
@@ -59,7 +60,7 @@ SOUND: list[msgspec.Struct] = [
     EngineWelcome(3, "no room"),
     Tell(7, 1, "a", FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
     ChangesQuery(7, "a", Position(1, 2, 0), 5),
-    ChangesAnswer(PART, Stamp(1, 2), store_share=16),
+    ChangesAnswer(PART, PlaceFacts(Stamp(1, 2), store_share=16)),
     Ask(V, "engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
     AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
     Report(V, "here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
@@ -92,7 +93,7 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (Tell, {"counters": {"hits": -1}}),
     (ChangesQuery, {"most": MAX_KEYS + 1}),
     (ChangesQuery, {"most": -1}),
-    (ChangesAnswer, {"store_share": 0}),
+    (ChangesAnswer, {"facts": PlaceFacts(store_share=0)}),
     (Ask, {"places": []}),
     (Ask, {"keys": Keys.of([b"x"] * (MOST_ASKED + 1))}),
     (Ask, {"coming": Keys.of([b"x" * 200])}),

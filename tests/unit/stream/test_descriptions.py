@@ -1,7 +1,10 @@
-"""What chunks have inside: columns, the NodeActor's book, the engine's outbox."""
+"""What chunks have inside: checks, the NodeActor's book, the engine's outbox."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +13,9 @@ from raykv.base.errors import MessageError
 from raykv.protocol.descriptions import (
     Description,
     Descriptions,
-    check_descriptions,
+    check_description,
     is_whole,
     pack_tokens,
-    page_of,
-    rows_of,
 )
 from raykv.protocol.framing import decode, encode
 from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
@@ -57,12 +58,9 @@ def test_token_that_has_no_four_bytes_is_refused(token: int) -> None:
         pack_tokens([token])
 
 
-def test_page_gives_its_rows_back() -> None:
+def test_descriptions_are_the_same_on_the_other_side() -> None:
     rows = [description(0), description(1, "other"), description(7, num_blocks=3)]
-    page = decode(encode(page_of(rows)), Descriptions)
-    check_descriptions(page)
-    assert list(rows_of(page)) == rows
-    assert list(rows_of(page_of([]))) == []
+    assert decode(encode(Descriptions(rows)), Descriptions).rows == rows
 
 
 def test_block_hashes_end_with_the_key() -> None:
@@ -71,43 +69,41 @@ def test_block_hashes_end_with_the_key() -> None:
 
 
 REPLACE = [
-    {"keys": []},
-    {"keys": [b""]},
-    {"keys": [bytes(4)]},
-    {"keys": [bytes(200)]},
-    {"parents": [bytes(200)]},
-    {"tokens": [b"123"]},
-    {"tokens": [pack_tokens(range(3))]},
-    {"block_sizes": [0]},
-    {"block_sizes": [1 << 30]},
-    {"inner": [b"1"]},
-    {"inner": [bytes(8)]},
-    {"lora_index": [99]},
-    {"model_index": [-1]},
-    {"namespace_index": [0, 0]},
-    {"names": []},
-    {"names": ["x" * 5000] * 3},
+    {"key": b""},
+    {"key": bytes(4)},
+    {"key": bytes(200)},
+    {"parent": bytes(200)},
+    {"tokens": b"123"},
+    {"tokens": pack_tokens(range(3))},
+    {"block_size": 0},
+    {"block_size": 1 << 30},
+    {"inner": b"1"},
+    {"inner": bytes(8)},
+    {"namespace": "x" * 5000},
+    {"model": "x" * 5000},
+    {"kind": "x" * 5000},
+    {"lora": "x" * 5000},
 ]
 
 
 @pytest.mark.parametrize("wrong", REPLACE, ids=repr)
-def test_page_that_cant_be_meant_is_refused(wrong: dict[str, list[object]]) -> None:
-    good = page_of([description(3)])
-    fields = {name: getattr(good, name) for name in good.__struct_fields__}
-    check_descriptions(good)
+def test_description_that_cant_be_meant_is_refused(wrong: dict[str, Any]) -> None:
+    good = description(3)
+    check_description(good)
     with pytest.raises(MessageError):
-        check_descriptions(Descriptions(**{**fields, **wrong}))
+        check_description(msgspec.structs.replace(good, **wrong))
 
 
 def test_book_tells_what_it_was_told() -> None:
     book = DescriptionBook()
     rows = [description(number) for number in range(3)]
-    book.take(page_of(rows))
+    for row in rows:
+        book.add(row)
     keys = [rows[2].key, b"unknown key", rows[0].key]
-    assert list(rows_of(book.page(keys))) == [rows[2], rows[0]]
-    assert not book.page(keys, "other").keys
+    assert book.page(keys) == [rows[2], rows[0]]
+    assert not book.page(keys, "other")
     book.forget("n")
-    assert not book.page(keys).keys
+    assert not book.page(keys)
 
 
 def test_book_forgets_what_was_not_used_for_longest_when_it_is_full() -> None:
@@ -145,7 +141,7 @@ def test_answer_has_a_bound_and_always_a_first_row() -> None:
     big = Description("n", b"big key" + bytes(4), None, b"", pack_tokens(range(300_000)), 300_000)
     for row in [*rows, big]:
         book.add(row)
-    told = [row.key for row in rows_of(book.page([row.key for row in rows]))]
+    told = [row.key for row in book.page([row.key for row in rows])]
     assert told == [row.key for row in rows[: len(told)]]
     assert len(told) == 2
     assert len(book.page([big.key])) == 1
@@ -175,7 +171,7 @@ def test_outbox_tells_each_chunk_once_in_pages() -> None:
     told: list[Description] = []
     num_pages = 0
     while outbox.has_news:
-        page = list(rows_of(outbox.take(3 * rows[1].num_bytes)))
+        page = outbox.take(3 * rows[1].num_bytes)
         assert 1 <= len(page) <= 4
         told += page
         num_pages += 1
@@ -190,10 +186,10 @@ def test_outbox_drops_and_counts_what_would_wait_beyond_its_bound() -> None:
     for row in rows:
         outbox.add(row)
     assert outbox.counter_values() == {"descriptions_dropped": 3}
-    assert list(rows_of(outbox.take())) == rows[:2]
+    assert outbox.take() == rows[:2]
     assert not outbox.knows("n", rows[3].key)
     outbox.add(rows[3])
-    assert list(rows_of(outbox.take())) == [rows[3]]
+    assert outbox.take() == [rows[3]]
 
 
 def test_outbox_tells_all_again_to_a_new_scheduler_actor_within_its_bound() -> None:
@@ -204,7 +200,7 @@ def test_outbox_tells_all_again_to_a_new_scheduler_actor_within_its_bound() -> N
     outbox.take()
     outbox.tell_again()
     outbox.add(description(7))
-    assert list(rows_of(outbox.take())) == [description(7), *rows[2:]]
+    assert outbox.take() == [description(7), *rows[2:]]
     assert not outbox.has_news
     outbox.clear()
     outbox.tell_again()
@@ -217,9 +213,7 @@ def test_outbox_leaves_out_what_the_scheduler_actor_would_refuse() -> None:
     outbox = DescriptionOutbox()
     outbox.add(broken)
     outbox.add(description(1))
-    page = outbox.take()
-    check_descriptions(page)
-    assert list(rows_of(page)) == [description(1)]
+    assert outbox.take() == [description(1)]
     assert outbox.counter_values() == {"descriptions_dropped": 1}
 
 

@@ -9,7 +9,7 @@ import ray
 
 from raykv.cluster import ask
 from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.descriptions import Description, page_of
+from raykv.protocol.descriptions import Description, Descriptions
 from raykv.protocol.framing import encode
 from raykv.stream.readers import Insides
 from tests.fixtures.keys import numbered_key as key
@@ -31,7 +31,8 @@ class PlayedInsides:
 
     def _descriptions(self, keys: list[bytes], namespace: str | None) -> bytes:
         self.asked.append(len(keys))
-        return encode(page_of([Description(namespace or "a", keys[0], None, b"", bytes(8), 2)]))
+        row = Description(namespace or "a", keys[0], None, b"", bytes(8), 2)
+        return encode(Descriptions([row]))
 
     def _silent(self, *_: Any) -> bytes:
         self.num_silent += 1

@@ -11,7 +11,7 @@ from raykv.base.ids import Key, Namespace
 from raykv.base.settings import load_settings
 from raykv.engine.announcements import Announcements
 from raykv.engine.view import EngineView
-from raykv.protocol.descriptions import Description, rows_of
+from raykv.protocol.descriptions import Description
 from raykv.stream.descriptions import DescriptionOutbox
 
 pytest.importorskip("vllm")
@@ -71,7 +71,7 @@ def key_of(req: Any, chunk: int) -> Any:
 
 
 def told(outbox: DescriptionOutbox) -> list[Description]:
-    return list(rows_of(outbox.take()))
+    return outbox.take()
 
 
 def test_stored_chunk_is_described_with_tokens_hashes_and_the_one_before_it() -> None:

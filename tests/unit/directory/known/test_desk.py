@@ -131,9 +131,11 @@ def test_order_is_done_when_all_nodes_have_shown_its_number(store: Store) -> Non
 
 def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     store.order(pin("p", b"k1", b"k2", b"k1"))
-    (told,) = store.desk.pins(store.now + 10.0)
-    assert (told.pin_id, told.namespace, told.chunks, told.left_s) == ("p", "space", 2, 50.0)
-    names = decode(store.desk.pin_keys(told.digest), NamedKeys)
+    document = store.orders.told(store.now + 10.0)
+    assert document is not None
+    told_pin = document.pins["p"]
+    assert (told_pin.namespace, told_pin.num_keys, told_pin.left_s) == ("space", 2, 50.0)
+    names = decode(store.desk.pin_keys(told_pin.digest), NamedKeys)
     assert list(names) == [("space", b"k1"), ("space", b"k2")]
     store.order(pin("q", b"k1", b"k2"))
     assert len(store.keys) == 1
@@ -141,7 +143,7 @@ def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     assert len(store.keys) == 2
     store.order(UnpinOrder(V, "c", "q"))
     assert len(store.keys) == 1
-    assert store.desk.pin_keys(told.digest) == b""
+    assert store.desk.pin_keys(told_pin.digest) == b""
     assert "no pin 'q'" in store.order(UnpinOrder(V, "d", "q"))
     assert not store.order(UnpinOrder(V, "c", "q"))
 

@@ -16,13 +16,12 @@ from raykv.directory.known.prefixes import prefix_page
 from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
-from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Where
 from raykv.protocol.reader import (
     PrefixPage,
     PrefixQuery,
     check_prefix_page,
-    check_prefix_query,
 )
 
 NODES = ["n0", "n1", "n2"]
@@ -56,9 +55,8 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
             if some[key]
         )
         found.append(same.setdefault(held, held))
-    asked = query(chunks=groups_text(groups), keys=[bytes([n + 1]) for n in range(total)])
-    asked = msgspec.structs.replace(asked, counts=counts)
-    check_prefix_query(asked)
+    keys = [bytes([n + 1]) for n in range(total)]
+    asked = query(chunks=groups_text(groups), keys=keys, counts=counts)
     page = prefix_page(asked, found)
     check_prefix_page(page, len(lengths))
 
@@ -107,9 +105,9 @@ def test_empty_directory_has_nothing_of_any_prompt() -> None:
     ids=str,
 )
 def test_question_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> None:
-    check_prefix_query(query())
+    receive(encode(query()), PrefixQuery, "a router", "here")
     with pytest.raises(MessageError):
-        check_prefix_query(query(**changes))
+        receive(encode(query(**changes)), PrefixQuery, "a router", "here")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from raykv.base.ids import MissReason, TokenSource
 from raykv.base.tenants import OTHERS
 from raykv.node.accounts.accounts import MOST_CHANGES
 from raykv.node.accounts.savings import SIZES
-from raykv.protocol.descriptions import Description, page_of
+from raykv.protocol.descriptions import Description
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrderedShare
@@ -128,9 +128,9 @@ def test_what_is_inside_of_chunks_is_known_until_they_are_cleared() -> None:
     pool.hello()
     pool.order(1)
     row = Description(A, bytes(8), None, b"", bytes(8), 2)
-    pool.tell(described=page_of([row]))
+    pool.tell(described=[row])
     bad = Description(A, bytes(8), None, b"odd", bytes(8), 2)
-    pool.tell(described=page_of([bad]), orders=stamp(1))
+    pool.tell(described=[bad], orders=stamp(1))
     book = pool.node.accounts.descriptions
     assert book.find(bytes(8)) == row
     pool.order(2, floors={A: 2})

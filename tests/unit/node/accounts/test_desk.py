@@ -62,6 +62,14 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(4, "big") + bytes(4))
 
 
+def keys_of(page: ChunkPage) -> list[bytes]:
+    return [row.key for row in page.chunks]
+
+
+def tenants_of(page: ChunkPage) -> list[str]:
+    return [row.tenant for row in page.chunks]
+
+
 @pytest.fixture
 def asked(request: pytest.FixtureRequest) -> Iterator[AskedPool]:
     made = AskedPool(getattr(request, "param", 8))
@@ -77,10 +85,10 @@ def test_chunks_come_page_by_page(asked: AskedPool) -> None:
     cursor = ""
     while True:
         page = asked.chunks(cursor, limit=2)
-        assert len(page.keys) <= 2
-        found += page.keys
-        tenants += [page.tenants[at] for at in page.tenant_index]
-        assert set(page.where) <= {Where.RAM}
+        assert len(page.chunks) <= 2
+        found += keys_of(page)
+        tenants += tenants_of(page)
+        assert {row.where for row in page.chunks} <= {Where.RAM}
         cursor = page.cursor
         if not cursor:
             break
@@ -92,9 +100,9 @@ def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
     asked.store(1)
     asked.store(2)
     page = asked.chunks(order="age", limit=1)
-    assert (list(page.keys), page.cursor) == ([key(1)], "")
-    assert asked.chunks(key=key(2)[:4]).keys == [key(2)]
-    assert not asked.chunks(tier="disk").keys
+    assert (keys_of(page), page.cursor) == ([key(1)], "")
+    assert keys_of(asked.chunks(key=key(2)[:4])) == [key(2)]
+    assert not asked.chunks(tier="disk").chunks
 
 
 @pytest.mark.parametrize("asked", [2 * MOST_PIECES], indirect=True)
@@ -102,7 +110,7 @@ def test_order_looks_at_whole_stretches_of_the_pool(asked: AskedPool) -> None:
     for number in range(2 * MOST_PIECES):
         asked.store(number)
     page = asked.chunks(order="age", limit=1)
-    assert (list(page.keys), page.cursor) == ([key(0)], "")
+    assert (keys_of(page), page.cursor) == ([key(0)], "")
 
 
 def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
@@ -111,7 +119,7 @@ def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
     shares = {salt_label("secret"): OrderedShare("acme")}
     asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), shares=shares), 1.0)
     page = asked.chunks()
-    assert [page.tenants[at] for at in page.tenant_index] == ["acme", "lisa"]
+    assert tenants_of(page) == ["acme", "lisa"]
     asked.tell(finished=[MissRecord("one", 5, 2, 3, tenant=salt_label("secret"))])
     (told,) = asked.desk.why_miss("one").found
     assert told.record.tenant == "acme"
@@ -184,6 +192,6 @@ def test_sessions_are_told_with_their_chunks(asked: AskedPool) -> None:
 
 
 def test_nobody_describes_what_is_no_key(asked: AskedPool) -> None:
-    assert not asked.desk.descriptions([key(1)], None).keys
+    assert not asked.desk.descriptions([key(1)], None).rows
     with pytest.raises(MessageError):
         asked.desk.descriptions(["key"], None)

@@ -308,7 +308,7 @@ def test_loads_beside_stores_decide_whether_storing_pays() -> None:
     pool.hello(slot_bytes={0: PAGE})
     for first in range(0, 4096, 1024):
         pool.store(*range(first, first + 1024))
-    assert pool.changes(pool.query()).store_share > 1
+    assert pool.changes(pool.query()).facts.store_share > 1
     pool = OwnedPool(num_slabs=1024)
     pool.hello(slot_bytes={0: PAGE})
     for first in range(0, 4096, 1024):
@@ -317,7 +317,7 @@ def test_loads_beside_stores_decide_whether_storing_pays() -> None:
         if first == 2048:
             for record in pool.node.begin_read(A, list(map(key, range(100))), [PAGE] * 100, 1.0):
                 pool.node.index.end_load(begun(record))
-    assert pool.changes(pool.query()).store_share == 1
+    assert pool.changes(pool.query()).facts.store_share == 1
 
 
 # Landings

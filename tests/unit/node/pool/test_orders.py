@@ -40,12 +40,12 @@ def test_document_counts_if_its_number_is_later(pool: OwnedPool) -> None:
     pool.order(5, is_paused=True)
     for number in (5, 4):
         pool.order(number)
-        assert pool.changes(pool.query()).is_paused
+        assert pool.changes(pool.query()).facts.is_paused
     pool.node.take_orders(OrdersDocument(Stamp(HISTORY - 1, 99)), pool.now)
-    assert (pool.node.orders.stamp, pool.changes(pool.query()).is_paused) == (stamp(5), True)
+    assert (pool.node.orders.stamp, pool.changes(pool.query()).facts.is_paused) == (stamp(5), True)
     pool.node.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), pool.now)
     assert pool.node.orders.stamp == Stamp(HISTORY + 1, 1)
-    assert not pool.changes(pool.query()).is_paused
+    assert not pool.changes(pool.query()).facts.is_paused
 
 
 def test_clear_drops_what_was_stored_before_it_and_what_comes_late(pool: OwnedPool) -> None:

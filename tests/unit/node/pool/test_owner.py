@@ -132,7 +132,7 @@ def test_engine_that_changes_its_namespace_stores_late_chunks_of_the_earlier_one
 def test_engine_reads_what_is_there_and_what_has_changed(pool: OwnedPool) -> None:
     pool.store(1, 2)
     answer = read_all(pool)
-    assert (answer.is_known, answer.orders) == (True, NOTHING_ORDERED)
+    assert (answer.is_known, answer.facts.orders) == (True, NOTHING_ORDERED)
     position = answer.part.end
     assert not pool.node.has_changes(pool.query(position=position))
     pool.store(3)
@@ -228,22 +228,22 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
 
     pool.order(3, is_paused=True)
     answer = news()
-    assert (answer.orders, answer.is_paused) == (stamp(3), True)
+    assert (answer.facts.orders, answer.facts.is_paused) == (stamp(3), True)
     pool.node.is_leaving = True
-    assert news().is_leaving
+    assert news().facts.is_leaving
     pool.answer(alone=[A])
-    assert not news().has_peers
+    assert not news().facts.has_peers
     pool.wait(30.0)
     pool.hello()
-    assert news().has_peers
+    assert news().facts.has_peers
     pool.answer(namings={1: Naming(Stamp(1, 5), "v2")})
-    assert news().naming == Naming(Stamp(1, 5), "v2")
+    assert news().facts.naming == Naming(Stamp(1, 5), "v2")
     pool.tell(heard=Stamp(1, 5))
-    assert news().naming is None
+    assert news().facts.naming is None
     # What a directory says that is behind is no news, nor what is said of another life.
     pool.answer(namings={1: Naming(Stamp(1, 4), "v1"), 2: Naming(Stamp(1, 6), "v3")})
     assert not pool.node.has_changes(query)
-    assert pool.changes(query).naming is None
+    assert pool.changes(query).facts.naming is None
     # Somebody who introduces itself anew is told all.
     pool.hello()
     assert pool.node.has_changes(query)

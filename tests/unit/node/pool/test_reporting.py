@@ -382,10 +382,10 @@ def test_what_is_wanted_of_chunks_of_a_namespace_that_is_left_counts() -> None:
 
 
 def test_directory_that_is_silent_says_nothing_of_others(pool: OwnedPool) -> None:
-    assert pool.changes(pool.query()).has_peers
+    assert pool.changes(pool.query()).facts.has_peers
     pool.answer(alone=[A])
-    assert not pool.changes(pool.query()).has_peers
+    assert not pool.changes(pool.query()).facts.has_peers
     pool.wait(29)
-    assert not pool.changes(pool.query()).has_peers
+    assert not pool.changes(pool.query()).facts.has_peers
     pool.wait(1)
-    assert pool.changes(pool.query()).has_peers
+    assert pool.changes(pool.query()).facts.has_peers
