@@ -174,12 +174,9 @@ class Accounts:
 
     tokens_per_chunk: int = 1
     tenants_by_server: bool = False
-    num_prompt: int = 0
-    num_own: int = 0
-    num_loaded: int = 0
-    num_fetched: int = 0
-    num_disk: int = 0
-    missed: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(
+        default_factory=lambda: Counter(_tokens(MissRecord("", 0, 0, 0)))
+    )
     _open: dict[str, TokenAccount] = field(default_factory=dict)
     _records: deque[MissRecord] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
     # Bytes of names since no record was waiting.
@@ -215,12 +212,7 @@ class Accounts:
         if account is None:
             return None
         record = account.record(request_id, self._names(keys), parting)
-        self.num_prompt += record.prompt
-        self.num_own += record.own
-        self.num_loaded += record.loaded
-        self.num_fetched += record.fetched
-        self.num_disk += record.disk
-        self.missed.update(record.missed)
+        self.counters.update(_tokens(record))
         self._records.append(record)
         return record
 
@@ -243,15 +235,17 @@ class Accounts:
 
     def counter_values(self) -> dict[str, int]:
         """Tokens since the engine's start, by name; reasons that have occurred only."""
-        totals = {
-            "prompt_tokens": self.num_prompt,
-            "own_cache_tokens": self.num_own,
-            "loaded_tokens": self.num_loaded,
-            "fetched_tokens": self.num_fetched,
-            "disk_tokens": self.num_disk,
-        }
-        if self.tenants_by_server:
-            totals["tenants_by_server"] = 1
-        return totals | {
-            f"missed_tokens_{name}": count for name, count in list(self.missed.items())
-        }
+        flags = {"tenants_by_server": 1} if self.tenants_by_server else {}
+        return {**self.counters, **flags}
+
+
+def _tokens(record: MissRecord) -> dict[str, int]:
+    """A record's, by counter."""
+    return {
+        "prompt_tokens": record.prompt,
+        "own_cache_tokens": record.own,
+        "loaded_tokens": record.loaded,
+        "fetched_tokens": record.fetched,
+        "disk_tokens": record.disk,
+        **{f"missed_tokens_{reason}": count for reason, count in record.missed.items()},
+    }

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raykv.engine.layered import Steps
+
 WEIGHT = 0.2
 """Weight of the newest measurement in the running mean."""
 
@@ -91,28 +93,21 @@ class FetchCost:
         return self._refusals % EXPLORE_EVERY == 0
 
 
-MOST_STEPS = 64
-"""Under way at a time; vLLM has as many as there are stages of its pipeline, and one more."""
-
-
 class StepTimes:
     """How long an engine's steps take; vLLM may schedule one before the one before it has ended."""
 
     def __init__(self) -> None:
-        # By identity: what was scheduled, how many tokens, and when.
-        self._under_way: dict[int, tuple[object, int, float]] = {}
+        # How many tokens, and when.
+        self._under_way: Steps[tuple[int, float]] = Steps()
         self._last_end = 0.0
 
     def begin(self, step: object, num_tokens: int, now: float) -> None:
         """A step goes out."""
-        if len(self._under_way) >= MOST_STEPS:
-            # Nobody tells of their ends.
-            self._under_way.clear()
-        self._under_way[id(step)] = step, num_tokens, now
+        self._under_way.begin(step, (num_tokens, now))
 
     def end(self, step: object, now: float) -> tuple[int, float] | None:
         """A step's tokens, and the seconds that it had the engine for itself; None: unknown."""
-        _, num_tokens, began = self._under_way.pop(id(step), (None, 0, now))
+        num_tokens, began = self._under_way.end(step, (0, now))
         began, self._last_end = max(began, self._last_end), now
         return (num_tokens, now - began) if num_tokens else None
 

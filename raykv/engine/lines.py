@@ -72,19 +72,19 @@ class LineOwner(Protocol):
     def hello(self) -> EngineHello:
         """Who it is now."""
 
-    def query(self, place: int) -> ChangesQuery:
+    def query(self) -> ChangesQuery:
         """What to ask for next."""
 
-    def next_tell(self, place: int) -> Tell | None:
+    def next_tell(self) -> Tell | None:
         """What to say now; None: nothing is due."""
 
-    def moved(self, place: int, node_id: NodeId) -> None:
+    def moved(self, node_id: NodeId) -> None:
         """The place is another node from now on."""
 
-    def welcomed(self, place: int, life: int) -> None:
+    def welcomed(self, life: int) -> None:
         """A NodeActor of that life has let the engine in, and knows nothing of before."""
 
-    def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
+    def answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
         """The answer to a query."""
 
 
@@ -92,7 +92,6 @@ class PlaceLine:
     """See the module's docstring.
 
     Args:
-        place: its number.
         owner: of the line.
         node_id: of the place.
         locate: where the NodeActor is; told whether where it was does not do any more. It may take
@@ -101,12 +100,11 @@ class PlaceLine:
 
     def __init__(
         self,
-        place: int,
         owner: LineOwner,
         node_id: NodeId,
         locate: Callable[[bool], NodeDescription],
     ) -> None:
-        self._place, self._owner = place, owner
+        self._owner = owner
         self._node_id = node_id
         self._locate = locate
         self.refusal = ""
@@ -191,7 +189,7 @@ class PlaceLine:
     def _reach(self, node: NodeDescription) -> None:
         if node.node_id != self._node_id:
             self._node_id = NodeId(node.node_id)
-            self._owner.moved(self._place, self._node_id)
+            self._owner.moved(self._node_id)
         sock = wire.connect(node.socket_name, PLACE_CONNECT_S)
         self._sock, self._reader = sock, wire.FrameReader()
         wire.peer_of(sock)
@@ -213,7 +211,7 @@ class PlaceLine:
         self.refusal = welcome.error
         if welcome.error:
             raise AttachError(f"the NodeActor refuses this engine: {welcome.error}")
-        self._owner.welcomed(self._place, welcome.life)
+        self._owner.welcomed(welcome.life)
 
     def _failed(self, error: Exception) -> None:
         """The line is down; said once until something has been heard."""
@@ -230,10 +228,10 @@ class PlaceLine:
 
     def _speak(self) -> None:
         """Say what is due."""
-        query = self._owner.query(self._place)
+        query = self._owner.query()
         if self._hello is None or query.namespace != self._hello.namespace:
             self._introduce()
-            query = self._owner.query(self._place)
+            query = self._owner.query()
         now = time.monotonic()
         if self._queries and now - self._queries[0][1] > PLACE_LOST_S:
             raise AttachError("the NodeActor does not answer")
@@ -242,7 +240,7 @@ class PlaceLine:
             self._queries.append((query, now))
         if now < self._tell_at:
             return
-        tell = self._owner.next_tell(self._place)
+        tell = self._owner.next_tell()
         if tell is not None:
             self._send(tell)
             self._tell_at = time.monotonic() + TELL_PAUSE_S
@@ -281,7 +279,7 @@ class PlaceLine:
         if not answer.is_known and query.namespace == known_in:
             # It has forgotten the engine.
             self._hello = None
-        self._owner.answered(self._place, query, answer)
+        self._owner.answered(query, answer)
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self._sock is not None

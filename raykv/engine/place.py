@@ -20,7 +20,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import ray
 
@@ -31,29 +30,19 @@ from raykv.cluster.join import Raylet, leave_ray
 logger = logging.getLogger("raykv")
 
 
-class RayHere(Protocol):
-    """What is asked of Ray and of this host; `OwnRay`, and what tests play."""
+class RayHere:
+    """What is asked of Ray and of this host; tests play another one."""
 
     def raylets(self) -> list[Raylet]:
         """See `raykv.cluster.join.raylets`."""
-
-    def driver_node(self) -> str:
-        """The node of the raylet that this process is connected to; empty: it is not."""
-
-    def rejoin(self, address: str) -> None:
-        """See `raykv.cluster.join.rejoin`."""
-
-
-class OwnRay:
-    """This process's."""
-
-    def raylets(self) -> list[Raylet]:
         return cluster.raylets()
 
     def driver_node(self) -> str:
+        """The node of the raylet that this process is connected to; empty: it is not."""
         return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
     def rejoin(self, address: str) -> None:
+        """See `raykv.cluster.join.rejoin`."""
         cluster.rejoin(address)
 
 
@@ -72,7 +61,7 @@ class EnginePlace:
     ) -> None:
         self._address = address
         self._is_ours = is_ours
-        self._here = here or OwnRay()
+        self._here = here or RayHere()
         self.node_id = node_id
         self.is_gone = False
         there = self._here.raylets()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ from raykv.directory.launch import scheduler_actor
 from raykv.engine.fetches import FetchClient, RayActor
 from raykv.engine.hints import HintBox
 from raykv.engine.place import EnginePlace
-from raykv.engine.session import EngineParts, RayCalls, Session
+from raykv.engine.session import EngineParts, Session
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
@@ -105,11 +106,12 @@ class EngineRuntime:
             settings.fetch_deadline_s,
             with_checksums=settings.fetch_checksums,
         )
+        scheduler = RayActor(self._find_scheduler, calling)
         self.session = Session(
             view,
             hello,
             NodeId(self.node_id),
-            RayCalls(RayActor(self._find_scheduler, calling), settings.rpc_deadline_s),
+            partial(scheduler.call, deadline_s=settings.rpc_deadline_s),
             self._locate,
             fetches,
             EngineParts(hints or HintBox(), described),

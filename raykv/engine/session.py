@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +27,7 @@ from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
+from raykv.engine.fetches import FetchClient, FetchEnded
 from raykv.engine.hints import HintBox
 from raykv.engine.lines import PlaceLine
 from raykv.engine.view import EngineView
@@ -104,34 +104,8 @@ class WorkerReport(NamedTuple):
     breakers: BreakerReport
 
 
-class SchedulerCalls(Protocol):
-    """How a session reaches the scheduler actor; Ray is one way, tests have another."""
-
-    def call(self, method: str, argument: bytes | str) -> bytes:
-        """The answer of one of its methods."""
-
-
-class RayCalls:
-    """Calls through Ray; `deadline_s` is for each of them."""
-
-    def __init__(self, actor: RayActor, deadline_s: float) -> None:
-        self._actor = actor
-        self._deadline_s = deadline_s
-
-    def call(self, method: str, argument: bytes | str) -> bytes:
-        try:
-            answer: bytes = self._actor.begin(method, argument).result(timeout=self._deadline_s)
-        except Exception:
-            self._actor.forget()
-            raise
-        return answer
-
-
-class QuietAnswer(NamedTuple):
-    """An answer of the place that has no rows, and when it came."""
-
-    answer: ChangesAnswer
-    at: float
+Call = Callable[[str, bytes | str], bytes]
+"""Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +129,7 @@ class Session:
         view: of the engine; the session begins it.
         hello: who the engine is.
         node_id: where it is.
-        calls: of the scheduler actor.
+        call: to the scheduler actor.
         locate: see `PlaceLine`.
         fetches: None: nothing is fetched.
         parts: see there.
@@ -166,7 +140,7 @@ class Session:
         view: EngineView,
         hello: EngineHello,
         node_id: NodeId,
-        calls: SchedulerCalls,
+        call: Call,
         locate: Callable[[bool], NodeDescription],
         fetches: FetchClient | None = None,
         parts: EngineParts | None = None,
@@ -176,16 +150,16 @@ class Session:
         self.hints, self.described = parts.hints, parts.described
         self._view = view
         self._first = hello
-        self._calls = calls
+        self._call = call
         self._fetches = fetches
-        self._line = PlaceLine(THE_PLACE, self, node_id, locate)
+        self._line = PlaceLine(self, node_id, locate)
         # What the engine's thread is to do between steps, in order.
         self._inbox: deque[Callable[[], None]] = deque()
         # Rows of answers that were put there, and those that were taken; where the last one ends.
         self._num_put = self._num_taken = 0
         self._read_to = Position()
-        # The last answer that has only facts, if none with rows came behind it.
-        self._standing: QuietAnswer | None = None
+        # The last answer that has only facts, and when it came, if none with rows came behind it.
+        self._standing: tuple[ChangesAnswer, float] | None = None
         # Where the engine is, and where it is about to go.
         self._space = Space(hello.namespace, hello.traits)
         self._next: Space | None = None
@@ -254,8 +228,8 @@ class Session:
             self._inbox.popleft()()
         standing, now = self._standing, time.monotonic()
         if standing is not None and not self._inbox:
-            self._view.take(THE_PLACE, standing.answer, standing.at)
-            self._view.hear(THE_PLACE, standing.at)
+            self._view.take(THE_PLACE, *standing)
+            self._view.hear(THE_PLACE, standing[1])
         self._follow_workers(now)
         self._view.look(now)
         if was_full:
@@ -383,18 +357,17 @@ class Session:
         self._introduced = space.namespace
         return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
 
-    def query(self, place: int) -> ChangesQuery:
+    def query(self) -> ChangesQuery:
         """See `LineOwner.query`: from where the view is, or the last answer before it."""
         is_full = self._is_full
-        query = self._view.query(place)
+        query = self._view.query(THE_PLACE)
         if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
             query = msgspec.structs.replace(query, position=self._read_to)
         most = query.most if self._is_started else MAX_KEYS
         return msgspec.structs.replace(query, most=0 if is_full else most)
 
-    def answered(self, place: int, query: ChangesQuery, answer: ChangesAnswer) -> None:
+    def answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
         """See `LineOwner.answered`."""
-        del place
         now = time.monotonic()
         naming = answer.facts.naming
         is_mine = naming is not None and naming.weights == self._weights
@@ -402,7 +375,7 @@ class Session:
             self._naming, self._heard = naming, naming.stamp
         part = answer.part
         if part.end == query.position:
-            self._standing = QuietAnswer(answer, now)
+            self._standing = answer, now
             return
         # Comes first, so that nothing older is applied after something newer.
         self._standing = None
@@ -418,9 +391,8 @@ class Session:
             answer = msgspec.structs.replace(answer, has_more=True)
         self._inbox.append(partial(self._take_changes, answer, now))
 
-    def welcomed(self, place: int, life: int) -> None:
+    def welcomed(self, life: int) -> None:
         """See `LineOwner.welcomed`."""
-        del place
         self._wanted.tell_all_again()
         self._tell_at = 0.0
         last, self._welcomed = self._welcomed, (life, self._introduced)
@@ -430,17 +402,15 @@ class Session:
         if last[0] != life and self.described is not None:
             self.described.tell_again()
 
-    def moved(self, place: int, node_id: NodeId) -> None:
+    def moved(self, node_id: NodeId) -> None:
         """See `LineOwner.moved`."""
-        del place
         self._standing = None
         # Of another cluster, perhaps, whose numbers say nothing here.
         self._orders = NOTHING_ORDERED
         self._inbox.append(partial(self._move, node_id))
 
-    def next_tell(self, place: int) -> Tell | None:
+    def next_tell(self) -> Tell | None:
         """See `LineOwner.next_tell`."""
-        del place
         view, now = self._view, time.monotonic()
         knows = (self._heard, self._weights, max(self._orders, view.orders))
         has_news = view.has_found or view.accounts.has_records or self.hints.has_news
@@ -554,7 +524,7 @@ class Session:
 
     def _ask(self, question: Ask) -> None:
         began = time.monotonic()
-        answer = receive(self._calls.call("ask", encode(question)), AskAnswer, SENDER, "the engine")
+        answer = receive(self._call("ask", encode(question)), AskAnswer, SENDER, "the engine")
         self._question = None
         if question.keys:
             self._lookups.observe(time.monotonic() - began)
@@ -569,11 +539,11 @@ class Session:
             self._num_clears += 1
             order_id = f"reset {self._num_clears} of {self._view.life:x}"
             raw = encode(ClearOrder(PROTOCOL_VERSION, order_id, self._view.namespace))
-            taken = receive(self._calls.call("order", raw), OrderAnswer, SENDER, "the engine")
+            taken = receive(self._call("order", raw), OrderAnswer, SENDER, "the engine")
             if taken.error:
                 raise ClusterError(taken.error)
             self._clear = (reset, order_id)
-        raw = self._calls.call("order_state", self._clear[1])
+        raw = self._call("order_state", self._clear[1])
         state = receive(raw, OrderState, SENDER, "the engine")
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)

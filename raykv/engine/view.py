@@ -44,8 +44,9 @@ from raykv.base.ids import (
     group_of,
 )
 from raykv.engine.accounts import Accounts
-from raykv.engine.announcements import TOUCH_S, Announcements, FoundChunks
+from raykv.engine.announcements import Announcements
 from raykv.engine.cost import FetchCost
+from raykv.engine.found import TOUCH_S, FoundChunks
 from raykv.engine.listed import ListedPlace, PlaceChange
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.engine.requests import (

@@ -21,8 +21,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from raykv.base.errors import SettingError
 from raykv.base.guard import guarded
 from raykv.base.settings import Settings
-from raykv.engine.layered import LayeredLoad, LayeredLoads, spoiled_blocks
-from raykv.engine.siblings import Lost, SiblingLoads
+from raykv.engine.layered import (
+    LayeredLoad,
+    LayeredLoads,
+    Lost,
+    SiblingLoads,
+    Steps,
+    spoiled_blocks,
+)
 from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
 from raykv.vllm.internals.scheduling import (
     begun,
@@ -38,10 +44,6 @@ from raykv.vllm.weights import WeightChanges
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
 
-
-MOST_STEPS = 64
-"""Under way at a time; see `raykv.engine.cost.MOST_STEPS`."""
-
 LEFT_TO_COMPUTE = 2
 """Tokens of a prompt that are computed though they may be known. Without one the step would have no
 result; with one it would look like a step of decoding, for which vLLM may have one graph of all
@@ -55,17 +57,13 @@ def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any)
     Raises:
         SettingError: this engine is not known to.
     """
-    reason = _reason_against(settings, vllm_config, kv_cache_config)
-    if reason:
-        raise SettingError(f"layerwise_loads can't be had: {reason}")
-
-
-def _reason_against(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> str:
-    return (
+    reason = (
         _against_steps(vllm_config)
         or _against_model(vllm_config, kv_cache_config)
         or _against_rest(settings, vllm_config)
     )
+    if reason:
+        raise SettingError(f"layerwise_loads can't be had: {reason}")
 
 
 def _against_steps(vllm_config: Any) -> str:
@@ -155,13 +153,13 @@ class LayeredScheduling:
         self.loads = loads
         self._tables = tables
         self._tokens_per_hash = self._tables.tokens_per_hash
-        self._tokens_per_block = self._tables.groups[0].tokens_per_block
+        self._tokens_per_block = self._tables.tokens_per_block
         # How many tokens vLLM's own cache has of requests that were asked about last.
         self._num_local: dict[str, int] = {}
         # What users allowed requests to store, while they must not.
         self._allowed: dict[str, tuple[OffloadedRequest, int | None]] = {}
-        # Steps with loads that have gone out, by identity: what was scheduled, and their numbers.
-        self._steps: dict[int, tuple[Any, int]] = {}
+        # The numbers of those with loads.
+        self._steps: Steps[int] = Steps()
         # Requests that were taken back for what another connector did not load.
         self._taken_back: set[str] = set()
 
@@ -225,12 +223,8 @@ class LayeredScheduling:
         """A step goes out."""
         is_loading = bool(self.loads.beginning)
         number = self.loads.close_step()
-        if is_loading:
-            if len(self._steps) >= MOST_STEPS:
-                # Nobody tells of its end.
-                _, oldest = self._steps.pop(next(iter(self._steps)))
-                self.loads.lose_step(oldest)
-            self._steps[id(scheduled)] = scheduled, number
+        if is_loading and (lost := self._steps.begin(scheduled, number)) is not None:
+            self.loads.lose_step(lost)
         self._num_local.clear()
 
     def end_step(
@@ -242,8 +236,7 @@ class LayeredScheduling:
         that is in use only removes its name.
         """
         invalid = invalid_blocks_of(result)
-        _, number = self._steps.pop(id(scheduled), (None, -1))
-        lost = self.loads.end_step(number, invalid)
+        lost = self.loads.end_step(self._steps.end(scheduled, -1), invalid)
         if invalid:
             lost |= self._compute_anew(scheduler, result, invalid)
         if lost:
@@ -288,7 +281,7 @@ class LayeredScheduling:
 
 class SiblingScheduling:
     """What other connectors load within a step, beside RayKV in vLLM's `MultiConnector`; see
-    `raykv.engine.siblings`. On EngineCore's scheduler thread.
+    `raykv.engine.layered`. On EngineCore's scheduler thread.
 
     vLLM doesn't tell a connector what another one loads. But each is asked what it finds behind the
     tokens of vLLM's own cache: a request that begins with the step behind more tokens than that,
@@ -310,8 +303,8 @@ class SiblingScheduling:
         self._loads = SiblingLoads()
         # How many tokens vLLM's own cache has of requests that were asked about for this step.
         self._asked: dict[str, int] = {}
-        # Steps that have gone out while others loaded, by identity: what was scheduled, and number.
-        self._steps: dict[int, tuple[Any, int]] = {}
+        # The numbers of those that have gone out while others loaded.
+        self._steps: Steps[int] = Steps()
 
     def ask(self, request_id: str, num_computed_tokens: int) -> None:
         """RayKV is asked what it finds behind so many tokens."""
@@ -353,15 +346,11 @@ class SiblingScheduling:
         )
         self._lose(lost, evict)
         if self._loads.held:
-            if len(self._steps) >= MOST_STEPS:
-                # Nobody tells of their ends.
-                self._steps.clear()
-            self._steps[id(scheduled)] = scheduled, number
+            self._steps.begin(scheduled, number)
 
     def end_step(self, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]) -> None:
         """A step has ended, and vLLM has not looked at its result yet."""
-        _, number = self._steps.pop(id(scheduled), (None, 0))
-        if number:
+        if number := self._steps.end(scheduled, 0):
             known = self._tables.requests.keys()
             self._lose(self._loads.end(number, invalid_blocks_of(result), known), evict)
 

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from raykv.cluster import ask
 from raykv.engine.fetches import RayActor
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import new_life
-from raykv.engine.session import RayCalls, Session
+from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
@@ -68,8 +69,8 @@ def stored_and_loaded(node_id: str) -> bool:
     life = new_life()
     hello = EngineHello(PROTOCOL_VERSION, "bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
     described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
-    calls = RayCalls(RayActor(ask.find_scheduler_actor), 5.0)
-    session = Session(view, hello, NodeId(node_id), calls, lambda _anew: described)
+    call = partial(RayActor(ask.find_scheduler_actor).call, deadline_s=5.0)
+    session = Session(view, hello, NodeId(node_id), call, lambda _anew: described)
     session.attach(PATIENCE_S)
     session.start()
 

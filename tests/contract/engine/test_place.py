@@ -8,13 +8,13 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster.join import Raylet
-from raykv.engine.place import EnginePlace
+from raykv.engine.place import EnginePlace, RayHere
 
 LONG_S = 10.0
 HEAD = "head:1"
 
 
-class PlayedRay:
+class PlayedRay(RayHere):
     """A host with raylets, and the one that this process is connected to."""
 
     def __init__(self, *names: str, driver: str) -> None:

@@ -244,7 +244,7 @@ def test_request_is_counted_once_however_often_it_begins_and_ends() -> None:
     assert first.prompt == 100
     assert accounts.close("r") is None
     assert accounts.get("r") is None
-    assert accounts.num_prompt == 100
+    assert accounts.counters["prompt_tokens"] == 100
 
 
 def test_oldest_records_are_lost_when_too_many_wait_and_messages_are_bounded() -> None:
@@ -254,7 +254,7 @@ def test_oldest_records_are_lost_when_too_many_wait_and_messages_are_bounded() -
         accounts.close(f"{number}")
     first = accounts.take_records()
     assert [record.request_id for record in first] == [f"{10 + i}" for i in range(MAX_RECORDS)]
-    assert accounts.num_prompt == MAX_WAITING + 10
+    assert accounts.counters["prompt_tokens"] == MAX_WAITING + 10
 
 
 def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord:

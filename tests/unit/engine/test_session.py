@@ -404,15 +404,15 @@ def test_cleared_chunks_are_described_again(place: PlayedPlace, scheduler: Playe
     try:
         place.store(key(1))
         session.attach(DEADLINE_S)
-        drained(session, lambda: any(tell.described.keys for tell in place.tells), "it is told")
+        drained(session, lambda: any(tell.described for tell in place.tells), "it is told")
         assert described.knows("ns", key(1))
         place.take_orders(OrdersDocument(Stamp(1, 5), floors={"ns": 5}))
         drained(session, lambda: not described.knows("ns", key(1)), "it is cleared")
         described.add(Description("ns", key(1), None, b"", bytes(4), 1))
         drained(session, lambda: not described.has_news, "it is told again")
         behind = Position(place.life, 10**6, ALL_READ)
-        query = msgspec.structs.replace(session.query(0), position=behind)
-        session.answered(0, query, place.pool.changes(query, 0.0))
+        query = msgspec.structs.replace(session.query(), position=behind)
+        session.answered(query, place.pool.changes(query, 0.0))
         assert not described.knows("ns", key(1)), "what was cleared meanwhile is not said"
     finally:
         session.stop(DEADLINE_S)

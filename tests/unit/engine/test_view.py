@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import raykv.engine.announcements
+import raykv.engine.found
 from raykv.base.ids import (
     Blocks,
     Key,
@@ -16,7 +16,8 @@ from raykv.base.ids import (
     Stamp,
     in_group,
 )
-from raykv.engine.announcements import TOUCH_S, News
+from raykv.engine.announcements import News
+from raykv.engine.found import TOUCH_S
 from raykv.engine.listed import SILENT_S
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
@@ -209,7 +210,7 @@ def test_what_a_request_finds_is_told_again_while_it_waits() -> None:
 def test_few_chunks_are_told_again_however_many_requests_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.engine.announcements, "MAX_ASKED", 3)
+    monkeypatch.setattr(raykv.engine.found, "MAX_ASKED", 3)
     view, (node,) = made(HERE)
     node.says(row(A), row(B))
     view.start_request("s", RequestOptions())
@@ -226,7 +227,7 @@ def test_few_chunks_are_told_again_however_many_requests_wait(
 def test_touches_that_nobody_takes_are_bounded_and_the_latest_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.engine.announcements, "MAX_TOUCHES", 4)
+    monkeypatch.setattr(raykv.engine.found, "MAX_TOUCHES", 4)
     view, (node,) = made(HERE)
     many = [in_group(Key(bytes([number]) * 8), 0) for number in range(6)]
     node.says(*map(row, many))

@@ -15,8 +15,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import RequestStatus
 
-from raykv.engine.layered import LayeredLoad, LayeredLoads
-from raykv.vllm.layered import MOST_STEPS, LayeredScheduling
+from raykv.engine.layered import MOST_STEPS, LayeredLoad, LayeredLoads
+from raykv.vllm.layered import LayeredScheduling
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, key
 
 
