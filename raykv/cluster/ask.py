@@ -15,6 +15,7 @@ from raykv.base.deadlines import CLIENT_S, SILENCE_S
 from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
 from raykv.base.threads import within
 from raykv.cluster import names
+from raykv.cluster.logs import level_for_actors
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
@@ -29,6 +30,29 @@ DOCTOR_TAKE_S = 1.0
 T = TypeVar("T")
 
 SCHEDULER, NODE_ACTOR, HERE = "the scheduler actor", "the NodeActor", "this process"
+
+
+def detached(kind: Any, name: str, environment: Mapping[str, str], **where: Any) -> Any:
+    """How a named actor is made that outlives who makes it, and is restarted for ever: its `remote`
+    returns the one that is there, or makes it; creators that race get the same one.
+
+    Args:
+        kind: what `ray.remote` has made of its class.
+        name: the actor's.
+        environment: variables of its process, beside those that all actors of RayKV's have.
+        where: Ray's options that say on which node it runs. It needs no core.
+    """
+    return kind.options(
+        name=name,
+        namespace=names.RAY_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+        runtime_env={"env_vars": {**environment, **level_for_actors()}},
+        **where,
+    )
 
 
 def find(name: str) -> Any | None:

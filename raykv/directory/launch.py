@@ -8,9 +8,7 @@ import ray
 
 from raykv.base.ids import Stamp
 from raykv.base.settings import ANY_PORT, MetricsPlace
-from raykv.cluster import bequest, names
-from raykv.cluster.logs import level_for_actors
-from raykv.cluster.names import HEAD_RESOURCE, SHARE_OF_HEAD
+from raykv.cluster import ask, bequest, names
 from raykv.directory.actor import SchedulerActor
 from raykv.protocol.operator import OrdersDocument
 
@@ -21,19 +19,10 @@ def scheduler_actor(address: str, metrics: MetricsPlace = ANY_PORT) -> Any:
     It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
     of any other node does not cost the directory.
     """
-    options = {
-        "name": names.SCHEDULER,
-        "namespace": names.RAY_NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-        # An actor that needs nothing goes to any node, whatever affinity it has.
-        "resources": {HEAD_RESOURCE: SHARE_OF_HEAD},
-        "runtime_env": {"env_vars": {"RAY_worker_niceness": "0", **level_for_actors()}},
-    }
-    return ray.remote(SchedulerActor).options(**options).remote(address, metrics)
+    # An actor that needs nothing goes to any node, whatever affinity it has.
+    head = {names.HEAD_RESOURCE: names.SHARE_OF_HEAD}
+    kind, environment = ray.remote(SchedulerActor), {"RAY_worker_niceness": "0"}
+    return ask.detached(kind, names.SCHEDULER, environment, resources=head).remote(address, metrics)
 
 
 def forget_wish() -> None:

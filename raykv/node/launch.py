@@ -11,7 +11,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import USUAL_OPTIONS, DiskPlace, MetricsPlace, NodeOptions
 from raykv.cluster import ask, names
-from raykv.cluster.logs import level_for_actors
 from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
 from raykv.node.wishes import RayNode, geometry_of
@@ -33,26 +32,15 @@ def node_actor(
     extra: NodeOptions = USUAL_OPTIONS,
 ) -> Any:
     """The NodeActor of a node, created there if there is none."""
-    options = {
-        "name": names.node_actor(node_id),
-        "namespace": names.RAY_NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    made = ask.detached(
+        ray.remote(concurrency_groups=CONCURRENCY)(NodeActor),
+        names.node_actor(node_id),
         # It asks for no GPU and yet serves all of them: Ray must not hide them.
-        "runtime_env": {
-            "env_vars": {"RAY_worker_niceness": "0", KEEP_GPUS: "1", **level_for_actors()}
-        },
-    }
-    socket_name = names.node_socket(address, node_id)
-    return (
-        ray.remote(concurrency_groups=CONCURRENCY)(NodeActor)
-        .options(**options)
-        .remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, extra)
+        {"RAY_worker_niceness": "0", KEEP_GPUS: "1"},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
+    socket_name = names.node_socket(address, node_id)
+    return made.remote(node_id, socket_name, pool_bytes, slab_bytes, pool_path, extra)
 
 
 def facts_of(node: Mapping[str, Any]) -> RayNode:

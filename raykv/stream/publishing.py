@@ -13,7 +13,6 @@ from raykv.base.errors import ClusterError, first_line
 from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
 from raykv.cluster import ask, names
-from raykv.cluster.logs import level_for_actors
 from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
 
@@ -48,18 +47,9 @@ def publisher_actor(settings: PublisherSettings) -> Any:
         from raykv.stream.publisher import PublisherActor
     except ImportError as error:
         raise ClusterError(f"{error}: publishing needs pyzmq: {with_extra('events')}") from error
-    options = {
-        "name": names.PUBLISHER,
-        "namespace": names.RAY_NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-        "runtime_env": {"env_vars": level_for_actors()},
-        "resources": {names.HEAD_RESOURCE: names.SHARE_OF_HEAD},
-    }
-    return ray.remote(PublisherActor).options(**options).remote(settings)
+    head = {names.HEAD_RESOURCE: names.SHARE_OF_HEAD}
+    made = ask.detached(ray.remote(PublisherActor), names.PUBLISHER, {}, resources=head)
+    return made.remote(settings)
 
 
 def ensure_publisher(settings: Settings) -> None:
