@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import nsmallest
 from itertools import islice
+from typing import cast
 
 from raykv.base.departures import Departures
 from raykv.base.ids import EngineId, Key, Namespace, NodeId
 from raykv.directory.known.coming import Coming
-from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings
-from raykv.directory.known.intake import MovedChunk
+from raykv.directory.known.holdings import IN_RAM, Held, HeldAt, Holdings, MovedChunks, grouped
 from raykv.directory.known.members import EngineLife, Members
 from raykv.protocol.columns import Numbers, SourceKind
 from raykv.protocol.engine import MOST_SOURCES, Ask, AskAnswer
-from raykv.protocol.listing import Reason
 
 MOST_DEPARTED = 262_144
 """Chunks of which it is remembered why the last copy went: some 35 MB."""
@@ -28,8 +27,6 @@ MOST_SPACES = 16
 MOST_MISSING = 64
 """Keys of a question that are looked for in other namespaces."""
 
-NAME_BYTES = 8
-
 
 class Asks:
     """See the module's docstring."""
@@ -38,37 +35,36 @@ class Asks:
         self._members = members
         self._holdings = holdings
         self._coming = coming
-        self._departed: Departures[Reason] = Departures(MOST_DEPARTED)
+        # Reasons as numbers, which the collector of garbage does not walk.
+        self._departed: Departures[int] = Departures(MOST_DEPARTED)
 
-    def went(self, moved: Iterable[MovedChunk]) -> None:
+    def went(self, moved: MovedChunks) -> None:
         """The last copies of chunks are gone."""
-        by_reason: dict[Reason, list[bytes]] = {}
-        for each in moved:
-            short = _short(each.namespace, each.key)
-            by_reason.setdefault(each.reason, []).append(short)
-        for reason, names in by_reason.items():
-            self._departed.note(names, reason)
+        self._departed.note(_short(moved.namespace, moved.keys), int(moved.reason))
 
     def answer(self, ask: Ask, life: int, now: float) -> AskAnswer:
         """Answer an engine, and remember what it announces."""
         namespace = Namespace(ask.namespace)
         engine = EngineLife(EngineId(ask.engine_id), ask.life)
         places = frozenset(map(NodeId, ask.places))
-        self._announce(engine, places, namespace, [Key(key) for key in ask.coming], now)
-        keys = [Key(key) for key in ask.keys]
+        self._announce(engine, places, namespace, cast("list[Key]", list(ask.coming)), now)
+        keys = cast("list[Key]", list(ask.keys))
         found = self._holdings.ask(namespace, keys)
-        rows = list(self._rows(found, places))
-        nodes = {node_id: at for at, node_id in enumerate(dict.fromkeys(row[1] for row in rows))}
+        nodes: dict[NodeId, int] = {}
+        rows = self._rows(found, places, nodes)
         missing = [at for at, held in enumerate(found) if not held]
-        reasons = {at: self._departed.get(_short(namespace, keys[at])) for at in missing}
-        gone = {at: reason for at, reason in reasons.items() if reason is not None}
+        gone = {}
+        if missing:
+            names = zip(missing, _short(namespace, [keys[at] for at in missing]), strict=True)
+            reasons = {at: self._departed.get(name) for at, name in names}
+            gone = {at: reason for at, reason in reasons.items() if reason is not None}
         return AskAnswer(
             life,
             list(nodes),
             Numbers.of(at for at, _, _ in rows),
-            Numbers.of(nodes[node_id] for _, node_id, _ in rows),
+            Numbers.of(node for _, node, _ in rows),
             bytes(kind for _, _, kind in rows),
-            Numbers.of(self._coming_of(namespace, keys, engine, now)),
+            Numbers.of(self._coming.of_others(namespace, keys, engine, now)),
             Numbers.of(gone),
             bytes(gone.values()),
             Numbers.of(self._elsewhere(namespace, keys, missing)),
@@ -83,33 +79,30 @@ class Asks:
         now: float,
     ) -> None:
         """An engine stores chunks; what one of its places has by now is not coming any more."""
-        names = [
-            (namespace, key)
-            for key, held in zip(keys, self._holdings.ask(namespace, keys), strict=True)
-            if not any(each.node_id in places and each.where in IN_RAM for each in held)
-        ]
-        self._coming.announce(engine, places, names, now)
-
-    def _coming_of(
-        self, namespace: Namespace, keys: Sequence[Key], engine: EngineLife, now: float
-    ) -> Iterator[int]:
-        for at, key in enumerate(keys):
-            if self._coming.is_coming((namespace, key), engine, now):
-                yield at
+        found = self._holdings.ask(namespace, keys)
+        if any(found):
+            keys = [
+                key
+                for key, held in zip(keys, found, strict=True)
+                if not any(each.node_id in places and each.where in IN_RAM for each in held)
+            ]
+        self._coming.announce(engine, places, namespace, keys, now)
 
     # Sources
 
     def _rows(
-        self, found: Sequence[tuple[HeldAt, ...]], places: Container[NodeId]
-    ) -> Iterator[tuple[int, NodeId, SourceKind]]:
-        """Sources of each key, the best one first. Keys in the same places have the same object."""
-        ranked: dict[int, list[tuple[NodeId, SourceKind]]] = {}
-        for at, held in enumerate(found):
-            sources = ranked.get(id(held))
-            if sources is None:
-                sources = ranked[id(held)] = self._ranked(held, places)
-            for node_id, kind in sources:
-                yield at, node_id, kind
+        self, found: Sequence[Held], places: Container[NodeId], nodes: dict[NodeId, int]
+    ) -> list[tuple[int, int, SourceKind]]:
+        """Sources of each key, the best one first: numbers of keys, and of nodes, which are noted.
+
+        Keys in the same places have the same object, and are looked at together.
+        """
+        rows: list[tuple[int, int, SourceKind]] = []
+        for positions in grouped(range(len(found)), list(map(id, found))).values():
+            for node_id, kind in self._ranked(found[positions[0]], places):
+                number = nodes.setdefault(node_id, len(nodes))
+                rows += [(at, number, kind) for at in positions]
+        return rows
 
     def _ranked(
         self, held: Iterable[HeldAt], places: Container[NodeId]
@@ -145,6 +138,6 @@ def _kind(held: HeldAt) -> SourceKind:
     return SourceKind.POOL if held.where in IN_RAM else SourceKind.DISK
 
 
-def _short(namespace: Namespace, key: Key) -> bytes:
-    """A name in few bytes; two of one short name are unlikely, and harm no one."""
-    return hash((namespace, key)).to_bytes(NAME_BYTES, "little", signed=True)
+def _short(namespace: Namespace, keys: Iterable[Key]) -> Iterator[int]:
+    """Names in few bytes; two of one short name are unlikely, and harm no one."""
+    return map(hash(namespace).__xor__, map(hash, keys))

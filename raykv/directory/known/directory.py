@@ -26,11 +26,9 @@ from raykv.directory.known.asks import Asks
 from raykv.directory.known.coming import Coming
 from raykv.directory.known.document import Orders
 from raykv.directory.known.events import MOST_EVENTS, EventRing, KnownEvent
-from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, Name
-from raykv.directory.known.intake import Intake, MovedChunk
-from raykv.directory.known.marks import SpareMarks
+from raykv.directory.known.holdings import IN_RAM, Held, Holdings
+from raykv.directory.known.marks import Numbering, SpareMarks
 from raykv.directory.known.members import EngineLife, HeardReport, Members
-from raykv.directory.known.numbering import Numbering
 from raykv.directory.known.orders import OrdersWatch
 from raykv.directory.known.sessions import SessionNodes
 from raykv.directory.known.spaces import NamespaceUse
@@ -53,16 +51,6 @@ introduced.
 """
 
 TIERS = (Where.RAM, Where.DISK)
-TIER_CHANGES = {
-    (before, after): [
-        (tier, bool(after & tier) - bool(before & tier))
-        for tier in TIERS
-        if after & tier != before & tier
-    ]
-    for before in map(Where, range(4))
-    for after in map(Where, range(4))
-}
-"""At hand for each row: to look at flags takes several times as long."""
 
 SWEEP = 8192
 """Chunks of lost nodes that are looked at in one go: some milliseconds."""
@@ -95,7 +83,6 @@ class Directory:
         self._orders = orders
         self._watch = OrdersWatch(orders)
         self._holdings = Holdings()
-        self._intake = Intake(self._holdings)
         self._coming = Coming()
         self._asks = Asks(self.members, self._holdings, self._coming)
         self._numbering = Numbering(life)
@@ -135,9 +122,9 @@ class Directory:
         self.events.joined(node_id, report.life, 0, now)
 
     def _lose(self, node_id: NodeId, now: float) -> None:
-        read = self._intake.position(node_id)
+        read = self._holdings.position(node_id)
         member = self.members.lose(node_id)
-        self._intake.lose(node_id)
+        self._holdings.lose(node_id)
         self.events.lost(node_id, member.number.life, read.number, now)
         self._marks.lose(node_id)
         self.sessions.lose(node_id)
@@ -178,9 +165,9 @@ class Directory:
 
     def _take_part(self, node_id: NodeId, part: ListingPart, now: float) -> None:
         member = self.members[node_id]
-        read, life = self._intake.position(node_id), member.number.life
+        read, life = self._holdings.position(node_id), member.number.life
         room = MOST_CHUNKS - (0 if part.begins else member.num_chunks)
-        taken = self._intake.take(node_id, _within(part, room))
+        taken = self._holdings.take(node_id, _within(part, room))
         if taken.begins:
             self.events.lost(node_id, life, read.number, now)
             self.events.joined(node_id, life, part.start.number, now)
@@ -188,40 +175,25 @@ class Directory:
             self._marks.join(node_id)
             member.num_chunks = 0
             member.chunks.clear()
-        if taken.moved:
-            member.num_chunks += sum(bool(m.after) - bool(m.before) for m in taken.moved)
-            self.events.moved(node_id, life, part.end.number, taken.moved, now)
-            for each in taken.moved:
-                for tier, change in TIER_CHANGES[each.before, each.after]:
-                    member.chunks[each.namespace, tier] += change
-            self._moved(node_id, taken.moved)
-
-    def _moved(self, node_id: NodeId, moved: Sequence[MovedChunk]) -> None:
-        """Chunks are elsewhere on a node than before."""
-        there = self._there(moved)
-        self._marks.moved(node_id, moved, there)
-        self._asks.went(each for each in moved if not there[each.namespace, each.key])
-        for each in moved:
-            if each.after in IN_RAM:
-                self._coming.came(node_id, (each.namespace, each.key))
-
-    def _there(self, moved: Sequence[MovedChunk]) -> dict[Name, tuple[HeldAt, ...]]:
-        """On which nodes each of these chunks is now."""
-        by_namespace: dict[Namespace, list[Key]] = {}
-        for each in moved:
-            by_namespace.setdefault(each.namespace, []).append(each.key)
-        return {
-            (namespace, key): held
-            for namespace, keys in by_namespace.items()
-            for key, held in zip(keys, self._holdings.ask(namespace, keys), strict=True)
-        }
+        self.events.moved(node_id, life, part.end.number, taken.moved, now)
+        for each in taken.moved:
+            before, after, num_keys = each.before, each.after, len(each.keys)
+            member.num_chunks += num_keys * (bool(after) - bool(before))
+            for tier in TIERS:
+                change = bool(after & tier) - bool(before & tier)
+                member.chunks[each.namespace, tier] += num_keys * change
+            self._marks.moved(node_id, each)
+            if not each.held:
+                self._asks.went(each)
+            if after in IN_RAM:
+                self._coming.came(node_id, each.namespace, each.keys)
 
     # Answers
 
     def _answer(
         self, node_id: NodeId, part: ListingPart | None, now: float, *, wants_orders: bool
     ) -> ReportAnswer:
-        read = self._intake.position(node_id)
+        read = self._holdings.position(node_id)
         words, words_number = self.sessions.words(node_id)
         return ReportAnswer(
             self.life,
@@ -275,11 +247,11 @@ class Directory:
         """All that members introduce; one that is at several nodes comes as often."""
         return (each for member in self.members.values() for each in member.engines.values())
 
-    def holders(self, namespace: Namespace, key: Key) -> tuple[HeldAt, ...]:
+    def holders(self, namespace: Namespace, key: Key) -> Held:
         """Which nodes have a chunk."""
         return self._holdings.ask(namespace, [key])[0]
 
-    def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[tuple[HeldAt, ...]]:
+    def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[Held]:
         """For each key, the nodes that have it; keys in the same places have the same object."""
         return self._holdings.ask(namespace, keys)
 

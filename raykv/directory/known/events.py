@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
-from raykv.directory.known.intake import MovedChunk
+from raykv.directory.known.holdings import MovedChunks
 
 MOST_EVENTS = 131_072
 """Kept by default: some 20 MB, several times that if each comes alone."""
-
-NOBODY = NodeId("")
-NO_NAME = (Namespace(""), Key(b""))
 
 
 class KnownEvent(NamedTuple):
@@ -48,32 +45,25 @@ class KnownEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _EventRun:
-    """Events of one report, as columns."""
+    """Events of one kind and report, whose keys alone differ."""
 
-    kinds: bytes
-    namespaces: Sequence[Namespace]
-    keys: Sequence[Key]
-    node_id: NodeId = NOBODY
+    kind: EventKind
+    keys: Sequence[Key] = (Key(b""),)
+    namespace: Namespace = Namespace("")
+    node_id: NodeId = NodeId("")
     life: int = 0
     number: int = 0
     at: float = 0.0
 
     def __len__(self) -> int:
-        return len(self.kinds)
+        return len(self.keys)
 
     def rows(self, first: int, rows: range) -> Iterator[KnownEvent]:
         """Some of the events; the run's first one has the number `first`."""
+        rest = self.life, self.number, self.at
         for row in rows:
-            yield KnownEvent(
-                first + row,
-                EventKind(self.kinds[row]),
-                self.node_id,
-                self.namespaces[row],
-                self.keys[row],
-                self.life,
-                self.number,
-                self.at,
-            )
+            name = self.node_id, self.namespace, self.keys[row]
+            yield KnownEvent(first + row, self.kind, *name, *rest)
 
 
 class EventRing:
@@ -87,7 +77,7 @@ class EventRing:
         self.last_seq = 0
         # Of all events ever, by `EventKind`.
         self.counts: Counter[int] = Counter()
-        self._append_one(EventKind.LIFE_BEGAN, NOBODY, 0, 0, 0.0)
+        self._append(_EventRun(EventKind.LIFE_BEGAN))
 
     @property
     def first_seq(self) -> int:
@@ -96,28 +86,27 @@ class EventRing:
 
     def joined(self, node_id: NodeId, life: int, number: int, now: float) -> None:
         """A node is a member, and has nothing yet."""
-        self._append_one(EventKind.NODE_JOINED, node_id, life, number, now)
+        joined = EventKind.NODE_JOINED
+        self._append(_EventRun(joined, node_id=node_id, life=life, number=number, at=now))
 
     def lost(self, node_id: NodeId, life: int, number: int, now: float) -> None:
         """A node is gone, and with it all that it had."""
-        self._append_one(EventKind.NODE_LOST, node_id, life, number, now)
+        lost = EventKind.NODE_LOST
+        self._append(_EventRun(lost, node_id=node_id, life=life, number=number, at=now))
 
     def cleared(self, namespace: Namespace, history: int, floor: int, now: float) -> None:
         """What was stored in a namespace under an earlier number is void."""
-        kinds = bytes([EventKind.CACHE_CLEARED])
-        names = ([namespace], [Key(b"")])
-        self._append(_EventRun(kinds, *names, life=history, number=floor, at=now))
+        kind = EventKind.CACHE_CLEARED
+        self._append(_EventRun(kind, namespace=namespace, life=history, number=floor, at=now))
 
     def moved(
-        self, node_id: NodeId, life: int, number: int, moved: Iterable[MovedChunk], now: float
+        self, node_id: NodeId, life: int, number: int, moved: Iterable[MovedChunks], now: float
     ) -> None:
         """Chunks have come to a node, or gone."""
-        rows = [each for each in moved if bool(each.before) != bool(each.after)]
-        if rows:
-            stored, removed = EventKind.BLOCK_STORED, EventKind.BLOCK_REMOVED
-            kinds = bytes(stored if each.after else removed for each in rows)
-            names = ([each.namespace for each in rows], [each.key for each in rows])
-            self._append(_EventRun(kinds, *names, node_id, life, number, now))
+        for each in moved:
+            if bool(each.before) != bool(each.after):
+                kind = EventKind.BLOCK_STORED if each.after else EventKind.BLOCK_REMOVED
+                self._append(_EventRun(kind, each.keys, each.namespace, node_id, life, number, now))
 
     def after(self, seq: int, most: int) -> tuple[list[KnownEvent], bool]:
         """Up to `most` events after a number; none if nothing has happened since.
@@ -140,15 +129,9 @@ class EventRing:
                 break
         return [event for events in reversed(found) for event in events], is_gap
 
-    def _append_one(
-        self, kind: EventKind, node_id: NodeId, life: int, number: int, now: float
-    ) -> None:
-        namespace, key = NO_NAME
-        self._append(_EventRun(bytes([kind]), [namespace], [key], node_id, life, number, now))
-
     def _append(self, run: _EventRun) -> None:
         self.last_seq += len(run)
-        self.counts.update(run.kinds)
+        self.counts[run.kind] += len(run)
         self._num_in_runs += len(run)
         self._runs.append(run)
         while self._num_in_runs - len(self._runs[0]) >= self._most:

@@ -24,18 +24,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from zlib import crc32
 
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, Name
-from raykv.directory.known.intake import MovedChunk
-from raykv.directory.known.numbering import Numbering
-from raykv.protocol.columns import NamedKeys
-from raykv.protocol.listing import Where
+from raykv.directory.known.holdings import IN_RAM, HeldAt, Holdings, MovedChunks, Name
+from raykv.protocol.columns import MAX_NUMBER, NamedKeys
 from raykv.protocol.node import Marks
 
 MOST_WAITING = 16_384
@@ -45,6 +42,34 @@ MOST_SENT = 1024
 
 PLACE_BYTES = 7
 """Numbers of nodes and of chunks are below 2**56: places on one line."""
+
+MOST_SHOWN = MAX_NUMBER >> 1
+"""What is above that is no number of anybody."""
+
+
+class Numbering:
+    """Numbers of what is said to nodes, which say which ones they have heard: each is given once.
+
+    A node shows the last number that it has taken, and may show one of an earlier life of the
+    directory until it has heard of this one: so an answer's number is above all that were shown
+    before.
+
+    Args:
+        life: of the directory; lives are mostly further apart than their numbers.
+    """
+
+    def __init__(self, life: int) -> None:
+        self._last = min(life, MOST_SHOWN)
+
+    def next(self, count: int = 1) -> int:
+        """The last one of so many numbers that follow each other."""
+        self._last += count
+        return self._last
+
+    def see(self, shown: int) -> None:
+        """A node shows a number."""
+        if self._last < shown <= MOST_SHOWN:
+            self._last = shown
 
 
 @dataclass(slots=True)
@@ -117,28 +142,16 @@ class SpareMarks:
 
     # Chunks
 
-    def moved(
-        self, node_id: NodeId, moved: Iterable[MovedChunk], there: Mapping[Name, tuple[HeldAt, ...]]
-    ) -> None:
-        """Chunks are elsewhere on a member than before; `there`: on which nodes each is now."""
-        before: dict[Name, Where] = {}
-        after: dict[Name, Where] = {}
-        for each in moved:
-            name = each.namespace, each.key
-            before.setdefault(name, each.before)
-            after[name] = each.after
-        # Of the same nodes.
-        others: dict[int, list[int]] = {}
-        for name, where in after.items():
-            has_it = where in IN_RAM
-            if has_it == (before[name] in IN_RAM):
-                continue
-            held = there[name]
-            places = others.get(id(held))
-            if places is None:
-                places = others[id(held)] = self._staying(held, but=node_id)
-            if places or len(held) > has_it:
-                self._turned(node_id, name, held, places, has_it=has_it)
+    def moved(self, node_id: NodeId, moved: MovedChunks) -> None:
+        """Chunks are elsewhere on a member than before."""
+        has_it = moved.after in IN_RAM
+        if has_it == (moved.before in IN_RAM):
+            return
+        places = self._staying(moved.held, but=node_id)
+        if places or len(moved.held) > has_it:
+            for key in moved.keys:
+                name = moved.namespace, key
+                self._turned(node_id, name, moved.held, places, has_it=has_it)
 
     def _turned(
         self,

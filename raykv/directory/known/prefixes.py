@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import lcm
 
-from raykv.directory.known.holdings import HeldAt
+from raykv.directory.known.holdings import Held
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.reader import PrefixPage, PrefixQuery
@@ -19,7 +19,7 @@ ANYWHERE = ""
 """Has what any node has."""
 
 
-def prefix_page(query: PrefixQuery, found: Sequence[tuple[HeldAt, ...]]) -> PrefixPage:
+def prefix_page(query: PrefixQuery, found: Sequence[Held]) -> PrefixPage:
     """The answer to `query`, given which nodes have each of its keys."""
     groups = parse_groups(query.chunks)
     by_prompt: list[list[dict[str, int]]] = []
@@ -43,7 +43,7 @@ def prefix_page(query: PrefixQuery, found: Sequence[tuple[HeldAt, ...]]) -> Pref
     )
 
 
-def _bits(found: Sequence[tuple[HeldAt, ...]]) -> dict[str, int]:
+def _bits(found: Sequence[Held]) -> dict[str, int]:
     """Which chunks each node has, and any. Keys in the same places have the same object."""
     bits: dict[str, int] = {}
     at = 0

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import Namespace, NodeId
-from raykv.directory.known.numbering import Numbering
+from raykv.directory.known.marks import Numbering
 from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord, check_news
 

@@ -6,17 +6,20 @@ import pytest
 
 from raykv.base.ids import EventKind, NodeId
 from raykv.directory.known.events import EventRing
-from raykv.directory.known.intake import MovedChunk
+from raykv.directory.known.holdings import HeldAt, MovedChunks
 from raykv.protocol.listing import Reason, Where
 from tests.fixtures.directory.reporting import SPACE, key_of
 
 NODE = NodeId("a")
 
 
-def came(*numbers: int) -> list[MovedChunk]:
-    return [
-        MovedChunk(SPACE, key_of(each), Where.NOWHERE, Where.RAM, Reason.STORED) for each in numbers
-    ]
+def moved(before: Where, after: Where, *numbers: int) -> list[MovedChunks]:
+    held = (HeldAt(NODE, after),)
+    return [MovedChunks(SPACE, list(map(key_of, numbers)), before, after, Reason.STORED, held)]
+
+
+def came(*numbers: int) -> list[MovedChunks]:
+    return moved(Where.NOWHERE, Where.RAM, *numbers)
 
 
 @pytest.fixture
@@ -79,9 +82,6 @@ def test_one_report_may_be_more_than_the_log_keeps(ring: EventRing) -> None:
 
 
 def test_what_stays_on_its_node_is_no_event(ring: EventRing) -> None:
-    moves = [
-        MovedChunk(SPACE, key_of(1), Where.RAM, Where.DISK, Reason.EVICTED),
-        MovedChunk(SPACE, key_of(1), Where.DISK, Where.RAM | Where.DISK, Reason.STORED),
-    ]
+    moves = moved(Where.RAM, Where.DISK, 1) + moved(Where.DISK, Where.RAM | Where.DISK, 1)
     ring.moved(NODE, 1, 1, moves, 1.0)
     assert ring.last_seq == 1

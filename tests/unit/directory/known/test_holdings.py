@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from random import Random
+import random
 
 import pytest
 
-from raykv.base.ids import Key, Namespace, NodeId
-from raykv.directory.known.holdings import HeldAt, Holdings
-from raykv.protocol.listing import Where
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import NO_BLOCKS, Key, Namespace, NodeId, Stamp, in_group
+from raykv.directory.known.holdings import HeldAt, Holdings, MovedChunks
+from raykv.node.pool.floors import Floors
+from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.listing import Listing
+from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
+from tests.fixtures.directory.reporting import listed
 
 A, B = Namespace("a"), Namespace("b")
 ONE, TWO = NodeId("one"), NodeId("two")
 K, L = Key(b"k"), Key(b"l")
 
 
+def put(holdings: Holdings, node_id: NodeId, namespace: Namespace, key: Key, where: Where) -> Where:
+    """A node says where it has a chunk; returns where it was there before."""
+    row = ListedRow(namespace, key, where, NO_BLOCKS, Reason.STORED)
+    moved = listed(holdings, node_id, row)
+    return moved[0].before if moved else where
+
+
 @pytest.fixture
 def holdings() -> Holdings:
-    made = Holdings()
-    made.join(ONE)
-    made.join(TWO)
-    return made
+    return Holdings()
 
 
 def test_key_is_where_nodes_say(holdings: Holdings) -> None:
-    assert holdings.put(ONE, A, K, Where.RAM) is Where.NOWHERE
-    assert holdings.put(TWO, A, K, Where.RAM | Where.DISK) is Where.NOWHERE
+    assert put(holdings, ONE, A, K, Where.RAM) is Where.NOWHERE
+    assert put(holdings, TWO, A, K, Where.RAM | Where.DISK) is Where.NOWHERE
     assert holdings.ask(A, [K, L]) == [
         (HeldAt(ONE, Where.RAM), HeldAt(TWO, Where.RAM | Where.DISK)),
         (),
     ]
     assert holdings.ask(B, [K]) == [()]
-    assert holdings.put(TWO, A, K, Where.DISK) is Where.RAM | Where.DISK
-    assert holdings.put(ONE, A, K, Where.NOWHERE) is Where.RAM
-    assert holdings.put(ONE, A, K, Where.NOWHERE) is Where.NOWHERE
+    assert put(holdings, TWO, A, K, Where.DISK) is Where.RAM | Where.DISK
+    assert put(holdings, ONE, A, K, Where.NOWHERE) is Where.RAM
+    assert put(holdings, ONE, A, K, Where.NOWHERE) is Where.NOWHERE
     assert holdings.ask(A, [K]) == [(HeldAt(TWO, Where.DISK),)]
-    assert holdings.put(TWO, A, K, Where.NOWHERE) is Where.DISK
+    assert put(holdings, TWO, A, K, Where.NOWHERE) is Where.DISK
     assert holdings.sizes() == {}
     holdings.check()
 
@@ -43,14 +53,13 @@ def test_key_is_where_nodes_say(holdings: Holdings) -> None:
 def test_node_that_is_gone_has_nothing_at_once_and_comes_back_with_nothing(
     holdings: Holdings,
 ) -> None:
-    holdings.put(ONE, A, K, Where.RAM)
-    holdings.put(TWO, A, K, Where.RAM)
-    holdings.put(ONE, A, L, Where.RAM)
+    put(holdings, ONE, A, K, Where.RAM)
+    put(holdings, TWO, A, K, Where.RAM)
+    put(holdings, ONE, A, L, Where.RAM)
     holdings.lose(ONE)
     assert holdings.ask(A, [K, L]) == [(HeldAt(TWO, Where.RAM),), ()]
-    holdings.join(ONE)
     assert holdings.ask(A, [K, L]) == [(HeldAt(TWO, Where.RAM),), ()]
-    holdings.put(ONE, A, L, Where.RAM)
+    put(holdings, ONE, A, L, Where.RAM)
     while holdings.sweep(1):
         holdings.check()
     assert holdings.ask(A, [K, L]) == [(HeldAt(TWO, Where.RAM),), (HeldAt(ONE, Where.RAM),)]
@@ -58,8 +67,8 @@ def test_node_that_is_gone_has_nothing_at_once_and_comes_back_with_nothing(
 
 def test_keys_that_are_nowhere_are_swept_in_pieces(holdings: Holdings) -> None:
     for number in range(100):
-        holdings.put(ONE, A, Key(bytes([number])), Where.RAM)
-    holdings.put(TWO, B, K, Where.RAM)
+        put(holdings, ONE, A, Key(bytes([number])), Where.RAM)
+    put(holdings, TWO, B, K, Where.RAM)
     holdings.lose(ONE)
     assert holdings.sizes() == {A: 100, B: 1}
     steps = 1
@@ -67,13 +76,12 @@ def test_keys_that_are_nowhere_are_swept_in_pieces(holdings: Holdings) -> None:
         steps += 1
     assert steps > 10
     assert holdings.sizes() == {B: 1}
-    assert holdings.num_sets == 1
     holdings.check()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_holdings_are_those_of_a_plain_dictionary(seed: int) -> None:
-    rng, holdings = Random(seed), Holdings()
+    rng, holdings = random.Random(seed), Holdings()
     nodes = [NodeId(str(number)) for number in range(4)]
     truth: dict[tuple[Namespace, Key], dict[NodeId, Where]] = {}
     there: set[NodeId] = set()
@@ -81,7 +89,7 @@ def test_holdings_are_those_of_a_plain_dictionary(seed: int) -> None:
         node = rng.choice(nodes)
         name = rng.choice([A, B]), Key(bytes([rng.randrange(30)]))
         if node not in there:
-            holdings.join(node)
+            listed(holdings, node)
             there.add(node)
         elif rng.random() < 0.02:
             holdings.lose(node)
@@ -91,7 +99,7 @@ def test_holdings_are_those_of_a_plain_dictionary(seed: int) -> None:
         else:
             where = Where(rng.randrange(4))
             before = truth.setdefault(name, {}).pop(node, Where.NOWHERE)
-            assert holdings.put(node, *name, where) is before
+            assert put(holdings, node, *name, where) is before
             if where:
                 truth[name][node] = where
         if rng.random() < 0.3:
@@ -103,4 +111,117 @@ def test_holdings_are_those_of_a_plain_dictionary(seed: int) -> None:
     while holdings.sweep(100):
         pass
     assert sum(holdings.sizes().values()) == sum(bool(held) for held in truth.values())
-    assert holdings.num_sets <= sum(holdings.sizes().values())
+
+
+# Listings, over a wire that loses, repeats and delays
+
+PAGE = 4096
+NODES = [ONE, TWO]
+SPACE = Namespace("n")
+HELD = (HeldAt(ONE, Where.RAM),)
+KEYS = [in_group(Key(bytes([number]) * 8), 0) for number in range(12)]
+
+
+def came(key: Key) -> MovedChunks:
+    """To the first node."""
+    return MovedChunks(SPACE, [key], Where.NOWHERE, Where.RAM, Reason.STORED, HELD)
+
+
+class Node:
+    """A NodeActor's pool, one life after the other."""
+
+    def __init__(self, life: int) -> None:
+        self.life = life
+        self.index = PoolIndex(PoolGeometry(8 * PAGE, 8 * PAGE), Listing(life, most=6), Floors(1))
+        self.jobs = 0
+        self.now = 0.0
+
+    def store(self, key: Key) -> None:
+        self.jobs += 1
+        self.now += 10.0
+        part = StorePart(1, self.jobs)
+        chunk = OfferedChunk(SPACE, key, PAGE, Stamp(1, 1))
+        (found,) = self.index.begin_stores(part, [chunk], self.now, self.now + 30)
+        if isinstance(found, ChunkRecord):
+            self.index.end_store(found, 0, ok=True)
+        self.index.end_job(part)
+
+    def drop(self, key: Key) -> None:
+        record = self.index.find(SPACE, key)
+        if record is not None:
+            self.index.drop(record, Reason.DAMAGED)
+
+    def is_read(self, position: Position) -> bool:
+        return position == Position(self.life, self.index.listing.number, ALL_READ)
+
+
+def test_what_nodes_have_is_known_in_the_end_whatever_is_lost() -> None:
+    for seed in range(60):
+        source = random.Random(seed)
+        nodes = {node_id: Node(1) for node_id in NODES}
+        holdings = Holdings()
+        on_their_way: list[tuple[NodeId, ListingPart]] = []
+        for _ in range(source.randrange(150)):
+            node_id = source.choice(NODES)
+            node, key = nodes[node_id], source.choice(KEYS)
+            match source.randrange(12):
+                case 0 | 1 | 2 | 3:
+                    node.store(key)
+                case 4:
+                    node.drop(key)
+                case 5 if not source.randrange(4):
+                    nodes[node_id] = Node(node.life + 1)
+                case 6 if not source.randrange(4):
+                    holdings = Holdings()
+                case 7 | 8 | 9:
+                    part = node.index.part_after(holdings.position(node_id), source.randrange(1, 5))
+                    on_their_way.append((node_id, part))
+                case _ if on_their_way:
+                    at = source.randrange(len(on_their_way))
+                    holdings.take(*on_their_way[at])
+                    if source.randrange(2):
+                        del on_their_way[at]
+            holdings.check()
+        for node_id, node in nodes.items():
+            for _ in range(40):
+                holdings.take(node_id, node.index.part_after(holdings.position(node_id), 3))
+            assert node.is_read(holdings.position(node_id)), seed
+        expected = [
+            {HeldAt(name, Where.RAM) for name, node in nodes.items() if node.index.find(SPACE, key)}
+            for key in KEYS
+        ]
+        assert [set(held) for held in holdings.ask(SPACE, KEYS)] == expected, seed
+
+
+def test_changes_are_told_as_what_was_and_what_is(holdings: Holdings) -> None:
+    node = Node(1)
+    node.store(KEYS[0])
+    first = holdings.take(NODES[0], node.index.part_after(Position(), 9))
+    assert not first.begins
+    assert first.moved == [
+        MovedChunks(SPACE, [KEYS[0]], Where.NOWHERE, Where.RAM, Reason.STORED, HELD)
+    ]
+    node.drop(KEYS[0])
+    node.store(KEYS[1])
+    part = node.index.part_after(holdings.position(NODES[0]), 9)
+    assert holdings.take(NODES[0], part).moved == [
+        MovedChunks(SPACE, [KEYS[0]], Where.RAM, Where.NOWHERE, Reason.DAMAGED, ()),
+        MovedChunks(SPACE, [KEYS[1]], Where.NOWHERE, Where.RAM, Reason.STORED, HELD),
+    ]
+    assert not holdings.take(NODES[0], part).moved
+
+
+def test_new_life_is_a_node_that_was_lost_and_an_old_one_says_nothing(holdings: Holdings) -> None:
+    old, new = Node(1), Node(2)
+    old.store(KEYS[0])
+    late = old.index.part_after(Position(), 9)
+    holdings.take(NODES[0], late)
+    new.store(KEYS[1])
+    taken = holdings.take(NODES[0], new.index.part_after(holdings.position(NODES[0]), 9))
+    assert taken.begins
+    assert taken.moved == [
+        MovedChunks(SPACE, [KEYS[1]], Where.NOWHERE, Where.RAM, Reason.STORED, HELD)
+    ]
+    assert not holdings.take(NODES[0], late).moved
+    assert holdings.lose(NODES[0])
+    assert not holdings.lose(NODES[0])

@@ -7,13 +7,12 @@ import random
 import pytest
 
 import raykv.directory.known.marks
-from raykv.base.ids import Key, Namespace, NodeId
+from raykv.base.ids import NO_BLOCKS, Key, Namespace, NodeId
 from raykv.directory.known.holdings import Holdings, Name
-from raykv.directory.known.intake import MovedChunk
-from raykv.directory.known.marks import MOST_SENT, SpareMarks
-from raykv.directory.known.numbering import Numbering
-from raykv.protocol.listing import Reason, Where
+from raykv.directory.known.marks import MOST_SENT, Numbering, SpareMarks
+from raykv.protocol.listing import ListedRow, Reason, Where
 from raykv.protocol.node import Marks
+from tests.fixtures.directory.reporting import listed
 
 SPACE = Namespace("n")
 KNOWN = 7
@@ -44,7 +43,7 @@ class Nodes:
         return node_id not in self.leaving
 
     def join(self, node_id: NodeId) -> None:
-        self.holdings.join(node_id)
+        listed(self.holdings, node_id)
         self.marks.join(node_id)
         self.ram[node_id] = set()
         self.heard.setdefault(node_id, 0)
@@ -63,19 +62,16 @@ class Nodes:
         self.marks.turn(node_id)
 
     def put(self, node_id: NodeId, *names: Name, where: Where = Where.RAM) -> None:
-        moved = []
         for each in names:
-            before = self.holdings.put(node_id, *each, where)
-            if before != where:
-                moved.append(MovedChunk(*each, before, where, Reason.STORED))
             if not where & Where.RAM:
                 self.ram[node_id].discard(each)
                 self.spare[node_id].discard(each)
             elif each not in self.ram[node_id]:
                 self.ram[node_id].add(each)
                 self.spare[node_id].discard(each)
-        there = {each[:2]: self.holdings.ask(each.namespace, [each.key])[0] for each in moved}
-        self.marks.moved(node_id, moved, there)
+        rows = [ListedRow(*each, where, NO_BLOCKS, Reason.STORED) for each in names]
+        for moved in listed(self.holdings, node_id, *rows):
+            self.marks.moved(node_id, moved)
 
     def drop(self, node_id: NodeId, *names: Name) -> None:
         self.put(node_id, *names, where=Where.NOWHERE)

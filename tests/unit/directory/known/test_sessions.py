@@ -6,7 +6,7 @@ import pytest
 
 import raykv.directory.known.sessions
 from raykv.base.ids import NodeId
-from raykv.directory.known.numbering import MOST_SHOWN, Numbering
+from raykv.directory.known.marks import MOST_SHOWN, Numbering
 from raykv.directory.known.sessions import MOST_SENT, MOST_WAITING, SessionNodes
 from raykv.protocol.columns import Keys
 from raykv.protocol.node import SessionsWord
