@@ -20,8 +20,8 @@ from raykv.base.ids import Key, Refusal
 from raykv.cluster import names
 from raykv.cluster.logs import level_for_actors, set_up_logging
 from raykv.node.disk.chunk_file import read_chunk, read_header
-from raykv.node.disk.index import DiskChunk
 from raykv.node.peers import Bytes
+from raykv.node.pool.shelf import DiskChunk
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol.columns import Source, SourceKind, check_numbers
 from raykv.protocol.copies import Read

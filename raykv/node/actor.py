@@ -42,7 +42,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.nixl.agent import NixlAgent, NixlError
 from raykv.node.nixl.offers import Offers
 from raykv.node.nixl.transport import NixlTransport
-from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers, Switch
+from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers
 from raykv.node.read import ReadService
 from raykv.node.reports import Reports
 from raykv.node.service import NodeService, ServiceSettings, boot_life
@@ -183,11 +183,10 @@ class NodeActor:
             keeper.keep_floors = self._disk.keep_floors
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
-        self._between = Switch(ObjectRefTransport(peers))
-        transport = TieredTransport(self._node_id, disk_reads, self._between)
-        self._fetching = FetchService(keeper, transport)
+        self._transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport(peers))
+        self._fetching = FetchService(keeper, self._transport)
         self._offers = Offers(self._reading)
-        self._desk = Desk(self._node_id, keeper)
+        self._opened_desk = Desk(self._node_id, keeper)
         self._reports = Reports(keeper, self._stats)
         try:
             self._start()
@@ -233,7 +232,7 @@ class NodeActor:
             return
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
         self._nixl_reads = NixlTransport(agent, peers, ObjectRefTransport(peers))
-        self._between.use(self._nixl_reads)
+        self._transport.use(self._nixl_reads)
         self._nixl = NixlEnd(metadata)
 
     def _start(self) -> None:
@@ -381,58 +380,54 @@ class NodeActor:
 
     # People
 
+    @property
+    def _desk(self) -> Desk:
+        self._refuse_without_pool()
+        return self._opened_desk
+
     @ray.method(concurrency_group="people")
     def listing(self, raw: bytes) -> bytes:
         """`ListingQuery` → `ListingPart`."""
-        self._refuse_without_pool()
         return encode(self._desk.listing(receive(raw, ListingQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def chunks(self, raw: bytes) -> bytes:
         """`ChunkQuery` → `ChunkPage`, of this node alone."""
-        self._refuse_without_pool()
         return encode(self._desk.chunks(receive(raw, ChunkQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def descriptions(self, keys: list[bytes], namespace: str | None = None) -> bytes:
         """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
-        self._refuse_without_pool()
         return encode(self._desk.descriptions(keys, namespace))
 
     @ray.method(concurrency_group="people")
     def pins(self) -> bytes:
         """→ `PinsHere`."""
-        self._refuse_without_pool()
         return encode(self._desk.pins())
 
     @ray.method(concurrency_group="people")
     def drop(self, raw: bytes) -> bytes:
         """`DropOrder` → `Released`."""
-        self._refuse_without_pool()
         return encode(self._desk.drop(receive(raw, DropOrder, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def requests(self, after: int) -> bytes:
         """→ `RequestPage`: requests of this node's engines that have ended since."""
-        self._refuse_without_pool()
         return encode(self._desk.requests(after))
 
     @ray.method(concurrency_group="people")
     def why_miss(self, beginning: str) -> bytes:
         """→ `Explanations` of the requests whose ids begin so."""
-        self._refuse_without_pool()
         return encode(self._desk.why_miss(beginning))
 
     @ray.method(concurrency_group="people")
     def more_room(self) -> bytes:
         """→ `MoreRoom`."""
-        self._refuse_without_pool()
         return encode(self._desk.more_room())
 
     @ray.method(concurrency_group="people")
     def sessions(self, raw: bytes) -> bytes:
         """`SessionQuery` → `SessionPage`."""
-        self._refuse_without_pool()
         return encode(self._desk.sessions(receive(raw, SessionQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="keep")
@@ -453,9 +448,3 @@ class NodeActor:
     def _num_chunks(self) -> int:
         with self._keeper.lock:
             return self._keeper.owner.index.num_ready
-
-    def check(self) -> bool:
-        """Assert the pool's invariants; for tests."""
-        with self._keeper.lock:
-            self._keeper.owner.check()
-        return True

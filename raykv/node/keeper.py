@@ -21,6 +21,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refus
 from raykv.memory.pool import Pool, PoolEntry
 from raykv.node.pool.catalog import PoolCatalog
 from raykv.node.pool.claims import PIN_SHARE
+from raykv.node.pool.index import OfferedChunk
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
@@ -80,7 +81,7 @@ class PoolKeeper:
         self.pool = Pool(geometry, pool_path)
         self.owner = NodePool(node_id, life, geometry, pin_share=pin_share)
         """What decides; called with `lock` held."""
-        self.catalog = PoolCatalog(self.owner.index, self.owner.index.shelf, self.now())
+        self.catalog = PoolCatalog(self.owner.index, self.now())
         self.keep_floors: KeepFloors | None = None
         """Of the disk tier, if there is one."""
         self._unchecked: deque[ChunkRecord] = deque(maxlen=MAX_UNCHECKED)
@@ -155,14 +156,18 @@ class PoolKeeper:
         blocks: Blocks,
         tenant: str,
     ) -> ChunkRecord | Refusal:
-        """A slot for a chunk of another node; see `NodePool.land`. `landed` ends it."""
+        """A slot for a chunk of another node, with its stamp there; `landed` ends it.
+
+        `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
+        its way as may be, or nothing may go.
+        """
         with self.lock:
             # What another node stored before its first orders may be older than any clear.
             if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
                 return Refusal.CLEARED
-            record = self.owner.land(
-                *(namespace, key, slot_bytes, stamp, blocks, tenant), now=self.now()
-            )
+            owner = self.owner.tenants.of(tenant)
+            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
+            record = self.owner.landings.land(chunk, self.now())
             if isinstance(record, ChunkRecord) and not self._open(record):
                 self.owner.landings.landed(record, ok=False)
                 record = Refusal.COPY_FAILED

@@ -142,20 +142,6 @@ class ObjectRefTransport:
         return _PendingCall(source, self._peers.call(source, "read", encode(request)))
 
 
-class Switch:
-    """A transport that may become another one."""
-
-    def __init__(self, first: PeerTransport) -> None:
-        self._now = first
-
-    def use(self, other: PeerTransport) -> None:
-        """Begin reads with the other one from now on."""
-        self._now = other
-
-    def start_read(self, source: Source, request: Read) -> PendingRead:
-        return self._now.start_read(source, request)
-
-
 class _PendingCall:
     def __init__(self, source: Source, call: Call) -> None:
         self._source = source

@@ -7,7 +7,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ class ReadService:
     """Any thread may read; readers of records keep writers away from what is being read."""
 
     def __init__(self, keeper: PoolKeeper) -> None:
-        self._keeper = keeper
+        self.keeper = keeper
         self._lock = threading.Lock()
         self._scratch = Scratch()
         self.reading = 0
@@ -76,13 +76,13 @@ class ReadService:
 
     def _begin(self, request: Read) -> tuple[list[ChunkRecord | Refusal], ReadReply]:
         """Register readers, and say how all chunks are at that moment."""
-        check_numbers("slot sizes", request.slot_bytes, 1, self._keeper.geometry.slab_bytes)
+        check_numbers("slot sizes", request.slot_bytes, 1, self.keeper.geometry.slab_bytes)
         namespace, keys = Namespace(request.namespace), [Key(key) for key in request.keys]
-        with self._keeper.lock:
+        with self.keeper.lock:
             found: list[ChunkRecord | Refusal] = [Refusal.BAD_HANDLE] * len(keys)
             if _is_answered(request):
-                found = self._keeper.begin_read(namespace, keys, request.slot_bytes)
-            life, number, rows = self._keeper.owner.state_of(namespace, keys)
+                found = self.keeper.begin_read(namespace, keys, request.slot_bytes)
+            life, number, rows = self.keeper.owner.state_of(namespace, keys)
         return found, ReadReply(life, number, b"", rows)
 
     def _copy_all(
@@ -98,11 +98,11 @@ class ReadService:
                     reads.append(ChunkRead(each))
                     continue
                 to = data[end : end + each.slot_bytes]
-                ctypes.memmove(to.ctypes.data, self.address_of(each), each.slot_bytes)
+                ctypes.memmove(to.ctypes.data, self.keeper.address_of(each), each.slot_bytes)
                 reads.append(self._compared(each, to, with_checksum=with_checksums))
                 end += 0 if reads[-1].refusal else each.slot_bytes
         finally:
-            self.let_go(held)
+            self.keeper.end_read(*held)
         return reads, data[:end]
 
     def hold(self, request: Read) -> tuple[ReadReply, list[ChunkRecord]]:
@@ -125,29 +125,21 @@ class ReadService:
                 for each in found
             ]
         except BaseException:
-            self.let_go(held)
+            self.keeper.end_read(*held)
             raise
         good: list[ChunkRecord] = []
         damaged: list[ChunkRecord] = []
         for each, read in zip(found, reads, strict=True):
             if isinstance(each, ChunkRecord):
                 (damaged if read.refusal else good).append(each)
-        self.let_go(damaged)
+        self.keeper.end_read(*damaged)
         with self._lock:
             self.bytes_sent += sum(record.slot_bytes for record in good)
         return _with_reads(reply, reads, request), good
 
-    def let_go(self, held: Iterable[ChunkRecord]) -> None:
-        """Readers that `hold` has registered are done."""
-        self._keeper.end_read(*held)
-
-    def address_of(self, record: ChunkRecord) -> int:
-        """Where a chunk's bytes are in this process."""
-        return self._keeper.address_of(record)
-
     def _bytes_of(self, record: ChunkRecord) -> Bytes:
         """A chunk's bytes where they are."""
-        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.address_of(record))
+        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.keeper.address_of(record))
         return np.frombuffer(memoryview(place), np.uint8)
 
     def _compared(self, record: ChunkRecord, data: Bytes, *, with_checksum: bool) -> ChunkRead:
@@ -155,7 +147,7 @@ class ReadService:
         if not with_checksum and record.is_proven:
             return ChunkRead(Refusal.NONE, record.stamp, 0, record.blocks)
         checksum = xxhash.xxh3_64_intdigest(data.data)
-        refusal = self._keeper.check_bytes(record, checksum)
+        refusal = self.keeper.check_bytes(record, checksum)
         return ChunkRead(refusal, record.stamp, checksum, record.blocks)
 
 
@@ -235,8 +227,3 @@ class Scratch:
         except IndexError:
             memory = mmap.mmap(-1, BUFFER_BYTES)
         return lent(memory, num_bytes, self._kept)
-
-    @property
-    def num_kept(self) -> int:
-        """Buffers that nobody uses now."""
-        return len(self._kept)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from raykv.base.deadlines import NODE_LOOK_S, NODE_SEND_S, NODE_STOP_S
 from raykv.base.errors import AttachError, HandleError, RayKVError, ThreadError
 from raykv.base.ids import Direction, Refusal
@@ -79,16 +81,6 @@ class ServiceSettings:
     loads_per_check: int = LOADS_PER_CHECK
 
 
-@dataclass(slots=True)
-class _Counters:
-    bytes_stored: int = 0
-    bytes_loaded: int = 0
-    chunks_stored: int = 0
-    chunks_loaded: int = 0
-    chunks_refused: int = 0
-    jobs_cancelled: int = 0
-
-
 class NodeService:
     """All copies between engines and the pool run here; the pool itself is the keeper's.
 
@@ -107,7 +99,8 @@ class NodeService:
         self.integrity = Integrity(keeper, settings.loads_per_check)
         self.rows = RowCopier()
         self.meter = NodeMeter()
-        self._counters = _Counters()
+        # Of `NodeStats`.
+        self._counters: Counter[str] = Counter()
         self._lanes = CopyLanes(keeper, self._run)
         self._copying = Copying(keeper, self.integrity, self.rows, self._lanes.give_way)
         self.capturing = Capturing(keeper, self.rows, self._lanes.give_way, self._end_job)
@@ -412,15 +405,12 @@ class NodeService:
     def _count(self, queued: QueuedJob, result: CopyResult, num_bytes: int) -> None:
         refused = [Refusal(each) for each in result.refusals]
         done = len(queued.admitted.keys) - len(refused)
-        if queued.direction is Direction.STORE:
-            self._counters.bytes_stored += num_bytes
-            self._counters.chunks_stored += done
-        else:
-            self._counters.bytes_loaded += num_bytes
-            self._counters.chunks_loaded += done
-        self._counters.chunks_refused += len(refused)
+        kind = "stored" if queued.direction is Direction.STORE else "loaded"
+        self._counters[f"bytes_{kind}"] += num_bytes
+        self._counters[f"chunks_{kind}"] += done
+        self._counters["chunks_refused"] += len(refused)
+        self._counters["jobs_cancelled"] += Refusal.CANCELLED in refused
         self.meter.refused(refused)
-        self._counters.jobs_cancelled += Refusal.CANCELLED in refused
 
     # Looking
 
@@ -432,16 +422,10 @@ class NodeService:
         """Counters and gauges."""
         states = self.capturing.stats()
         with self._lock:
-            return NodeStats(
+            now = NodeStats(
                 pool_bytes=self.keeper.geometry.pool_bytes,
                 prefaulted_bytes=self.keeper.pool.prefaulted_bytes,
                 used_bytes=sum(self.keeper.owner.index.contents()[0].values()),
-                bytes_stored=self._counters.bytes_stored,
-                bytes_loaded=self._counters.bytes_loaded,
-                chunks_stored=self._counters.chunks_stored,
-                chunks_loaded=self._counters.chunks_loaded,
-                chunks_refused=self._counters.chunks_refused,
-                jobs_cancelled=self._counters.jobs_cancelled,
                 num_workers=len(self._workers),
                 ranks=dict(Counter(worker.hello.engine_id for worker in self._workers)),
                 queued_jobs=len(self._lanes),
@@ -450,6 +434,7 @@ class NodeService:
                 states=states,
                 threads_failed=num_failed(),
             )
+            return msgspec.structs.replace(now, **self._counters)
 
 
 def boot_life() -> int:

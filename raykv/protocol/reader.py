@@ -65,7 +65,7 @@ class ChunkQuery(msgspec.Struct, frozen=True):
     order: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(ORDERS)})?$")] = ""
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
     tier: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(TIERS)})?$")] = ""
-    cursor: Text = ""
+    cursor: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{0,24}\Z")] = ""
 
 
 class ListedChunk(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
-from tests.fixtures.node.owned_pool import admit
+from tests.fixtures.node.owned_pool import admit, land, num_open_jobs
 
 PAGE = 4096
 NUM_SLABS = 4
@@ -196,7 +196,7 @@ class OwnerMachine(RuleBasedStateMachine):
     @rule(namespace=names, some=keys, stamp=stamps, size=st.sampled_from([PAGE, PAGE, 0, 5 * PAGE]))
     def land(self, namespace: Namespace, some: list[Key], stamp: Stamp, size: int) -> None:
         for each in some:
-            found = self.node.land(namespace, each, size, stamp, WIDE, "t", self.now)
+            found = land(self.node, namespace, each, size, stamp, WIDE, "t", self.now)
             if isinstance(found, ChunkRecord):
                 self.landing.append(found)
         num_bytes = sum(record.slot_bytes for record in self.landing)
@@ -291,7 +291,7 @@ class OwnerMachine(RuleBasedStateMachine):
             self.node.bye(life)
         self.node.check()
         index = self.node.index
-        assert index.num_open_jobs == 0
+        assert num_open_jobs(index) == 0
         assert all(record.state is ChunkState.READY for record in index.places)
         self.hello(1, NAMESPACES[0], 1)
         for _ in range(100):

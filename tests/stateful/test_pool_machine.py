@@ -33,6 +33,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Reason, Where
+from tests.fixtures.node.owned_pool import num_open_jobs
 
 PAGE = 4096
 HISTORY = 7
@@ -149,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         protected = [each for each in self.ready() if self.is_protected(each, part)]
         chunk = OfferedChunk(namespace, key, size, stamp, blocks, owner=life)
         is_first = (life, part.job_id, *name) not in self.verdicts
-        found = self.index.begin_store(part, chunk, self.now, self.now + 30)
+        found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         first = self.verdicts.setdefault((life, part.job_id, *name), found)
         assert all(record.state is ChunkState.READY for record in protected)
         if isinstance(first, Refusal):
@@ -423,7 +424,7 @@ class PoolMachine(RuleBasedStateMachine):
         for life, num_ranks in LIVES.items():
             for rank in range(num_ranks):
                 self.index.end_line(life, rank, num_ranks)
-        assert self.index.num_open_jobs == 0
+        assert num_open_jobs(self.index) == 0
 
 
 PoolMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=80, deadline=None)

@@ -14,7 +14,8 @@ from raykv.metrics.engines import EngineTally
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.table import AGE_BOUNDS, NamespaceLabels
 from raykv.node.accounts.requests import RequestLog
-from raykv.node.accounts.savings import Savings, groups_of, largest_slot
+from raykv.node.accounts.savings import Savings, largest_slot
+from raykv.node.pool.engines import groups_of
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.sessions import LocalSessions
@@ -91,7 +92,7 @@ class NodeAccounts:
         first, ended = self.requests.after(self._last)
         self._last = first + len(ended) - 1
         for each in ended:
-            self.savings.take(each.record, groups_of(each), largest_slot(each), now)
+            self.savings.take(each.record, groups_of(each.hello), largest_slot(each), now)
         return self._number < listing.number or self._last < self.requests.last
 
     def _evicted(

@@ -12,17 +12,15 @@ import msgspec
 from raykv.base.ids import Blocks, Key, Namespace
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
-from raykv.node.pool.catalog import ANYWHERE, STRETCH, ChunkRow, Cursor, Wanted, first_ones
+from raykv.node.pool.catalog import STRETCH, ChunkRow, first_ones
 from raykv.node.pool.sessions import LocalSession
-from raykv.protocol.columns import MAX_KEYS, Numbers, require
+from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.listing import ListingPart, Where
-from raykv.protocol.operator import DropOrder, NodePins, PinHere, PinsHere, Released
+from raykv.protocol.listing import ALL_READ, ListingPart
+from raykv.protocol.operator import DropOrder, NodePins, PinsHere, Released
 from raykv.protocol.reader import (
-    DISK,
-    RAM,
     ChunkPage,
     ChunkQuery,
     Explanation,
@@ -41,8 +39,6 @@ from raykv.protocol.status import MoreRoom
 
 MOST_PIECES = 64
 """Of a listing, that are looked at for one page."""
-
-_TIERS = {"": ANYWHERE, RAM: Where.RAM, DISK: Where.DISK}
 
 
 class Desk:
@@ -67,24 +63,19 @@ class Desk:
             return self._owner.index.part_after(query.position, query.most)
 
     def chunks(self, query: ChunkQuery) -> ChunkPage:
-        """A page of the chunks.
-
-        Raises:
-            MessageError: nobody has given out such a cursor.
-        """
-        wanted = Wanted(query.namespace, query.key, query.group, _TIERS[query.tier])
-        cursor: Cursor | None = Cursor.of(query.cursor)
+        """A page of the chunks."""
+        place = int(query.cursor or 0)
         rows: list[ChunkRow] = []
         for _ in range(MOST_PIECES):
-            if cursor is None or not (query.order or len(rows) < query.limit):
+            if place == ALL_READ or not (query.order or len(rows) < query.limit):
                 break
             most = STRETCH if query.order else query.limit - len(rows)
             with self._lock:
-                found, cursor = self._keeper.catalog.stretch(wanted, cursor, most)
+                found, place = self._keeper.catalog.stretch(query, place, most)
             rows += found
             if query.order:
                 rows = first_ones(rows, query.order, query.limit)
-        return self._page(rows, "" if cursor is None else str(cursor))
+        return self._page(rows, "" if place == ALL_READ else str(place))
 
     def _page(self, rows: list[ChunkRow], cursor: str) -> ChunkPage:
         with self._lock:
@@ -111,11 +102,11 @@ class Desk:
         with self._lock:
             blocks = map(Blocks, order.first_block, order.num_blocks)
             chunks = dict(zip(map(Key, order.keys), blocks, strict=True))
-            gone = self._keeper.catalog.drop(
+            released = self._keeper.catalog.drop(
                 Namespace(order.namespace), chunks, with_pinned=order.with_pinned
             )
             self._lock.notify_all()
-        return Released(PROTOCOL_VERSION, gone.dropped, gone.kept, gone.absent)
+        return released
 
     def descriptions(self, keys: Any, namespace: Any) -> Descriptions:
         """What is inside of chunks, in their order, as far as it is known and fits.
@@ -138,9 +129,7 @@ class Desk:
             pins = list(self._owner.orders.pins())
         for pin_id, pin in pins:
             with self._lock:
-                found = self._keeper.catalog.kept(pin.names, pin.standing)
-            kept, waiting = Numbers.of(found.kept), Numbers.of(found.waiting)
-            held[pin_id] = PinHere(kept, waiting, found.num_bytes)
+                held[pin_id] = self._keeper.catalog.kept(pin.names, pin.standing)
         with self._lock:
             claims = self._owner.index.claims
             node = NodePins(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from raykv.base.departures import Departures
 from raykv.base.ids import GROUP_BYTES, MissReason
 from raykv.node.accounts.requests import EndedRequest
-from raykv.protocol.descriptions import ChunkGroup, parse_groups
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
 from raykv.protocol.status import MoreRoom
 
@@ -127,14 +127,6 @@ class Savings:
             saved_tokens=saved or [0] * len(SIZES),
             reach_bytes=None if share == 1.0 else round(self._edge * share),
         )
-
-
-def groups_of(request: EndedRequest) -> list[ChunkGroup]:
-    """The KV groups of its engine, as that has said; none if it has not, or nonsense."""
-    try:
-        return parse_groups(request.hello.traits.get("chunks", ""))
-    except ValueError:
-        return []
 
 
 def largest_slot(request: EndedRequest) -> int:

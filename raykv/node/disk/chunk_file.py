@@ -34,7 +34,7 @@ from raykv.base.ids import (
     Namespace,
     Stamp,
 )
-from raykv.node.disk.index import DiskChunk
+from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.columns import MAX_NUMBER
 
 Bytes = npt.NDArray[np.uint8]

@@ -25,7 +25,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -54,14 +53,6 @@ MAX_FOREIGN = 64
 """Folders of other users, or that others can write to, that are ignored."""
 
 _FLOORS = "floors.json"
-
-
-@dataclass(frozen=True)
-class DiskRoom:
-    """Bytes of the file system."""
-
-    free_bytes: int
-    total_bytes: int
 
 
 class TierFolder:
@@ -168,15 +159,14 @@ class TierFolder:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def room(self) -> DiskRoom:
-        """What the file system has.
+    def free_bytes(self) -> int:
+        """Of the file system.
 
         Raises:
             OSError: it does not say.
         """
         found = os.statvfs(self.path)
-        size = found.f_frsize
-        return DiskRoom(found.f_bavail * size, found.f_blocks * size)
+        return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
         """Another process may have the folder now."""

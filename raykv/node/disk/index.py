@@ -9,10 +9,10 @@ Files are written once. When there is no room, the oldest file goes, unless a ch
 since the last time: then it has another round ("second chance"). Where tenants have shares, a file
 is of one tenant, and `raykv/base/shares.py` says whose oldest file goes.
 
-The node's shelf hears of each chunk that comes or goes.
+The node's shelf knows in which file each chunk is; it hears of each one that comes or goes.
 
 Invariants:
-1. A name has one entry at most, in a file that is listed; the shelf has the same names.
+1. The shelf has a name if and only if it lives in a file that is listed, and in that one.
 2. `used_bytes` is the sum of the listed files' sizes.
 """
 
@@ -22,29 +22,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
+from raykv.base.ids import Namespace
 from raykv.base.shares import NO_SHARE, Share, shareholder
+from raykv.node.pool.claims import Name
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.shelf import Shelf
+from raykv.node.pool.shelf import DiskChunk, Shelf
 from raykv.protocol.listing import Reason
-
-Name = tuple[Namespace, Key]
-
-
-@dataclass(frozen=True, slots=True)
-class DiskChunk:
-    """A chunk in a file: its bytes are at [offset, offset + num_bytes).
-
-    `checksum` is XXH3, 64 bit; `stamp` is of the orders under which the bytes were stored. `blocks`
-    are those that were stored, the others are zero.
-    """
-
-    key: Key
-    stamp: Stamp
-    offset: int
-    num_bytes: int
-    checksum: int
-    blocks: Blocks = ALL_BLOCKS
 
 
 @dataclass(slots=True)
@@ -56,14 +39,6 @@ class DiskFile:
     tenant: str = ""
     was_read: bool = False
     live: set[Name] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskEntry:
-    """Where a chunk is on the disk."""
-
-    file: str
-    chunk: DiskChunk
 
 
 class DiskIndex:
@@ -84,7 +59,6 @@ class DiskIndex:
         self._tenant_bytes: Counter[str] = Counter()
         # By tenant, of all others under ""; empty: nobody has a share.
         self.shares: Mapping[str, Share] = {}
-        self._entries: dict[Name, DiskEntry] = {}
         # Files that no chunk is left in.
         self._empty: set[str] = set()
 
@@ -100,17 +74,9 @@ class DiskIndex:
         """Bytes of tenants' files."""
         return {tenant: count for tenant, count in self._tenant_bytes.items() if tenant and count}
 
-    def __len__(self) -> int:
-        """Chunks."""
-        return len(self._entries)
-
-    def find(self, namespace: Namespace, key: Key) -> DiskEntry | None:
-        """Where a chunk is."""
-        return self._entries.get((namespace, key))
-
-    def was_read(self, entry: DiskEntry) -> None:
-        """A chunk came back: its file is worth keeping."""
-        if (file := self._files.get(entry.file)) is not None:
+    def was_read(self, name: str) -> None:
+        """A chunk of a file came back: that is worth keeping."""
+        if (file := self._files.get(name)) is not None:
             file.was_read = True
 
     # Changes
@@ -131,11 +97,9 @@ class DiskIndex:
         self._tenant_bytes[tenant] += num_bytes
         for chunk in chunks:
             known = namespace, chunk.key
-            if known in self._entries:
-                self._take(known)
+            self._take(known)
             file.live.add(known)
-            self._entries[known] = DiskEntry(name, chunk)
-            self._shelf.put(*known, chunk.blocks, chunk.stamp, chunk.num_bytes)
+            self._shelf.put(namespace, chunk, name)
         if not file.live:
             self._empty.add(name)
 
@@ -218,15 +182,17 @@ class DiskIndex:
         self._tenant_bytes[file.tenant] -= file.num_bytes
         self._empty.discard(name)
 
-    def drop(self, namespace: Namespace, entry: DiskEntry) -> None:
-        """A chunk is damaged; its file stays, unless it was the last one in it."""
-        if self._entries.get((namespace, entry.chunk.key)) == entry:
-            self._forget((namespace, entry.chunk.key), Reason.DAMAGED)
+    def drop(self, namespace: Namespace, chunk: DiskChunk) -> None:
+        """That very copy is damaged; its file stays, unless it was the last one in it."""
+        kept = self._shelf.find(namespace, chunk.key)
+        if kept is not None and kept.chunk is chunk:
+            self._forget((namespace, chunk.key), Reason.DAMAGED)
 
     def clear(self, floors: Floors) -> None:
         """Forget the chunks that are void."""
-        for name, entry in list(self._entries.items()):
-            if floors.is_void(name[0], entry.chunk.stamp):
+        for name in [name for file in self._files.values() for name in file.live]:
+            kept = self._shelf.find(*name)
+            if kept is not None and floors.is_void(name[0], kept.chunk.stamp):
                 self._forget(name, Reason.CLEARED)
 
     def take_empty(self) -> list[str]:
@@ -241,7 +207,11 @@ class DiskIndex:
         self._shelf.remove(*name, reason)
 
     def _take(self, name: Name) -> None:
-        file = self._files[self._entries.pop(name).file]
+        """A chunk is not in its file any more, if it is in one."""
+        kept = self._shelf.find(*name)
+        if kept is None:
+            return
+        file = self._files[kept.file]
         file.live.remove(name)
         if not file.live:
             self._empty.add(file.name)
@@ -253,10 +223,11 @@ class DiskIndex:
         for file in self._files.values():
             by_tenant[file.tenant] += file.num_bytes
         assert +by_tenant == +self._tenant_bytes, (by_tenant, self._tenant_bytes)
-        live = {name: file.name for file in self._files.values() for name in file.live}
-        entries = {name: entry.file for name, entry in self._entries.items()}
-        assert live == entries, (live, entries)
-        assert len(self._shelf) == len(entries)
-        assert all(self._shelf.find(*name) is not None for name in entries)
+        live = [(name, file.name) for file in self._files.values() for name in file.live]
+        assert len(self._shelf) == len(live)
+        for name, file_name in live:
+            kept = self._shelf.find(*name)
+            assert kept is not None, name
+            assert kept.file == file_name, (kept, file_name)
         empty = {name for name, file in self._files.items() if not file.live}
         assert empty == self._empty, (empty, self._empty)

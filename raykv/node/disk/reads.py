@@ -77,7 +77,7 @@ class DiskState:
                 most_bytes=index.most_bytes,
                 used_bytes=index.used_bytes,
                 num_files=index.num_files,
-                num_chunks=len(index),
+                num_chunks=len(self._shelf),
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
                 is_full=self._shelf.is_full,
                 tenant_bytes=index.tenant_bytes,
@@ -129,31 +129,31 @@ class DiskReads:
     def _read_one(self, namespace: Namespace, key: Key, into: Bytes) -> ChunkRead:
         folder, lock, index = self._state.folder, self._state.lock, self._state.index
         with lock:
-            entry = index.find(namespace, key)
-        if folder is None or entry is None:
-            return ChunkRead(Refusal.NOT_HERE)
-        chunk = entry.chunk
+            kept = self._keeper.owner.index.shelf.find(namespace, key)
+            if folder is None or kept is None:
+                return ChunkRead(Refusal.NOT_HERE)
+            chunk, file = kept.chunk, kept.file
         if chunk.num_bytes != len(into):
             return ChunkRead(Refusal.BAD_HANDLE)
         try:
-            read_chunk(folder.place_of(entry.file), chunk, into)
+            read_chunk(folder.place_of(file), chunk, into)
         except FileNotFoundError:
             with lock:
-                index.drop_file(entry.file)
+                index.drop_file(file)
                 lock.notify_all()
             return ChunkRead(Refusal.NOT_HERE)
         except ChunkFileError as error:
             logger.error("a chunk on the disk is not served any more: %s", error)
             with lock:
-                index.drop(namespace, entry)
+                index.drop(namespace, chunk)
                 lock.notify_all()
             self._state.count(chunks_damaged=1)
             return ChunkRead(Refusal.CORRUPT)
         except OSError as error:
-            logger.warning("%s can't be read: %s", entry.file, error.strerror)
+            logger.warning("%s can't be read: %s", file, error.strerror)
             return ChunkRead(Refusal.COPY_FAILED)
         with lock:
-            index.was_read(entry)
+            index.was_read(file)
         return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
     def start_read(self, request: Read) -> PendingRead:
@@ -203,12 +203,16 @@ class TieredTransport:
     Args:
         node_id: this node's.
         disk: its disk, if it has one.
-        others: the way to other nodes.
+        others: the way to other nodes, until `use` says another one.
     """
 
     def __init__(self, node_id: str, disk: DiskReads | None, others: PeerTransport) -> None:
         self._own = Source(node_id, SourceKind.DISK)
         self._disk = disk
+        self._others = others
+
+    def use(self, others: PeerTransport) -> None:
+        """Begin reads from other nodes in that way from now on."""
         self._others = others
 
     def start_read(self, source: Source, request: Read) -> PendingRead:

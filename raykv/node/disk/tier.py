@@ -39,10 +39,10 @@ from raykv.base.threads import OnFailure, start_thread
 from raykv.memory.region import yield_to_others
 from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.node.disk.folder import TierFolder
-from raykv.node.disk.index import DiskChunk
 from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
+from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ
 from raykv.protocol.node import DiskStats
@@ -297,7 +297,7 @@ class DiskTier:
         found = folder.scan()
         if self._place.most_bytes is None:
             used = sum(file.num_bytes for file in found)
-            self._index.most_bytes = (used + folder.room().free_bytes) // 2
+            self._index.most_bytes = (used + folder.free_bytes()) // 2
         for file in found:
             self._add(file)
         with self._lock:
@@ -305,7 +305,7 @@ class DiskTier:
             self._state.is_open = True
         for name in gone:
             folder.delete(name)
-        logger.info("%s has %d chunks in %d files", folder.path, len(self._index), len(found))
+        logger.info("%s has %d chunks in %d files", folder.path, len(self._shelf), len(found))
 
     def _note_floors(self, folder: TierFolder) -> None:
         """Note on the disk what was cleared, then delete files in which no chunk is left."""
@@ -436,17 +436,17 @@ class DiskTier:
         """Whether a copy that came to the disk first was stored later, or with more blocks: the
         batches of tenants are written when each is full, or old.
         """
-        entry = self._index.find(namespace, chunk.key)
-        if entry is None:
+        shelved = self._shelf.find(namespace, chunk.key)
+        if shelved is None:
             return False
-        kept = entry.chunk
+        kept = shelved.chunk
         if kept.stamp != chunk.stamp:
             return self._owner.index.floors.is_older(chunk.stamp, kept.stamp)
         return kept.blocks != chunk.blocks and kept.blocks.has(chunk.blocks)
 
     def _check_floor(self, folder: TierFolder, num_bytes: int) -> None:
         """Raise a DiskError if less than the floor would stay free."""
-        free_bytes = folder.room().free_bytes
+        free_bytes = folder.free_bytes()
         if free_bytes - num_bytes < self._place.floor_bytes:
             raise DiskError(
                 f"the file system of {self._place.path} has {free_bytes} bytes free, and "

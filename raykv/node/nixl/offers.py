@@ -59,7 +59,7 @@ class Offers:
         with self._lock:
             number = next(self._numbers)
             self._held[number] = _Held(chunks, time.monotonic() + self._offer_s)
-        return Offer(number, reply, Numbers.of(map(self._reader.address_of, chunks)))
+        return Offer(number, reply, Numbers.of(map(self._reader.keeper.address_of, chunks)))
 
     def end(self, number: int) -> bool:
         """Let an offer's chunks go; False: that was done already, it was too old."""
@@ -67,7 +67,7 @@ class Offers:
             held = self._held.pop(number, None)
         if held is None:
             return False
-        self._reader.let_go(held.chunks)
+        self._reader.keeper.end_read(*held.chunks)
         return True
 
     def expire(self) -> None:

@@ -1,7 +1,7 @@
 """The chunks of a node, for people: row by row, what is known of one, and what pins hold.
 
 A listing goes through the pool's slots, and then through what is on the disk. Nothing is kept for
-its reader: a cursor says where it goes on. Each call looks at a bounded number of chunks, so that
+its reader: a place says where it goes on. Each call looks at a bounded number of chunks, so that
 the lock of the pool's owner is held for a few milliseconds.
 """
 
@@ -12,14 +12,17 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from raykv.base.errors import MessageError
 from raykv.base.ids import Blocks, Key, Namespace, group_of
 from raykv.node.pool.claims import Name
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import NOBODY
-from raykv.node.pool.shelf import Shelf, ShelvedChunk
+from raykv.node.pool.shelf import ShelvedChunk
+from raykv.protocol.columns import Numbers
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Reason, Where
+from raykv.protocol.operator import PinHere, Released
+from raykv.protocol.reader import DISK, RAM, ChunkQuery
 
 STRETCH = 1024
 """Slots, or chunks on the disk, that are looked at in one go."""
@@ -27,50 +30,7 @@ STRETCH = 1024
 ANYWHERE = Where.RAM | Where.DISK
 """At hand: to join flags takes a microsecond."""
 
-MOST_DIGITS = 24
-"""Of a cursor."""
-
-
-class Cursor(NamedTuple):
-    """Where a listing goes on: in the pool or on the disk."""
-
-    is_disk: bool = False
-    place: int = 0
-
-    def __str__(self) -> str:
-        return f"{'disk' if self.is_disk else 'ram'} {self.place}"
-
-    @staticmethod
-    def of(text: str) -> Cursor:
-        """The cursor that was given out as that text; empty: the beginning.
-
-        Raises:
-            MessageError: nobody has given out such a text.
-        """
-        if not text:
-            return Cursor()
-        tier, _, place = text.partition(" ")
-        is_place = place.isascii() and place.isdecimal() and len(place) <= MOST_DIGITS
-        if tier not in ("ram", "disk") or not is_place:
-            raise MessageError(f"invalid message: a cursor {text[:MOST_DIGITS]!r}")
-        return Cursor(tier == "disk", int(place))
-
-
-class Wanted(NamedTuple):
-    """Which chunks are listed; empty, or None: all. `key` is the beginning of keys."""
-
-    namespace: str = ""
-    key: bytes = b""
-    group: int | None = None
-    where: Where = ANYWHERE
-
-    def has(self, chunk: ChunkRecord | ShelvedChunk) -> bool:
-        """Whether a chunk is among them, wherever it is."""
-        return (
-            self.namespace in ("", chunk.namespace)
-            and chunk.key.startswith(self.key)
-            and self.group in (None, group_of(chunk.key))
-        )
+_TIERS = {"": ANYWHERE, RAM: Where.RAM, DISK: Where.DISK}
 
 
 class ChunkRow(NamedTuple):
@@ -92,81 +52,47 @@ class ChunkRow(NamedTuple):
     owner: int = NOBODY
 
 
-class HeldChunks(NamedTuple):
-    """Of some names, by their numbers, the chunks that are kept or pinned here, and those that only
-    wait for that; bytes of the former.
-    """
-
-    kept: list[int]
-    waiting: list[int]
-    num_bytes: int = 0
-
-
-class DroppedChunks(NamedTuple):
-    """What became of chunks that were to be given up; `kept` ones are pinned, or have more blocks
-    than those elsewhere.
-    """
-
-    dropped: int = 0
-    kept: int = 0
-    absent: int = 0
-
-
 class PoolCatalog:
     """See the module's docstring. Whoever calls holds the lock of the pool's owner.
 
     Args:
         index: of the pool.
-        shelf: what is on the disk.
         began_at: when the NodeActor did.
     """
 
-    def __init__(self, index: PoolIndex, shelf: Shelf, began_at: float) -> None:
+    def __init__(self, index: PoolIndex, began_at: float) -> None:
         self._index = index
-        self._shelf = shelf
+        self._shelf = index.shelf
         self._began_at = began_at
 
     def stretch(
-        self, wanted: Wanted, cursor: Cursor, most: int = STRETCH
-    ) -> tuple[list[ChunkRow], Cursor | None]:
-        """Those of the next places that are wanted, and where to go on; None: the listing ends
-        there. So many places are looked at, `STRETCH` at most.
+        self, query: ChunkQuery, place: int, most: int = STRETCH
+    ) -> tuple[list[ChunkRow], int]:
+        """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
+        ends there. So many places are looked at, `STRETCH` at most.
         """
-        most = min(most, STRETCH)
-        if wanted.namespace and self._is_name(wanted):
-            found = self.row(Namespace(wanted.namespace), Key(wanted.key), wanted.where)
-            return [] if found is None else [found], None
-        if cursor.is_disk or not wanted.where & Where.RAM:
-            return self._on_disk(wanted, cursor.place if cursor.is_disk else 0, most)
-        records, place = self._index.places.records_from(cursor.place, most)
-        has_disk = bool(wanted.where & Where.DISK)
-        rows = [
-            self._in_pool(each, has_disk=has_disk)
-            for each in records
-            if each.state is ChunkState.READY and wanted.has(each)
-        ]
-        if place != ALL_READ:
-            return rows, Cursor(place=place)
-        return rows, Cursor(is_disk=True) if has_disk else None
+        where = _TIERS[query.tier]
+        name = Namespace(query.namespace), Key(query.key)
+        if query.namespace and self.row(*name) is not None:
+            # No other key of its namespace begins so.
+            row = self.row(*name, where) if query.group in (None, group_of(name[1])) else None
+            return [] if row is None else [row], ALL_READ
+        disk = self._index.disk_place
+        if not where & Where.RAM:
+            place = max(place, disk)
+        chunks, following = self._index.page(place, min(most, STRETCH))
+        rows = [self._row(each, where) for each in chunks if _is_asked_for(each, query)]
+        is_end = following >= disk and not where & Where.DISK
+        return [each for each in rows if each is not None], ALL_READ if is_end else following
 
-    def _is_name(self, wanted: Wanted) -> bool:
-        """Whether its key is one that is here: no other one of its namespace begins so."""
-        name = Namespace(wanted.namespace), Key(wanted.key)
-        is_here = self._index.find(*name) is not None or self._shelf.find(*name) is not None
-        return is_here and wanted.group in (None, group_of(name[1]))
-
-    def _on_disk(
-        self, wanted: Wanted, place: int, most: int
-    ) -> tuple[list[ChunkRow], Cursor | None]:
-        """Those that are not in the pool, unless only the disk is asked for."""
-        chunks, following = self._shelf.page(place, most)
-        is_all = not wanted.where & Where.RAM
-        rows = [
-            self._shelved(each)
-            for each in chunks
-            if wanted.has(each) and (is_all or self._index.find(each.namespace, each.key) is None)
-        ]
-        return rows, None if following == ALL_READ else Cursor(True, following)
+    def _row(self, chunk: ChunkRecord | ShelvedChunk, where: Where) -> ChunkRow | None:
+        """One of a page, unless it is not asked for, or is in the pool as well and listed there."""
+        if isinstance(chunk, ChunkRecord):
+            if chunk.state is not ChunkState.READY or not where & Where.RAM:
+                return None
+            return self._in_pool(chunk, has_disk=bool(where & Where.DISK))
+        is_alone = not where & Where.RAM or self._index.find(chunk.namespace, chunk.key) is None
+        return self._shelved(chunk) if is_alone and where & Where.DISK else None
 
     def row(self, namespace: Namespace, key: Key, where: Where = ANYWHERE) -> ChunkRow | None:
         """One chunk, as far as it is there."""
@@ -192,11 +118,12 @@ class PoolCatalog:
             record.owner,
         )
 
-    def _shelved(self, chunk: ShelvedChunk) -> ChunkRow:
-        return ChunkRow(chunk.namespace, chunk.key, Where.DISK, chunk.slot_bytes, chunk.blocks)
+    def _shelved(self, kept: ShelvedChunk) -> ChunkRow:
+        chunk = kept.chunk
+        return ChunkRow(kept.namespace, kept.key, Where.DISK, chunk.num_bytes, chunk.blocks)
 
-    def kept(self, names: Iterable[Name], standing: Standing) -> HeldChunks:
-        """Which chunks of these stand so here, or higher."""
+    def kept(self, names: Iterable[Name], standing: Standing) -> PinHere:
+        """Which chunks of these stand so here, or higher, and which only wait for that."""
         kept, waiting, num_bytes = [], [], 0
         for at, name in enumerate(names):
             record = self._index.find(*name)
@@ -207,11 +134,11 @@ class PoolCatalog:
                 num_bytes += record.slot_bytes
             else:
                 waiting.append(at)
-        return HeldChunks(kept, waiting, num_bytes)
+        return PinHere(Numbers.of(kept), Numbers.of(waiting), num_bytes)
 
     def drop(
         self, namespace: Namespace, chunks: Mapping[Key, Blocks], *, with_pinned: bool = False
-    ) -> DroppedChunks:
+    ) -> Released:
         """Give up copies in the pool of what is elsewhere with these blocks, those that are pinned
         only `with_pinned`; what is on the disk stays.
         """
@@ -227,7 +154,16 @@ class PoolCatalog:
                 dropped += 1
             else:
                 kept += 1
-        return DroppedChunks(dropped, kept, absent)
+        return Released(PROTOCOL_VERSION, dropped, kept, absent)
+
+
+def _is_asked_for(chunk: ChunkRecord | ShelvedChunk, query: ChunkQuery) -> bool:
+    """Whether a chunk is among those of a query, wherever it is."""
+    return (
+        query.namespace in ("", chunk.namespace)
+        and chunk.key.startswith(query.key)
+        and query.group in (None, group_of(chunk.key))
+    )
 
 
 def first_ones(rows: Sequence[ChunkRow], order: str, limit: int) -> list[ChunkRow]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp, group_of
+from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.prompts.prefixes import companions
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, PlaceFacts, Tell
@@ -62,8 +62,13 @@ class ReuseGauge:
     A sample ends when as many chunks were stored as there is room for, and never before
     `MIN_SAMPLE`: until then a chunk had no time to be wanted again. The sums of the last sample
     count half in the next one, so that one odd sample does not switch anything for long.
+
+    `capacity`: so many chunks would fill the pool. `groups`: KV groups of the namespace, as far as
+    they are known.
     """
 
+    capacity: int = 0
+    groups: Sequence[ChunkGroup] = ()
     stored: float = 0.0
     loaded: float = 0.0
     store_share: int = 1
@@ -71,36 +76,7 @@ class ReuseGauge:
     _old_stored: float = 0.0
     _old_loaded: float = 0.0
 
-    def count(self, stored: int, loaded: int, capacity: int) -> None:
-        """Chunks were stored and loaded; there is room for `capacity` of them."""
-        self.stored += max(0, stored)
-        self.loaded += max(0, loaded)
-        is_storing_few = self.store_share > 1
-        sample = PROBE_SAMPLE if is_storing_few else max(MIN_SAMPLE, capacity)
-        has_begun_again = is_storing_few and self.loaded - self._old_loaded >= PROBE_LOADS
-        if self.stored - self._old_stored < sample and not has_begun_again:
-            return
-        self.store_share = 1 if self.loaded >= LEAST_REUSE * self.stored else SOME
-        self.stored /= 2
-        self.loaded /= 2
-        self._old_stored, self._old_loaded = self.stored, self.loaded
-
-
-@dataclass(slots=True)
-class LocalSpace:
-    """A namespace that an engine is in; so many of its chunks would fill the pool. `groups` are its
-    KV groups, as far as they are known.
-    """
-
-    gauge: ReuseGauge
-    capacity: int
-    groups: Sequence[ChunkGroup] = ()
-
-    def count(self, stored: int, loaded: int) -> None:
-        """Chunks were stored here, or what was loaded here or read by others was worth so many."""
-        self.gauge.count(stored, loaded, self.capacity)
-
-    def loaded(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    def told(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
         """Counters of an engine have risen, once there are any. A load is worth the chunks of all
         the tokens that it saves: of a window it reads the last few.
         """
@@ -109,6 +85,20 @@ class LocalSpace:
         name = "loaded_tokens" if self.groups else "chunks_loaded"
         per_count = sum(1 / each.tokens for each in self.groups) or 1.0
         self.count(0, round((after.get(name, 0) - before.get(name, 0)) * per_count))
+
+    def count(self, stored: int, loaded: int) -> None:
+        """Chunks were stored here, or what was loaded here or read by others was worth so many."""
+        self.stored += max(0, stored)
+        self.loaded += max(0, loaded)
+        is_storing_few = self.store_share > 1
+        sample = PROBE_SAMPLE if is_storing_few else max(MIN_SAMPLE, self.capacity)
+        has_begun_again = is_storing_few and self.loaded - self._old_loaded >= PROBE_LOADS
+        if self.stored - self._old_stored < sample and not has_begun_again:
+            return
+        self.store_share = 1 if self.loaded >= LEAST_REUSE * self.stored else SOME
+        self.stored /= 2
+        self.loaded /= 2
+        self._old_stored, self._old_loaded = self.stored, self.loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -144,10 +134,6 @@ class LocalEngine:
         while len(self.sizes) > MOST_SPACES:
             del self.sizes[next(iter(self.sizes))]
 
-    def slot_bytes(self, namespace: Namespace, key: Key) -> int:
-        """Of a chunk; 0 if the engine has none in such a KV group."""
-        return self.sizes.get(namespace, {}).get(group_of(key), 0)
-
     def take(self, tell: Tell) -> None:
         """What it says of itself."""
         self.counters = tell.counters or self.counters
@@ -156,7 +142,8 @@ class LocalEngine:
         self.heard, self.weights = tell.heard, tell.weights
 
 
-def _groups_of(hello: EngineHello) -> list[ChunkGroup]:
+def groups_of(hello: EngineHello) -> list[ChunkGroup]:
+    """The KV groups of an engine, as it has said; none if it has not, or nonsense."""
     try:
         return parse_groups(hello.traits.get("chunks", ""))
     except ValueError:
@@ -169,7 +156,7 @@ class LocalEngines:
     def __init__(self, geometry: PoolGeometry) -> None:
         self._geometry = geometry
         self._engines: dict[int, LocalEngine] = {}
-        self.spaces: dict[Namespace, LocalSpace] = {}
+        self.spaces: dict[Namespace, ReuseGauge] = {}
 
     def hello(self, hello: EngineHello, now: float) -> str:
         """An engine introduces itself; returns why it is refused, empty if it is not."""
@@ -181,11 +168,10 @@ class LocalEngines:
             engine = self._engines[hello.life] = LocalEngine(hello, now)
         engine.heard_at = now
         engine.introduce(hello)
-        sizes, namespace = hello.slot_bytes.values(), engine.namespace
-        capacity = self._geometry.pool_bytes * len(sizes) // sum(sizes)
-        known = self.spaces.get(namespace)
-        gauge = ReuseGauge() if known is None else known.gauge
-        self.spaces[namespace] = LocalSpace(gauge, capacity, _groups_of(hello))
+        space = self.spaces.setdefault(engine.namespace, ReuseGauge())
+        sizes = hello.slot_bytes.values()
+        space.capacity = self._geometry.pool_bytes * len(sizes) // sum(sizes)
+        space.groups = groups_of(hello)
         self._forget_spaces()
         return ""
 

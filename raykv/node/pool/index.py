@@ -45,7 +45,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
 from raykv.node.pool.room import Companions, Room
-from raykv.node.pool.shelf import Shelf
+from raykv.node.pool.shelf import Shelf, ShelvedChunk
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
@@ -195,11 +195,6 @@ class PoolIndex:
             writing[record.namespace] += record.slot_bytes
         return dict(Counter(self.room.by_space) - writing), dict(writing)
 
-    @property
-    def num_open_jobs(self) -> int:
-        """Store jobs that not all ranks have ended."""
-        return sum(map(len, self._jobs.values()))
-
     def part_after(
         self, position: Position, most: int, wanted: Collection[Namespace] | None = None
     ) -> ListingPart:
@@ -224,9 +219,10 @@ class PoolIndex:
             if not any(each in here or self.shelf.has_any(each) for each in wanted):
                 place = ALL_READ
         if place != ALL_READ:
-            names, place = self._page(place, most)
-            for name in names:
-                reasons.setdefault(name, Reason.STORED)
+            some, place = self.page(place, most)
+            for each in some:
+                if not isinstance(each, ChunkRecord) or each.state is not ChunkState.VOID:
+                    reasons.setdefault((each.namespace, each.key), Reason.STORED)
         rows = [
             self._row(*name, reason)
             for name, reason in reasons.items()
@@ -235,18 +231,23 @@ class PoolIndex:
         end = Position(life, number, place, position.reader)
         return ListingPart(begins, start, end, ListedRows.of(rows))
 
-    def _page(self, place: int, most: int) -> tuple[list[Name], int]:
-        """Names from a place on, of what is in RAM and behind it of what is on the disk."""
-        behind = self.places.geometry.num_slabs << 32
-        if place >= behind:
-            kept, place = self.shelf.page(place - behind, most)
-            names = [(each.namespace, each.key) for each in kept]
-            return names, place if place == ALL_READ else behind + place
+    @property
+    def disk_place(self) -> int:
+        """The first place on the disk: it comes behind all in RAM."""
+        return self.places.geometry.num_slabs << 32
+
+    def page(
+        self, place: int, most: int
+    ) -> tuple[Sequence[ChunkRecord] | Sequence[ShelvedChunk], int]:
+        """What is at so many places from one on, and the place to go on at; at the end that is
+        `ALL_READ`.
+        """
+        disk = self.disk_place
+        if place >= disk:
+            kept, place = self.shelf.page(place - disk, most)
+            return kept, place if place == ALL_READ else disk + place
         records, place = self.places.records_from(place, most)
-        if place == ALL_READ and len(self.shelf):
-            place = behind
-        found = (each for each in records if each.state is not ChunkState.VOID)
-        return [(each.namespace, each.key) for each in found], place
+        return records, disk if place == ALL_READ and len(self.shelf) else place
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
@@ -263,7 +264,7 @@ class PoolIndex:
         if kept is not None:
             where |= Where.DISK.value
         if record is None:
-            blocks = kept.blocks if kept is not None else NO_BLOCKS
+            blocks = kept.chunk.blocks if kept is not None else NO_BLOCKS
             return ListedRow(namespace, key, _WHERE[where], blocks, reason)
         return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
 
@@ -320,12 +321,6 @@ class PoolIndex:
             self.room.order_of(some[0]).touch(some)
 
     # Stores
-
-    def begin_store(
-        self, part: StorePart, chunk: OfferedChunk, now: float, expires_at: float
-    ) -> ChunkRecord | Refusal:
-        """Like `begin_stores`, of one chunk."""
-        return self.begin_stores(part, [chunk], now, expires_at)[0]
 
     def begin_stores(
         self, part: StorePart, chunks: Sequence[OfferedChunk], now: float, expires_at: float

@@ -308,7 +308,7 @@ class Landings:
             return self._index.objection(chunk) or Refusal.NO_ROOM
         self._num_begun += 1
         part = StorePart(LANDINGS, self._num_begun)
-        record = self._index.begin_store(part, chunk, now, now + STORE_EXPIRY_S)
+        (record,) = self._index.begin_stores(part, [chunk], now, now + STORE_EXPIRY_S)
         if isinstance(record, Refusal):
             self._index.end_job(part)
             return record

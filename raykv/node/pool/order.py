@@ -258,11 +258,6 @@ class EvictionOrder:
         yield from chain.from_iterable((*self._unmarking, *self._kept))
 
     @property
-    def num_remembered(self) -> int:
-        """Names that went for lack of room and are remembered."""
-        return self._memory.count
-
-    @property
     def num_that_go(self) -> int:
         """Chunks that are not pinned."""
         return self._num_entered - self._num_pinned

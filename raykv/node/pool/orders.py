@@ -58,11 +58,11 @@ class TenantNumbers:
     @property
     def labels(self) -> dict[int, str]:
         """The label of each number."""
+        return {number: label for label, number in self._numbers.items()}
+
     def label(self, number: int) -> str:
         """The label of a number; empty: it is nobody's in particular."""
         return self.labels.get(number, "")
-
-        return {number: label for label, number in self._numbers.items()}
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@
    └─────────────────────────────────────────────────────────────────────┘
                  ▲                                   ▲
                  │                                   │
-   directory: report, answered, orders     other nodes: land, begin_read
+   directory: report, answered, orders     other nodes: landings, begin_read
 
 Callers use its parts; what concerns several of them has a method here. One lock of the NodeActor
 guards it: threads take turns at each call. Times are of one clock that never goes back. What peers
@@ -34,14 +34,14 @@ from operator import itemgetter
 import msgspec
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
+from raykv.base.ids import Key, Namespace, NodeId, Refusal
 from raykv.base.tenants import OTHERS
 from raykv.base.version import __version__
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
 from raykv.node.pool.engines import LocalEngine, LocalEngines
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import FRESH_S, OfferedChunk, PoolIndex
+from raykv.node.pool.index import FRESH_S, PoolIndex
 from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.orders import LocalOrders, TenantNumbers
@@ -130,7 +130,7 @@ class NodePool:
         if engine is None or tell.seq <= engine.seq:
             return
         engine.seq = tell.seq
-        self.engines.spaces[engine.namespace].loaded(engine.counters, tell.counters)
+        self.engines.spaces[engine.namespace].told(engine.counters, tell.counters)
         engine.take(tell)
         self._told_orders = max(self._told_orders, tell.orders)
         namespace = Namespace(tell.namespace)
@@ -216,7 +216,7 @@ class NodePool:
             self.orders.stamp,
             self.orders.is_paused,
             self.is_leaving,
-            self.engines.spaces[engine.namespace].gauge.store_share,
+            self.engines.spaces[engine.namespace].store_share,
             self.reporting.has_peers(engine.namespace),
             self.reporting.naming(engine.hello.life, engine.heard),
         )
@@ -252,25 +252,6 @@ class NodePool:
         self._trim(now)
 
     # Other nodes
-
-    def land(
-        self,
-        namespace: Namespace,
-        key: Key,
-        slot_bytes: int,
-        stamp: Stamp,
-        blocks: Blocks,
-        tenant: str,
-        now: float,
-    ) -> ChunkRecord | Refusal:
-        """A slot for a chunk of another node, with its stamp there; `landed` ends it.
-
-        `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
-        its way as may be, or nothing may go.
-        """
-        owner = self.tenants.of(tenant)
-        chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
-        return self.landings.land(chunk, now)
 
     def keep_series(
         self, series: str, namespace: Namespace, keys: Iterable[Key], now: float

@@ -143,11 +143,6 @@ class LocalSessions:
         for name in [name for name, each in self._pausing.items() if each.until <= now]:
             self._become(name, SessionStage.GIVEN_UP, Standing.RELEASED)
 
-    def stage_of(self, namespace: Namespace, session: str) -> SessionStage | None:
-        """Where a session is; None: it is not known."""
-        known = self._sessions.get((namespace, session))
-        return None if known is None else known.stage
-
     def released(self, chunk: Name) -> str:
         """By which session that was over a chunk was released, as the end of a sentence; empty: by
         none that is known.

@@ -6,8 +6,8 @@
                                              │ or replaced               damaged
                                              └────────► (none)
 
-The disk is a second place in the row of a name. What is in which file is not known here: the disk
-tier says what has come to the disk, and what has gone.
+The disk is a second place in the row of a name. The disk tier says what has come to the disk, in
+which file, and what has gone.
 
 Chunks are written before they go: of the chunks that go next as many as two steps of an engine
 store, once there is no free room for so many. What has not been written in time is lost. What is
@@ -24,9 +24,11 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-from raykv.base.ids import Blocks, Key, Namespace, Stamp
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
@@ -43,24 +45,38 @@ RESERVED_PART = 4
 """One of so many chunks is in that reserve at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class DiskChunk:
+    """A chunk in a file: its bytes are at [offset, offset + num_bytes).
+
+    `checksum` is XXH3, 64 bit; `stamp` is of the orders under which the bytes were stored. `blocks`
+    are those that were stored, the others are zero.
+    """
+
+    key: Key
+    stamp: Stamp
+    offset: int
+    num_bytes: int
+    checksum: int
+    blocks: Blocks = ALL_BLOCKS
+
+
 class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
     """A chunk on the disk.
 
     Args:
         namespace: see `Namespace`.
         key: see `Key`.
-        blocks: those that were stored.
-        stamp: the orders under which its bytes were stored.
-        slot_bytes: of the slot that it was in.
+        chunk: what it is.
+        file: the name of the file that it is in.
         place: see `Shelf.page`.
         number: of the listing, when it last changed.
     """
 
     namespace: Namespace
     key: Key
-    blocks: Blocks
-    stamp: Stamp
-    slot_bytes: int
+    chunk: DiskChunk
+    file: str
     place: int
     number: int = 0
 
@@ -114,20 +130,19 @@ class Shelf:
 
     # What the disk says
 
-    def put(
-        self, namespace: Namespace, key: Key, blocks: Blocks, stamp: Stamp, slot_bytes: int
-    ) -> None:
-        """A chunk is on the disk, with these blocks; the same again changes nothing."""
-        chunk = self.find(namespace, key)
-        if chunk is None:
+    def put(self, namespace: Namespace, chunk: DiskChunk, file: str) -> None:
+        """A chunk is on the disk, in that file; the same again changes nothing in the listing."""
+        kept, before = self.find(namespace, chunk.key), None
+        if kept is None:
             place = self._free.pop() if self._free else len(self._by_place)
-            chunk = ShelvedChunk(namespace, key, blocks, stamp, slot_bytes, place)
-            self._by_place[place : place + 1] = [chunk]
-            self._chunks.setdefault(namespace, {})[key] = chunk
-        elif (chunk.blocks, chunk.stamp, chunk.slot_bytes) == (blocks, stamp, slot_bytes):
-            return
-        chunk.blocks, chunk.stamp, chunk.slot_bytes = blocks, stamp, slot_bytes
-        self._listing.changed(chunk, Reason.STORED)
+            kept = ShelvedChunk(namespace, chunk.key, chunk, file, place)
+            self._by_place[place : place + 1] = [kept]
+            self._chunks.setdefault(namespace, {})[chunk.key] = kept
+        else:
+            before = kept.chunk
+            kept.chunk, kept.file = chunk, file
+        if before is None or _facts(before) != _facts(chunk):
+            self._listing.changed(kept, Reason.STORED)
 
     def remove(self, namespace: Namespace, key: Key, reason: Reason) -> None:
         """A chunk is not on the disk any more; nothing if it was not."""
@@ -196,8 +211,8 @@ class Shelf:
         kept = self.find(record.namespace, record.key)
         return (
             kept is None
-            or not kept.blocks.has(record.blocks)
-            or self._floors.is_older(kept.stamp, record.stamp)
+            or not kept.chunk.blocks.has(record.blocks)
+            or self._floors.is_older(kept.chunk.stamp, record.stamp)
         )
 
     def left(self, record: ChunkRecord) -> None:
@@ -234,3 +249,8 @@ class Shelf:
                 assert (chunk.namespace, chunk.key) == (namespace, key), chunk
                 assert placed[chunk.place] is chunk, chunk
         assert not {each.place for each in known}.intersection(self._free)
+
+
+def _facts(chunk: DiskChunk) -> tuple[Blocks, Stamp, int]:
+    """What readers of the listing are told of a chunk, in whatever file it is."""
+    return chunk.blocks, chunk.stamp, chunk.num_bytes

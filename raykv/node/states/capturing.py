@@ -294,10 +294,10 @@ class Capturing:
                 raise _RefusedError(Refusal.BAD_HANDLE, "a request of that name has been captured")
             while True:
                 now = time.monotonic()
-                admission = self._index.admit(name, num_bytes, most, capture.ttl_s, now)
-                for other in admission.forgotten:
-                    self._kept.pop(other, None)
-                if admission.is_admitted:
+                forgotten = self._index.admit(name, num_bytes, most, capture.ttl_s, now)
+                if forgotten is not None:
+                    for other in forgotten:
+                        self._kept.pop(other, None)
                     return
                 if now >= give_up_at or queued.is_cancelled or self._stopping:
                     raise _RefusedError(

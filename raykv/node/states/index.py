@@ -46,14 +46,6 @@ class CaptureEntry:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class CaptureAdmission:
-    """Whether a request's states may be copied now; `forgotten` requests make room for them."""
-
-    is_admitted: bool
-    forgotten: tuple[str, ...] = ()
-
-
 _FIXED = (CaptureState.COPYING, CaptureState.WRITING)
 
 
@@ -81,8 +73,9 @@ class CaptureIndex:
 
     def admit(
         self, request_id: str, num_bytes: int, most_bytes: int, ttl_s: float, now: float
-    ) -> CaptureAdmission:
-        """Begin with a request, if there is room or can be made; else nothing has changed.
+    ) -> list[str] | None:
+        """Begin with a request, if there is room or can be made; returns those that were forgotten
+        for it. None: its states may not be copied now; nothing has changed.
 
         One that is larger than `most_bytes` is admitted when nothing else is in memory.
         """
@@ -97,7 +90,7 @@ class CaptureIndex:
                     if left + num_bytes <= most_bytes:
                         break
         if left and left + num_bytes > most_bytes:
-            return CaptureAdmission(is_admitted=False)
+            return None
         surplus = len(self._entries) - len(forgotten) + 1 - MAX_ENTRIES
         if surplus > 0:
             free = [
@@ -106,13 +99,13 @@ class CaptureIndex:
                 if entry.state not in _FIXED and other not in forgotten
             ]
             if len(free) < surplus:
-                return CaptureAdmission(is_admitted=False)
+                return None
             forgotten += free[:surplus]
         for other in forgotten:
             self._forget(other)
         self._entries[request_id] = CaptureEntry(num_bytes, ttl_s, since=now)
         self._num_bytes += num_bytes
-        return CaptureAdmission(is_admitted=True, forgotten=tuple(forgotten))
+        return forgotten
 
     def copied(self, request_id: str) -> None:
         """All bytes have arrived."""
@@ -139,7 +132,7 @@ class CaptureIndex:
         if request_id in self._entries:
             return False
         # It takes no memory, whatever is in it.
-        if not self.admit(request_id, 0, self._num_bytes, ttl_s, now).is_admitted:
+        if self.admit(request_id, 0, self._num_bytes, ttl_s, now) is None:
             return False
         self.fail(request_id, reason, now)
         return True

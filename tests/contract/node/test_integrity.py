@@ -211,7 +211,7 @@ def test_damaged_chunk_is_not_offered(node: Node) -> None:
     reply, held = node.reader.hold(question(bad, good))
     assert (reply.refusals, held) == (bytes([CORRUPT, NONE]), [good])
     assert (bad.readers, good.readers) == (0, 1)
-    node.reader.let_go(held)
+    node.reader.keeper.end_read(*held)
 
 
 def test_read_makes_the_checksum_of_a_chunk_that_has_none(node: Node) -> None:

@@ -68,6 +68,8 @@ class Node:
             for record in list(index.places):
                 index.drop(record, Reason.DAMAGED)
             assert not list(index.places)
+            for kept in index.shelf.page(0, 1 << 62)[0]:
+                index.shelf.remove(kept.namespace, kept.key, Reason.DAMAGED)
             ctypes.memset(self.service.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
 
     def record(self, chunk: int = CHUNK) -> ChunkRecord | None:
@@ -414,7 +416,7 @@ def test_disk_and_import_bring_back_the_blocks_that_were_stored(
         assert tier.keep(10.0) == 0
         kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
-        assert kept.blocks == LAST_TWO
+        assert kept.chunk.blocks == LAST_TWO
         assert fetch(other, Direct(tier), SourceKind.DISK).refusals == b""
         assert_range_is_kept(here)
         assert other.slot() == image(there, LAST_TWO, [1, 2])
@@ -438,7 +440,7 @@ def test_disk_takes_a_chunk_again_when_more_of_it_was_stored_and_never_less(
         assert tier.keep(10.0) == 0
         kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
-        return kept.blocks
+        return kept.chunk.blocks
 
     try:
         found = []

@@ -37,6 +37,7 @@ from raykv.protocol.columns import NamedKeys
 from raykv.protocol.listing import ALL_READ, EVICTIONS, ListedRow, ListingPart, Position, Reason
 from raykv.protocol.node import Marks
 from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.node.owned_pool import land
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -289,13 +290,11 @@ def fetch_raises_the_stamp(patches: pytest.MonkeyPatch) -> None:
     """What comes from another node counts as stored under the orders that this one knows."""
     from raykv.node.pool.owner import NodePool
 
-    land = NodePool.land
-
     def land_anew(pool: NodePool, *fields: Any) -> ChunkRecord | Refusal:
         namespace, key, slot_bytes, _, *rest = fields
         return land(pool, namespace, key, slot_bytes, pool.orders.stamp, *rest)
 
-    patches.setattr(NodePool, "land", land_anew)
+    patches.setattr("tests.simulation.nodes.fetches.land", land_anew)
 
 
 def orders_are_told_before_they_are_kept(patches: pytest.MonkeyPatch) -> None:

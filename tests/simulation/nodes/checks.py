@@ -9,6 +9,7 @@ import raykv.node.pool.reporting
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Stamp, group_of
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.protocol.listing import Where
+from tests.fixtures.node.owned_pool import num_open_jobs
 from tests.simulation.nodes.cluster import Cluster
 from tests.simulation.nodes.engine import PlayedEngine
 from tests.simulation.nodes.models import WHOLE, Prompt
@@ -254,7 +255,7 @@ def check_nodes(cluster: Cluster) -> None:
         for record in node.pool.index.places:
             assert record.state is ChunkState.READY, f"{record} of {node}"
             assert not record.is_busy, f"{record} of {node} has {record.readers} readers"
-        assert not node.pool.index.num_open_jobs, node
+        assert not num_open_jobs(node.pool.index), node
 
 
 def check_directory(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from tests.fixtures.node.owned_pool import land
 from tests.simulation.nodes.content import Content, blocks_of
 from tests.simulation.wire import Call
 
@@ -133,7 +134,8 @@ class Fetches:
             self._try_other(fetch, landing, refusal)
             return
         (row,) = reply.rows
-        record = self._node.pool.land(
+        record = land(
+            self._node.pool,
             Namespace(fetch.order.namespace),
             landing.key,
             landing.slot_bytes,

@@ -15,7 +15,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.cli.switch import refuse_without_place
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkFile
-from raykv.node.disk.index import DiskChunk
+from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.node import Kept
 from raykv.protocol.status import NamespaceStatus
 

@@ -287,7 +287,7 @@ class World:
         self.jobs, self.now = self.jobs + 1, self.now + 1.0
         part = StorePart(1, self.jobs)
         chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
-        found = self.index.begin_store(part, chunk, self.now, self.now + 30)
+        found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         if isinstance(found, ChunkRecord):
             self.index.end_store(found, 0, ok=True)
         self.index.end_job(part)

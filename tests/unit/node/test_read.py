@@ -12,12 +12,12 @@ def test_buffer_is_used_again_when_the_last_slice_is_gone() -> None:
     array[:] = 7
     part = array[10:20]
     del array
-    assert scratch.num_kept == 0
+    assert len(scratch._kept) == 0
     other = scratch.take(100)
     assert other.ctypes.data != address
     assert part.tolist() == [7] * 10
     del part
-    assert scratch.num_kept == 1
+    assert len(scratch._kept) == 1
     assert scratch.take(BUFFER_BYTES).ctypes.data == address
 
 
@@ -25,7 +25,7 @@ def test_large_and_empty_arrays_are_not_kept() -> None:
     scratch = Scratch()
     for size in (0, BUFFER_BYTES + 1):
         assert len(scratch.take(size)) == size
-    assert scratch.num_kept == 0
+    assert len(scratch._kept) == 0
 
 
 def test_no_more_buffers_are_kept_than_allowed() -> None:
@@ -33,4 +33,4 @@ def test_no_more_buffers_are_kept_than_allowed() -> None:
     arrays = [scratch.take(10) for _ in range(MAX_KEPT + 3)]
     assert len({array.ctypes.data for array in arrays}) == MAX_KEPT + 3
     arrays.clear()
-    assert scratch.num_kept == MAX_KEPT
+    assert len(scratch._kept) == MAX_KEPT

@@ -16,7 +16,7 @@ from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyJob
 from raykv.protocol.engine import EngineHello, Hints, MissRecord, Tell
 from raykv.protocol.events import ListingQuery
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
@@ -55,6 +55,7 @@ class AskedPool:
 
     def chunks(self, cursor: str = "", **fields: object) -> ChunkPage:
         query = ChunkQuery(PROTOCOL_VERSION, cursor=cursor, **fields)  # type: ignore[arg-type]
+        query = receive(encode(query), ChunkQuery, "a reader", "this node")
         return decode(encode(self.desk.chunks(query)), ChunkPage)
 
 
@@ -125,9 +126,10 @@ def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
     assert told.record.tenant == "acme"
 
 
-def test_cursor_that_nobody_has_given_out_is_refused(asked: AskedPool) -> None:
-    with pytest.raises(MessageError):
-        asked.chunks("ram -1")
+@pytest.mark.parametrize("text", ["ram", "-1", "7 8", "1" * 30, "\u0663", "\n"])
+def test_cursor_that_nobody_has_given_out_is_refused(asked: AskedPool, text: str) -> None:
+    with pytest.raises(MessageError, match="cursor"):
+        asked.chunks(text)
 
 
 def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:

@@ -24,7 +24,7 @@ from raykv.base.errors import ChunkFileError, DiskError
 from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.node.disk.chunk_file import Bytes, ChunkBytes, read_chunk, read_header, write_chunks
 from raykv.node.disk.folder import MAX_DAMAGED, TierFolder, unowned_folders
-from raykv.node.disk.index import DiskChunk
+from raykv.node.pool.shelf import DiskChunk
 
 SPACE = Namespace("a" * 32)
 

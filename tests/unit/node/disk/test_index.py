@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.base.shares import Share
-from raykv.node.disk.index import DiskChunk, DiskIndex
+from raykv.node.disk.index import DiskIndex
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.listing import Listing
+from raykv.node.pool.shelf import DiskChunk, ShelvedChunk
 from raykv.protocol.listing import Reason, Where
 
 A, B = Namespace("a"), Namespace("b")
@@ -31,15 +32,17 @@ def index(most_bytes: int = 100) -> DiskIndex:
     return DiskIndex(most_bytes, pool_index().shelf)
 
 
+def found(disk: DiskIndex, key: bytes, namespace: Namespace = A) -> ShelvedChunk | None:
+    return disk._shelf.find(namespace, Key(key))
+
+
 def test_oldest_file_goes_first_unless_it_was_read() -> None:
     disk = index()
     for name in "xyz":
         disk.add(name, 30, A, [chunk(name)])
-    first = disk.find(A, Key(b"x"))
-    assert first is not None
-    disk.was_read(first)
+    disk.was_read("x")
     assert disk.give_way(30) == ["y"]
-    assert disk.find(A, Key(b"y")) is None
+    assert found(disk, b"y") is None
     disk.add("w", 30, A, [chunk("w")])
     # Its second chance is over.
     assert disk.give_way(60) == ["z", "x"]
@@ -82,9 +85,7 @@ def test_file_that_was_read_has_a_second_chance_among_those_of_its_tenant() -> N
     disk.shares = {"noisy": Share(0.0, 0.4)}
     for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
         disk.add(name, 20, A, [chunk(name)], tenant)
-    first = disk.find(A, Key(b"n1"))
-    assert first is not None
-    disk.was_read(first)
+    disk.was_read("n1")
     assert disk.give_way(20, "noisy") == ["n2"]
     disk.add("n3", 20, A, [chunk("n3")], "noisy")
     assert disk.give_way(20, "noisy") == ["n1"], "its second chance is over"
@@ -104,9 +105,9 @@ def test_later_file_with_a_chunk_has_it() -> None:
     disk = index()
     disk.add("x", 10, A, [chunk("k", 5, Blocks(0, 1))])
     disk.add("y", 10, A, [chunk("k", 5)])
-    found = disk.find(A, Key(b"k"))
-    assert found is not None
-    assert (found.file, found.chunk.blocks) == ("y", ALL_BLOCKS)
+    kept = found(disk, b"k")
+    assert kept is not None
+    assert (kept.file, kept.chunk.blocks) == ("y", ALL_BLOCKS)
     assert disk.take_empty() == ["x"]
     assert disk.used_bytes == 10
     disk.check()
@@ -118,9 +119,9 @@ def test_chunks_that_are_void_are_forgotten() -> None:
     disk.add("y", 10, B, [chunk("old", 3)])
     floors.take({A: 4})
     disk.clear(floors)
-    assert disk.find(A, Key(b"old")) is None
-    assert disk.find(A, Key(b"new")) is not None
-    assert disk.find(B, Key(b"old")) is not None
+    assert found(disk, b"old") is None
+    assert found(disk, b"new") is not None
+    assert found(disk, b"old", B) is not None
     assert disk.take_empty() == []
     floors.begin(HISTORY + 1)
     floors.take({B: 1})
@@ -134,11 +135,13 @@ def test_listing_says_what_came_and_why_it_went() -> None:
     disk.add("x", 10, A, [chunk("damaged"), chunk("evicted"), chunk("cleared"), chunk("other")])
     assert {row.where for row in pool.rows(A, [Key(b"evicted"), Key(b"other")])} == {Where.DISK}
     number = listing.number
-    entry = disk.find(A, Key(b"damaged"))
-    assert entry is not None
-    disk.drop(A, entry)
+    kept = found(disk, b"damaged")
+    assert kept is not None
     # What is not that very copy stays.
-    disk.drop(B, entry)
+    disk.drop(A, chunk("damaged"))
+    disk.drop(B, kept.chunk)
+    assert found(disk, b"damaged") is kept
+    disk.drop(A, kept.chunk)
     floors = Floors(HISTORY)
     floors.take({A: 2})
     disk.add("y", 10, A, [chunk("evicted", 2), chunk("other", 2)])
@@ -187,26 +190,24 @@ class Filling(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from("abcdef"), is_damaged=st.booleans())
     def read(self, key: str, is_damaged: bool) -> None:
-        entry = self.disk.find(A, Key(key.encode()))
-        if entry is None:
+        kept = found(self.disk, key.encode())
+        if kept is None:
             return
         if is_damaged:
             del self.model[key.encode()]
-            self.disk.drop(A, entry)
+            self.disk.drop(A, kept.chunk)
         else:
-            self.disk.was_read(entry)
+            self.disk.was_read(kept.file)
 
     @invariant()
     def holds(self) -> None:
         self.disk.check()
         self.pool.shelf.check()
-        assert len(self.disk) == len(self.model)
+        assert len(self.pool.shelf) == len(self.model)
         for key, (name, number) in self.model.items():
-            entry, kept = self.disk.find(A, Key(key)), self.pool.shelf.find(A, Key(key))
-            assert entry is not None
+            kept = self.pool.shelf.find(A, Key(key))
             assert kept is not None
-            assert (entry.file, entry.chunk.stamp) == (name, (HISTORY, number))
-            assert kept.stamp == entry.chunk.stamp
+            assert (kept.file, kept.chunk.stamp) == (name, (HISTORY, number))
 
 
 Filling.TestCase.settings = settings(max_examples=150, deadline=None)

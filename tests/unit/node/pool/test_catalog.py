@@ -7,20 +7,19 @@ from math import inf
 
 import pytest
 
-from raykv.base.errors import MessageError
 from raykv.base.ids import NO_BLOCKS, Blocks, Key, Stamp
 from raykv.node.pool.catalog import (
     ChunkRow,
-    Cursor,
-    DroppedChunks,
-    HeldChunks,
     PoolCatalog,
-    Wanted,
     first_ones,
 )
 from raykv.node.pool.records import Standing
-from raykv.node.pool.shelf import Shelf
-from raykv.protocol.listing import Reason, Where
+from raykv.node.pool.shelf import DiskChunk
+from raykv.protocol.columns import Numbers
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.listing import ALL_READ, Reason, Where
+from raykv.protocol.operator import PinHere, Released
+from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import PAGE, WHOLE, A, B, OwnedPool, begun, key, numbers, pin
 
@@ -33,27 +32,33 @@ class Shown:
     def __init__(self, num_slabs: int = 4) -> None:
         self.pool = OwnedPool(num_slabs)
         self.pool.hello()
-        index = self.pool.node.index
-        self.shelf = Shelf(index.listing, index.floors, index.room, index.places)
-        self.catalog = PoolCatalog(index, self.shelf, self.pool.now)
+        self.shelf = self.pool.node.index.shelf
+        self.catalog = PoolCatalog(self.pool.node.index, self.pool.now)
 
     def shelve(self, *chunks: int) -> None:
         for chunk in chunks:
-            self.shelf.put(A, key(chunk), Blocks(0, 2), Stamp(0, 0), PAGE)
+            self.shelf.put(A, DiskChunk(key(chunk), Stamp(0, 0), 0, PAGE, 0, Blocks(0, 2)), "file")
 
-    def pages(self, wanted: Wanted = Wanted(), most: int = 3) -> Iterator[list[ChunkRow]]:  # noqa: B008
+    def pages(self, query: ChunkQuery, most: int = 3) -> Iterator[list[ChunkRow]]:
         """A walk with as small stretches as it takes."""
-        cursor: Cursor | None = Cursor()
-        while cursor is not None:
-            rows, cursor = self.catalog.stretch(wanted, cursor, most)
+        place = 0
+        while place != ALL_READ:
+            rows, place = self.catalog.stretch(query, place, most)
             yield rows
-            cursor = None if cursor is None else Cursor.of(str(cursor))
 
     def listed(self, **wanted: object) -> list[tuple[int, Where]]:
-        rows = [row for page in self.pages(Wanted(**wanted)) for row in page]  # type: ignore[arg-type]
+        rows = [row for page in self.pages(asked(**wanted)) for row in page]
         return list(
             zip(numbers([row.key for row in rows]), [row.where for row in rows], strict=True)
         )
+
+
+def pin_here(kept: list[int], waiting: list[int], num_bytes: int) -> PinHere:
+    return PinHere(Numbers.of(kept), Numbers.of(waiting), num_bytes)
+
+
+def asked(**wanted: object) -> ChunkQuery:
+    return ChunkQuery(PROTOCOL_VERSION, **wanted)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -65,8 +70,8 @@ def test_chunk_in_the_pool_and_on_the_disk_is_one_row(shown: Shown) -> None:
     shown.pool.store(1, 2, 3)
     shown.shelve(3, 4)
     assert sorted(shown.listed()) == [(1, RAM), (2, RAM), (3, RAM | DISK), (4, DISK)]
-    assert sorted(shown.listed(where=RAM)) == [(1, RAM), (2, RAM), (3, RAM)]
-    assert sorted(shown.listed(where=DISK)) == [(3, DISK), (4, DISK)]
+    assert sorted(shown.listed(tier="ram")) == [(1, RAM), (2, RAM), (3, RAM)]
+    assert sorted(shown.listed(tier="disk")) == [(3, DISK), (4, DISK)]
 
 
 def test_chunk_that_is_being_stored_is_not_listed(shown: Shown) -> None:
@@ -81,7 +86,7 @@ def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
     shown.pool.store(*range(12))
     shown.shelve(*range(20, 26))
     found: list[ChunkRow] = []
-    for turn, page in enumerate(shown.pages(most=2)):
+    for turn, page in enumerate(shown.pages(asked(), most=2)):
         found += page
         record = shown.pool.node.index.find(A, key(turn))
         if record is not None and turn < 4:
@@ -95,7 +100,7 @@ def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
 
 def test_listing_looks_at_a_bounded_number_of_places_at_a_time(shown: Shown) -> None:
     shown.pool.store(*range(12))
-    assert max(len(page) for page in shown.pages(most=5)) <= 5
+    assert max(len(page) for page in shown.pages(asked(), most=5)) <= 5
 
 
 def test_only_what_is_asked_for_is_listed(shown: Shown) -> None:
@@ -113,9 +118,9 @@ def test_whole_key_of_a_namespace_is_found_without_a_walk(shown: Shown) -> None:
     shown.pool.store(*range(10))
     shown.shelve(9, 11)
     for number, where in ((9, RAM | DISK), (11, DISK)):
-        (row,), cursor = shown.catalog.stretch(Wanted(A, key(number)), Cursor(), most=1)
-        assert (row.key, row.where, cursor) == (key(number), where, None)
-    assert shown.catalog.stretch(Wanted(A, key(11), where=RAM), Cursor())[0] == []
+        (row,), end = shown.catalog.stretch(asked(namespace=A, key=key(number)), 0, most=1)
+        assert (row.key, row.where, end) == (key(number), where, ALL_READ)
+    assert shown.catalog.stretch(asked(namespace=A, key=key(11), tier="ram"), 0)[0] == []
 
 
 def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
@@ -156,20 +161,12 @@ def test_when_a_chunk_came_to_the_disk_is_not_known(shown: Shown) -> None:
     assert (row.came_at, row.found_at, row.num_bytes) == (None, None, PAGE)
 
 
-@pytest.mark.parametrize(
-    "text", ["ram", "ram -1", "rom 7", "disk 7 8", "ram " + "1" * 30, "7", "ram \u0663", "\n"]
-)
-def test_cursor_that_nobody_has_given_out_is_refused(text: str) -> None:
-    with pytest.raises(MessageError, match="cursor"):
-        Cursor.of(text)
-
-
-def test_cursor_beyond_all_places_ends_the_listing(shown: Shown) -> None:
+def test_place_beyond_all_ends_the_listing(shown: Shown) -> None:
     shown.pool.store(1)
-    far = (1 << 80) - 1
-    rows, cursor = shown.catalog.stretch(Wanted(), Cursor(place=far))
-    assert (rows, cursor) == ([], Cursor(is_disk=True))
-    assert shown.catalog.stretch(Wanted(), Cursor(True, far)) == ([], None)
+    shown.shelve(2)
+    disk = shown.pool.node.index.disk_place
+    assert shown.catalog.stretch(asked(), disk - 1) == ([], disk)
+    assert shown.catalog.stretch(asked(), 1 << 80) == ([], ALL_READ)
 
 
 def test_first_ones_are_those_with_most_of_it() -> None:
@@ -199,13 +196,19 @@ def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
     shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
     pinned = dict(shown.pool.node.orders.pins())["p"]
     # A quarter of four slots.
-    assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
+    assert shown.catalog.kept(pinned.names, pinned.standing) == PinHere(
+        Numbers.of([0]), Numbers.of([1]), PAGE
+    )
     # What another one keeps by preference waits to be pinned all the same.
     shown.pool.order(2, pins={"p": pin(b"d"), "q": pin(b"d", priority=4)})
     shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    assert shown.catalog.kept(pinned.names, pinned.standing) == HeldChunks([0], [1], PAGE)
+    assert shown.catalog.kept(pinned.names, pinned.standing) == PinHere(
+        Numbers.of([0]), Numbers.of([1]), PAGE
+    )
     weak = dict(shown.pool.node.orders.pins())["q"]
-    assert shown.catalog.kept(weak.names, weak.standing) == HeldChunks([0, 1], [], 2 * PAGE)
+    assert shown.catalog.kept(weak.names, weak.standing) == PinHere(
+        Numbers.of([0, 1]), Numbers(), 2 * PAGE
+    )
 
 
 def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None:
@@ -216,20 +219,20 @@ def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None
     reader = begun(shown.pool.node.begin_read(A, [key(2)], [PAGE], shown.pool.now)[0])
     chunks = {key(number): WHOLE for number in (1, 2, 3, 4)}
     gone = shown.catalog.drop(A, chunks)
-    assert gone == DroppedChunks(dropped=2, kept=1, absent=1)
+    assert gone == Released(PROTOCOL_VERSION, dropped=2, kept=1, absent=1)
     assert sorted(shown.listed()) == [(1, RAM), (2, DISK)]
     shown.pool.node.index.end_load(reader)
     shown.pool.node.check()
     changes = shown.pool.node.index.listing.since(0, 100)
     assert changes is not None
     assert [each.reason for each in changes[0]].count(Reason.MOVED) == 2
-    assert shown.catalog.drop(A, chunks, with_pinned=True) == DroppedChunks(1, 0, 3)
+    assert shown.catalog.drop(A, chunks, with_pinned=True) == Released(PROTOCOL_VERSION, 1, 0, 3)
 
 
 def test_copy_that_is_wider_than_the_one_elsewhere_is_not_given_up(shown: Shown) -> None:
     shown.pool.store(1, 2)
     narrow = {key(1): Blocks(1, 1), key(2): Blocks(0, 5)}
-    assert shown.catalog.drop(A, narrow) == DroppedChunks(dropped=1, kept=1)
+    assert shown.catalog.drop(A, narrow) == Released(PROTOCOL_VERSION, dropped=1, kept=1)
     assert shown.listed() == [(1, RAM)]
 
 

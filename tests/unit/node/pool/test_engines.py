@@ -9,7 +9,6 @@ from raykv.node.pool.engines import (
     PROBE_LOADS,
     PROBE_SAMPLE,
     SOME,
-    LocalSpace,
     ReuseGauge,
 )
 from raykv.protocol.descriptions import parse_groups
@@ -17,78 +16,79 @@ from raykv.protocol.descriptions import parse_groups
 
 def test_all_is_stored_before_the_sample_is_large_enough() -> None:
     gauge = ReuseGauge()
-    gauge.count(MIN_SAMPLE - 1, 0, capacity=0)
+    gauge.count(MIN_SAMPLE - 1, 0)
     assert gauge.store_share == 1
-    gauge.count(1, 0, capacity=0)
+    gauge.count(1, 0)
     assert gauge.store_share == SOME
 
 
 def test_sample_is_as_large_as_the_pools() -> None:
-    gauge = ReuseGauge()
-    gauge.count(10 * MIN_SAMPLE - 1, 0, capacity=10 * MIN_SAMPLE)
+    gauge = ReuseGauge(10 * MIN_SAMPLE)
+    gauge.count(10 * MIN_SAMPLE - 1, 0)
     assert gauge.store_share == 1
-    gauge.count(1, 0, capacity=10 * MIN_SAMPLE)
+    gauge.count(1, 0)
     assert gauge.store_share == SOME
 
 
 def test_few_loads_are_enough() -> None:
     gauge = ReuseGauge()
-    gauge.count(MIN_SAMPLE, int(LEAST_REUSE * MIN_SAMPLE) + 1, capacity=0)
+    gauge.count(MIN_SAMPLE, int(LEAST_REUSE * MIN_SAMPLE) + 1)
     assert gauge.store_share == 1
 
 
 def test_storing_begins_again_as_soon_as_the_few_that_are_stored_are_loaded() -> None:
     gauge = ReuseGauge()
-    gauge.count(MIN_SAMPLE, 0, capacity=0)
+    gauge.count(MIN_SAMPLE, 0)
     assert gauge.store_share == SOME
-    gauge.count(PROBE_SAMPLE - 1, PROBE_LOADS - 1, capacity=1 << 30)
+    gauge.capacity = 1 << 30
+    gauge.count(PROBE_SAMPLE - 1, PROBE_LOADS - 1)
     assert gauge.store_share == SOME
-    gauge.count(0, 1, capacity=1 << 30)
+    gauge.count(0, 1)
     assert gauge.store_share == 1
 
 
 def test_few_are_stored_for_as_long_as_few_of_those_are_loaded() -> None:
     gauge = ReuseGauge()
-    gauge.count(100 * MIN_SAMPLE, 0, capacity=0)
+    gauge.count(100 * MIN_SAMPLE, 0)
     for _ in range(3):
-        gauge.count(PROBE_SAMPLE, int(LEAST_REUSE * PROBE_SAMPLE) - 1, capacity=0)
+        gauge.count(PROBE_SAMPLE, int(LEAST_REUSE * PROBE_SAMPLE) - 1)
         assert gauge.store_share == SOME
-    gauge.count(0, PROBE_LOADS, capacity=0)
+    gauge.count(0, PROBE_LOADS)
     assert gauge.store_share == SOME, "far less than what was stored in vain"
 
 
 def test_reuse_that_ends_is_noticed_although_there_was_much() -> None:
     gauge = ReuseGauge()
-    gauge.count(MIN_SAMPLE, MIN_SAMPLE, capacity=0)
+    gauge.count(MIN_SAMPLE, MIN_SAMPLE)
     samples = 0
     while gauge.store_share == 1:
-        gauge.count(MIN_SAMPLE, 0, capacity=0)
+        gauge.count(MIN_SAMPLE, 0)
         samples += 1
     assert 1 < samples < 10
 
 
 def test_loads_of_windows_are_worth_all_that_they_save() -> None:
     groups = parse_groups("0:16/8 1:16/8")
-    space = LocalSpace(ReuseGauge(), 0, groups)
+    space = ReuseGauge(groups=groups)
     space.count(MIN_SAMPLE - 1, 0)
     # What was told first may be of long ago.
-    space.loaded({}, {"chunks_loaded": 10**6, "loaded_tokens": 10**9})
-    space.loaded({"loaded_tokens": 100}, {})
-    assert space.gauge.loaded == 0
+    space.told({}, {"chunks_loaded": 10**6, "loaded_tokens": 10**9})
+    space.told({"loaded_tokens": 100}, {})
+    assert space.loaded == 0
     # Two loads of eight chunks of each group, at the ends of prefixes of 1,600 tokens.
     before, after = {"loaded_tokens": 10}, {"loaded_tokens": 3210, "chunks_loaded": 32}
-    space.loaded(before, after)
-    assert space.gauge.loaded == 400
+    space.told(before, after)
+    assert space.loaded == 400
     space.count(1, 0)
-    assert space.gauge.store_share == 1
-    unknown = LocalSpace(ReuseGauge(), 0)
-    unknown.loaded(before, after)
-    assert unknown.gauge.loaded == 32
+    assert space.store_share == 1
+    unknown = ReuseGauge()
+    unknown.told(before, after)
+    assert unknown.loaded == 32
 
 
 def test_counts_that_fall_since_an_engine_began_anew_are_ignored() -> None:
     gauge = ReuseGauge()
-    gauge.count(-5, -5, capacity=0)
+    gauge.count(-5, -5)
     assert (gauge.stored, gauge.loaded) == (0.0, 0.0)
 
 

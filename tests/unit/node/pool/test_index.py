@@ -27,7 +27,9 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import MOST_SIZES, Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.room import IDLE_S
+from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
+from tests.fixtures.node.owned_pool import num_open_jobs
 
 A = Namespace("a")
 ONE = Blocks(0, 1)
@@ -66,7 +68,7 @@ class Pool:
         assert isinstance(pages, int)
         assert isinstance(stamp, int)
         chunk = OfferedChunk(A, name, pages * PAGE, Stamp(1, stamp), **more)  # type: ignore[arg-type]
-        return self.index.begin_store(part, chunk, self.now, self.now + 30)
+        return self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
 
     def store(self, *names: Key, **more: int | Blocks) -> list[Refusal]:
         """A job of one rank; what each chunk was refused for."""
@@ -149,13 +151,13 @@ def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool,
     assert not part.rows.keys
     # One that has come in the middle of it as well; what comes is a change.
     chunk = OfferedChunk(other, key(1), PAGE, Stamp(1, 1))
-    record = begun(pool.index.begin_store(StorePart(1, 99), chunk, pool.now, pool.now + 30))
+    record = begun(pool.index.begin_stores(StorePart(1, 99), [chunk], pool.now, pool.now + 30)[0])
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
     (row,) = pool.index.part_after(part.end, 1, {other}).rows
     assert (row.key, row.where) == (key(1), Where.COMING)
     pool.index.end_store(record, 0, ok=False)
     assert pool.index.part_after(Position(), 1, {other}).end.place == ALL_READ
-    pool.index.shelf.put(other, key(1), ALL_BLOCKS, Stamp(1, 1), PAGE)
+    pool.index.shelf.put(other, DiskChunk(key(1), Stamp(1, 1), 0, PAGE, 0), "file")
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
 
 
@@ -223,7 +225,7 @@ def test_no_job_is_left_of_engines_that_are_gone(pool: Pool) -> None:
         pool.index.end_line(life, 0, 2)
         assert pool.offer(key(1), StorePart(life, 1, 1, 2)) is Refusal.POISONED
         pool.index.end_line(life, 1, 2)
-        assert pool.index.num_open_jobs == 0
+        assert num_open_jobs(pool.index) == 0
     pool.index.end_line(1, 0, 2)
     pool.index.begin_line(1, 0)
     assert begun(pool.offer(key(1), StorePart(1, 2, 1, 2))).state is ChunkState.WRITING
@@ -324,7 +326,7 @@ def test_slot_sizes_of_a_pool_are_bounded() -> None:
     index = PoolIndex(PoolGeometry(300 * 512 * PAGE, 512 * PAGE), Listing(1), Floors(1))
     for pages in range(1, 400):
         chunk = OfferedChunk(A, key(pages), pages * PAGE, Stamp(1, 1))
-        index.begin_store(StorePart(1, pages), chunk, pool.now, pool.now + 30)
+        index.begin_stores(StorePart(1, pages), [chunk], pool.now, pool.now + 30)[0]
         index.expire(pool.now)
     assert len(index.places.classes()) == MOST_SIZES
     index.check()

@@ -23,6 +23,7 @@ from tests.fixtures.node.owned_pool import (
     OwnedPool,
     begun,
     key,
+    num_open_jobs,
     stamp,
     where,
 )
@@ -40,7 +41,7 @@ def test_engine_that_has_not_introduced_itself_stores_and_loads_nothing() -> Non
     store, load = pool.admit(pool.storing(1), pool.loading(1))
     assert store.chunks == load.chunks == [Refusal.BAD_HANDLE]
     assert pool.end(store).refusals == bytes([Refusal.BAD_HANDLE])
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
 
 
 @pytest.mark.parametrize(("rank", "of"), [(0, 2), (-1, 1), (1, 1), (0, 0), (7, 1)])
@@ -187,14 +188,14 @@ def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> Non
     pool.hello(num_ranks=2)
     pool.wait(1)
     assert pool.state(1) == {key(1): Where.NOWHERE}
-    assert pool.node.index.num_open_jobs == 1
+    assert num_open_jobs(pool.node.index) == 1
     for _ in range(4):
         pool.hello(num_ranks=2)
         pool.wait(OPEN_S / 3)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
     # The late rank's part does not begin it anew.
     pool.node.jobs.end_job(job, {}, 0, 0.0)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
 
 
 def test_job_that_comes_again_while_it_is_copied_is_copied_once(pool: OwnedPool) -> None:
@@ -216,7 +217,7 @@ def test_job_that_comes_again_after_its_end_is_copied_once(pool: OwnedPool) -> N
     assert again.chunks == [Refusal.POISONED] * 2
     pool.end(again)
     pool.end(job)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
     assert pool.held() == [1, 2]
 
 
@@ -234,7 +235,7 @@ def test_job_whose_line_ends_leaves_nothing_behind_in_either_order(pool: OwnedPo
         pool.node.check()
         assert record.state is ChunkState.VOID
         assert not list(pool.node.index.places)
-        assert pool.node.index.num_open_jobs == 0
+        assert num_open_jobs(pool.node.index) == 0
 
 
 def test_line_that_comes_back_before_the_old_one_ends_is_not_ended_with_it(
@@ -268,7 +269,7 @@ def test_dead_engine_leaves_no_store_and_its_late_ends_do_no_harm(pool: OwnedPoo
     assert pool.state(1, 2) == {key(1): Where.NOWHERE, key(2): Where.NOWHERE}
     result = pool.end(job)
     assert result.refusals == bytes([Refusal.POISONED] * 2)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
     assert not list(pool.node.index.places)
     pool.hello()
     assert pool.store(1) == [Refusal.NONE]
@@ -336,7 +337,7 @@ def test_landing_that_fails_leaves_nothing(pool: OwnedPool) -> None:
     pool.node.landings.landed(begun(pool.land(1)), ok=False)
     assert pool.state(1) == {key(1): Where.NOWHERE}
     assert not list(pool.node.index.places)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
 
 
 def test_chunk_that_is_void_or_here_or_coming_does_not_land(pool: OwnedPool) -> None:
@@ -382,7 +383,7 @@ def test_landing_takes_no_chunk_that_was_found_or_has_just_landed(pool: OwnedPoo
 def test_landing_of_an_odd_size_changes_nothing(pool: OwnedPool, slot_bytes: int) -> None:
     assert pool.land(1, slot_bytes=slot_bytes) in (Refusal.BAD_HANDLE, Refusal.NO_ROOM)
     assert not list(pool.node.index.places)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0
 
 
 def test_other_nodes_read_whole_slots_and_that_is_a_use(pool: OwnedPool) -> None:
@@ -402,4 +403,4 @@ def test_empty_job_ends_like_others(pool: OwnedPool) -> None:
         result = pool.end(job)
         assert (result.job_id, len(result.rows.keys)) == (message.job_id, 0)
     assert isinstance(message, CopyJob)
-    assert pool.node.index.num_open_jobs == 0
+    assert num_open_jobs(pool.node.index) == 0

@@ -199,4 +199,4 @@ def test_memory_of_what_went_is_bounded() -> None:
         if number >= 100:
             order.leave(next(iter(order)), remember=True)
     assert len(order) == 100
-    assert 100 < order.num_remembered <= 2 * 101 + 1
+    assert 100 < order._memory.count <= 2 * 101 + 1

@@ -21,7 +21,7 @@ from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.shelf import RESERVED_PART, ShelvedChunk
+from raykv.node.pool.shelf import RESERVED_PART, DiskChunk, ShelvedChunk
 from raykv.protocol.listing import ALL_READ, ListedRow, Position, Reason, Where
 
 PAGE = 4096
@@ -45,7 +45,7 @@ class Pool:
         self.jobs += 1
         part = StorePart(1, self.jobs)
         chunk = OfferedChunk(OURS, key(name), pages * PAGE, stamp, blocks)
-        record = self.index.begin_store(part, chunk, 100.0, 130.0)
+        record = self.index.begin_stores(part, [chunk], 100.0, 130.0)[0]
         assert isinstance(record, ChunkRecord), record
         self.index.end_store(record, 0, ok=True, blocks=blocks)
         self.index.end_job(part)
@@ -57,7 +57,10 @@ class Pool:
 
     def put(self, record: ChunkRecord) -> None:
         """It is on the disk as it is in RAM."""
-        self.shelf.put(record.namespace, record.key, record.blocks, record.stamp, record.slot_bytes)
+        self.shelve(record.key, record.blocks, record.stamp, record.slot_bytes)
+
+    def shelve(self, key: Key, blocks: Blocks, stamp: Stamp, num_bytes: int = PAGE) -> None:
+        self.shelf.put(OURS, DiskChunk(key, stamp, 0, num_bytes, 0, blocks), "file")
 
     def take(self, most: int = 1000) -> list[ChunkRecord]:
         """What is to be written, once it is copied."""
@@ -100,7 +103,7 @@ def test_chunk_on_the_disk_is_a_second_place_in_its_row(pool: Pool) -> None:
 
 def test_blocks_of_a_row_are_those_in_ram_while_there_are_any(pool: Pool) -> None:
     record = pool.store("a", blocks=Blocks(2, 4))
-    pool.shelf.put(OURS, key("a"), ALL_BLOCKS, STAMP, PAGE)
+    pool.shelve(key("a"), ALL_BLOCKS, STAMP)
     assert pool.row("a").blocks == Blocks(2, 4)
     pool.index.drop(record, Reason.EVICTED)
     assert pool.row("a").blocks == ALL_BLOCKS
@@ -112,8 +115,8 @@ def test_every_change_is_numbered_and_what_changes_nothing_is_none(pool: Pool) -
     pool.put(record)
     pool.put(record)
     assert pool.index.listing.number == number + 1
-    pool.shelf.put(OURS, key("a"), Blocks(1, 2), STAMP, PAGE)
-    pool.shelf.put(OURS, key("a"), Blocks(1, 2), Stamp(1, 2), PAGE)
+    pool.shelve(key("a"), Blocks(1, 2), STAMP)
+    pool.shelve(key("a"), Blocks(1, 2), Stamp(1, 2))
     assert pool.index.listing.number == number + 3
     pool.shelf.remove(OURS, key("b"), Reason.EVICTED)
     pool.shelf.remove(OTHERS, key("a"), Reason.EVICTED)
@@ -195,11 +198,11 @@ def test_reader_knows_in_the_end_where_each_chunk_is(seed: int) -> None:
 
 def test_page_meets_each_chunk_that_stays_once(pool: Pool) -> None:
     for name in "abcdef":
-        pool.shelf.put(OURS, key(name), ALL_BLOCKS, STAMP, PAGE)
+        pool.shelve(key(name), ALL_BLOCKS, STAMP)
     first, place = pool.shelf.page(0, 3)
     assert [each.key for each in first] == [key(name) for name in "abc"]
     pool.shelf.remove(OURS, key("b"), Reason.EVICTED)
-    pool.shelf.put(OURS, key("new"), ALL_BLOCKS, STAMP, PAGE)
+    pool.shelve(key("new"), ALL_BLOCKS, STAMP)
     second, end = pool.shelf.page(place, 10)
     assert [each.key for each in second] == [key(name) for name in "def"]
     assert end == ALL_READ
@@ -308,7 +311,7 @@ def test_chunk_is_written_unless_the_disk_has_it_as_wide_and_as_new(
     pool: Pool, blocks: Blocks, stamp: Stamp, is_clean: bool
 ) -> None:
     first = pool.fill()[0]
-    pool.shelf.put(OURS, first.key, blocks, stamp, PAGE)
+    pool.shelve(first.key, blocks, stamp)
     assert (first in pool.take()) is not is_clean
 
 
@@ -403,4 +406,4 @@ def test_shelved_chunk_says_how_large_it_is(pool: Pool) -> None:
     pool.put(pool.store("a", pages=3))
     found = pool.shelf.find(OURS, key("a"))
     assert isinstance(found, ShelvedChunk)
-    assert found.slot_bytes == 3 * PAGE
+    assert found.chunk.num_bytes == 3 * PAGE

@@ -14,7 +14,7 @@ TTL_S = 10.0
 
 
 def kept(index: CaptureIndex, name: str, num_bytes: int, most: int, now: float = 0.0) -> None:
-    assert index.admit(name, num_bytes, most, TTL_S, now).is_admitted
+    assert index.admit(name, num_bytes, most, TTL_S, now) is not None
     index.copied(name)
     index.written(name, now)
 
@@ -40,36 +40,36 @@ def test_oldest_make_room_for_new_ones_in_the_order_of_their_coming() -> None:
     for name in "abc":
         kept(index, name, 30, 100)
     admission = index.admit("d", 50, 100, TTL_S, 1.0)
-    assert (admission.is_admitted, admission.forgotten) == (True, ("a", "b"))
+    assert admission == ["a", "b"]
     assert "a" not in index
     assert index.num_bytes == 80
 
 
 def test_nothing_changes_while_all_is_still_being_written() -> None:
     index = CaptureIndex()
-    assert index.admit("a", 60, 100, TTL_S, 0.0).is_admitted
+    assert index.admit("a", 60, 100, TTL_S, 0.0) is not None
     index.copied("a")
     kept(index, "b", 10, 100)
     refused = index.admit("c", 90, 100, TTL_S, 1.0)
-    assert (refused.is_admitted, refused.forgotten) == (False, ())
+    assert refused is None
     assert "b" in index
     assert index.num_bytes == 70
     index.written("a", 2.0)
-    assert index.admit("c", 90, 100, TTL_S, 3.0).forgotten == ("a",)
+    assert index.admit("c", 90, 100, TTL_S, 3.0) == ["a"]
 
 
 def test_request_that_is_larger_than_all_room_is_admitted_alone() -> None:
     index = CaptureIndex()
     kept(index, "a", 10, 100)
-    assert index.admit("b", 500, 100, TTL_S, 0.0).forgotten == ("a",)
-    assert not index.admit("c", 1, 100, TTL_S, 0.0).is_admitted
+    assert index.admit("b", 500, 100, TTL_S, 0.0) == ["a"]
+    assert index.admit("c", 1, 100, TTL_S, 0.0) is None
 
 
 def test_states_are_forgotten_when_their_time_is_over_but_never_while_they_are_written() -> None:
     index = CaptureIndex()
     kept(index, "a", 10, 100, now=0.0)
     kept(index, "b", 10, 100, now=5.0)
-    assert index.admit("c", 10, 100, TTL_S, 0.0).is_admitted
+    assert index.admit("c", 10, 100, TTL_S, 0.0) is not None
     assert index.expire(TTL_S) == ["a"]
     assert index.expire(5.0 + TTL_S) == ["b"]
     assert index.expire(1e6) == []
@@ -124,10 +124,10 @@ def test_bytes_are_those_of_what_is_known_and_never_too_many(
         name = str(number)
         state = index[name].state if name in index else None
         if step == "admit" and state is None:
-            admission = index.admit(name, size, most, TTL_S, now)
-            for other in admission.forgotten:
+            forgotten = index.admit(name, size, most, TTL_S, now)
+            for other in forgotten or ():
                 sizes.pop(other)
-            if admission.is_admitted:
+            if forgotten is not None:
                 sizes[name] = size
         elif step == "copied" and state is CaptureState.COPYING:
             index.copied(name)
