@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raykv.copy.cuda.pages import PageMover, best_mover
+from raykv.copy.cuda.pages import mover_of
 from raykv.memory.cuda.driver import CUDAError
 
 Addresses = npt.NDArray[np.uint64]
@@ -67,7 +67,7 @@ class CopyDriver(Protocol):
     """One device. Each call raises `CUDAError` with the call's name and CUDA's own error."""
 
     @property
-    def mover(self) -> str | None:
+    def mover(self) -> object | None:
         """What `move_pages` is done by; None: it can't be called, or has raised `MoverError`."""
 
     def make_stream(self, urgency: Urgency) -> int:
@@ -134,11 +134,7 @@ class CUDADriver:
         self._batch = _batch_call()
         self._attributes = {order: _attributes(order) for order in SourceOrder}
         self._first = ctypes.c_size_t(0)
-        self._mover: PageMover | None = best_mover(self._device)
-
-    @property
-    def mover(self) -> str | None:
-        return self._mover.name if self._mover else None
+        self.mover = mover_of(self._device)
 
     def make_stream(self, urgency: Urgency) -> int:
         least, greatest = self._priorities
@@ -197,7 +193,7 @@ class CUDADriver:
         self._call("cudaMemcpyAsync", to, source, size, kind, stream)
 
     def move_pages(self, stream: int, copies: Copies) -> None:
-        mover = self._mover
+        mover = self.mover
         if mover is None:
             # The other direction's thread has just found out.
             raise MoverError("nothing here moves pages within the device")
@@ -205,8 +201,8 @@ class CUDADriver:
             mover.move(stream, copies.to, copies.source, copies.size)
         except Exception as error:
             # Triton and torch have many ways to say so: no C compiler is the usual one.
-            self._mover = None
-            raise MoverError(f"a launch of {mover.name} failed: {error}") from error
+            self.mover = None
+            raise MoverError(f"a launch of Triton's kernel failed: {error}") from error
 
     def allocate(self, num_bytes: int) -> int:
         assert num_bytes > 0, num_bytes

@@ -1,33 +1,23 @@
-"""The movers of small pages, without a GPU: Triton's interpreter, and torch on the CPU."""
+"""The mover of small pages, without a GPU: Triton's interpreter."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
 
-from raykv.copy.cuda.pages import Addresses, IndexMover, PageMover, TritonMover
+from raykv.copy.cuda.pages import Addresses, TritonMover
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 KERNEL = "raykv.copy.cuda.kernel"
 
 
-def view(address: int, num_words: int) -> Any:
-    words = (ctypes.c_int64 * num_words).from_address(address)
-    return torch.frombuffer(words, dtype=torch.int64)
-
-
-@pytest.fixture(params=["Triton", "torch"])
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageMover]:
-    if request.param == "torch":
-        yield IndexMover("cpu", lambda _: nullcontext(), view)
-        return
+@pytest.fixture
+def mover(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonMover]:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, KERNEL, raising=False)
@@ -49,7 +39,7 @@ def column(numbers: list[int]) -> Addresses:
         [8] * 200,
     ],
 )
-def test_pages_arrive_and_nothing_else_is_written(mover: PageMover, sizes: list[int]) -> None:
+def test_pages_arrive_and_nothing_else_is_written(mover: TritonMover, sizes: list[int]) -> None:
     random = np.random.default_rng(len(sizes))
     gaps = [8 * int(number) for number in random.integers(1, 5, len(sizes))]
     starts = np.cumsum([0, *(size + gap for size, gap in zip(sizes, gaps, strict=True))])
