@@ -139,10 +139,7 @@ class Planned:
         self._spec = spec
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._kinds = self._tables().kinds
-        self._groups = [
-            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
-            for each in self._tables().groups
-        ]
+        self._groups = self._tables().groups
 
     def _tables(self) -> SchedulerTables:
         return planned_tables(self._spec, self._config, self._kv_cache)

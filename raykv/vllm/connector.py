@@ -35,7 +35,7 @@ from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine.cost import StepTimes
 from raykv.engine.runtime import EngineRuntime, new_life
-from raykv.protocol.descriptions import ChunkGroup, groups_text
+from raykv.protocol.descriptions import groups_text
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.stream.descriptions import DescriptionOutbox
@@ -214,18 +214,15 @@ class RayKVConnector(OffloadingConnector):
         """From which a client works out how much of a prompt can be loaded: what the chunks of
         each KV group are, and which of them are recurrent states.
         """
-        groups = [
-            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window)
-            for each in self._tables.groups
-        ]
         states = " ".join(map(str, self._tables.states))
-        return {"chunks": groups_text(groups)} | ({"state_groups": states} if states else {})
+        found = {"chunks": groups_text(self._tables.groups)}
+        return found | {"state_groups": states} if states else found
 
     def _tokens_per_chunk(self) -> list[int]:
         """For each KV group that is loaded as whole prefixes; for all if there is none."""
         groups = self._tables.groups
         prefixes = [each for each in groups if each.window is None]
-        return [each.tokens_per_chunk for each in prefixes or groups]
+        return [each.tokens for each in prefixes or groups]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -484,7 +481,8 @@ class RayKVConnector(OffloadingConnector):
         with self._tables.nothing_stored_of(self._siblings.held):
             base = super().build_connector_meta(seen)
         assert isinstance(base, OffloadingConnectorMetadata), base
-        self._step_began(scheduler_output)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self._steps.begin(scheduler_output, num_tokens, time.monotonic())
         adapters = self._adapters_of(base, scheduler_output)
         return self._meta_of(base, scheduler_output, self._told, *adapters)
 
@@ -528,9 +526,6 @@ class RayKVConnector(OffloadingConnector):
         began = self._adapters.of({each.req_id for each in scheduler_output.scheduled_new_reqs})
         self._adapters.end(self._tables.ended(scheduler_output))
         return used, began
-
-    def _step_began(self, scheduled: Any) -> None:
-        self._steps.begin(scheduled, scheduled.total_num_scheduled_tokens, time.monotonic())
 
     @guarded(nothing)
     def end_step(self, scheduler: Any, scheduled: Any, result: Any) -> None:
@@ -632,7 +627,7 @@ class RayKVConnector(OffloadingConnector):
         at = next((at for at, group in enumerate(groups) if group.window is None), 0)
         known = self._tables.find(request_id)
         keys = () if known is None else known.keys[at]
-        return keys, groups[at].tokens_per_chunk
+        return keys, groups[at].tokens
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

@@ -481,18 +481,13 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         more = self._answer_of(request, block_ids)
         return (is_busy, params) if more is None else (True, {**(params or {}), **more})
 
-    def _is_loading(self, request_id: str) -> bool:
-        """Whether a load of the request is under way: then its blocks hold nothing yet, and vLLM
-        frees them when the load's end is reported.
-        """
-        return self._tables.is_loading(request_id)
-
     def _untold(self, request: Any, _block_ids: list[int]) -> None:
         self._planner.withdraw(request.request_id)
 
     @guarded(_untold)
     def _answer_of(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
-        blocks = [] if self._is_loading(request.request_id) else block_ids
+        # While it is loading, its blocks hold nothing yet, and vLLM frees them with the load's end.
+        blocks = [] if self._tables.is_loading(request.request_id) else block_ids
         path = self._planner.ended(request, blocks, self._layer.spec.block_size)
         if path is None:
             return None

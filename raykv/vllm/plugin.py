@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
 from raykv.vllm.insight.sources import watch_front_ends
 from raykv.vllm.internals.arguments import refuse_arguments, wrap_arguments
-from raykv.vllm.internals.engine import wrap_multi_connector
+from raykv.vllm.internals.engine import around, wrap_multi_connector
 from raykv.vllm.internals.names import check_vllm_version, refusal_of, vllm_version
 from raykv.vllm.internals.offloading import is_registered
 
@@ -78,36 +77,30 @@ def register() -> None:
         logger.debug("prompts are rendered in an unknown way: %s", error)
 
 
-def recomputing(start: Callable[..., None]) -> Callable[..., None]:
+@around
+def recomputing(
+    start: Callable[..., None], connector: Any, vllm_config: Any, *arguments: Any, **named: Any
+) -> None:
     """A `MultiConnector` with ours among its own has requests computed whose loads fail.
 
     The policy of the whole counts, not that of its parts, and vLLM's default ends such requests.
     """
-
-    @functools.wraps(start)
-    def started(connector: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
-        transfer = vllm_config.kv_transfer_config
-        if is_ours(vllm_config) and transfer.kv_load_failure_policy != "recompute":
-            transfer.kv_load_failure_policy = "recompute"
-            logger.warning(
-                "kv_load_failure_policy of MultiConnector is set to recompute: with RayKV among "
-                "its connectors, a load that fails must not end its request"
-            )
-        start(connector, vllm_config, *arguments, **named)
-
-    return started
+    transfer = vllm_config.kv_transfer_config
+    if is_ours(vllm_config) and transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.warning(
+            "kv_load_failure_policy of MultiConnector is set to recompute: with RayKV among "
+            "its connectors, a load that fails must not end its request"
+        )
+    start(connector, vllm_config, *arguments, **named)
 
 
-def refusing(finish: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def refusing(finish: Callable[[Any], None], vllm_config: Any) -> None:
     """A configuration of an engine with RayKV is not finished that it can't be used with.
 
     It is refused here and not by the connectors alone: vLLM may put another one in their place.
     """
-
-    @functools.wraps(finish)
-    def finished(vllm_config: Any) -> None:
-        if is_ours(vllm_config):
-            refuse_arguments(vllm_config)
-        finish(vllm_config)
-
-    return finished
+    if is_ours(vllm_config):
+        refuse_arguments(vllm_config)
+    finish(vllm_config)

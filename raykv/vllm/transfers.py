@@ -260,11 +260,11 @@ class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
     def __init__(self, link: Link, layout: KVLayout, *, by_layer: bool = False) -> None:
-        """Send jobs through `link`; `layout` is that of the memory that the NodeActor maps.
-
-        `by_layer`: loads come layer by layer, and a step waits for them.
+        """Send jobs through `link`. `by_layer`: loads come layer by layer, and a step waits for
+        them.
         """
-        self._layout = layout
+        # Of the memory that the NodeActor maps.
+        self.layout = layout
         self._link = link
         self._flying: dict[int, FlyingJob] = {}
         self._by_layer = by_layer
@@ -281,11 +281,6 @@ class RayOffloadingWorker(OffloadingWorker):
         self._drained: deque[CopyResult] = deque()
         # Of all chunks of captures; empty until the NodeActor is known.
         self.namespace = ""
-
-    @property
-    def layout(self) -> KVLayout:
-        """Of the memory that the NodeActor maps."""
-        return self._layout
 
     def line_report(self) -> WorkerReport:
         """Which NodeActor is reached, and whether it is left alone."""
@@ -322,7 +317,7 @@ class RayOffloadingWorker(OffloadingWorker):
             assert isinstance(chunks, ChunkSpec), chunks
             assert not self._is_given_up, "the line to the NodeActor has failed"
             by_layer = self._by_layer and direction is Direction.LOAD
-            flying = flying_job(job_id, direction, blocks, chunks, self._layout, by_layer=by_layer)
+            flying = flying_job(job_id, direction, blocks, chunks, self.layout, by_layer=by_layer)
             if flying.torn and not flying.job.keys:
                 self._ended.append(transfer_result(flying, CopyResult(job_id, 0, 0)))
                 return True

@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from raykv.engine.view import EngineView
 from raykv.engine.windows import WindowPlan, checkpoint, parting, plan_windows
-from raykv.protocol.descriptions import ChunkGroup
 from raykv.vllm.internals.offloading import SchedulerTables, hand_over_every_state
 
 
@@ -56,9 +55,7 @@ class Windows:
 
     def __init__(self, tables: SchedulerTables, share: float) -> None:
         self._tables = tables
-        self._groups = [
-            ChunkGroup(each.group_id, each.tokens_per_chunk, each.window) for each in tables.groups
-        ]
+        self._groups = tables.groups
         self._has_windows = any(each.window is not None for each in self._groups)
         self._is_on = share > 0 and self._has_windows
         kinds = tables.kinds

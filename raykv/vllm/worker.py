@@ -158,11 +158,14 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         back.
         """
         if self._raykv is not None:
-            jobs = list(self._vllm.unsubmitted)
-            self._vllm.unsubmitted.clear()
-            for job_id, blocks, pool in jobs:
-                self._raykv.submit_store(job_id, blocks, pool)
-            self._raykv.finish({job_id for job_id, _, _ in jobs})
+            self._store_unsubmitted(self._raykv)
+
+    def _store_unsubmitted(self, worker: RayOffloadingWorker) -> None:
+        jobs = list(self._vllm.unsubmitted)
+        self._vllm.unsubmitted.clear()
+        for job_id, blocks, pool in jobs:
+            worker.submit_store(job_id, blocks, pool)
+        worker.finish({job_id for job_id, _, _ in jobs})
 
     def refuse_submissions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all jobs fail that should have been submitted in this step, and were not."""
@@ -227,13 +230,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._adapters.begin(metadata.beginning)
             self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
-        if not self._is_durable or self._raykv is None or not self._vllm.unsubmitted:
-            return
-        jobs = list(self._vllm.unsubmitted)
-        self._vllm.unsubmitted.clear()
-        for job_id, blocks, pool in jobs:
-            self._raykv.submit_store(job_id, blocks, pool)
-        self._raykv.finish({job_id for job_id, _, _ in jobs})
+        if self._is_durable and self._raykv is not None and self._vllm.unsubmitted:
+            self._store_unsubmitted(self._raykv)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""

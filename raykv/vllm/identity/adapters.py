@@ -10,7 +10,6 @@ whose adapter is not the one that its hashes name.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
 from raykv.prompts.block_hashes import path_with_digest
 from raykv.vllm.internals.engine import (
     adapter_settings_of,
+    around,
     mark_adapter,
     marked_adapter,
     wrap_adapter_hashes,
@@ -41,25 +41,13 @@ class AdapterUse:
     reloads: bool
 
 
-def name_by_content() -> bool:
-    """From now on hashes name adapters by content; a second call changes nothing.
-
-    Returns:
-        False: this vLLM hashes adapters in another way, and nothing has changed.
-    """
-    return wrap_adapter_hashes(_with_digest)
-
-
-def _with_digest(hashed: Any) -> Any:
-    @functools.wraps(hashed)
-    def call(request: Any) -> Any:
-        found = hashed(request)
-        digest = _digest_of(request) if found else ""
-        if not digest:
-            return found
-        return [(kind, name, path_with_digest(path, digest)) for kind, name, path in found]
-
-    return call
+@around
+def _with_digest(hashed: Any, request: Any) -> Any:
+    found = hashed(request)
+    digest = _digest_of(request) if found else ""
+    if not digest:
+        return found
+    return [(kind, name, path_with_digest(path, digest)) for kind, name, path in found]
 
 
 def _digest_of(request: Any) -> str:
@@ -77,7 +65,8 @@ class AdapterUses:
     def __init__(self) -> None:
         self._uses: dict[str, AdapterUse] = {}
         self._loaded: dict[int, str] = {}
-        self._is_named = name_by_content()
+        # False: this vLLM hashes adapters in another way.
+        self._is_named = wrap_adapter_hashes(_with_digest)
         # Adapters of which the log says that they cannot be named.
         self._said: set[str] = set()
 
@@ -195,16 +184,13 @@ def watch_loads(lora_config: Any) -> LoadedAdapters:
     return loaded
 
 
-def _noted(loads: Any) -> Any:
-    @functools.wraps(loads)
-    def call(manager: Any, lora_request: Any) -> Any:
-        _, loaded = _loaded.get(id(adapter_settings_of(manager)), (None, None))
-        if loaded is None:
-            return loads(manager, lora_request)
-        before = _files.content(lora_request.lora_path)
-        adapter = loads(manager, lora_request)
-        after = _files.content(lora_request.lora_path)
-        loaded.note(lora_request.lora_int_id, after if after == before else UNKNOWN)
-        return adapter
-
-    return call
+@around
+def _noted(loads: Any, manager: Any, lora_request: Any) -> Any:
+    _, loaded = _loaded.get(id(adapter_settings_of(manager)), (None, None))
+    if loaded is None:
+        return loads(manager, lora_request)
+    before = _files.content(lora_request.lora_path)
+    adapter = loads(manager, lora_request)
+    after = _files.content(lora_request.lora_path)
+    loaded.note(lora_request.lora_int_id, after if after == before else UNKNOWN)
+    return adapter

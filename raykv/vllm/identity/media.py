@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from raykv.vllm.internals.engine import configuration_of, wrap_prompts
+from raykv.vllm.internals.engine import around, configuration_of, wrap_prompts
 
 logger = logging.getLogger("raykv")
 
@@ -111,12 +111,9 @@ def _seen(rendered: Any) -> Any:
     return rendered
 
 
-def _marking(process: Any) -> Any:
-    @functools.wraps(process)
-    def call(renderer: Any, prompt: Any, *args: Any, **more: Any) -> Any:
-        return _seen(process(renderer, _marked(renderer, prompt), *args, **more))
-
-    return call
+@around
+def _marking(process: Any, renderer: Any, prompt: Any, *args: Any, **more: Any) -> Any:
+    return _seen(process(renderer, _marked(renderer, prompt), *args, **more))
 
 
 def _marking_async(process: Any) -> Any:
@@ -127,12 +124,11 @@ def _marking_async(process: Any) -> Any:
     return call
 
 
-def _checking(process: Any) -> Any:
-    @functools.wraps(process)
-    def call(processor: Any, request_id: str, prompt: Any, *args: Any, **more: Any) -> Any:
-        has_media = isinstance(prompt, dict) and prompt.get("type") == "multimodal"
-        if has_media and not prompt.get(_SEEN) and _may_be_ours(processor):
-            prompt = _with_salt(prompt)
-        return process(processor, request_id, prompt, *args, **more)
-
-    return call
+@around
+def _checking(
+    process: Any, processor: Any, request_id: str, prompt: Any, *args: Any, **more: Any
+) -> Any:
+    has_media = isinstance(prompt, dict) and prompt.get("type") == "multimodal"
+    if has_media and not prompt.get(_SEEN) and _may_be_ours(processor):
+        prompt = _with_salt(prompt)
+    return process(processor, request_id, prompt, *args, **more)

@@ -5,7 +5,6 @@ after it. What others write into a worker's model is seen there, and told with t
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from raykv.vllm.identity.weight_watch import (
     note_afterwards,
     state_of,
 )
-from raykv.vllm.internals.engine import Wrapper, ask_workers, wrap_core
+from raykv.vllm.internals.engine import Wrapper, around, ask_workers, wrap_core
 from raykv.vllm.internals.scheduling import connectors_of
 from raykv.vllm.weights import WeightChanges
 
@@ -83,15 +82,12 @@ Told = Callable[[Any, tuple[Any, ...], Any], None]
 def _telling(before: Told = nothing, after: Told = nothing) -> Wrapper:
     """Wraps a method of EngineCore of whose calls connectors are told."""
 
-    def telling(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-            before(core, args, kwargs)
-            done = method(core, *args, **kwargs)
-            after(core, args, done)
-            return done
-
-        return call
+    @around
+    def telling(method: Any, core: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before(core, args, kwargs)
+        done = method(core, *args, **kwargs)
+        after(core, args, done)
+        return done
 
     return telling
 
@@ -126,42 +122,40 @@ def _drop_encodings(core: Any, *_called: Any) -> None:
         listener.drop_encodings()
 
 
-def _judged(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(
-        core: Any,
-        called: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        def go() -> Any:
-            return method(core, called, timeout, args, kwargs)
+@around
+def _judged(
+    method: Any,
+    core: Any,
+    called: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    def go() -> Any:
+        return method(core, called, timeout, args, kwargs)
 
-        effect = effect_of(called, args, kwargs)
-        listeners = _listeners(core)
-        if effect is Effect.NONE or not listeners:
-            return go()
-        name = called if isinstance(called, str) else getattr(called, "__name__", "a function")
-        if effect is Effect.CHANGES:
-            _tell(core, name)
-            try:
-                return go()
-            finally:
-                if name in WHOLE:
-                    _ask(core)
-        if all(each.is_asking for each in listeners):
-            # They are asked in any case, and must not believe what they were told before.
-            try:
-                return go()
-            finally:
-                _asked(core, note_afterwards, name)
-        before = _asked(core, check)
+    effect = effect_of(called, args, kwargs)
+    listeners = _listeners(core)
+    if effect is Effect.NONE or not listeners:
+        return go()
+    name = called if isinstance(called, str) else getattr(called, "__name__", "a function")
+    if effect is Effect.CHANGES:
+        _tell(core, name)
         try:
             return go()
         finally:
-            if before is None or before != _asked(core, check):
-                _asked(core, note_afterwards, name)
-                _tell(core, name)
-
-    return call
+            if name in WHOLE:
+                _ask(core)
+    if all(each.is_asking for each in listeners):
+        # They are asked in any case, and must not believe what they were told before.
+        try:
+            return go()
+        finally:
+            _asked(core, note_afterwards, name)
+    before = _asked(core, check)
+    try:
+        return go()
+    finally:
+        if before is None or before != _asked(core, check):
+            _asked(core, note_afterwards, name)
+            _tell(core, name)

@@ -14,7 +14,6 @@ what the model computes with
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from uuid import uuid4
 
 from raykv.vllm.internals.engine import (
     WARM_UP,
+    around,
     cpu_probes,
     id_of_configuration,
     is_quantized,
@@ -274,7 +274,7 @@ def watch_worker(vllm_config: Any) -> WeightWatch:
     _watches[id(vllm_config)] = (vllm_config, watch)
     worker_class = worker_class_of(vllm_config)
     for name in (*CHANGES, SLEEP, DISCARD, WAKE_UP):
-        wrap(worker_class, name, partial(_noted, name))
+        wrap(worker_class, name, around(partial(_noted, name)))
     wrap(worker_class, WARM_UP, _watching_model)
     return watch
 
@@ -307,22 +307,18 @@ def note_afterwards(worker: Any, what: str) -> None:
         watch.note_afterwards(what)
 
 
-def _noted(name: str, method: Any) -> Any:
-    @functools.wraps(method)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = watch_of(worker)
-        if watch is not None and name in (SLEEP, DISCARD, WAKE_UP):
-            return _moved(watch, name, method, worker, *args, **kwargs)
-        if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
-            return method(worker, *args, **kwargs)
-        if kwargs.get("is_checkpoint_format") is False:
-            # They are copied as they are: the same as if somebody else did it.
-            watch.note(name)
-            return method(worker, *args, **kwargs)
-        with watch.changing(name):
-            return method(worker, *args, **kwargs)
-
-    return call
+def _noted(name: str, method: Any, worker: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watch = watch_of(worker)
+    if watch is not None and name in (SLEEP, DISCARD, WAKE_UP):
+        return _moved(watch, name, method, worker, *args, **kwargs)
+    if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
+        return method(worker, *args, **kwargs)
+    if kwargs.get("is_checkpoint_format") is False:
+        # They are copied as they are: the same as if somebody else did it.
+        watch.note(name)
+        return method(worker, *args, **kwargs)
+    with watch.changing(name):
+        return method(worker, *args, **kwargs)
 
 
 def _moved(
@@ -342,28 +338,21 @@ def _moved(
         return method(worker, *args, **kwargs)
 
 
-def _watching_model(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        done = method(worker, *args, **kwargs)
-        watch = watch_of(worker)
-        if watch is not None:
-            watch.worker = worker
-            watch_model(models_of(worker)[0], watch)
-        return done
-
-    return call
+@around
+def _watching_model(method: Any, worker: Any, /, *args: Any, **kwargs: Any) -> Any:
+    done = method(worker, *args, **kwargs)
+    watch = watch_of(worker)
+    if watch is not None:
+        watch.worker = worker
+        watch_model(models_of(worker)[0], watch)
+    return done
 
 
 def watch_model(model: Any, watch: WeightWatch) -> None:
     """Frameworks that train hand a model its new weights without asking vLLM."""
-    wrap_load_weights(model, partial(_noted_by, watch))
+    wrap_load_weights(model, around(partial(_noted_by, watch)))
 
 
-def _noted_by(watch: WeightWatch, method: Any) -> Any:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        watch.note("load_weights")
-        return method(*args, **kwargs)
-
-    return call
+def _noted_by(watch: WeightWatch, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watch.note("load_weights")
+    return method(*args, **kwargs)

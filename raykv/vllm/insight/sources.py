@@ -13,7 +13,6 @@ number that it explains, through all of vLLM's code that passes this on.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from raykv.vllm.internals.answers import (
     wrap_answers,
     wrap_front_ends,
 )
+from raykv.vllm.internals.engine import around
 from raykv.vllm.internals.scheduling import wrap_step_ends
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
 
@@ -62,16 +62,13 @@ def tell_sources(reporter: MissReporter) -> None:
         logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
 
 
-def _telling(update: Any) -> Any:
-    @functools.wraps(update)
-    def updated(*args: Any, **kwargs: Any) -> Any:
-        outputs = update(*args, **kwargs)
-        for reporter in tuple(_reporters):
-            if reporter.has_untold:
-                reporter.tell(outputs)
-        return outputs
-
-    return updated
+@around
+def _telling(update: Any, /, *args: Any, **kwargs: Any) -> Any:
+    outputs = update(*args, **kwargs)
+    for reporter in tuple(_reporters):
+        if reporter.has_untold:
+            reporter.tell(outputs)
+    return outputs
 
 
 # In the front end
@@ -86,13 +83,10 @@ def watch_front_ends() -> None:
     wrap_front_ends(_starting)
 
 
-def _starting(start: Any) -> Any:
-    @functools.wraps(start)
-    def started(*args: Any, **kwargs: Any) -> None:
-        start(*args, **kwargs)
-        _watch_answers()
-
-    return started
+@around
+def _starting(start: Any, /, *args: Any, **kwargs: Any) -> None:
+    start(*args, **kwargs)
+    _watch_answers()
 
 
 @guarded(nothing)
@@ -103,33 +97,31 @@ def _watch_answers() -> None:
         logger.debug("this vLLM makes answers in an unknown way: %s", error)
 
 
-def _making(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(
-        state: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        kv_transfer_params: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        params = kv_transfer_params
-        if params and SOURCES_PARAM in params:
-            params = _taken(state, params)
-        return make(
-            state,
-            new_token_ids,
-            pooling_output,
-            finish_reason,
-            stop_reason,
-            params,
-            *args,
-            **kwargs,
-        )
-
-    return made
+@around
+def _making(
+    make: Any,
+    state: Any,
+    new_token_ids: Any,
+    pooling_output: Any,
+    finish_reason: Any,
+    stop_reason: Any,
+    kv_transfer_params: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    params = kv_transfer_params
+    if params and SOURCES_PARAM in params:
+        params = _taken(state, params)
+    return make(
+        state,
+        new_token_ids,
+        pooling_output,
+        finish_reason,
+        stop_reason,
+        params,
+        *args,
+        **kwargs,
+    )
 
 
 def _taken(state: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -138,12 +130,9 @@ def _taken(state: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in params.items() if name != SOURCES_PARAM} or None
 
 
-def _detailing(detail: Any) -> Any:
-    @functools.wraps(detail)
-    def detailed(details: Any, **fields: Any) -> None:
-        count = fields.get("cached_tokens")
-        if isinstance(count, CountedTokens):
-            fields[SOURCES_FIELD] = dict(count.sources)
-        detail(details, **fields)
-
-    return detailed
+@around
+def _detailing(detail: Any, details: Any, /, **fields: Any) -> None:
+    count = fields.get("cached_tokens")
+    if isinstance(count, CountedTokens):
+        fields[SOURCES_FIELD] = dict(count.sources)
+    detail(details, **fields)

@@ -154,6 +154,20 @@ def wrap(owner: Any, name: str, wrapper: Wrapper) -> bool:
     return True
 
 
+def around(call: Callable[..., Any]) -> Wrapper:
+    """A wrapper that has `call` called in a method's place, which gets the method first."""
+
+    @functools.wraps(call)
+    def wrapper(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return call(method, *args, **kwargs)
+
+        return wrapped
+
+    return wrapper
+
+
 def mark_adapter(request: Any, digest: str) -> None:
     """Remember with vLLM's `Request` which adapter is in its hashes."""
     request._raykv_adapter = digest
@@ -311,14 +325,11 @@ def watch_rests() -> None:
         )
 
 
-def _resting_while(method: Any) -> Any:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        global _resting
-        _resting += 1
-        try:
-            return method(*args, **kwargs)
-        finally:
-            _resting -= 1
-
-    return call
+@around
+def _resting_while(method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    global _resting
+    _resting += 1
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _resting -= 1

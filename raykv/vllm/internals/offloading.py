@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from raykv.protocol.descriptions import ChunkGroup
 from raykv.vllm.internals.names import TRACKER, missing_of
 
 
@@ -24,15 +25,6 @@ class Inner:
 
 
 # The scheduler's side
-
-
-class KVGroup(NamedTuple):
-    """A KV group that is offloaded. `window` None: it is loaded as whole prefixes."""
-
-    group_id: int
-    tokens_per_block: int
-    tokens_per_chunk: int
-    window: int | None
 
 
 @dataclass(eq=False)
@@ -114,17 +106,17 @@ class SchedulerTables:
         return found
 
     @property
-    def groups(self) -> list[KVGroup]:
+    def groups(self) -> list[ChunkGroup]:
         """Those that are offloaded."""
         return [
-            KVGroup(
-                each.group_idx,
-                each.tokens_per_block,
-                each.tokens_per_chunk,
-                each.sliding_window_size_in_chunks,
-            )
+            ChunkGroup(each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
             for each in self.owner.config.kv_group_configs
         ]
+
+    @property
+    def tokens_per_block(self) -> int:
+        """How many tokens a block of the first group has."""
+        return int(self.owner.config.kv_group_configs[0].tokens_per_block)
 
     @property
     def kinds(self) -> dict[int, Any]:

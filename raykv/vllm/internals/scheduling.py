@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 from raykv.base.guard import guarded, nothing
-from raykv.vllm.internals.engine import Wrapper, wrap
+from raykv.vllm.internals.engine import Wrapper, around, wrap
 
 
 def wrap_step_ends(wrapper: Wrapper) -> bool:
@@ -24,46 +23,50 @@ def wrap_step_ends(wrapper: Wrapper) -> bool:
 def watch_scheduler(kind: type) -> None:
     """From now on connectors of this kind hear of the end of each step before vLLM looks at its
     result, and requests that they load for are admitted and taken back; again changes nothing.
+
+    A reset that takes running requests back takes back those too that wait with blocks, in engines
+    with a connector of this kind.
     """
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    def ending(update: Any) -> Any:
-        @functools.wraps(update)
-        def updated(scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any) -> Any:
-            ours: list[Any] = [each for each in connectors_of(scheduler) if isinstance(each, kind)]
-            for connector in ours:
-                connector.end_step(scheduler, scheduled, result)
-            return update(scheduler, scheduled, result, *more, **named)
+    def ours(scheduler: Any) -> list[Any]:
+        return [each for each in connectors_of(scheduler) if isinstance(each, kind)]
 
-        return updated
+    @around
+    def ending(
+        update: Any, scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any
+    ) -> Any:
+        for connector in ours(scheduler):
+            connector.end_step(scheduler, scheduled, result)
+        return update(scheduler, scheduled, result, *more, **named)
+
+    @around
+    def taking_back(
+        reset: Any, scheduler: Any, reset_running_requests: bool = False, *more: Any, **named: Any
+    ) -> Any:
+        if reset_running_requests and ours(scheduler):
+            take_back_loaded(scheduler)
+        return reset(scheduler, reset_running_requests, *more, **named)
 
     wrap_step_ends(ending)
-    admit_failed_loads()
-    keep_room_for_windows()
-    watch_resets(kind)
+    wrap(Scheduler, "_handle_blocked_waiting_request", _admitting_failed_loads)
+    wrap(Scheduler, "_inflight_prefill_reserved_blocks", _keeping_room_for_windows)
+    wrap(Scheduler, "reset_prefix_cache", taking_back)
 
 
-def admit_failed_loads() -> None:
-    """From now on a request whose load brought nothing waits like one that has never loaded.
+@around
+def _admitting_failed_loads(is_ready: Any, scheduler: Any, request: Any) -> bool:
+    """A request whose load brought nothing waits like one that has never loaded.
 
     vLLM frees its blocks, but goes on to keep room for it among the prefills under way, beside
     which it must then fit a second time. And it leaves it in front of requests that hold blocks,
     where it may wait for theirs. Either way nothing is scheduled any more.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    wrap(Scheduler, "_handle_blocked_waiting_request", _ending_loads)
-
-
-def _ending_loads(is_ready: Any) -> Any:
-    @functools.wraps(is_ready)
-    def ready(scheduler: Any, request: Any) -> bool:
-        was_loading = request.status.name == "WAITING_FOR_REMOTE_KVS"
-        found: bool = is_ready(scheduler, request)
-        if not (found and was_loading) or request.num_computed_tokens:
-            return found
-        return not waits_anew(scheduler, request)
-
-    return ready
+    was_loading = request.status.name == "WAITING_FOR_REMOTE_KVS"
+    found: bool = is_ready(scheduler, request)
+    if not (found and was_loading) or request.num_computed_tokens:
+        return found
+    return not waits_anew(scheduler, request)
 
 
 @guarded(lambda *_: False)
@@ -73,27 +76,6 @@ def waits_anew(scheduler: Any, request: Any) -> bool:
     """
     scheduler._inflight_prefills.discard(request)
     return True
-
-
-def watch_resets(kind: type) -> None:
-    """From now on a reset that takes running requests back takes back those too that wait with
-    blocks, in engines with a connector of this kind; a second call changes nothing.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    def taking_back(reset: Any) -> Any:
-        @functools.wraps(reset)
-        def call(
-            scheduler: Any, reset_running_requests: bool = False, *more: Any, **named: Any
-        ) -> Any:
-            is_ours = any(isinstance(each, kind) for each in connectors_of(scheduler))
-            if reset_running_requests and is_ours:
-                take_back_loaded(scheduler)
-            return reset(scheduler, reset_running_requests, *more, **named)
-
-        return call
-
-    wrap(Scheduler, "reset_prefix_cache", taking_back)
 
 
 @guarded(nothing)
@@ -124,24 +106,15 @@ def take_back_loaded(scheduler: Any) -> None:
         scheduler.waiting.prepend_request(request)
 
 
-def keep_room_for_windows() -> None:
-    """From now on vLLM admits a load only beside all blocks that others under way still need.
+@around
+def _keeping_room_for_windows(reserved: Any, scheduler: Any) -> int:
+    """vLLM admits a load only beside all blocks that others under way still need.
 
     It counts blocks that windows have left behind as held, of who is under way and of who is to be
     admitted: loads then hold blocks and wait for each other's, for ever.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    wrap(Scheduler, "_inflight_prefill_reserved_blocks", _keeping_room)
-
-
-def _keeping_room(reserved: Any) -> Any:
-    @functools.wraps(reserved)
-    def blocks(scheduler: Any) -> int:
-        found: int = reserved(scheduler)
-        return found + uncounted_blocks(scheduler)
-
-    return blocks
+    found: int = reserved(scheduler)
+    return found + uncounted_blocks(scheduler)
 
 
 @guarded(lambda *_: 0)

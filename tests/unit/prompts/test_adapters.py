@@ -191,7 +191,7 @@ def test_hashes_made_outside_are_those_of_vllm_with_the_adapters_digest(
     adapters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    adapters.name_by_content()
+    adapters.AdapterUses()
     traits = named(PromptTraits("", "french", str(write(tmp_path / "a"))))
     made = block_hashes(list(range(48)), HashScheme("sha256", "7", 16), traits)
     assert made == list(vllm_request("r", traits.lora_path).block_hashes)
