@@ -6,7 +6,7 @@ pool.
             └──► left out     └── before it: loads go first; a device has them before the end of
                                   those in front of them is awaited
 
-The loads of a message are admitted when it comes (`PoolKeeper.announce`), stores as the copy gets
+The loads of a message are admitted when it comes (`Jobs.announce`), stores as the copy gets
 to them.
 
 Invariants, whatever goes wrong:

@@ -25,7 +25,7 @@ from raykv.node.pool.index import OfferedChunk
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
-from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
@@ -99,13 +99,6 @@ class PoolKeeper:
         return self.pool.address + record.slot * SLOT_ALIGNMENT
 
     # Workers' jobs
-
-    def announce(
-        self, life: int, rank: int, num_ranks: int, jobs: Sequence[CopyJob]
-    ) -> list[AdmittedJob]:
-        """Admit all loads of a message; see `Jobs.announce`."""
-        with self.lock:
-            return self.owner.jobs.announce(life, rank, num_ranks, jobs, self.now())
 
     def begin_chunks(self, job: AdmittedJob, numbers: Sequence[int]) -> None:
         """Admit some chunks of a store; see `NodePool.begin_chunks`. `COPY_FAILED`: memory is so

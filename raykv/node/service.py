@@ -331,7 +331,8 @@ class NodeService:
         with self._lock:
             for namespace in {job.namespace for job in batch.jobs}:
                 self.forms.take(namespace, hello.layout.form)
-            for job in self.keeper.announce(hello.life, hello.rank, hello.num_ranks, batch.jobs):
+            jobs, about = self.keeper.owner.jobs, (hello.life, hello.rank, hello.num_ranks)
+            for job in jobs.announce(*about, batch.jobs, self.keeper.now()):
                 capture = job.job.capture
                 lock_fd = fds.pop(0) if capture is not None and capture.has_lock else -1
                 queued = QueuedJob(worker, job, now, lock_fd)

@@ -260,7 +260,7 @@ class JobSides:
     def _carry_out(self, job: CopyJob) -> float:
         """Seconds."""
         began = time.perf_counter()
-        (admitted,) = self._keeper.announce(ENGINE, 0, 1, [job])
+        (admitted,) = self._keeper.owner.jobs.announce(ENGINE, 0, 1, [job], self._keeper.now())
         queued = QueuedJob(self._worker, admitted, began)
         num_bytes = self._copying.carry_out(queued)
         result = self._keeper.end_job(admitted, queued.refusals, num_bytes, 0.0)

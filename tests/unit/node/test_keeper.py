@@ -65,7 +65,7 @@ def keeper() -> Iterator[PoolKeeper]:
 def announced(keeper: PoolKeeper, way: Direction, *chunks: int, job_id: int = 1) -> AdmittedJob:
     keys = [numbered_key(chunk) for chunk in chunks]
     job = named_job(way, keys, [[0]] * len(keys), job_id=job_id, namespace=MODEL)
-    return keeper.announce(ENGINE, 0, 1, [job])[0]
+    return keeper.owner.jobs.announce(ENGINE, 0, 1, [job], keeper.now())[0]
 
 
 _ids = iter(range(100, 1 << 30))

@@ -48,7 +48,7 @@ class AskedPool:
         keys, blocks = Keys.of(map(key, numbers)), Blocks(0, 1)
         count, first = Numbers.of([blocks.length] * len(numbers)), Numbers.of([0] * len(numbers))
         job = CopyJob(self.job, Direction.STORE, A, keys, count, first, tenant=tenant)
-        (admitted,) = self.keeper.announce(1, 0, 1, [job])
+        (admitted,) = self.keeper.owner.jobs.announce(1, 0, 1, [job], self.keeper.now())
         self.keeper.begin_chunks(admitted, range(len(numbers)))
         self.keeper.end_chunks(admitted, range(len(numbers)), ok=True)
         assert not self.keeper.end_job(admitted, {}, 0, 0.0).refusals
