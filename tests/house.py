@@ -47,8 +47,7 @@ HOUSE = {
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers xxhash",
-        "chunks cluster import_source listing nodes pins pools scheduler sessions ship "
-        "states transfers",
+        "chunks cluster import_source listing pins pools scheduler sessions ship states transfers",
     ),
     "directory": Room(
         6,

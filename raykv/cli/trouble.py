@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -205,27 +206,22 @@ def advice(record: MissRecord) -> str:
 
 def print_explanations(found: Sequence[Explanation], console: Console) -> None:
     """A table and a sentence for each request."""
+    write = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     for each in found:
         record = each.record
-        console.print(
+        write(
             f"request {record.request_id}: ended {each.age_s:.0f} s ago, {each.model}, "
             f"engine {each.engine_id[:12]} on node {each.node_id[:12]}"
-            + (f", of tenant {record.tenant}" if record.tenant else ""),
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            + (f", of tenant {record.tenant}" if record.tenant else "")
         )
         console.print(_table(record))
         if each.hint:
-            text = f"What was missing first had been {each.hint}."
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-        console.print(advice(record), highlight=False, markup=False, soft_wrap=True)
+            write(f"What was missing first had been {each.hint}.")
+        write(advice(record))
         for name, why in record.ignored.items():
-            text = f"It asked for {name} in vain: {why}."
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            write(f"It asked for {name} in vain: {why}.")
         if record.parting is not None:
-            line = parting_sentence(each, record.parting)
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            write(parting_sentence(each, record.parting))
 
 
 def parting_sentence(each: Explanation, parting: Parting) -> str:

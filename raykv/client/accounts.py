@@ -12,7 +12,7 @@ from raykv.protocol.status import MoreRoom
 
 
 class AskEach(Protocol):
-    """`raykv.client.nodes.ask_each`."""
+    """`raykv.cluster.ask.ask_each`."""
 
     def __call__(
         self, kind: type[S], question: Callable[[str, Any], Any], of: Collection[str] | None = None

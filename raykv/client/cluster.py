@@ -25,7 +25,6 @@ from raykv.base.settings import load_settings
 from raykv.client import accounts, pools, states
 from raykv.client.import_source import IMPORT_S
 from raykv.client.listing import Reader
-from raykv.client.nodes import ask_each
 from raykv.client.pins import PIN_S, Pinning
 from raykv.client.pools import KEEP_S, UP_S
 from raykv.client.quotas import Quotas
@@ -35,6 +34,7 @@ from raykv.client.ship import Shipping
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.cluster.ask import ask_each
 from raykv.doctor import gather as diagnosis
 from raykv.doctor.checks import diagnose
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
@@ -79,7 +79,7 @@ class Cluster:
         self.address = address
         self._joined_here = joined_here
         self._scheduler = Scheduler(address)
-        self._reader = Reader(self._scheduler.find, self._scheduler.status)
+        self._reader = Reader(self._scheduler)
         self._pins = Pinning(self._scheduler, self._reader)
         self.quotas = Quotas(self._scheduler)
         self._transfers = Moving(self._scheduler, self._reader)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError, MessageError, NotFoundError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
-from raykv.client.nodes import ask_each
-from raykv.cluster.ask import HERE, SCHEDULER, answer
+from raykv.client.scheduler import Scheduler
+from raykv.cluster.ask import ask_each
 from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol.columns import MAX_KEYS, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.listing import Where
 from raykv.protocol.reader import (
     DISK,
@@ -39,7 +38,6 @@ from raykv.protocol.reader import (
     WhereQuery,
     check_where_page,
 )
-from raykv.protocol.status import ClusterStatus
 
 # Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
 # come in between.
@@ -49,18 +47,15 @@ LISTING_PAUSE_S = 0.005
 LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""
 
-S = TypeVar("S", bound=msgspec.Struct)
-
 MOST_FIRST = MAX_PAGE // 2
 """Chunks that a listing in some order is for: of each page of places so many may be among them."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How to ask: `find` returns the scheduler actor, `status` what it knows."""
+    """Asks the NodeActors of a cluster what they have, and the directory where it is."""
 
-    find: Callable[[], Any]
-    status: Callable[[], ClusterStatus]
+    scheduler: Scheduler
 
     def chunks(
         self,
@@ -92,13 +87,13 @@ class Reader:
             query = msgspec.structs.replace(query, order=order, limit=limit)
         elif limit is not None and not (wanted or query.namespace or tier) and group is None:
             query = msgspec.structs.replace(query, limit=min(limit, MAX_PAGE))
-        of = [self.full_node(node)] if node else None
+        of = [self.scheduler.node(node)] if node else None
         found = (chunk for chunk in self._listed(query, of) if chunk.key.hex().startswith(wanted))
         return _first(found, order, limit)
 
     def _listed(self, query: ChunkQuery, of: list[str] | None) -> Iterator[Chunk]:
         """The chunks of nodes that a query is for, a page of each at a time."""
-        models = {space.namespace: space.model for space in self.status().spaces}
+        models = {space.namespace: space.model for space in self.scheduler.status().spaces}
         cursors: dict[str, str] | None = None if of is None else dict.fromkeys(of, "")
         while cursors is None or cursors:
             asked = cursors or {}
@@ -126,7 +121,7 @@ class Reader:
         sources = {
             (space, key): found
             for space, keys in by_space.items()
-            for key, found in zip(keys, sources_of(self.find, space, keys), strict=True)
+            for key, found in zip(keys, sources_of(self.scheduler, space, keys), strict=True)
         }
         for row in page.chunks:
             known = sources.get((row.namespace, row.key), ())
@@ -163,9 +158,9 @@ class Reader:
         found: list[Chunk] = []
         whole = whole_bytes(wanted)
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
-            known = self.status()
+            known = self.scheduler.status()
             for space in sorted({*known.namespaces, *known.disk_chunks}):
-                for source in sorted(sources_of(self.find, space, [whole])[0]):
+                for source in sorted(sources_of(self.scheduler, space, [whole])[0]):
                     tier = DISK if source.is_disk else RAM
                     found += self.chunks(space, source.node_id, whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
@@ -188,7 +183,7 @@ class Reader:
     ) -> PromptLookup:
         if sum(given is not None for given in (tokens, text, messages)) != 1:
             raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
-        space = choose_namespace(self.status().spaces, model, namespace)
+        space = choose_namespace(self.scheduler.status().spaces, model, namespace)
         seed = os.environ.get("PYTHONHASHSEED")
         scheme = scheme_of(space, [] if seed is None else [seed])
         if text is not None:
@@ -196,33 +191,26 @@ class Reader:
         elif messages is not None:
             tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
         assert tokens is not None
-        ask = partial(sources_of, self.find, space.namespace)
+        ask = partial(sources_of, self.scheduler, space.namespace)
         return look_up(space, scheme, tokens, named(traits), ask)
 
     def full_namespace(self, beginning: str) -> str:
         """The one namespace that begins so; `status` shows the first digits only."""
-        known = self.status()
+        known = self.scheduler.status()
         names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
         if not any(name.startswith(beginning) for name in names):
             # What only lies on disks is meant when it is named.
             names |= known.disk_chunks.keys()
-        return _the_one("namespace", beginning, names)
-
-    def full_node(self, beginning: str) -> str:
-        """The one node that begins so."""
-        return _the_one("node", beginning, {node.node_id for node in self.status().nodes})
-
-
-def _the_one(what: str, beginning: str, names: set[str]) -> str:
-    if not names:
-        raise NotFoundError(f"the cache has no {what} yet: no engine has attached to it")
-    found = sorted(name for name in names if name.startswith(beginning))
-    if len(found) != 1:
-        count = f"no {what}" if not found else f"{len(found)} {what}s"
-        raise (ClusterError if found else NotFoundError)(
-            f"{count} of the cache begins with {beginning!r}; there are {', '.join(sorted(names))}"
-        )
-    return found[0]
+        if not names:
+            raise NotFoundError("the cache has no namespace yet: no engine has attached to it")
+        found = [name for name in names if name.startswith(beginning)]
+        if len(found) != 1:
+            count = f"{len(found)} namespaces" if found else "no namespace"
+            there = ", ".join(sorted(names))
+            raise (ClusterError if found else NotFoundError)(
+                f"{count} of the cache begins with {beginning!r}; there are {there}"
+            )
+        return found[0]
 
 
 def whole_bytes(digits: str) -> bytes:
@@ -265,23 +253,17 @@ def _rank(order: str, chunk: Chunk) -> tuple[float, str, bytes, str]:
 
 
 def sources_of(
-    find: Callable[[], Any], namespace: str, keys: Sequence[bytes]
+    scheduler: Scheduler, namespace: str, keys: Sequence[bytes]
 ) -> list[Collection[Source]]:
     """The pools and disks that have each key."""
     found: list[Collection[Source]] = []
     while len(found) < len(keys):
         start = len(found)
         query = WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
-        page = _ask(find(), "where", query, WherePage)
+        page = scheduler.ask_for(WherePage, "where", encode(query))
         check_where_page(page, query)
         sources: list[list[Source]] = [[] for _ in range(page.answered)]
         for key, at in zip(page.key_index, page.source_index, strict=True):
             sources[key].append(page.sources[at])
         found += sources
     return found
-
-
-def _ask(scheduler: Any, method: str, query: msgspec.Struct, kind: type[S]) -> S:
-    """Ask the scheduler actor; no answer in time, or a refusal, is a ClusterError."""
-    raw = answer(scheduler, method, encode(query), timeout_s=CLIENT_S)
-    return receive(raw, kind, SCHEDULER, HERE)

@@ -13,10 +13,9 @@ from raykv.base.deadlines import TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.listing import Reader, sources_of
-from raykv.client.nodes import ask_each, warn_of
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, SCHEDULER
+from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
 from raykv.memory.room import human_bytes
 from raykv.protocol.columns import MAX_PRIORITY, Keys, NamedKeys
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
@@ -102,7 +101,7 @@ class Pinning:
         chunk_bytes = space.num_bytes // space.chunks
         pinned = self._pinned(order)
         needed: Counter[str] = Counter()
-        found = sources_of(self.scheduler.find, order.namespace, list(order.keys))
+        found = sources_of(self.scheduler, order.namespace, list(order.keys))
         for key, sources in zip(order.keys, found, strict=True):
             if key not in pinned:
                 needed.update(source.node_id for source in sources if not source.is_disk)

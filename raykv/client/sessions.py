@@ -13,10 +13,10 @@ import msgspec
 from raykv.base.deadlines import CLIENT_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.listing import Reader, sources_of
-from raykv.client.nodes import ask_each
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
+from raykv.cluster.ask import ask_each
 from raykv.protocol.columns import MAX_PRIORITY
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.operator import TransferResult
@@ -85,7 +85,7 @@ class SessionDesk:
     def placed(self, known: SessionStatus) -> SessionStatus:
         """A session, with where its chunks are."""
         places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        for sources in sources_of(self.scheduler.find, known.namespace, self.keys(known)):
+        for sources in sources_of(self.scheduler, known.namespace, self.keys(known)):
             for source in sources:
                 places[source.is_disk][source.node_id] += 1
         return msgspec.structs.replace(

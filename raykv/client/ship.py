@@ -167,8 +167,9 @@ class Shipping:
         result = TransferResult(asked=asked, no_room=no_room)
         here = ask.ask_ray(cluster.resolve_node_id, "")
         with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
-            find = self.scheduler.find
-            return fetch_files(find, _pages(files), source, target, deadline_s, watch, result)
+            return fetch_files(
+                self.scheduler, _pages(files), source, target, deadline_s, watch, result
+            )
 
     def _geometry(self, node_id: str) -> PoolGeometry | None:
         """Geometry of a node's pool, if it is known."""

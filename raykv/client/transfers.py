@@ -17,11 +17,10 @@ from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANS
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client.listing import Reader, sources_of
-from raykv.client.nodes import ask_each, warn_of
 from raykv.client.pins import Pinning, ordered
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, NODE_ACTOR
+from raykv.cluster.ask import HERE, NODE_ACTOR, ask_each, warn_of
 from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
@@ -94,12 +93,12 @@ class Moving:
     def _bring(self, keys: list[bytes], pages: _Pages) -> None:
         sizes: dict[int, int] = {}
         silent: set[str] = set()
-        if not all(sources_of(self.scheduler.find, pages.namespace, keys)):
+        if not all(sources_of(self.scheduler, pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
-            found = sources_of(self.scheduler.find, pages.namespace, page)
+            found = sources_of(self.scheduler, pages.namespace, page)
             known = {
                 key: sorted(sources, key=lambda each: each.is_disk)
                 for key, sources in zip(page, found, strict=True)
@@ -126,7 +125,7 @@ class Moving:
         """
         asked = list(there)
         elsewhere: dict[str, list[bytes]] = {}
-        found = sources_of(self.scheduler.find, namespace, asked)
+        found = sources_of(self.scheduler, namespace, asked)
         for key, sources in zip(asked, found, strict=True):
             for source in sources:
                 if source.node_id != target and not source.is_disk:
@@ -240,7 +239,7 @@ class _Pages:
 
 
 def fetch_files(
-    find: Callable[[], Any],
+    scheduler: Scheduler,
     pages: Iterator[tuple[str, Mapping[bytes, int]]],
     source: Source,
     node_id: str,
@@ -251,7 +250,7 @@ def fetch_files(
     """Chunks of an import's files into the pool of a node.
 
     Args:
-        find: returns the scheduler actor.
+        scheduler: of the cluster.
         pages: namespaces, and the sizes of chunks by key.
         source: of all of them.
         node_id: Ray's.
@@ -263,7 +262,7 @@ def fetch_files(
     transfer = _Pages(node_id, "", give_up_at, watch, result)
     for namespace, sizes in pages:
         transfer.namespace = namespace
-        known = zip(sizes, sources_of(find, namespace, list(sizes)), strict=True)
+        known = zip(sizes, sources_of(scheduler, namespace, list(sizes)), strict=True)
         here = {key for key, sources in known if Source(node_id) in sources}
         transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
     return transfer.result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ ASK_RAY_S = 4.0
 # For taking an answer that has arrived.
 DOCTOR_TAKE_S = 1.0
 
+
+logger = logging.getLogger("raykv")
 
 T = TypeVar("T")
 
@@ -264,6 +267,34 @@ def ask_nodes(
         except RayKVError as error:
             silent[node_id] = str(error)
     return found, silent
+
+
+def ask_each(
+    kind: type[S],
+    question: NodeQuestion,
+    of: Collection[str] | None = None,
+) -> dict[str, S]:
+    """`ask_nodes`, where what some nodes say is worth something without the others: who does
+    not answer is named in a warning.
+
+    Raises:
+        ClusterError: Ray does not answer, or no node does.
+    """
+    found, silent = ask_nodes(kind, question, of)
+    if silent and not found:
+        raise ClusterError(f"the NodeActors do not answer: {_named(silent)}")
+    warn_of(silent)
+    return found
+
+
+def warn_of(silent: Mapping[str, str]) -> None:
+    """Name the nodes that do not answer, by node and with the reason, if there are any."""
+    if silent:
+        logger.warning("what follows is without %s", _named(silent))
+
+
+def _named(silent: Mapping[str, str]) -> str:
+    return "; ".join(f"node {node_id[:12]} ({why})" for node_id, why in sorted(silent.items()))
 
 
 def ask_ray(call: Callable[..., T], *arguments: Any, deadline_s: float = ASK_RAY_S) -> T:

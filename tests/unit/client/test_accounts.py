@@ -10,7 +10,7 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.client import accounts
-from raykv.client.nodes import ask_each
+from raykv.cluster.ask import ask_each
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.framing import encode
 from raykv.protocol.reader import Explanation, RequestPage

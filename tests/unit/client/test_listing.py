@@ -39,7 +39,7 @@ class PlayedPools:
             name: {"chunks": lambda raw, name=name: encode(self._page(raw, name))} for name in held
         }
         scheduler = play(patches, {"where": self._where, "status": self._status}, nodes)
-        self.reader = Reader(scheduler.find, scheduler.status)
+        self.reader = Reader(scheduler)
 
     def _status(self) -> bytes:
         nodes = [node(0, node_id=name) for name in self.held]

@@ -69,7 +69,7 @@ class PlayedPins:
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
         scheduler = play(patches, methods, self.nodes)
-        self.pins = Pinning(scheduler, Reader(scheduler.find, scheduler.status))
+        self.pins = Pinning(scheduler, Reader(scheduler))
 
     def _where(self, raw: bytes) -> bytes:
         keys = decode(raw, WhereQuery).keys

@@ -49,7 +49,7 @@ class PlayedSessions:
             "status": lambda: encode(status()),
         }
         scheduler = play(patches, methods, self.nodes)
-        reader = Reader(scheduler.find, scheduler.status)
+        reader = Reader(scheduler)
         self.desk = SessionDesk(scheduler, reader, Moving(scheduler, reader))
 
     def _page(self, node_id: str, raw: bytes) -> bytes:

@@ -46,7 +46,7 @@ class PlayedNodes:
             {"target": target, "far": self.far},
         )
         patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
-        reader = Reader(scheduler.find, scheduler.status)
+        reader = Reader(scheduler)
         patches.setattr(Reader, "full_namespace", lambda _self, _beginning: SPACE)
         self.moving = Moving(scheduler, reader)
 
@@ -205,9 +205,10 @@ def test_files_are_fetched_from_their_source_in_one_series(
     source = Source("import", SourceKind.IMPORT)
     pages = iter([(SPACE, {A: 4096}), (SPACE, {B: 8192})])
     began = time.monotonic()
-    find = played.moving.scheduler.find
     asked = TransferResult(asked=2)
-    result = fetch_files(find, pages, source, "target", 5.0, lambda _: None, asked)
+    result = fetch_files(
+        played.moving.scheduler, pages, source, "target", 5.0, lambda _: None, asked
+    )
     assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
         ([A], [4096]),
         ([B], [8192]),
