@@ -201,8 +201,6 @@ class _Pages:
     def _ordered(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
     ) -> CopyResult:
-        places = {source: at for at, source in enumerate(_all_of(sources))}
-        rows = [(at, places[source]) for at, key in enumerate(sizes) for source in sources[key]]
         self._number += 1
         order = Fetch(
             PROTOCOL_VERSION,
@@ -211,12 +209,9 @@ class _Pages:
             self.namespace,
             Keys.of(sizes),
             Numbers.of(sizes.values()),
-            sources=list(places),
-            key_index=Numbers.of(at for at, _ in rows),
-            source_index=Numbers.of(place for _, place in rows),
             deadline_s=deadline_s,
             series=self._series,
-        )
+        ).reading(sources[key] for key in sizes)
         actor = ask.ask_ray(ask.find_node_actor, self.node_id)
         if actor is None:
             raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
@@ -266,10 +261,6 @@ def fetch_files(
         here = {key for key, sources in known if Source(node_id) in sources}
         transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
     return transfer.result
-
-
-def _all_of(sources: SourcesOf) -> list[Source]:
-    return list(dict.fromkeys(source for some in sources.values() for source in some))
 
 
 def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -> Mapping[int, int]:

@@ -26,7 +26,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Keys, Numbers, Source, numbered
+from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.measures import BreakerReport
@@ -270,9 +270,6 @@ def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
 
 def fetch_order(namespace: str, orders: list[FetchOrder], life: int, deadline_s: float) -> Fetch:
     """Orders of one tenant as columns, without a number."""
-    rows = [(at, source) for at, order in enumerate(orders) for source in order.sources]
-    sources: list[Source] = []
-    index = numbered(sources, [source for _, source in rows])
     return Fetch(
         version=PROTOCOL_VERSION,
         number=0,
@@ -280,9 +277,6 @@ def fetch_order(namespace: str, orders: list[FetchOrder], life: int, deadline_s:
         namespace=namespace,
         keys=Keys.of(order.key for order in orders),
         slot_bytes=Numbers.of(order.num_bytes for order in orders),
-        sources=sources,
-        key_index=Numbers.of(at for at, _ in rows),
-        source_index=Numbers.of(index),
         tenant=orders[0].tenant,
         deadline_s=deadline_s,
-    )
+    ).reading(order.sources for order in orders)

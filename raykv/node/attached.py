@@ -223,9 +223,10 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
 
 def _introduction(raw: bytes) -> AttachWorker | EngineHello:
     is_engine = introduction(raw).type == "engine"
+    kind: type[AttachWorker | EngineHello] = EngineHello if is_engine else AttachWorker
     sender = "the engine" if is_engine else "the worker"
     try:
-        return receive(raw, EngineHello if is_engine else AttachWorker, sender, "this NodeActor")
+        return receive(raw, kind, sender, "this NodeActor")
     except (VersionError, MessageError) as error:
         raise IntroductionError(str(error), is_engine) from error
 

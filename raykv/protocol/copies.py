@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -24,6 +24,7 @@ from raykv.protocol.columns import (
     check_column,
     check_numbers,
     check_rows,
+    numbered,
     require,
 )
 from raykv.protocol.engine import NOTHING_ORDERED
@@ -189,6 +190,14 @@ class Fetch(msgspec.Struct, frozen=True):
             raise ValueError("a source of no chunk")
         if not all(0 <= at < len(self.sources) for at in self.source_index):
             raise ValueError("a source that is not there")
+
+    def reading(self, sources: Iterable[Iterable[Source]]) -> Fetch:
+        """The same, with the sources of each chunk, the one to be tried first before the others."""
+        rows = [(at, source) for at, some in enumerate(sources) for source in some]
+        places: list[Source] = []
+        index = Numbers.of(numbered(places, [source for _, source in rows]))
+        keys = Numbers.of(at for at, _ in rows)
+        return msgspec.structs.replace(self, sources=places, key_index=keys, source_index=index)
 
 
 class Read(msgspec.Struct, frozen=True):
