@@ -39,7 +39,8 @@ class FetchCost:
     def __init__(self, given: Rates | None = None) -> None:
         self._given = given or Rates()
         self._measured_fetch: float | None = None
-        self._measured_disk: float | None = None
+        # None while it is unknown.
+        self.disk_bytes_per_s: float | None = None
         self._measured_prefill: float | None = None
         self._refusals = 0
 
@@ -47,11 +48,6 @@ class FetchCost:
     def fetch_bytes_per_s(self) -> float | None:
         """The rate that is counted with; None while it is unknown."""
         return self._given.fetch_bytes_per_s or self._measured_fetch
-
-    @property
-    def disk_bytes_per_s(self) -> float | None:
-        """The rate that is counted with; None while it is unknown."""
-        return self._measured_disk
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -66,7 +62,7 @@ class FetchCost:
     def came_from_disk(self, num_bytes: int, seconds: float) -> None:
         """A fetch has ended, of which all came from a disk."""
         if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
-            self._measured_disk = _mean(self._measured_disk, num_bytes / seconds)
+            self.disk_bytes_per_s = _mean(self.disk_bytes_per_s, num_bytes / seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """An engine step has ended that computed so many tokens."""

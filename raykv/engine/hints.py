@@ -7,7 +7,7 @@
 
 What the server does not allow is ignored and counted. A hint may be lost: it costs an eviction.
 
-Threads: `take`, `take_sessions` and `tell_again` alone run on the line's thread; they only pop
+Threads: `take`, and `take` and `tell_again` of `sessions`, run on the line's thread; they only pop
 from the left of the queues.
 """
 
@@ -181,13 +181,13 @@ class HintBox:
     """
 
     def __init__(self, allowed: Allowed = Allowed.NONE) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._requests: dict[str, Hint] = {}
         # Of requests that are about to end.
         self._columns: dict[str, list[list[Key]]] = {}
         self._pinned: deque[tuple[Key, float]] = deque()
         self._favoured: deque[tuple[Key, int]] = deque()
-        self._sessions = SessionBox()
+        self.sessions = SessionBox()
         self._ignored = 0
         self._queued = 0
         self._dropped = 0
@@ -199,23 +199,18 @@ class HintBox:
         if kept.num_wishes:
             self._requests[request_id] = kept
         if kept.session:
-            self._sessions.add(kept, [], SessionWord.CAME)
-
-    @property
-    def allowed(self) -> Allowed:
-        """What the server lets clients wish for."""
-        return self._allowed
+            self.sessions.add(kept, [], SessionWord.CAME)
 
     def note_ignored(self, count: int) -> None:
         """A request has asked for so many other things that are not done."""
         self._ignored += count
 
     def _allowed_of(self, hint: Hint) -> Hint:
-        may_prefer = self._allowed is not Allowed.NONE
+        may_prefer = self.allowed is not Allowed.NONE
         kept = Hint(priority=hint.priority if may_prefer else None)
-        if self._allowed in (Allowed.SESSION, Allowed.PIN):
+        if self.allowed in (Allowed.SESSION, Allowed.PIN):
             kept = replace(kept, session=hint.session, is_over=hint.is_over, pause_s=hint.pause_s)
-        return replace(kept, pin_s=hint.pin_s) if self._allowed is Allowed.PIN else kept
+        return replace(kept, pin_s=hint.pin_s) if self.allowed is Allowed.PIN else kept
 
     def add(self, request_id: str, keys: Iterable[Key]) -> None:
         """Chunks of its prompt, the first ones first; a prefix of them is sent if it is full."""
@@ -248,20 +243,12 @@ class HintBox:
         hint = self._requests.pop(request_id, None)
         columns = self._columns.pop(request_id, [])
         if hint is not None and hint.session:
-            self._sessions.add(hint, columns, hint.word)
+            self.sessions.add(hint, columns, hint.word)
 
     @property
     def has_news(self) -> bool:
         """Whether something waits to be told."""
-        return bool(self._pinned or self._favoured or self._sessions.has_news)
-
-    def take_sessions(self) -> list[SessionNews]:
-        """What the next message tells of sessions."""
-        return self._sessions.take()
-
-    def tell_again(self) -> None:
-        """The node may have forgotten what was told of sessions."""
-        self._sessions.tell_again()
+        return bool(self._pinned or self._favoured or self.sessions.has_news)
 
     def take(self) -> Hints:
         """What the next message tells."""
@@ -279,5 +266,5 @@ class HintBox:
             "hints_ignored": self._ignored,
             "hinted_chunks": self._queued,
             "hinted_chunks_dropped": self._dropped,
-            "session_news_dropped": self._sessions.num_dropped,
+            "session_news_dropped": self.sessions.num_dropped,
         }

@@ -37,7 +37,6 @@ from raykv.protocol.engine import (
     PlaceMessage,
     Tell,
 )
-from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
@@ -141,10 +140,6 @@ class PlaceLine:
     def is_left_alone(self) -> bool:
         """Whether the last attempt was in vain."""
         return not self.breakers.is_closed(OWN_PLACE)
-
-    def breaker_report(self, now: float) -> BreakerReport:
-        """Whether the NodeActor is left alone for now; on the line's thread."""
-        return self.breakers.report(now)
 
     # The thread
 

@@ -82,7 +82,7 @@ class EngineRuntime:
             ClusterError: there is no such cluster, or several and none is named.
             SettingError: the pool that is asked for is impossible.
         """
-        self._settings = settings
+        self.settings = settings
         self._hello = hello
         self._check_sizes()
         is_ours = not ray.is_initialized()
@@ -119,27 +119,22 @@ class EngineRuntime:
         self._view = view
 
     @property
-    def settings(self) -> Settings:
-        """The engine's."""
-        return self._settings
-
-    @property
     def node_id(self) -> str:
         """The Ray node that the engine is at."""
         return self._place.node_id
 
     def _check_sizes(self) -> None:
         """Refuse a pool that this machine cannot hold, before anything is started."""
-        if self._settings.pool_bytes is not None:
+        if self.settings.pool_bytes is not None:
             limit = memory_limit()
             largest = max(self._hello.slot_bytes.values())
-            check_pool_bytes(self._settings.pool_bytes, largest, limit.total_bytes, limit.source)
+            check_pool_bytes(self.settings.pool_bytes, largest, limit.total_bytes, limit.source)
 
     def _join(self) -> cluster.Joined:
         cluster.connect_only_when_told()
         if ray.is_initialized():
             return cluster.Joined(cluster.current_address(), started=False)
-        found = cluster.ensure_cluster(self._settings.ray_address or None)
+        found = cluster.ensure_cluster(self.settings.ray_address or None)
         with _signal_handlers_kept():
             cluster.join(found.address)
         return found
@@ -152,13 +147,13 @@ class EngineRuntime:
         """
         chunk_bytes = max(self._hello.slot_bytes.values())
         limit = memory_limit()
-        pool_bytes = self._settings.pool_bytes
+        pool_bytes = self.settings.pool_bytes
         if pool_bytes is None:
             free_bytes = tightest(worker_limits()).free_bytes
             pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
         exists = ask.find_node_actor(self.node_id) is not None
         # Pages of an existing file are not free either.
-        free_bytes = limit.total_bytes if exists or self._settings.pool_path else limit.free_bytes
+        free_bytes = limit.total_bytes if exists or self.settings.pool_path else limit.free_bytes
         check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
         return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
 
@@ -193,7 +188,7 @@ class EngineRuntime:
             with contextlib.suppress(Exception):
                 ask.end_node_actor(before)
         self._find_actors()
-        give_up_at = time.monotonic() + self._settings.rpc_deadline_s
+        give_up_at = time.monotonic() + self.settings.rpc_deadline_s
         self.node = self._describe_node(give_up_at)
         return self.node
 
@@ -206,7 +201,7 @@ class EngineRuntime:
         """The scheduler actor; both actors are made if they are not there."""
         self._refuse_after_end()
         geometry = self._geometry
-        settings = self._settings
+        settings = self.settings
         scheduler = scheduler_actor(self.address, settings.metrics_place)
         node_actor(
             self.address,
@@ -216,7 +211,7 @@ class EngineRuntime:
             settings.pool_path,
             settings.node_options,
         )
-        ensure_publisher(self._settings)
+        ensure_publisher(self.settings)
         return scheduler
 
     def start(self) -> None:
@@ -225,7 +220,7 @@ class EngineRuntime:
         Raises:
             SettingError: this node's NodeActor can't have the pool.
         """
-        give_up_at = time.monotonic() + self._settings.attach_deadline_s
+        give_up_at = time.monotonic() + self.settings.attach_deadline_s
         try:
             with self._said_if_slow():
                 self._find_actors()
@@ -248,7 +243,7 @@ class EngineRuntime:
 
         def say() -> None:
             if not done.wait(ATTACH_SAY_S):
-                logger.info(text, self._settings.attach_deadline_s)
+                logger.info(text, self.settings.attach_deadline_s)
 
         SupervisedThread("raykv-slow", say, OnFailure.GIVE_UP).revive()
         try:
@@ -287,7 +282,7 @@ class EngineRuntime:
                 self._stopped.wait(REPLACE_PAUSE_S)
 
     def _warn_of_other_size(self, node: NodeDescription) -> None:
-        wanted = self._settings.pool_bytes
+        wanted = self.settings.pool_bytes
         if wanted is not None and wanted != node.pool_bytes:
             logger.warning(
                 "this node's pool has %d bytes already; pool_bytes=%d is ignored (the first engine "

@@ -398,7 +398,7 @@ class Session:
         last, self._welcomed = self._welcomed, (life, self._introduced)
         if last != self._welcomed:
             # Sessions are of a namespace.
-            self.hints.tell_again()
+            self.hints.sessions.tell_again()
         if last[0] != life and self.described is not None:
             self.described.tell_again()
 
@@ -427,7 +427,7 @@ class Session:
             found,
             self.hints.take(),
             # What is told of a session's end comes after all touches of its chunks.
-            sessions=[] if view.has_found else self.hints.take_sessions(),
+            sessions=[] if view.has_found else self.hints.sessions.take(),
             finished=view.accounts.take_records(),
             counters=self._counters(),
             latencies={LOOKUPS: self._lookups.data()},
@@ -448,7 +448,7 @@ class Session:
 
     def _breaker_report(self, now: float) -> BreakerReport:
         """All breakers of the engine's processes."""
-        reports = [self._breakers.report(now), self._line.breaker_report(now)]
+        reports = [self._breakers.report(now), self._line.breakers.report(now)]
         if self._fetches is not None:
             reports.append(self._fetches.breaker_report(now))
         workers = list(self._workers.values())

@@ -86,7 +86,7 @@ def current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-class DeviceLink(FrontLink[WorkerLink]):
+class DeviceLink(WorkerLink):
     """A line for a KV cache whose bytes come later than its jobs.
 
     Methods run on the worker's main thread. For the event after `close` see `ExportedKV.close`.
@@ -99,14 +99,10 @@ class DeviceLink(FrontLink[WorkerLink]):
         settings: LinkSettings,
         stream: Callable[[], int] = current_stream,
     ) -> None:
-        super().__init__(WorkerLink(rank, exported.layout, exported.fds, settings))
+        super().__init__(rank, exported.layout, exported.fds, settings)
         self._exported = exported
         self._stream = stream
-        self._failed: list[CopyResult] = []
-
-    @property
-    def unsuited(self) -> str:
-        return self._link.unsuited
+        self._unsent: list[CopyResult] = []
 
     def submit(self, request: JobRequest) -> None:
         """See `WorkerLink.submit`. The copy waits for all that was queued for the GPU before."""
@@ -115,13 +111,13 @@ class DeviceLink(FrontLink[WorkerLink]):
         except Exception:
             # Without its event a copy would run ahead of what it depends on.
             report("DeviceLink.submit")
-            self._failed.append(not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED))
+            self._unsent.append(not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED))
             return
-        self._link.submit(request)
+        super().submit(request)
 
     def drain(self) -> list[CopyResult]:
-        failed, self._failed = self._failed, []
-        return failed + self._link.drain()
+        failed, self._unsent = self._unsent, []
+        return failed + super().drain()
 
 
 class AutoLink(FrontLink[DeviceLink | StagedLink]):

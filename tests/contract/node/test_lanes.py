@@ -113,7 +113,7 @@ def test_store_that_waits_is_cancelled_and_its_lane_goes_on(world: World) -> Non
     store = slow.submit(STORE, [5, 6], [1, 2, 3, 4])
     wait_until_all_run(world.service)
     next_one = fast.submit(STORE, [7], [1, 2])
-    slow.link._link._words.cancel(store)
+    slow.link._words.cancel(store)
     assert slow.finish(store) == [Refusal.CANCELLED] * 2
     assert fast.finish(next_one) == []
     assert fast.run(LOAD, [5, 6], [8, 9, 10, 11]) == [Refusal.NOT_HERE] * 2
@@ -291,7 +291,7 @@ def cancelled_at(driven: Driven, worker: Any, batch: int) -> list[Refusal]:
         before(number)
         if number == batch:
             assert submitted.wait(LONG_S)
-            worker.link._link._words.cancel(job_ids[0])
+            worker.link._words.cancel(job_ids[0])
 
     driven.driver.on_batch = cancel
     job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
@@ -321,7 +321,7 @@ def cancelled_before_its_turn(
         patch.setattr(driven._device._lanes[STORE], "_lock", lock)
         job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
         assert lock.is_wanted.wait(LONG_S)
-        worker.link._link._words.cancel(job_id)
+        worker.link._words.cancel(job_id)
         refusals: list[Refusal] = worker.finish(job_id)
         return refusals
 
@@ -418,7 +418,7 @@ def test_store_that_is_cancelled_after_a_part_makes_no_further_chunk_ready(
 
     def end_and_cancel(*args: Any, **kwargs: Any) -> None:
         assert submitted.wait(LONG_S)
-        worker.link._link._words.cancel(job_ids[0])
+        worker.link._words.cancel(job_ids[0])
         end_chunks(*args, **kwargs)
 
     monkeypatch.setattr(driven.world.service.keeper, "end_chunks", end_and_cancel)

@@ -90,7 +90,7 @@ def said(box: HintBox) -> list[SessionNews]:
     """All that is told of sessions, message by message."""
     told: list[SessionNews] = []
     while box.has_news:
-        told += box.take_sessions()
+        told += box.sessions.take()
     return told
 
 
@@ -156,7 +156,7 @@ def test_prompt_that_goes_on_otherwise_is_told_as_a_whole() -> None:
 def test_everything_is_told_again_to_a_scheduler_actor_that_may_have_forgotten() -> None:
     box = HintBox(Allowed.SESSION)
     run(box, SESSION, keys(3))
-    box.tell_again()
+    box.sessions.tell_again()
     assert run(box, SESSION, keys(4))[-1].keys == keys(4)
 
 
@@ -164,13 +164,13 @@ def test_session_of_many_chunks_is_told_in_pieces_and_its_end_with_the_last() ->
     box = HintBox(Allowed.SESSION)
     box.begin("request", Hint(session="agent", is_over=True))
     end(box, "request", keys(MAX_TOLD + 1))
-    came, piece = box.take_sessions()
+    came, piece = box.sessions.take()
     assert (came.word, piece.word, piece.keys) == (
         SessionWord.CAME,
         SessionWord.USED,
         Keys.of(keys(MAX_TOLD)),
     )
-    (last,) = box.take_sessions()
+    (last,) = box.sessions.take()
     assert (last.word, last.keys) == (SessionWord.OVER, Keys.of(keys(MAX_TOLD + 1)[-1:]))
     assert not box.has_news
 

@@ -180,7 +180,7 @@ def test_kv_hints_do_not_switch_loading_off() -> None:
     request = PlayedRequest(kv_hints=hints)
     engine.begin(request)
     assert engine.schedule(request) == CHUNK
-    (came,) = manager.hints.take_sessions()
+    (came,) = manager.hints.sessions.take()
     assert (came.session, came.word) == ("agent", SessionWord.CAME)
 
 
@@ -194,10 +194,10 @@ def test_session_is_told_all_chunks_of_its_request_at_the_end() -> None:
     engine.begin(request)
     engine.schedule(request)
     engine.finish(request)
-    (came,) = manager.hints.take_sessions()
+    (came,) = manager.hints.sessions.take()
     assert came.word is SessionWord.CAME, "its last chunks are not stored yet"
     manager.on_request_finished(ReqContext(request.request_id))
-    (last,) = manager.hints.take_sessions()
+    (last,) = manager.hints.sessions.take()
     count = request.num_prompt_tokens // CHUNK
     assert last.word is SessionWord.OVER
     assert [group_of(Key(each)) for each in last.keys] == [1] * count + [0] * count
