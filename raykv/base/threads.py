@@ -36,7 +36,6 @@ THREAD_WELL_S = 60.0
 # Between two attempts to start a thread that the system refused: another one must end first.
 THREAD_REVIVE_S = 1.0
 
-
 T = TypeVar("T")
 
 PR_SET_TIMERSLACK = 29

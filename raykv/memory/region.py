@@ -28,7 +28,6 @@ POOL_FILE_S = 10.0
 # Between two attempts.
 POOL_FILE_LOOK_S = 0.1
 
-
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long others that map or close something wait for it. On
 a busy machine a thread that yields to all others takes a hundred times as long.

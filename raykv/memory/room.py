@@ -138,25 +138,24 @@ def _objection(needs: PoolNeeds, limit: MemoryLimit, reserve: int) -> _Objection
     if needs.left_bytes + reserve <= limit.free_bytes or not needs.left_bytes:
         return None
     fitting = needs.present_bytes + max(0, limit.free_bytes - reserve)
-    there = f" ({human_bytes(needs.present_bytes)} of it are there)" if needs.present_bytes else ""
     kept = f", of which {human_bytes(reserve)} must stay free" if reserve else ""
-    return _Objection(
-        fitting,
-        f"pool_bytes={needs.pool_bytes} ({human_bytes(needs.pool_bytes)}){there} does not fit: "
-        f"{limit.source} allows {human_bytes(limit.total_bytes)} and has "
-        f"{human_bytes(limit.free_bytes)} free{kept}; {_advice(fitting)}",
-    )
+    return _refused(needs, limit, fitting, kept)
 
 
 def _objection_to_size(needs: PoolNeeds, limit: MemoryLimit) -> _Objection | None:
     if needs.pool_bytes <= limit.total_bytes:
         return None
+    never = ", and a larger pool file is never wholly in memory"
+    return _refused(needs, limit, limit.total_bytes, never)
+
+
+def _refused(needs: PoolNeeds, limit: MemoryLimit, fitting: int, why: str) -> _Objection:
+    there = f" ({human_bytes(needs.present_bytes)} of it are there)" if needs.present_bytes else ""
     return _Objection(
-        limit.total_bytes,
-        f"pool_bytes={needs.pool_bytes} ({human_bytes(needs.pool_bytes)}) does not fit: "
+        fitting,
+        f"pool_bytes={needs.pool_bytes} ({human_bytes(needs.pool_bytes)}){there} does not fit: "
         f"{limit.source} allows {human_bytes(limit.total_bytes)} and has "
-        f"{human_bytes(limit.free_bytes)} free, and a larger pool file is never wholly in memory; "
-        f"{_advice(limit.total_bytes)}",
+        f"{human_bytes(limit.free_bytes)} free{why}; {_advice(fitting)}",
     )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda.batches import rows_of
-from raykv.copy.cuda.driver import (
-    CUDADriver,
-    plain_uuid,
-)
+from raykv.copy.cuda.driver import CUDADriver, plain_uuid
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
@@ -35,7 +33,10 @@ class CUDABackend(CopyBackend):
             CUDAError: the device refused; nothing is on its way.
         """
         rows = rows_of(runs, first, last, self._device.limits.cut_bytes)
-        return self._device.copy(direction, rows, self._place, stop)
+        if not len(rows):
+            return True
+        with closing(self._device.copy_each(direction, [rows], self._place, stop)) as answers:
+            return all(answers)
 
     def copy_each(
         self, direction: Direction, parts: Iterable[CopyRuns], stop: StopSign

@@ -188,7 +188,9 @@ class CUDADriver:
             )
 
     def copy_one(self, stream: int, to: int, source: int, size: int) -> None:
-        _check_copy(to, source, size)
+        assert to > 0, to
+        assert source > 0, source
+        assert size > 0, size
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpyAsync", to, source, size, kind, stream)
 
@@ -261,12 +263,6 @@ def checked(runtime: Any, name: str, *arguments: Any) -> Any:
 
 def _failure(name: str, error: Any) -> CUDAError:
     return CUDAError(f"{name} failed: {error.name}; see `nvidia-smi` and the kernel's log")
-
-
-def _check_copy(to: int, source: int, size: int) -> None:
-    assert to > 0, to
-    assert source > 0, source
-    assert size > 0, size
 
 
 def _columns(copies: Copies) -> tuple[Addresses, Addresses, Addresses]:

@@ -74,7 +74,6 @@ CUDA_POLL_S = 0.0001
 # How often a copy that waits for another one of its direction checks whether it was cancelled.
 CUDA_LANE_LOOK_S = 0.01
 
-
 OnLost = Callable[[CUDAError], NoReturn]
 
 PARTS_IN_FLIGHT = 2
@@ -360,13 +359,6 @@ class Device:
         self.driver = driver
         self.limits = limits or Limits()
         self._lanes = {way: Lane(driver, way, self.limits, on_lost, choose) for way in Direction}
-
-    def copy(self, direction: Direction, rows: BatchRows, place: Place, stop: StopSign) -> bool:
-        """Carry out rows; see `CopyBackend.copy`."""
-        if not len(rows):
-            return True
-        with contextlib.closing(self.copy_each(direction, [rows], place, stop)) as answers:
-            return all(answers)
 
     def copy_each(
         self, direction: Direction, parts: Iterable[BatchRows], place: Place, stop: StopSign
