@@ -200,6 +200,13 @@ class Numbers(_Column[int], frozen=True):
     def __len__(self) -> int:
         return len(self.raw) // NUMBER_BYTES
 
+    def span(self) -> tuple[int, int]:
+        """The least and the greatest of them, where there is one."""
+        # Mostly all are equal, which is seen in a tenth of the time.
+        are_equal = self.raw == self.raw[:NUMBER_BYTES] * len(self)
+        some = array("q", self.raw[:NUMBER_BYTES] if are_equal else self.raw)
+        return min(some), max(some)
+
     def __iter__(self) -> Iterator[int]:
         return iter(array("q", self.raw))
 
@@ -315,8 +322,10 @@ def check_index(numbers: Collection[int], names: list[str]) -> None:
     """
     if any(len(name) > MAX_NAME for name in names):
         raise ValueError("a name of too many characters")
-    if numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
-        raise ValueError("a name that is not there")
+    if numbers:
+        low, high = Numbers.of(numbers).span()
+        if not 0 <= low <= high < len(names):
+            raise ValueError("a name that is not there")
 
 
 class NamedKeys(msgspec.Struct, frozen=True, array_like=True):

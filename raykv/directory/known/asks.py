@@ -50,20 +50,16 @@ class Asks:
         self._announce(engine, places, namespace, cast("list[Key]", list(ask.coming)), now)
         keys = cast("list[Key]", list(ask.keys))
         found = self._holdings.ask(namespace, keys)
-        nodes: dict[NodeId, int] = {}
-        rows = self._rows(found, places, nodes)
-        missing = [at for at, held in enumerate(found) if not held]
-        gone = {}
-        if missing:
-            names = zip(missing, _short(namespace, [keys[at] for at in missing]), strict=True)
-            reasons = {at: self._departed.get(name) for at, name in names}
-            gone = {at: reason for at, reason in reasons.items() if reason is not None}
+        nodes, *rows = self._sources(found, places)
+        missing = [] if all(found) else [at for at, held in enumerate(found) if not held]
+        departed = map(self._departed.get, _short(namespace, [keys[at] for at in missing]))
+        gone = {
+            at: reason for at, reason in zip(missing, departed, strict=True) if reason is not None
+        }
         return AskAnswer(
             life,
-            list(nodes),
-            Numbers.of(at for at, _, _ in rows),
-            Numbers.of(node for _, node, _ in rows),
-            bytes(kind for _, _, kind in rows),
+            nodes,
+            *rows,
             Numbers.of(self._coming.of_others(namespace, keys, engine, now)),
             Numbers.of(gone),
             bytes(gone.values()),
@@ -90,32 +86,35 @@ class Asks:
 
     # Sources
 
-    def _rows(
-        self, found: Sequence[Held], places: Container[NodeId], nodes: dict[NodeId, int]
-    ) -> list[tuple[int, int, SourceKind]]:
-        """Sources of each key, the best one first: numbers of keys, and of nodes, which are noted.
-
-        Keys in the same places have the same object, and are looked at together.
+    def _sources(
+        self, found: Sequence[Held], places: Container[NodeId]
+    ) -> tuple[list[str], Numbers, Numbers, bytes]:
+        """Nodes, and rows of numbers of keys, numbers of nodes and kinds: of each key, the best
+        source first. Keys in the same places have the same object, and are looked at together.
         """
-        rows: list[tuple[int, int, SourceKind]] = []
+        nodes: dict[str, int] = {}
+        keys: list[int] = []
+        numbers: list[int] = []
+        kinds = bytearray()
         for positions in grouped(range(len(found)), list(map(id, found))).values():
-            for node_id, kind in self._ranked(found[positions[0]], places):
-                number = nodes.setdefault(node_id, len(nodes))
-                rows += [(at, number, kind) for at in positions]
-        return rows
+            for kind, *_, node_id in self._ranked(found[positions[0]], places):
+                keys += positions
+                numbers += [nodes.setdefault(node_id, len(nodes))] * len(positions)
+                kinds += bytes([kind]) * len(positions)
+        return list(nodes), Numbers.of(keys), Numbers.of(numbers), bytes(kinds)
 
     def _ranked(
         self, held: Iterable[HeldAt], places: Container[NodeId]
-    ) -> list[tuple[NodeId, SourceKind]]:
-        others = (each for each in held if each.node_id not in places)
-        best = nsmallest(MOST_SOURCES, others, key=self._rank)
-        return [(each.node_id, _kind(each)) for each in best]
+    ) -> list[tuple[SourceKind, bool, int, NodeId]]:
+        ranks = [self._rank(each) for each in held if each.node_id not in places]
+        return nsmallest(MOST_SOURCES, ranks) if len(ranks) > 1 else ranks
 
     def _rank(self, held: HeldAt) -> tuple[SourceKind, bool, int, NodeId]:
         """The lowest one is the best source."""
         report = self._members[held.node_id].report
         busy = report.stats.queued_jobs + report.stats.reading
-        return _kind(held), report.is_leaving, busy, held.node_id
+        kind = SourceKind.POOL if held.where in IN_RAM else SourceKind.DISK
+        return kind, report.is_leaving, busy, held.node_id
 
     # What is nowhere
 
@@ -132,10 +131,6 @@ class Asks:
         return [
             at for at, held in zip(numbers, zip(*found, strict=True), strict=False) if any(held)
         ]
-
-
-def _kind(held: HeldAt) -> SourceKind:
-    return SourceKind.POOL if held.where in IN_RAM else SourceKind.DISK
 
 
 def _short(namespace: Namespace, keys: Iterable[Key]) -> Iterator[int]:

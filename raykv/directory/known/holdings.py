@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, TypeVar, cast
@@ -222,7 +222,7 @@ class Holdings:
             assert 0 not in keys.values(), namespace
 
 
-def grouped(items: Sequence[T], by: Sequence[G]) -> dict[G, Sequence[T]]:
+def grouped(items: Sequence[T], by: Sequence[G]) -> Mapping[G, Sequence[T]]:
     """Items by what stands beside each, in their order."""
     groups: dict[G, list[T]] = {each: [] for each in dict.fromkeys(by)}
     if len(groups) == 1:
