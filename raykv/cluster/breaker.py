@@ -174,6 +174,14 @@ class Breakers:
         """
         known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
         bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
+        sums = {
+            "opened": self.num_opened,
+            "failed": self.num_failed,
+            "refused": self.num_refused,
+        }
+        if not bad:
+            # A worker asks with each step.
+            return BreakerReport(**sums)
         bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_BREAKERS]
         return BreakerReport(
             peers=[peer for peer, _ in bad],
@@ -181,9 +189,7 @@ class Breakers:
             failures=[breaker.failures for _, breaker in bad],
             seconds=[now - breaker.since for _, breaker in bad],
             reasons=[breaker.reason for _, breaker in bad],
-            opened=self.num_opened,
-            failed=self.num_failed,
-            refused=self.num_refused,
+            **sums,
         )
 
     def check(self) -> None:
