@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import compress, count
 
+import msgspec
+
 from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
 
 MAX_PEERS = 1024
@@ -174,22 +176,20 @@ class Breakers:
         """
         known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
         bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
-        sums = {
-            "opened": self.num_opened,
-            "failed": self.num_failed,
-            "refused": self.num_refused,
-        }
+        sums = BreakerReport(
+            opened=self.num_opened, failed=self.num_failed, refused=self.num_refused
+        )
         if not bad:
             # A worker asks with each step.
-            return BreakerReport(**sums)
+            return sums
         bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_BREAKERS]
-        return BreakerReport(
+        return msgspec.structs.replace(
+            sums,
             peers=[peer for peer, _ in bad],
             states=[breaker.state.value for _, breaker in bad],
             failures=[breaker.failures for _, breaker in bad],
             seconds=[now - breaker.since for _, breaker in bad],
             reasons=[breaker.reason for _, breaker in bad],
-            **sums,
         )
 
     def check(self) -> None:
