@@ -39,7 +39,7 @@ MOST_SESSIONS = 256
 def event_page(directory: Directory, life: int, after: int, now: float) -> EventPage:
     """What follows a place of the event log; of another life, or of none, its beginning."""
     is_here = life == directory.life
-    found, is_gap = directory.events_after(after if is_here else 0, MOST_EVENTS)
+    found, is_gap = directory.events.after(after if is_here else 0, MOST_EVENTS)
     nodes: list[str] = []
     namespaces: list[str] = []
     began_at = directory.began_at if directory.began_at is not None else now

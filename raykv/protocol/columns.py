@@ -308,8 +308,9 @@ def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
     Raises:
         ValueError: from `receive` that is a MessageError.
     """
-    if len(keys) > most or any(len(each) != len(keys) for each in columns):  # type: ignore[arg-type]
-        raise ValueError(f"columns of different lengths beside {len(keys)} keys")
+    num_keys = len(keys)
+    if num_keys > most or any(len(each) != num_keys for each in columns):  # type: ignore[arg-type]
+        raise ValueError(f"columns of different lengths beside {num_keys} keys")
     if keys.lengths and not 0 < min(keys.lengths) <= max(keys.lengths) <= MAX_KEY_BYTES:
         raise ValueError("a key of no or too many bytes")
 

@@ -280,7 +280,7 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
         raw = encode(self.directory.ask(decode(encode(ask), Ask), self.now))
         sources = decode(raw, AskAnswer).sources(Keys.of(keys))
         for key in keys:
-            held = {each.node_id: each.where for each in self.directory.holders(namespace, key)}
+            held = {each.node_id: each.where for each in self.directory.where(namespace, [key])[0]}
             others = {node_id: where for node_id, where in held.items() if node_id not in places}
             named = sources.get(key, [])
             assert len(named) == min(2, len(others))
@@ -295,13 +295,13 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
         self.fold(most)
 
     def fold(self, most: int) -> int:
-        events, is_gap = self.directory.events_after(self.seq, most)
+        events, is_gap = self.directory.events.after(self.seq, most)
         if is_gap:
             # It takes the directory as it is, and what comes after.
             self.seq = self.directory.events.last_seq
             self.folded = {node_id: set() for node_id in self.directory.members}
             for name in NAMES:
-                for held in self.directory.holders(*name):
+                for held in self.directory.where(name[0], [name[1]])[0]:
                     self.folded[held.node_id].add(name)
             return 0
         for event in events:
@@ -340,7 +340,9 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
                 for node_id, node in self.nodes.items()
                 if node.where(name)
             }
-            assert {each.node_id: each.where for each in self.directory.holders(*name)} == truth
+            assert {
+                each.node_id: each.where for each in self.directory.where(name[0], [name[1]])[0]
+            } == truth
             self.check_marks(name)
         while self.fold(9):
             pass
@@ -371,7 +373,9 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
             possible = set(states_from(changes, name, position.number))
             if position.place != ALL_READ:
                 possible.add(Where.NOWHERE)
-            held = {each.node_id: each.where for each in self.directory.holders(*name)}
+            held = {
+                each.node_id: each.where for each in self.directory.where(name[0], [name[1]])[0]
+            }
             assert held.get(node_id, Where.NOWHERE) in possible, (node_id, name, position)
 
     def teardown(self) -> None:

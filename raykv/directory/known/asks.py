@@ -50,7 +50,6 @@ class Asks:
         self._announce(engine, places, namespace, cast("list[Key]", list(ask.coming)), now)
         keys = cast("list[Key]", list(ask.keys))
         found = self._holdings.ask(namespace, keys)
-        nodes, *rows = self._sources(found, places)
         missing = [] if all(found) else [at for at, held in enumerate(found) if not held]
         departed = map(self._departed.get, _short(namespace, [keys[at] for at in missing]))
         gone = {
@@ -58,8 +57,7 @@ class Asks:
         }
         return AskAnswer(
             life,
-            nodes,
-            *rows,
+            *self._sources(found, places),
             Numbers.of(self._coming.of_others(namespace, keys, engine, now)),
             Numbers.of(gone),
             bytes(gone.values()),

@@ -24,12 +24,11 @@ import msgspec
 from raykv.base.ids import EngineId, Key, Namespace, NodeId
 from raykv.directory.known.asks import Asks
 from raykv.directory.known.coming import Coming
-from raykv.directory.known.document import Orders
-from raykv.directory.known.events import MOST_EVENTS, EventRing, KnownEvent
+from raykv.directory.known.document import Orders, OrdersWatch
+from raykv.directory.known.events import MOST_EVENTS, EventRing
 from raykv.directory.known.holdings import IN_RAM, Held, Holdings
 from raykv.directory.known.marks import Numbering, SpareMarks
 from raykv.directory.known.members import EngineLife, HeardReport, Members
-from raykv.directory.known.orders import OrdersWatch
 from raykv.directory.known.sessions import SessionNodes
 from raykv.directory.known.spaces import NamespaceUse
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
@@ -247,21 +246,9 @@ class Directory:
         """All that members introduce; one that is at several nodes comes as often."""
         return (each for member in self.members.values() for each in member.engines.values())
 
-    def holders(self, namespace: Namespace, key: Key) -> Held:
-        """Which nodes have a chunk."""
-        return self._holdings.ask(namespace, [key])[0]
-
     def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[Held]:
         """For each key, the nodes that have it; keys in the same places have the same object."""
         return self._holdings.ask(namespace, keys)
-
-    def sizes(self) -> dict[Namespace, int]:
-        """Chunks by namespace, those of nodes that were just lost included."""
-        return self._holdings.sizes()
-
-    def events_after(self, seq: int, most: int) -> tuple[list[KnownEvent], bool]:
-        """Up to `most` events after a number; True: they do not follow on it."""
-        return self.events.after(seq, most)
 
     # Time
 

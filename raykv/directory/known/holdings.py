@@ -179,10 +179,6 @@ class Holdings:
         """Those that have keys."""
         return self._keys.keys()
 
-    def sizes(self) -> dict[Namespace, int]:
-        """Keys by namespace, those that are still to be swept included."""
-        return {namespace: len(keys) for namespace, keys in self._keys.items()}
-
     # Time
 
     def sweep(self, most: int) -> bool:

@@ -9,6 +9,7 @@ import raykv.node.pool.reporting
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Stamp, group_of
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.protocol.listing import Where
+from tests.fixtures.directory.reporting import sizes
 from tests.fixtures.node.owned_pool import num_open_jobs
 from tests.simulation.nodes.cluster import Cluster
 from tests.simulation.nodes.engine import PlayedEngine
@@ -262,13 +263,13 @@ def check_directory(cluster: Cluster) -> None:
     """It knows all that there is, and nothing else."""
     directory, there = cluster.head.directory, truth(cluster)
     for (namespace, key), nodes in there.items():
-        held = {each.node_id: each.where for each in directory.holders(namespace, key)}
+        held = {each.node_id: each.where for each in directory.where(namespace, [key])[0]}
         assert held == nodes, f"{key!r} of {namespace} is at {nodes}, known at {held}"
-    sizes = {namespace: count for namespace, count in directory.sizes().items() if count}
+    known = {namespace: count for namespace, count in sizes(directory._holdings).items() if count}
     expected: dict[Namespace, int] = defaultdict(int)
     for namespace, _ in there:
         expected[namespace] += 1
-    assert sizes == expected
+    assert known == expected
 
 
 def check_reader(cluster: Cluster, reader: FoldingReader) -> None:

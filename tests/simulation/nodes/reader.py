@@ -25,7 +25,7 @@ class FoldingReader:
         if directory.life != self._life:
             self._life, self._seq = directory.life, 0
             self._begin()
-        events, is_gap = directory.events_after(self._seq, MOST_READ)
+        events, is_gap = directory.events.after(self._seq, MOST_READ)
         if is_gap:
             self.num_gaps += 1
             self.is_whole = False

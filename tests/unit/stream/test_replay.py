@@ -184,7 +184,7 @@ class Cluster:
         known = {
             (each.node_id, SPACE, key_of(number))
             for number in range(4)
-            for each in self.directory.holders(SPACE, key_of(number))
+            for each in self.directory.where(SPACE, [key_of(number)])[0]
             if each.where & Where.RAM
         }
         assert known == truth

@@ -27,6 +27,7 @@ from tests.fixtures.directory.reporting import (
     gone,
     key_of,
     row_of,
+    sizes,
 )
 
 LIFE = 1000
@@ -49,11 +50,11 @@ def cluster() -> Cluster:
 
 
 def holders(directory: Directory, number: int) -> dict[str, Where]:
-    return {each.node_id: each.where for each in directory.holders(SPACE, key_of(number))}
+    return {each.node_id: each.where for each in directory.where(SPACE, [key_of(number)])[0]}
 
 
 def kinds(directory: Directory) -> list[tuple[EventKind, str]]:
-    events, _ = directory.events_after(0, 1000)
+    events, _ = directory.events.after(0, 1000)
     return [(each.kind, each.node_id) for each in events]
 
 
@@ -70,7 +71,7 @@ def test_node_is_a_member_until_it_is_silent(cluster: Cluster) -> None:
     assert not holders(directory, 2)
     assert directory.expire(EXPIRY_S) == []
     directory.check()
-    assert directory.sizes() == {SPACE: 1}
+    assert sizes(directory._holdings) == {SPACE: 1}
     # It comes back with all that it has.
     two.position = Position()
     two.report(EXPIRY_S, row_of(2))
@@ -145,7 +146,7 @@ def test_chunk_is_where_its_node_says(cluster: Cluster) -> None:
     directory, _, one, two = cluster
     one.report(0.0, row_of(1, Where.RAM | Where.COMING), row_of(2, Where.COMING))
     two.report(0.0, row_of(1, Where.DISK))
-    assert directory.holders(SPACE, key_of(1)) == (
+    assert directory.where(SPACE, [key_of(1)])[0] == (
         HeldAt(NodeId("one"), Where.RAM),
         HeldAt(NodeId("two"), Where.DISK),
     )
@@ -173,7 +174,7 @@ def test_listing_that_begins_anew_is_a_node_that_was_lost(cluster: Cluster) -> N
     one.position = Position()
     one.report(0.0, row_of(2))
     assert holders(directory, 1) == {"two": Where.RAM}
-    events, _ = directory.events_after(0, 100)
+    events, _ = directory.events.after(0, 100)
     tail = [(each.kind, each.node_id, each.life) for each in events[-3:]]
     assert tail == [
         (EventKind.NODE_LOST, "one", 1),
@@ -211,7 +212,7 @@ def test_node_keeps_no_more_chunks_than_one_can_have(
     directory, _, one, _ = cluster
     for number in range(0, 12, 2):
         one.report(0.0, row_of(number), row_of(number + 1))
-    assert directory.sizes() == {SPACE: 4}
+    assert sizes(directory._holdings) == {SPACE: 4}
     answer = one.report(0.0, gone(0), gone(11))
     assert answer.position.number == one.number
     assert directory.members[NodeId("one")].num_chunks == 3
@@ -375,7 +376,7 @@ def test_events_tell_what_came_and_went_by_the_nodes_numbers(cluster: Cluster) -
     one.report(1.0, row_of(1), row_of(2, Where.DISK))
     one.report(2.0, row_of(1, Where.DISK), row_of(3))
     one.report(3.0, gone(1))
-    events, is_gap = directory.events_after(2, 100)
+    events, is_gap = directory.events.after(2, 100)
     assert not is_gap
     assert [(each.seq, each.kind, each.key, each.life, each.number) for each in events] == [
         (3, EventKind.BLOCK_STORED, key_of(1), 1, 1),
@@ -396,7 +397,7 @@ def test_clear_is_an_event_once_and_none_of_what_was_cleared_before() -> None:
     orders.confirm(orders.draft("y", 1.0, is_paused=True), 1.0)
     orders.confirm(orders.clear("z", "", 2.0), 2.0)
     directory.expire(2.0)
-    events, _ = directory.events_after(1, 100)
+    events, _ = directory.events.after(1, 100)
     assert [(each.kind, each.namespace, each.life, each.number) for each in events] == [
         (EventKind.CACHE_CLEARED, "n", 7, 11),
         (EventKind.CACHE_CLEARED, "", 7, 13),

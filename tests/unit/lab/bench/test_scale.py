@@ -15,16 +15,17 @@ from raykv.lab.bench.directory_load import (
 from raykv.lab.bench.report import Options
 from raykv.lab.bench.scale import ASKED, ENGINES_PER_NODE, POOL_CHUNKS, STORED, _Cluster, run
 from raykv.protocol.node import PAUSE_MS
+from tests.fixtures.directory.reporting import sizes
 
 
 def test_directory_knows_what_has_come_and_not_what_has_gone() -> None:
     load = DirectoryLoad(2 * BATCH)
     load.fill()
-    assert load.directory.sizes() == {SPACE: 2 * BATCH}
+    assert sizes(load.directory._holdings) == {SPACE: 2 * BATCH}
     load.report(Stopwatch(), came=3, went=5)
-    assert load.directory.sizes() == {SPACE: 2 * BATCH - 2}
-    assert not load.directory.holders(SPACE, key(4))
-    assert [each.node_id for each in load.directory.holders(SPACE, key(5))] == [NodeId(NODE)]
+    assert sizes(load.directory._holdings) == {SPACE: 2 * BATCH - 2}
+    assert not load.directory.where(SPACE, [key(4)])[0]
+    assert [each.node_id for each in load.directory.where(SPACE, [key(5)])[0]] == [NodeId(NODE)]
     assert set(load.directory.members) == {NODE, ELSEWHERE}
     load.directory.check()
 
@@ -34,7 +35,7 @@ def test_second_of_a_cluster_stores_asks_and_reports() -> None:
     per_second = ENGINES_PER_NODE * STORED
     for second in range(1, 12):
         traffic = cluster.second()
-        held = cluster._directory.sizes()[SPACE]
+        held = sizes(cluster._directory._holdings)[SPACE]
         assert held == 3 * min(POOL_CHUNKS, second * per_second)
         assert traffic.calls <= 3 * (ENGINES_PER_NODE + 1000 / PAUSE_MS[0])
     cluster._directory.check()

@@ -17,6 +17,7 @@ from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.node import Marks, NodeStats, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
+from tests.fixtures.directory.reporting import sizes
 from tests.fixtures.node.owned_pool import (
     LIFE,
     PAGE,
@@ -138,9 +139,9 @@ def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert len(parts) <= pages // MOST_ROWS + 5
     assert index.num_ready == pages
-    assert directory.sizes() == {A: pages}
+    assert sizes(directory._holdings) == {A: pages}
     there = (each for each in index.places if each.state is ChunkState.READY)
-    assert all(directory.holders(A, each.key) for each in there)
+    assert all(directory.where(A, [each.key])[0] for each in there)
 
 
 def test_listing_is_told_in_pieces() -> None:
