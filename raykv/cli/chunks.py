@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raykv.base.errors import SettingError
-from raykv.base.tenants import OTHERS
+from raykv.base import errors, tenants
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -26,8 +25,7 @@ from raykv.cli.base import (
 )
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
-from raykv.protocol.descriptions import parse_groups
-from raykv.protocol.reader import DISK, ORDERS, TIERS
+from raykv.protocol import descriptions, reader
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
 SHOWN_DIGITS = 24
 """How many digits of a key to show: enough to distinguish the chunks of any cluster."""
 
-Order = StrEnum("Order", {name.upper(): name for name in ORDERS})  # type: ignore[misc]
-Tier = StrEnum("Tier", {name.upper(): name for name in TIERS})  # type: ignore[misc]
+Order = StrEnum("Order", {name.upper(): name for name in reader.ORDERS})  # type: ignore[misc]
+Tier = StrEnum("Tier", {name.upper(): name for name in reader.TIERS})  # type: ignore[misc]
 
 Namespace = Annotated[
     str | None, typer.Option(help="Only this namespace; its first digits suffice.")
@@ -95,7 +93,7 @@ def ls(  # noqa: PLR0913 - a command's options
 
 
 def _chunk_table(chunks: Sequence[Chunk]) -> Table:
-    has_tenants = any(chunk.tenant not in ("", OTHERS) for chunk in chunks)
+    has_tenants = any(chunk.tenant not in ("", tenants.OTHERS) for chunk in chunks)
     made = table(
         "key",
         "group",
@@ -118,9 +116,9 @@ def _chunk_table(chunks: Sequence[Chunk]) -> Table:
             *[chunk.tenant] * has_tenants,
             chunk.tier,
             human_bytes(chunk.num_bytes),
-            "" if chunk.tier == DISK else ago(chunk.age_s),
-            "" if chunk.tier == DISK else ago(chunk.idle_s),
-            "" if chunk.tier == DISK else f"{chunk.hits:,}",
+            "" if chunk.tier == reader.DISK else ago(chunk.age_s),
+            "" if chunk.tier == reader.DISK else ago(chunk.idle_s),
+            "" if chunk.tier == reader.DISK else f"{chunk.hits:,}",
             "more" if chunk.is_replicated else "1",
         )
     return made
@@ -161,7 +159,7 @@ def _print_chunk(copies: list[Chunk], space: NamespaceStatus | None) -> None:
     say(f"KV group    {group_text(first.group, {} if space is None else space.traits)}")
     for chunk in copies:
         where = "on its disk"
-        if chunk.tier != DISK:
+        if chunk.tier != reader.DISK:
             where = (
                 f"in its pool, came {ago(chunk.age_s)} ago, unused for {ago(chunk.idle_s)}, "
                 f"{chunk.hits:,} hits"
@@ -169,14 +167,14 @@ def _print_chunk(copies: list[Chunk], space: NamespaceStatus | None) -> None:
         say(
             f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where}, namespace "
             f"{chunk.namespace} ({chunk.model or 'model unknown'})"
-            + (f", of tenant {chunk.tenant}" if chunk.tenant not in ("", OTHERS) else "")
+            + (f", of tenant {chunk.tenant}" if chunk.tenant not in ("", tenants.OTHERS) else "")
         )
 
 
 def group_text(group: int, traits: Mapping[str, str]) -> str:
     """A KV group and what it is, as far as the engines of its namespace have told."""
     told = traits.get("chunks", "")
-    for each in parse_groups(told) if told else []:
+    for each in descriptions.parse_groups(told) if told else []:
         if each.group == group:
             needed = "all" if each.window is None else f"the last {each.window:,}"
             if str(group) in traits.get("state_groups", "").split():
@@ -262,7 +260,7 @@ def read_prompt(prompt: str, form: Form) -> dict[str, Any]:
                 messages = read["messages"] if isinstance(read, dict) else read
                 return {"messages": [dict(message) for message in messages]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError(
+        raise errors.SettingError(
             f"the prompt can't be read as {form}: {type(error).__name__}: {error}"
         ) from error
 
@@ -277,7 +275,7 @@ def _traits(given: Sequence[str]) -> PromptTraits:
         elif kind == "lora" and "=" in value:
             name, _, path = value.partition("=")
         else:
-            raise SettingError(f"--trait {trait!r}: give cache_salt=TEXT or lora=NAME=PATH")
+            raise errors.SettingError(f"--trait {trait!r}: give cache_salt=TEXT or lora=NAME=PATH")
     return PromptTraits(salt, name, path)
 
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raykv.base.errors import ClusterError, SettingError
-from raykv.base.tenants import SALTED
+from raykv.base import errors, tenants
 from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from raykv.protocol.operator import TenantStatus
-    from raykv.protocol.status import EngineStatus
+    from raykv.protocol import operator, status
 
 quotas = typer.Typer(
     help="Set, list and remove tenants' shares of pools and disks.",
@@ -66,7 +64,7 @@ def set_quota(
     label = quota_of(name, guaranteed, most, salt, tenant).tenant
     with connected(ray_address) as cluster:
         cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
-        with contextlib.suppress(ClusterError):
+        with contextlib.suppress(errors.ClusterError):
             # It is set, whoever answers after that.
             if warning := nobodys(label, cluster.status().engines):
                 typer.echo(f"warning: {warning}", err=True)
@@ -76,10 +74,10 @@ def set_quota(
         typer.echo(f"{name}: {guaranteed:.0%} of each pool guaranteed, at most {most:.0%}")
 
 
-def nobodys(label: str, engines: Sequence[EngineStatus]) -> str:
+def nobodys(label: str, engines: Sequence[status.EngineStatus]) -> str:
     """Why no request can be of the tenant with that label; empty if one can, or there is none."""
     told = [each.counters for each in engines if each.counters]
-    is_possible = not label or label.startswith(SALTED) or not told
+    is_possible = not label or label.startswith(tenants.SALTED) or not told
     if is_possible or any(counters.get("tenants_by_server") for counters in told):
         return ""
     return (
@@ -100,9 +98,9 @@ def _salt(path: str) -> str:
     try:
         text = typer.get_text_stream("stdin").read() if path == "-" else Path(path).read_text()
     except (OSError, ValueError) as error:
-        raise SettingError(f"--salt-file {path} can't be read: {error}") from error
+        raise errors.SettingError(f"--salt-file {path} can't be read: {error}") from error
     if not text.rstrip("\r\n"):
-        raise SettingError(f"--salt-file {path} has no salt")
+        raise errors.SettingError(f"--salt-file {path} has no salt")
     return text.rstrip("\r\n")
 
 
@@ -140,7 +138,7 @@ def list_quotas(*, as_json: AsJson = False, ray_address: Address = None) -> None
         console().print(tenant_table(known))
 
 
-def tenant_table(known: list[TenantStatus]) -> Table:
+def tenant_table(known: list[operator.TenantStatus]) -> Table:
     """Tenants for people."""
     made = table("tenant", "label", "in pools", "on disks", "guaranteed", "at most")
     for each in known:

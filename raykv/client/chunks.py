@@ -18,15 +18,11 @@ from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, NODE_ACTOR
 from raykv.memory.kv_form import objection
+from raykv.node import peers, read
 from raykv.node.disk.chunk_file import ChunkBytes
-from raykv.node.peers import Bytes
-from raykv.node.read import blocks_in
-from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import Read, ReadReply, check_read_reply
+from raykv.protocol import columns, copies, worker
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.worker import KVForm
 
 # For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four
 # fetches that run there.
@@ -46,7 +42,7 @@ class ChunkPlace:
     node_id: NodeId
 
 
-def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
+def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> worker.KVForm:
     """How KV lies in the chunks of a namespace; without groups if none of the nodes knows it.
 
     A node knows it when an engine of the namespace has attached there since its NodeActor began.
@@ -55,19 +51,19 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> KVForm:
     actors = [ask.ask_ray(ask.find_node_actor, node_id) for node_id in dict.fromkeys(node_ids)]
     asked = [actor.kv_form.remote(namespace) for actor in actors if actor is not None]
     if not asked:
-        return KVForm()
+        return worker.KVForm()
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=CLIENT_S)
     for ref in answered:
         with contextlib.suppress(ClusterError), ask.answering(ask.NODE_ACTOR):
-            form = receive(ray.get(ref, timeout=CLIENT_S), KVForm, ask.NODE_ACTOR, ask.HERE)
+            form = receive(ray.get(ref, timeout=CLIENT_S), worker.KVForm, ask.NODE_ACTOR, ask.HERE)
             if form.groups and not objection(form):
                 return form
-    return KVForm()
+    return worker.KVForm()
 
 
 def read_chunks(
     places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int = 1
-) -> Iterator[Bytes]:
+) -> Iterator[peers.Bytes]:
     """The bytes of each chunk; all are of one node and one namespace, and of so many blocks.
 
     Raises:
@@ -111,13 +107,13 @@ def read_from(
     actor = ask.ask_ray(ask.find_node_actor, node_id)
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
-    keys, slot_bytes = Keys.of(sizes), Numbers.of(sizes.values())
-    request = Read(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
-    with ask.answering(NODE_ACTOR):
+    keys, slot_bytes = columns.Keys.of(sizes), columns.Numbers.of(sizes.values())
+    request = copies.Read(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
+    with ask.answering(ask.NODE_ACTOR):
         raw, data = ray.get(actor.read.remote(encode(request)), timeout=CHUNK_READ_S)
-        reply = receive(raw, ReadReply, NODE_ACTOR, HERE)
-        check_read_reply(reply, len(data), list(sizes.values()))
-        blocks = blocks_in(reply)
+        reply = receive(raw, copies.ReadReply, ask.NODE_ACTOR, ask.HERE)
+        copies.check_read_reply(reply, len(data), list(sizes.values()))
+        blocks = read.blocks_in(reply)
         came: dict[Key, ChunkBytes] = {}
         sealed = zip(reply.checksums, map(Stamp, reply.histories, reply.stamps), strict=True)
         left = np.asarray(data)

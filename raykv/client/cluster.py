@@ -22,43 +22,22 @@ import ray
 from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
-from raykv.client import accounts, pools, states
-from raykv.client.import_source import IMPORT_S
-from raykv.client.listing import Reader
+from raykv.client import accounts, import_source, listing, pools, quotas, scheduler, ship, states
 from raykv.client.pins import PIN_S, Pinning
-from raykv.client.pools import KEEP_S, UP_S
-from raykv.client.quotas import Quotas
-from raykv.client.scheduler import Scheduler, with_answers
 from raykv.client.sessions import ClientSession, SessionDesk
-from raykv.client.ship import Shipping
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.cluster.ask import ask_each
+from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
-from raykv.doctor.checks import diagnose
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
-from raykv.protocol.descriptions import Description
+from raykv.protocol import descriptions, findings, operator, reader
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
-from raykv.protocol.findings import Finding
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Kept
-from raykv.protocol.operator import (
-    ClearOrder,
-    Exported,
-    NameWeights,
-    NodeUp,
-    PauseOrder,
-    Pinned,
-    PinStatus,
-    TransferResult,
-)
-from raykv.protocol.reader import Chunk, EndedRequests, Explanation, PromptLookup
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus, MoreRoom
-from raykv.stream.publishing import publish, publisher_status, stop_publisher
-from raykv.stream.readers import Insides, read_events, take_snapshot
-from raykv.stream.replay import Replay
+from raykv.stream import publishing, readers, replay
 
 # For a person or a program to join the cluster: tenths of a second, or many where all cores of the
 # host are busy. They are told after `CLIENT_S`; a part that hangs is found within `CLIENT_PROBE_S`.
@@ -78,13 +57,13 @@ class Cluster:
     def __init__(self, address: str, joined_here: bool) -> None:
         self.address = address
         self._joined_here = joined_here
-        self._scheduler = Scheduler(address)
-        self._reader = Reader(self._scheduler)
+        self._scheduler = scheduler.Scheduler(address)
+        self._reader = listing.Reader(self._scheduler)
         self._pins = Pinning(self._scheduler, self._reader)
-        self.quotas = Quotas(self._scheduler)
+        self.quotas = quotas.Quotas(self._scheduler)
         self._transfers = Moving(self._scheduler, self._reader)
         self._sessions = SessionDesk(self._scheduler, self._reader, self._transfers)
-        self._shipping = Shipping(self._scheduler, self._reader, self._pins)
+        self._shipping = ship.Shipping(self._scheduler, self._reader, self._pins)
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
@@ -99,16 +78,16 @@ class Cluster:
             answers = diagnosis.node_answers()
         except ClusterError as error:
             answers = {node.node_id: str(error) for node in known.nodes}
-        return with_answers(known, answers)
+        return scheduler.with_answers(known, answers)
 
-    def doctor(self) -> list[Finding]:
+    def doctor(self) -> list[findings.Finding]:
         """What is wrong with the cluster, and how to mend it; takes seconds if an actor does not
         answer.
 
         Raises:
             ClusterError: Ray itself does not answer.
         """
-        return diagnose(diagnosis.gather())
+        return checks.diagnose(diagnosis.gather())
 
     def pause(self) -> None:
         """Switch the cache off: engines see misses and store nothing from now on.
@@ -117,7 +96,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer; or a node has not heard of it
                 in time.
         """
-        self._scheduler.order(PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=True))
+        self._scheduler.order(operator.PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=True))
 
     def resume(self) -> None:
         """Switch the cache on again; what it holds is still there.
@@ -125,7 +104,7 @@ class Cluster:
         Raises:
             ClusterError: as for `pause`.
         """
-        self._scheduler.order(PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=False))
+        self._scheduler.order(operator.PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=False))
 
     def set_weights_version(self, engine: str, version: str) -> list[str]:
         """Give the weights that engines have now a name; the ids of those that have heard it.
@@ -151,7 +130,7 @@ class Cluster:
                 f"the id of no engine begins with {engine!r}; there are "
                 f"{', '.join(known) or 'none'}"
             )
-        order = NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
+        order = operator.NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
         told = self._scheduler.order(order)
         give_up_at = time.monotonic() + CLIENT_S
         while not self._scheduler.ask("has_heard", order.order_id):
@@ -187,7 +166,9 @@ class Cluster:
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
             namespace = self._reader.full_namespace(namespace)
-        self._scheduler.order(ClearOrder(PROTOCOL_VERSION, uuid4().hex, namespace or ""), watch)
+        self._scheduler.order(
+            operator.ClearOrder(PROTOCOL_VERSION, uuid4().hex, namespace or ""), watch
+        )
 
     # Chunks
 
@@ -201,7 +182,7 @@ class Cluster:
         order: str = "",
         limit: int | None = None,
         tier: str = "",
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[reader.Chunk]:
         """The chunks that are held, one for each pool and disk that has it, page by page.
 
         A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
@@ -222,7 +203,7 @@ class Cluster:
         """
         return self._reader.chunks(namespace, node, key, group, order, limit, tier)
 
-    def chunk(self, key: bytes | str) -> list[Chunk]:
+    def chunk(self, key: bytes | str) -> list[reader.Chunk]:
         """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
 
         Raises:
@@ -239,7 +220,7 @@ class Cluster:
         model: str | None = None,
         namespace: str | None = None,
         traits: PromptTraits = PLAIN,
-    ) -> PromptLookup:
+    ) -> reader.PromptLookup:
         """Where the chunks of a prompt are, and how much of it each node could load.
 
         Args:
@@ -258,7 +239,7 @@ class Cluster:
         """
         return self._reader.lookup(tokens, text, messages, model, namespace, traits)
 
-    def why_miss(self, request_id: str) -> list[Explanation]:
+    def why_miss(self, request_id: str) -> list[reader.Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
 
         Args:
@@ -272,7 +253,7 @@ class Cluster:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
         self._scheduler.find()
-        return accounts.why_miss(ask_each, request_id)
+        return accounts.why_miss(ask.ask_each, request_id)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
         """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
@@ -285,9 +266,9 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         self._scheduler.find()
-        return accounts.more_room(ask_each)
+        return accounts.more_room(ask.ask_each)
 
-    def requests(self, after: str | int = "") -> EndedRequests:
+    def requests(self, after: str | int = "") -> reader.EndedRequests:
         """Requests that have ended, all over the cluster, and what became of their tokens; some of
         them if there are many.
 
@@ -299,7 +280,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer, or that is no place.
         """
         self._scheduler.find()
-        return accounts.ended_requests(ask_each, str(after or ""))
+        return accounts.ended_requests(ask.ask_each, str(after or ""))
 
     # Events
 
@@ -322,19 +303,19 @@ class Cluster:
                 for half a minute once there were events), or `since` is no place.
             VersionError: the scheduler actor is of another version.
         """
-        return read_events(self._scheduler.find, since, follow=follow)
+        return readers.read_events(self._scheduler.find, since, follow=follow)
 
-    def snapshot(self) -> Replay:
+    def snapshot(self) -> replay.Replay:
         """What is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
 
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return take_snapshot(self._scheduler.find, ask.node_actors)
+        return readers.take_snapshot(self._scheduler.find, ask.node_actors)
 
     def tokens_of(
         self, keys: Iterable[bytes], namespace: str | None = None
-    ) -> dict[bytes, Description]:
+    ) -> dict[bytes, descriptions.Description]:
         """What is inside of chunks, by offload key, where an engine has said so.
 
         Engines say it under the setting `describe_chunks`, or with `events_endpoint`. A chunk of a
@@ -347,7 +328,7 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return Insides(ask.node_actors).describe(keys, namespace)
+        return readers.Insides(ask.node_actors).describe(keys, namespace)
 
     def publish(self, settings: PublisherSettings) -> PublisherStatus:
         """Have all events published in vLLM's format, from Ray's head node, until `down`.
@@ -360,7 +341,7 @@ class Cluster:
                 or its sockets can't be bound.
         """
         self._scheduler.find()
-        return publish(settings)
+        return publishing.publish(settings)
 
     def publisher(self) -> PublisherStatus | None:
         """What the publisher of events does; None: there is none.
@@ -368,11 +349,11 @@ class Cluster:
         Raises:
             ClusterError: it does not answer.
         """
-        return publisher_status()
+        return publishing.publisher_status()
 
     def stop_publishing(self) -> bool:
         """End the publisher; False: there was none. An engine that attaches may start it again."""
-        return stop_publisher()
+        return publishing.stop_publisher()
 
     def hidden_states(
         self, request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
@@ -407,7 +388,7 @@ class Cluster:
         ttl_s: float = PIN_S,
         priority: int | None = None,
         pin_id: str | None = None,
-    ) -> PinStatus:
+    ) -> operator.PinStatus:
         """Keep chunks in the cache, wherever they are and come to; those too that are not stored
         yet. All of them or, with an error, none.
 
@@ -435,7 +416,7 @@ class Cluster:
         """
         self._pins.unpin(pin_id)
 
-    def pins(self) -> Pinned:
+    def pins(self) -> operator.Pinned:
         """All pins, and what they take of each node.
 
         Raises:
@@ -479,7 +460,7 @@ class Cluster:
         namespace: str = "",
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
-    ) -> TransferResult:
+    ) -> operator.TransferResult:
         """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
         from other pools, or from disks what is in none.
 
@@ -505,7 +486,7 @@ class Cluster:
         namespace: str = "",
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
-    ) -> TransferResult:
+    ) -> operator.TransferResult:
         """`prefetch`, then give up the copies that other nodes have of what is there now.
 
         A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
@@ -524,7 +505,7 @@ class Cluster:
         pin_id: str = "",
         namespace: str = "",
         most_bytes: int | None = None,
-    ) -> Exported:
+    ) -> operator.Exported:
         """Write chunks of one namespace, in pools and on disks, to files that another cluster can
         import.
 
@@ -549,9 +530,9 @@ class Cluster:
         path: str | Path,
         node_id: str = "",
         *,
-        deadline_s: float = IMPORT_S,
+        deadline_s: float = import_source.IMPORT_S,
         watch: Watch = lambda _: None,
-    ) -> TransferResult:
+    ) -> operator.TransferResult:
         """Bring the chunks of files into a node's pool, the first ones of as many as it has room
         for beside what is pinned or in use there. Others are evicted for them; what the import has
         brought is not, also for a minute after it, in which others may find no room. What does not
@@ -580,9 +561,9 @@ class Cluster:
         pool_bytes: int | None = None,
         pool_path: str | None = None,
         slab_bytes: int | None = None,
-        deadline_s: float = UP_S,
+        deadline_s: float = pools.UP_S,
         watch: pools.Watch = lambda _: None,
-    ) -> list[NodeUp]:
+    ) -> list[operator.NodeUp]:
         """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
         match and join later get one too. What is there already stays as it is.
 
@@ -605,7 +586,7 @@ class Cluster:
         wish = pools.wish_of(settings, on, node_ids, pool_bytes, pool_path, slab_bytes)
         return pools.up(self.address, settings, wish, deadline_s, watch)
 
-    def keep(self, deadline_s: float = KEEP_S) -> list[Kept]:
+    def keep(self, deadline_s: float = pools.KEEP_S) -> list[Kept]:
         """Have all that the pools hold where it outlives the actors: on disks, in pool files.
 
         Returns:

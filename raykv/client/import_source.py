@@ -17,15 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ChunkFileError, ClusterError, cause_of, first_line
 from raykv.base.ids import Key, Refusal
-from raykv.cluster import names
-from raykv.cluster.logs import level_for_actors, set_up_logging
+from raykv.cluster import logs, names
 from raykv.node.disk.chunk_file import read_chunk, read_header
 from raykv.node.peers import Bytes
 from raykv.node.pool.shelf import DiskChunk
 from raykv.node.read import ChunkRead, answer
-from raykv.protocol.columns import Source, SourceKind, check_numbers
-from raykv.protocol.copies import Read
-from raykv.protocol.framing import encode, receive
+from raykv.protocol import columns, copies, framing
 
 # For all chunks of an import, unless a caller says more.
 IMPORT_S = 600.0
@@ -41,7 +38,7 @@ class ImportSource:
     """Runs as the Ray actor `import:<id>`; it ends with the process that has made it."""
 
     def __init__(self, paths: list[str]) -> None:
-        set_up_logging()
+        logs.set_up_logging()
         self._chunks: dict[Key, tuple[Path, DiskChunk]] = {}
         for path in map(Path, paths):
             for chunk in read_header(path).chunks:
@@ -53,10 +50,10 @@ class ImportSource:
 
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         """`Read` → `ReadReply` and the bytes, as of a NodeActor."""
-        request = receive(raw, Read, "a NodeActor", "the import")
-        check_numbers("slot sizes", request.slot_bytes, 1, MAX_SLAB_BYTES)
+        request = framing.receive(raw, copies.Read, "a NodeActor", "the import")
+        columns.check_numbers("slot sizes", request.slot_bytes, 1, MAX_SLAB_BYTES)
         reply, data = answer(request, self._read_one)
-        return encode(reply), data
+        return framing.encode(reply), data
 
     def _read_one(self, key: Key, into: Bytes) -> ChunkRead:
         path, chunk = self._chunks.get(key, (None, None))
@@ -72,20 +69,20 @@ class ImportSource:
 
 
 @contextmanager
-def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[Source]:
+def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[columns.Source]:
     """An `ImportSource` on a node, which is this process's; gives it as a source of fetches.
 
     Raises:
         ClusterError: it does not start, or can't read the files.
     """
-    source = Source(name, SourceKind.IMPORT)
+    source = columns.Source(name, columns.SourceKind.IMPORT)
     actor: Any = (
         ray.remote(ImportSource)
         .options(
             name=names.source_actor(source),
             namespace=names.RAY_NAMESPACE,
             num_cpus=0,
-            runtime_env={"env_vars": level_for_actors()},
+            runtime_env={"env_vars": logs.level_for_actors()},
             max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )

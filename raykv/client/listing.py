@@ -17,27 +17,11 @@ from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
 from raykv.client.scheduler import Scheduler
 from raykv.cluster.ask import ask_each
-from raykv.prompts.adapters import named
-from raykv.prompts.block_hashes import PLAIN, PromptTraits
-from raykv.prompts.lookup import choose_namespace, look_up, scheme_of
+from raykv.prompts import adapters, block_hashes, lookup
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
+from raykv.protocol import listing, reader
 from raykv.protocol.columns import MAX_KEYS, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.listing import Where
-from raykv.protocol.reader import (
-    DISK,
-    MAX_PAGE,
-    ORDERS,
-    RAM,
-    TIERS,
-    Chunk,
-    ChunkPage,
-    ChunkQuery,
-    PromptLookup,
-    WherePage,
-    WhereQuery,
-    check_where_page,
-)
 
 # Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
 # come in between.
@@ -47,7 +31,7 @@ LISTING_PAUSE_S = 0.005
 LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""
 
-MOST_FIRST = MAX_PAGE // 2
+MOST_FIRST = reader.MAX_PAGE // 2
 """Chunks that a listing in some order is for: of each page of places so many may be among them."""
 
 
@@ -66,15 +50,17 @@ class Reader:
         order: str = "",
         limit: int | None = None,
         tier: str = "",
-    ) -> Iterator[Chunk]:
-        if tier not in ("", *TIERS):
-            raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(TIERS)}")
-        if order not in ("", *ORDERS):
-            raise ClusterError(f"order={order!r}: chunks can be listed by {', '.join(ORDERS)}")
+    ) -> Iterator[reader.Chunk]:
+        if tier not in ("", *reader.TIERS):
+            raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(reader.TIERS)}")
+        if order not in ("", *reader.ORDERS):
+            raise ClusterError(
+                f"order={order!r}: chunks can be listed by {', '.join(reader.ORDERS)}"
+            )
         if limit is not None and limit < 1:
             raise ClusterError(f"limit={limit}: a listing has at least one chunk")
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
-        query = ChunkQuery(
+        query = reader.ChunkQuery(
             PROTOCOL_VERSION,
             self.full_namespace(namespace) if namespace else "",
             whole_bytes(wanted),
@@ -86,12 +72,12 @@ class Reader:
         if order and is_exact and limit is not None and limit <= MOST_FIRST:
             query = msgspec.structs.replace(query, order=order, limit=limit)
         elif limit is not None and not (wanted or query.namespace or tier) and group is None:
-            query = msgspec.structs.replace(query, limit=min(limit, MAX_PAGE))
+            query = msgspec.structs.replace(query, limit=min(limit, reader.MAX_PAGE))
         of = [self.scheduler.node(node)] if node else None
         found = (chunk for chunk in self._listed(query, of) if chunk.key.hex().startswith(wanted))
         return _first(found, order, limit)
 
-    def _listed(self, query: ChunkQuery, of: list[str] | None) -> Iterator[Chunk]:
+    def _listed(self, query: reader.ChunkQuery, of: list[str] | None) -> Iterator[reader.Chunk]:
         """The chunks of nodes that a query is for, a page of each at a time."""
         models = {space.namespace: space.model for space in self.scheduler.status().spaces}
         cursors: dict[str, str] | None = None if of is None else dict.fromkeys(of, "")
@@ -102,7 +88,7 @@ class Reader:
                 page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
                 return actor.chunks.remote(encode(page))
 
-            pages = ask_each(ChunkPage, question, cursors)
+            pages = ask_each(reader.ChunkPage, question, cursors)
             for node_id, page in sorted(pages.items()):
                 yield from self._chunks_of(node_id, page, models)
             if any(page.cursor and page.cursor == asked.get(n) for n, page in pages.items()):
@@ -112,8 +98,8 @@ class Reader:
                 time.sleep(LISTING_PAUSE_S)
 
     def _chunks_of(
-        self, node_id: str, page: ChunkPage, models: Mapping[str, str]
-    ) -> Iterator[Chunk]:
+        self, node_id: str, page: reader.ChunkPage, models: Mapping[str, str]
+    ) -> Iterator[reader.Chunk]:
         """The rows of a page; of what is in the pool and on the disk two."""
         by_space: dict[str, list[bytes]] = {}
         for row in page.chunks:
@@ -126,7 +112,7 @@ class Reader:
         for row in page.chunks:
             known = sources.get((row.namespace, row.key), ())
             is_elsewhere = any(source.node_id != node_id for source in known)
-            chunk = Chunk(
+            chunk = reader.Chunk(
                 key=row.key,
                 node_id=node_id,
                 namespace=row.namespace,
@@ -139,29 +125,29 @@ class Reader:
                 is_replicated=is_elsewhere,
                 tenant=row.tenant or OTHERS,
             )
-            if row.where & Where.RAM:
+            if row.where & listing.Where.RAM:
                 yield chunk
-            if row.where & Where.DISK:
-                is_here = bool(row.where & Where.RAM) or Source(node_id) in known
+            if row.where & listing.Where.DISK:
+                is_here = bool(row.where & listing.Where.RAM) or Source(node_id) in known
                 yield msgspec.structs.replace(
                     chunk,
                     age_s=0.0,
                     idle_s=0.0,
                     hits=0,
                     is_replicated=is_elsewhere or is_here,
-                    tier=DISK,
+                    tier=reader.DISK,
                     tenant="",
                 )
 
-    def chunk(self, key: bytes | str) -> list[Chunk]:
+    def chunk(self, key: bytes | str) -> list[reader.Chunk]:
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
-        found: list[Chunk] = []
+        found: list[reader.Chunk] = []
         whole = whole_bytes(wanted)
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
             known = self.scheduler.status()
             for space in sorted({*known.namespaces, *known.disk_chunks}):
                 for source in sorted(sources_of(self.scheduler, space, [whole])[0]):
-                    tier = DISK if source.is_disk else RAM
+                    tier = reader.DISK if source.is_disk else reader.RAM
                     found += self.chunks(space, source.node_id, whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
         keys = sorted({chunk.key.hex() for chunk in found})
@@ -170,7 +156,9 @@ class Reader:
                 f"{len(keys)} chunks have keys that begin with {wanted!r}: give more digits, as in "
                 f"{', '.join(keys[:3])}"
             )
-        return sorted(found, key=lambda each: (each.namespace, each.node_id, each.tier != RAM))
+        return sorted(
+            found, key=lambda each: (each.namespace, each.node_id, each.tier != reader.RAM)
+        )
 
     def lookup(
         self,
@@ -179,20 +167,20 @@ class Reader:
         messages: Sequence[Mapping[str, Any]] | None,
         model: str | None,
         namespace: str | None,
-        traits: PromptTraits = PLAIN,
-    ) -> PromptLookup:
+        traits: block_hashes.PromptTraits = block_hashes.PLAIN,
+    ) -> reader.PromptLookup:
         if sum(given is not None for given in (tokens, text, messages)) != 1:
             raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
-        space = choose_namespace(self.scheduler.status().spaces, model, namespace)
+        space = lookup.choose_namespace(self.scheduler.status().spaces, model, namespace)
         seed = os.environ.get("PYTHONHASHSEED")
-        scheme = scheme_of(space, [] if seed is None else [seed])
+        scheme = lookup.scheme_of(space, [] if seed is None else [seed])
         if text is not None:
             tokens = tokens_of_text(space.model, text)
         elif messages is not None:
             tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
         assert tokens is not None
         ask = partial(sources_of, self.scheduler, space.namespace)
-        return look_up(space, scheme, tokens, named(traits), ask)
+        return lookup.look_up(space, scheme, tokens, adapters.named(traits), ask)
 
     def full_namespace(self, beginning: str) -> str:
         """The one namespace that begins so; `status` shows the first digits only."""
@@ -229,7 +217,7 @@ def whole_bytes(digits: str) -> bytes:
     return whole
 
 
-def _first(found: Iterator[Chunk], order: str, limit: int | None) -> Iterator[Chunk]:
+def _first(found: Iterator[reader.Chunk], order: str, limit: int | None) -> Iterator[reader.Chunk]:
     """The first chunks in an order, in it."""
     if not order:
         for number, chunk in enumerate(found, 1):
@@ -242,7 +230,7 @@ def _first(found: Iterator[Chunk], order: str, limit: int | None) -> Iterator[Ch
         yield from nsmallest(limit, found, key=partial(_rank, order))
 
 
-def _rank(order: str, chunk: Chunk) -> tuple[float, str, bytes, str]:
+def _rank(order: str, chunk: reader.Chunk) -> tuple[float, str, bytes, str]:
     first = {
         "age": -chunk.age_s,
         "idle": -chunk.idle_s,
@@ -259,9 +247,9 @@ def sources_of(
     found: list[Collection[Source]] = []
     while len(found) < len(keys):
         start = len(found)
-        query = WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
-        page = scheduler.ask_for(WherePage, "where", encode(query))
-        check_where_page(page, query)
+        query = reader.WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
+        page = scheduler.ask_for(reader.WherePage, "where", encode(query))
+        reader.check_where_page(page, query)
         sources: list[list[Source]] = [[] for _ in range(page.answered)]
         for key, at in zip(page.key_index, page.source_index, strict=True):
             sources[key].append(page.sources[at])

@@ -17,20 +17,8 @@ from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
 from raykv.memory.room import human_bytes
-from raykv.protocol.columns import MAX_PRIORITY, Keys, NamedKeys
+from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
-from raykv.protocol.operator import (
-    MAX_ORDERED,
-    MAX_PIN_S,
-    OrderedPin,
-    OrdersDocument,
-    PinHere,
-    Pinned,
-    PinOrder,
-    PinsHere,
-    PinStatus,
-    UnpinOrder,
-)
 
 # For all nodes to have the keys of a pin, which they ask for once they have heard of it.
 PIN_HEARD_S = 2.0
@@ -54,14 +42,14 @@ class Pinning:
         ttl_s: float,
         priority: int | None,
         pin_id: str | None,
-    ) -> PinStatus:
+    ) -> operator.PinStatus:
         check_pin(ttl_s, priority)
-        order = PinOrder(
+        order = operator.PinOrder(
             version=PROTOCOL_VERSION,
             order_id=uuid.uuid4().hex,
             pin_id=pin_id or uuid.uuid4().hex[:8],
             namespace=self.reader.full_namespace(namespace),
-            keys=Keys.of(ordered(keys)),
+            keys=columns.Keys.of(ordered(keys)),
             ttl_s=ttl_s,
             priority=priority,
         )
@@ -70,23 +58,25 @@ class Pinning:
         self.scheduler.order(order, refused="nothing was pinned")
         return self._made(order)
 
-    def _made(self, order: PinOrder) -> PinStatus:
+    def _made(self, order: operator.PinOrder) -> operator.PinStatus:
         """A pin as soon as all nodes have its keys, or what is known then."""
         give_up_at = time.monotonic() + PIN_HEARD_S
         asked: Collection[str] | None = None
         while True:
-            nodes, silent = ask.ask_nodes(PinsHere, _question, asked, PIN_HEARD_S)
+            nodes, silent = ask.ask_nodes(operator.PinsHere, _question, asked, PIN_HEARD_S)
             warn_of(silent)
             asked = nodes.keys()
             is_done = all(order.pin_id in node.held for node in nodes.values())
             # What the others said before a silent node was given up may be old.
             if not silent and (is_done or time.monotonic() > give_up_at):
                 num_keys = len(order.keys)
-                pin = OrderedPin(order.namespace, b"", num_keys, order.ttl_s, order.priority)
+                pin = operator.OrderedPin(
+                    order.namespace, b"", num_keys, order.ttl_s, order.priority
+                )
                 return _status(order.pin_id, pin, nodes.values())
             time.sleep(TRANSFER_LOOK_S)
 
-    def _check_room(self, order: PinOrder) -> None:
+    def _check_room(self, order: operator.PinOrder) -> None:
         """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
         node answers.
 
@@ -105,10 +95,10 @@ class Pinning:
         for key, sources in zip(order.keys, found, strict=True):
             if key not in pinned:
                 needed.update(source.node_id for source in sources if not source.is_disk)
-        nodes, silent = ask.ask_nodes(PinsHere, _question, needed, PIN_HEARD_S)
+        nodes, silent = ask.ask_nodes(operator.PinsHere, _question, needed, PIN_HEARD_S)
         warn_of(silent)
         for node_id, node in nodes.items():
-            earlier = node.held.get(order.pin_id, PinHere())
+            earlier = node.held.get(order.pin_id, operator.PinHere())
             kept = node.node.kept_bytes - earlier.num_bytes
             wanted = needed[node_id] * chunk_bytes
             if kept + wanted > node.node.quota_bytes:
@@ -119,7 +109,7 @@ class Pinning:
                     "chunks, unpin something, or set a larger pin_share"
                 )
 
-    def _pinned(self, order: PinOrder) -> set[bytes]:
+    def _pinned(self, order: operator.PinOrder) -> set[bytes]:
         """Chunks that other pins keep already."""
         return {
             key
@@ -135,12 +125,12 @@ class Pinning:
             raise NotFoundError(
                 f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}"
             )
-        self.scheduler.order(UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
+        self.scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
 
-    def pins(self) -> Pinned:
+    def pins(self) -> operator.Pinned:
         told = self._told()
-        nodes = list(ask_each(PinsHere, _question).values())
-        return Pinned(
+        nodes = list(ask_each(operator.PinsHere, _question).values())
+        return operator.Pinned(
             PROTOCOL_VERSION,
             [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
             [node.node for node in nodes],
@@ -164,7 +154,7 @@ class Pinning:
 
     def pinned_on(self, node_id: str, namespace: str) -> set[bytes]:
         """Chunks of a namespace that pins without a priority keep on a node."""
-        nodes = ask_each(PinsHere, _question, [node_id]).values()
+        nodes = ask_each(operator.PinsHere, _question, [node_id]).values()
         return {
             keys[at]
             for pin_id, pin in self._told().items()
@@ -174,25 +164,27 @@ class Pinning:
             for at in node.held[pin_id].kept
         }
 
-    def _told(self) -> dict[str, OrderedPin]:
+    def _told(self) -> dict[str, operator.OrderedPin]:
         raw = self.scheduler.ask("orders")
-        return receive(raw, OrdersDocument, SCHEDULER, HERE).pins if raw else {}
+        return receive(raw, operator.OrdersDocument, SCHEDULER, HERE).pins if raw else {}
 
-    def _keys_of(self, pin: OrderedPin) -> list[bytes]:
+    def _keys_of(self, pin: operator.OrderedPin) -> list[bytes]:
         raw = self.scheduler.ask("pin_keys", pin.digest)
-        return [key for _, key in receive(raw, NamedKeys, SCHEDULER, HERE)] if raw else []
+        return [key for _, key in receive(raw, columns.NamedKeys, SCHEDULER, HERE)] if raw else []
 
 
 def _question(_: str, actor: Any) -> Any:
     return actor.pins.remote()
 
 
-def _status(pin_id: str, pin: OrderedPin, nodes: Iterable[PinsHere]) -> PinStatus:
+def _status(
+    pin_id: str, pin: operator.OrderedPin, nodes: Iterable[operator.PinsHere]
+) -> operator.PinStatus:
     """A pin, put together from what nodes say."""
     there = [node.held[pin_id] for node in nodes if pin_id in node.held]
     kept = {at for here in there for at in here.kept}
     waiting = {at for here in there for at in here.waiting}
-    return PinStatus(
+    return operator.PinStatus(
         pin_id,
         pin.namespace,
         chunks=pin.num_keys,
@@ -210,10 +202,10 @@ def check_pin(ttl_s: float, priority: int | None) -> None:
     Raises:
         SettingError: one of them is not allowed.
     """
-    if not 0 < ttl_s <= MAX_PIN_S:
-        raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {MAX_PIN_S:.0f}")
-    if priority is not None and not 1 <= priority <= MAX_PRIORITY:
-        raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")
+    if not 0 < ttl_s <= operator.MAX_PIN_S:
+        raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {operator.MAX_PIN_S:.0f}")
+    if priority is not None and not 1 <= priority <= columns.MAX_PRIORITY:
+        raise SettingError(f"priority={priority} must be from 1 to {columns.MAX_PRIORITY}")
 
 
 def raw_keys(keys: Sequence[bytes | str]) -> list[bytes]:
@@ -240,6 +232,6 @@ def ordered(keys: Sequence[bytes | str]) -> list[bytes]:
         SettingError: one is invalid, or there are none, or too many.
     """
     raw = raw_keys(keys)
-    if not 0 < len(raw) <= MAX_ORDERED:
-        raise SettingError(f"{len(raw)} keys: give 1 to {MAX_ORDERED:,} at a time")
+    if not 0 < len(raw) <= operator.MAX_ORDERED:
+        raise SettingError(f"{len(raw)} keys: give 1 to {operator.MAX_ORDERED:,} at a time")
     return list(dict.fromkeys(raw))

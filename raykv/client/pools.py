@@ -10,12 +10,9 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
-from raykv.base.errors import ClusterError, NotFoundError, RayKVError, first_line
+from raykv.base import deadlines, errors
 from raykv.base.settings import Settings
-from raykv.cluster import ask, names
-from raykv.cluster.ask import ask_all, ask_ray
-from raykv.cluster.join import resolve_node_id
+from raykv.cluster import ask, join, names
 from raykv.directory.launch import forget_orders, forget_wish, scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
@@ -52,7 +49,7 @@ def live_nodes() -> list[RayNode]:
     Raises:
         ClusterError: Ray does not answer.
     """
-    return [facts_of(node) for node in ask_ray(ray.nodes) if node["Alive"]]
+    return [facts_of(node) for node in ask.ask_ray(ray.nodes) if node["Alive"]]
 
 
 def wish_of(
@@ -67,7 +64,7 @@ def wish_of(
     return PoolWish(
         version=PROTOCOL_VERSION,
         on=on or usual_nodes(live_nodes()),
-        node_ids=[ask_ray(resolve_node_id, node_id) for node_id in node_ids],
+        node_ids=[ask.ask_ray(join.resolve_node_id, node_id) for node_id in node_ids],
         pool_bytes=pool_bytes or settings.pool_bytes,
         pool_path=settings.pool_path if pool_path is None else pool_path,
         slab_bytes=slab_bytes,
@@ -84,11 +81,11 @@ def up(
     give_up_at = time.monotonic() + deadline_s
     scheduler = scheduler_actor(address, settings.metrics_place)
     found = bring_up(address, wish, deadline_s, watch)
-    left_s = max(CLIENT_S, give_up_at - time.monotonic())
+    left_s = max(deadlines.CLIENT_S, give_up_at - time.monotonic())
     try:
         ask.answer(scheduler, "wish", encode(wish), timeout_s=left_s)
-    except ClusterError as error:
-        raise ClusterError(f"{error}; nodes that join later get no pool") from error
+    except errors.ClusterError as error:
+        raise errors.ClusterError(f"{error}; nodes that join later get no pool") from error
     return found
 
 
@@ -109,10 +106,10 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
     nodes = [node for node in live_nodes() if wants(wish, node)]
     if not nodes:
         which = ", ".join(wish.node_ids) if wish.node_ids else wish.on
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"no live node of the cluster matches {which!r}: `ray status` shows all"
         )
-    there = set(ask_ray(ask.named_actors))
+    there = set(ask.ask_ray(ask.named_actors))
     states = {
         node.node_id: NodeUp(node.node_id, node.hostname, is_new=name_of(node) not in there)
         for node in nodes
@@ -141,7 +138,7 @@ def _make(
     try:
         actors[node_id] = make_node_actor(address, node_id, wish)
     except Exception as error:
-        states[node_id] = msgspec.structs.replace(states[node_id], error=first_line(error))
+        states[node_id] = msgspec.structs.replace(states[node_id], error=errors.first_line(error))
 
 
 def _look(address: str, actors: dict[str, Any], states: dict[str, NodeUp], wish: PoolWish) -> None:
@@ -151,14 +148,14 @@ def _look(address: str, actors: dict[str, Any], states: dict[str, NodeUp], wish:
     """
     asked = {node_id: actor for node_id, actor in actors.items() if not states[node_id].is_ready}
     questions = dict.fromkeys(asked, lambda actor: actor.describe.remote())
-    for node_id, answer in ask_all(asked, questions, UP_ANSWER_S).items():
+    for node_id, answer in ask.ask_all(asked, questions, UP_ANSWER_S).items():
         if answer.is_dead:
             _make(address, node_id, wish, actors, states)
         if answer.error:
             continue
         try:
             described = receive(answer.value, NodeDescription, "the NodeActor", "this process")
-        except RayKVError as error:
+        except errors.RayKVError as error:
             states[node_id] = msgspec.structs.replace(states[node_id], error=str(error))
             continue
         is_of_this_wish = states[node_id].is_new and wish.pool_bytes in (None, described.pool_bytes)
@@ -215,6 +212,6 @@ def stop_actors(timeout_s: float) -> int:
             ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
-        time.sleep(RAY_LOOK_S)
+        time.sleep(deadlines.RAY_LOOK_S)
     forget_orders()
     return len(ours)

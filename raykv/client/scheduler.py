@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S, SILENCE_S, TRANSFER_LOOK_S
-from raykv.base.errors import ClusterError, NotFoundError
+from raykv.base import deadlines, errors
 from raykv.cluster import ask
-from raykv.protocol.framing import S, encode, receive
+from raykv.protocol import framing, operator
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState
 from raykv.protocol.status import ClusterStatus
 
 WatchNodes = Callable[[list[str]], None]
@@ -34,7 +32,7 @@ class Scheduler:
         """The actor's handle."""
         actor = ask.ask_ray(ask.find_scheduler_actor)
         if actor is None:
-            raise ClusterError(
+            raise errors.ClusterError(
                 f"RayKV does not run in the Ray cluster at {self.address}: no engine with "
                 "RayKVConnector has started there"
             )
@@ -42,19 +40,19 @@ class Scheduler:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the actor returns."""
-        return ask.answer(self.find(), method, *arguments, timeout_s=CLIENT_S)
+        return ask.answer(self.find(), method, *arguments, timeout_s=deadlines.CLIENT_S)
 
-    def ask_for(self, kind: type[S], method: str, *arguments: Any) -> S:
+    def ask_for(self, kind: type[framing.S], method: str, *arguments: Any) -> framing.S:
         """That, as a struct."""
-        return receive(self.ask(method, *arguments), kind, ask.SCHEDULER, ask.HERE)
+        return framing.receive(self.ask(method, *arguments), kind, ask.SCHEDULER, ask.HERE)
 
     def status(self) -> ClusterStatus:
         """What it knows."""
-        return ask.status(self.find(), CLIENT_S)
+        return ask.status(self.find(), deadlines.CLIENT_S)
 
     def order(
         self,
-        order: OperatorOrder,
+        order: operator.OperatorOrder,
         watch: WatchNodes = lambda _: None,
         refused: str = "it was not done",
     ) -> list[str]:
@@ -71,26 +69,26 @@ class Scheduler:
         Raises:
             ClusterError: it is refused, or it is not done in time; nodes that are behind are named.
         """
-        answer = self.ask_for(OrderAnswer, "order", encode(order))
+        answer = self.ask_for(operator.OrderAnswer, "order", framing.encode(order))
         if answer.error:
-            raise ClusterError(f"{refused}: {answer.error}")
+            raise errors.ClusterError(f"{refused}: {answer.error}")
         began, is_told = time.monotonic(), False
         while True:
-            state = self.ask_for(OrderState, "order_state", order.order_id)
+            state = self.ask_for(operator.OrderState, "order_state", order.order_id)
             if state.error:
-                raise ClusterError(f"{refused}: {state.error}")
+                raise errors.ClusterError(f"{refused}: {state.error}")
             if not state.is_known:
                 # The scheduler actor has begun anew meanwhile.
-                answer = self.ask_for(OrderAnswer, "order", encode(order))
+                answer = self.ask_for(operator.OrderAnswer, "order", framing.encode(order))
             elif state.orders is not None and not state.behind:
                 return state.told
             passed = time.monotonic() - began
-            if passed > CLIENT_S:
-                raise ClusterError(_not_done(state))
-            if state.behind and passed > SILENCE_S and not is_told:
+            if passed > deadlines.CLIENT_S:
+                raise errors.ClusterError(_not_done(state))
+            if state.behind and passed > deadlines.SILENCE_S and not is_told:
                 is_told = True
                 watch(state.behind)
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(deadlines.TRANSFER_LOOK_S)
 
     def log(self, node_id: str, *, follow: bool) -> Iterator[bytes]:
         """The log of a node's NodeActor, or of the scheduler actor, piece by piece."""
@@ -99,16 +97,16 @@ class Scheduler:
             who = ask.NODE_ACTOR
             actor = ask.find_node_actor(self.node(node_id))
             if actor is None:
-                raise NotFoundError(f"node {node_id} has no NodeActor any more")
+                raise errors.NotFoundError(f"node {node_id} has no NodeActor any more")
         place = None
         while True:
-            place, piece = ask.answer(actor, "log", place, timeout_s=CLIENT_S, who=who)
+            place, piece = ask.answer(actor, "log", place, timeout_s=deadlines.CLIENT_S, who=who)
             if piece or not follow:
                 yield piece
             if not follow:
                 return
             if not piece:
-                time.sleep(READER_PAUSE_S)
+                time.sleep(deadlines.READER_PAUSE_S)
 
     def node(self, beginning: str) -> str:
         """The one node with a pool whose id begins so."""
@@ -117,13 +115,13 @@ class Scheduler:
         if len(found) != 1:
             what = "no node with a pool" if not found else f"{len(found)} nodes with a pool"
             ids = ", ".join(node_id[:12] for node_id in known) or "none"
-            raise (ClusterError if found else NotFoundError)(
+            raise (errors.ClusterError if found else errors.NotFoundError)(
                 f"the id of {what} begins with {beginning!r}; there are {ids}"
             )
         return found[0]
 
 
-def _not_done(state: OrderState) -> str:
+def _not_done(state: operator.OrderState) -> str:
     if state.orders is None:
         return (
             "ordered, but Ray's head node has not kept it yet: should the scheduler actor end now, "

@@ -16,10 +16,8 @@ from raykv.client.listing import Reader, sources_of
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
-from raykv.cluster.ask import ask_each
-from raykv.protocol.columns import MAX_PRIORITY
+from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.operator import TransferResult
 from raykv.protocol.sessions import (
     MAX_PAUSE_S,
     MAX_SESSION_NAME,
@@ -49,7 +47,7 @@ class SessionDesk:
         the node says that has used it last, and the requests of all.
         """
         self.scheduler.find()
-        pages = ask_each(SessionPage, _question(namespace, session, 0), of)
+        pages = ask.ask_each(SessionPage, _question(namespace, session, 0), of)
         by_name: dict[tuple[str, str], list[SessionStatus]] = {}
         for page in pages.values():
             for each in page.sessions:
@@ -147,7 +145,7 @@ class ClientSession:
         *,
         deadline_s: float = TRANSFER_S,
         watch: Watch = lambda _: None,
-    ) -> TransferResult:
+    ) -> operator.TransferResult:
         """Bring its chunks to a node's pool, from other pools or from disks, before it goes on
         there. What does not come is no error: the result counts it.
 
@@ -225,5 +223,5 @@ def check_pause(seconds: float, priority: int | None) -> None:
     """Refuse a pause that no session can make, with a SettingError."""
     if not 0 < seconds <= MAX_PAUSE_S:
         raise SettingError(f"a pause of {seconds} s: it must be above 0, at most {MAX_PAUSE_S:g}")
-    if priority is not None and not 1 <= priority <= MAX_PRIORITY:
-        raise SettingError(f"priority={priority} must be from 1 to {MAX_PRIORITY}")
+    if priority is not None and not 1 <= priority <= columns.MAX_PRIORITY:
+        raise SettingError(f"priority={priority} must be from 1 to {columns.MAX_PRIORITY}")

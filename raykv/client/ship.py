@@ -15,23 +15,20 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.deadlines import TRANSFER_LOOK_S
+from raykv.base import deadlines, version
 from raykv.base.errors import ChunkFileError, ClusterError, NotFoundError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
-from raykv.base.version import __version__
+from raykv.client import listing, transfers
 from raykv.client.chunks import in_pieces, read_from
 from raykv.client.import_source import import_source
-from raykv.client.listing import Reader
 from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import PAGE_CHUNKS, Watch, fetch_files
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
-from raykv.protocol.operator import Exported, TransferResult
+from raykv.protocol import operator, status
 from raykv.protocol.reader import DISK, Chunk
-from raykv.protocol.status import NamespaceStatus
 
 # For a node to report, if none has: those that were just made do so within a second.
 IMPORT_NODE_S = 3.0
@@ -51,7 +48,7 @@ class Shipping:
     """Writes files of chunks, and reads them."""
 
     scheduler: Scheduler
-    reader: Reader
+    reader: listing.Reader
     pins: Pinning
 
     # Out
@@ -63,7 +60,7 @@ class Shipping:
         pin_id: str,
         namespace: str,
         most_bytes: int | None,
-    ) -> Exported:
+    ) -> operator.Exported:
         target = Path(path)
         if pin_id:
             space, keys = self.pins.chunks_of(pin_id)
@@ -76,7 +73,7 @@ class Shipping:
         facts = self._facts(space)
         is_file = target.suffix == SUFFIX
         refuse_used(target)
-        written = Exported(str(target), space, asked=len(wanted or found))
+        written = operator.Exported(str(target), space, asked=len(wanted or found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
         for part in _parts(found, limit):
             chunks = self._read(space, part)
@@ -128,9 +125,9 @@ class Shipping:
         known = next(
             (each for each in self.scheduler.status().spaces if each.namespace == space), None
         )
-        known = known or NamespaceStatus(space)
+        known = known or status.NamespaceStatus(space)
         return {
-            "raykv_version": __version__,
+            "raykv_version": version.__version__,
             "model": known.model,
             "traits": msgspec.json.encode(known.traits).decode(),
         }
@@ -155,8 +152,8 @@ class Shipping:
     # In
 
     def import_chunks(
-        self, path: str | Path, node_id: str, deadline_s: float, watch: Watch
-    ) -> TransferResult:
+        self, path: str | Path, node_id: str, deadline_s: float, watch: transfers.Watch
+    ) -> operator.TransferResult:
         files = files_at(path)
         refuse_foreign(files, self.scheduler.status().spaces)
         target = self.scheduler.node(node_id) if node_id else self._roomiest()
@@ -164,10 +161,10 @@ class Shipping:
         # More can't come, and need not be asked for.
         files = first_that_fit(files, self._geometry(target))
         no_room = asked - sum(len(file.chunks) for file in files)
-        result = TransferResult(asked=asked, no_room=no_room)
+        result = operator.TransferResult(asked=asked, no_room=no_room)
         here = ask.ask_ray(cluster.resolve_node_id, "")
         with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
-            return fetch_files(
+            return transfers.fetch_files(
                 self.scheduler, _pages(files), source, target, deadline_s, watch, result
             )
 
@@ -183,14 +180,14 @@ class Shipping:
         while not (nodes := self.scheduler.status().nodes):
             if time.monotonic() > give_up_at:
                 raise ClusterError("no node has a pool: `raykv up` makes them")
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(deadlines.TRANSFER_LOOK_S)
         return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 
 def _pages(files: Iterable[ChunkFile]) -> Iterator[tuple[str, dict[bytes, int]]]:
     for file in files:
-        for start in range(0, len(file.chunks), PAGE_CHUNKS):
-            page = file.chunks[start : start + PAGE_CHUNKS]
+        for start in range(0, len(file.chunks), transfers.PAGE_CHUNKS):
+            page = file.chunks[start : start + transfers.PAGE_CHUNKS]
             yield str(file.namespace), {chunk.key: chunk.num_bytes for chunk in page}
 
 
@@ -264,7 +261,7 @@ def first_that_fit(files: Sequence[ChunkFile], geometry: PoolGeometry | None) ->
     return found
 
 
-def refuse_foreign(files: Sequence[ChunkFile], spaces: Sequence[NamespaceStatus]) -> None:
+def refuse_foreign(files: Sequence[ChunkFile], spaces: Sequence[status.NamespaceStatus]) -> None:
     """Refuse KV that no engine here can use, as far as engines are known here.
 
     Raises:

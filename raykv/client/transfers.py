@@ -16,17 +16,13 @@ import ray
 from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
-from raykv.client.listing import Reader, sources_of
-from raykv.client.pins import Pinning, ordered
+from raykv.client import listing, pins
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, NODE_ACTOR, ask_each, warn_of
+from raykv.protocol import copies, framing, reader
 from raykv.protocol.columns import Keys, Numbers, Source
-from raykv.protocol.copies import CopyResult, Fetch
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Where
 from raykv.protocol.operator import DropOrder, Released, TransferResult
-from raykv.protocol.reader import ChunkPage, ChunkQuery
 
 PAGE_CHUNKS = 256
 """Chunks of a transfer that go at once: progress is reported after each page."""
@@ -47,7 +43,7 @@ class Moving:
     """Has chunks fetched by the NodeActor that is to have them."""
 
     scheduler: Scheduler
-    reader: Reader
+    reader: listing.Reader
 
     def prefetch(
         self,
@@ -58,7 +54,7 @@ class Moving:
         watch: Watch,
     ) -> TransferResult:
         target = self.scheduler.node(node_id)
-        asked, space = ordered(keys), self.reader.full_namespace(namespace)
+        asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
         return self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
 
     def move(
@@ -70,13 +66,13 @@ class Moving:
         watch: Watch,
     ) -> TransferResult:
         target = self.scheduler.node(node_id)
-        asked, space = ordered(keys), self.reader.full_namespace(namespace)
+        asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
         give_up_at = time.monotonic() + deadline_s
         pages = _Pages(target, space, give_up_at, watch, TransferResult(asked=len(asked)))
         self._bring(asked, pages)
         dropped, kept = self._drop(space, pages.there, target)
         if kept:
-            pinned = Pinning(self.scheduler, self.reader).pinned_on(target, space)
+            pinned = pins.Pinning(self.scheduler, self.reader).pinned_on(target, space)
             there = {key: pages.there[key] for key in pinned & pages.there.keys()}
             also, _ = self._drop(space, there, target, with_pinned=True)
             dropped, kept = dropped + also, kept - also
@@ -93,12 +89,12 @@ class Moving:
     def _bring(self, keys: list[bytes], pages: _Pages) -> None:
         sizes: dict[int, int] = {}
         silent: set[str] = set()
-        if not all(sources_of(self.scheduler, pages.namespace, keys)):
+        if not all(listing.sources_of(self.scheduler, pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
-            found = sources_of(self.scheduler, pages.namespace, page)
+            found = listing.sources_of(self.scheduler, pages.namespace, page)
             known = {
                 key: sorted(sources, key=lambda each: each.is_disk)
                 for key, sources in zip(page, found, strict=True)
@@ -125,7 +121,7 @@ class Moving:
         """
         asked = list(there)
         elsewhere: dict[str, list[bytes]] = {}
-        found = sources_of(self.scheduler, namespace, asked)
+        found = listing.sources_of(self.scheduler, namespace, asked)
         for key, sources in zip(asked, found, strict=True):
             for source in sources:
                 if source.node_id != target and not source.is_disk:
@@ -134,16 +130,16 @@ class Moving:
         def question(node_id: str, actor: Any) -> Any:
             keys = elsewhere[node_id]
             order = DropOrder(
-                PROTOCOL_VERSION,
+                framing.PROTOCOL_VERSION,
                 namespace,
                 Keys.of(keys),
                 Numbers.of(there[key].first for key in keys),
                 Numbers.of(there[key].length for key in keys),
                 with_pinned,
             )
-            return actor.drop.remote(encode(order))
+            return actor.drop.remote(framing.encode(order))
 
-        released = ask_each(Released, question, elsewhere).values() if elsewhere else ()
+        released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
         return sum(each.dropped for each in released), sum(each.kept for each in released)
 
 
@@ -200,10 +196,10 @@ class _Pages:
 
     def _ordered(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
-    ) -> CopyResult:
+    ) -> copies.CopyResult:
         self._number += 1
-        order = Fetch(
-            PROTOCOL_VERSION,
+        order = copies.Fetch(
+            framing.PROTOCOL_VERSION,
             self._number,
             OPERATOR,
             self.namespace,
@@ -215,10 +211,10 @@ class _Pages:
         actor = ask.ask_ray(ask.find_node_actor, self.node_id)
         if actor is None:
             raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
-        raw = ray.get(actor.fetch.remote(encode(order)), timeout=deadline_s + FETCH_GRACE_S)
-        return receive(raw, CopyResult, NODE_ACTOR, HERE)
+        raw = ray.get(actor.fetch.remote(framing.encode(order)), timeout=deadline_s + FETCH_GRACE_S)
+        return framing.receive(raw, copies.CopyResult, ask.NODE_ACTOR, ask.HERE)
 
-    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: CopyResult) -> None:
+    def _take(self, keys: list[bytes], here: Collection[bytes], fetched: copies.CopyResult) -> None:
         failed = dict(zip(fetched.failed_chunks, map(Refusal, fetched.refusals), strict=True))
         counts = Counter(failed.values())
         no_room = counts.pop(Refusal.NO_ROOM, 0)
@@ -257,7 +253,7 @@ def fetch_files(
     transfer = _Pages(node_id, "", give_up_at, watch, result)
     for namespace, sizes in pages:
         transfer.namespace = namespace
-        known = zip(sizes, sources_of(scheduler, namespace, list(sizes)), strict=True)
+        known = zip(sizes, listing.sources_of(scheduler, namespace, list(sizes)), strict=True)
         here = {key for key, sources in known if Source(node_id) in sources}
         transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
     return transfer.result
@@ -268,14 +264,14 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
     do; nothing if none is where it was. Nodes that do not answer are `silent` from then on.
     """
     for key, some in islice(sources.items(), MOST_TRIED):
-        query = ChunkQuery(PROTOCOL_VERSION, namespace, key)
+        query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
 
-        def question(_: str, actor: Any, raw: bytes = encode(query)) -> Any:
+        def question(_: str, actor: Any, raw: bytes = framing.encode(query)) -> Any:
             return actor.chunks.remote(raw)
 
         of = {source.node_id for source in some} - silent
-        found, lost = ask.ask_nodes(ChunkPage, question, of, CLIENT_S)
-        warn_of(lost)
+        found, lost = ask.ask_nodes(reader.ChunkPage, question, of, CLIENT_S)
+        ask.warn_of(lost)
         silent |= lost.keys()
         for row in chain.from_iterable(page.chunks for page in found.values()):
             return {group: row.num_bytes}

@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, SILENCE_S
+from raykv.base import deadlines, threads
 from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, first_line
-from raykv.base.threads import within
-from raykv.cluster import names
-from raykv.cluster.logs import level_for_actors
+from raykv.cluster import logs, names
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
@@ -53,7 +51,7 @@ def detached(kind: Any, name: str, environment: Mapping[str, str], **where: Any)
         max_restarts=-1,
         max_task_retries=0,
         num_cpus=0,
-        runtime_env={"env_vars": {**environment, **level_for_actors()}},
+        runtime_env={"env_vars": {**environment, **logs.level_for_actors()}},
         **where,
     )
 
@@ -193,7 +191,7 @@ def ask_all(
         except Exception as error:
             answers[name] = Answer(error=first_line(error))
     give_up_at = time.monotonic() + deadline_s
-    tell_at: float | None = time.monotonic() + SILENCE_S
+    tell_at: float | None = time.monotonic() + deadlines.SILENCE_S
     waiting = list(refs)
     while waiting and (left := give_up_at - time.monotonic()) > 0:
         if tell_at is not None and tell_at <= time.monotonic():
@@ -239,7 +237,7 @@ def ask_nodes(
     kind: type[S],
     question: NodeQuestion,
     of: Collection[str] | None = None,
-    deadline_s: float = CLIENT_S,
+    deadline_s: float = deadlines.CLIENT_S,
 ) -> tuple[dict[str, S], dict[str, str]]:
     """What NodeActors answer, all asked at the same time, by node; and why others do not.
 
@@ -304,7 +302,7 @@ def ask_ray(call: Callable[..., T], *arguments: Any, deadline_s: float = ASK_RAY
         ClusterError: it took longer than `deadline_s`, or failed.
     """
     try:
-        return within(deadline_s, lambda: call(*arguments))
+        return threads.within(deadline_s, lambda: call(*arguments))
     except TimeoutError as error:
         raise ClusterError(
             f"Ray's head node does not answer within {deadline_s:g} s: is its gcs_server alive?"

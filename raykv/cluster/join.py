@@ -30,12 +30,10 @@ from typing import Any
 import psutil
 import ray
 
+from raykv.base import parsing, threads
 from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
-from raykv.base.parsing import address as parse_address
-from raykv.base.parsing import shown
-from raykv.base.threads import begun, within
 from raykv.cluster import names
 from raykv.cluster.processes import (
     argument,
@@ -146,7 +144,7 @@ def find_cluster(ray_address: str | None) -> str | None:
         SettingError: what is named can't be the address of a cluster.
     """
     name = "ray_address" if ray_address else "RAY_ADDRESS"
-    named = parse_address(name, ray_address or os.environ.get(name, ""))
+    named = parsing.address(name, ray_address or os.environ.get(name, ""))
     if named == "local":
         return None
     if named and named != "auto":
@@ -159,7 +157,7 @@ def find_cluster(ray_address: str | None) -> str | None:
         )
     if running:
         return running[0]
-    foreign = sorted({shown(each.address) for each in foreign_raylets()})[:MAX_FOREIGN]
+    foreign = sorted({parsing.shown(each.address) for each in foreign_raylets()})[:MAX_FOREIGN]
     if foreign:
         logger.warning(
             "not joined: what other users run on this host as Ray clusters (%s). To join one, name "
@@ -390,7 +388,7 @@ def join_within(address: str, deadline_s: float) -> None:
     """
     check_reachable(address)
     check_answers(address)
-    joining = begun(lambda: join(address))
+    joining = threads.begun(lambda: join(address))
     try:
         try:
             joining.result(CLIENT_S)
@@ -464,7 +462,7 @@ def leave_ray(shutdown: Callable[[], None], deadline_s: float) -> bool:
     skipped.
     """
     try:
-        within(deadline_s, shutdown)
+        threads.within(deadline_s, shutdown)
     except (TimeoutError, ThreadError):
         logger.warning("Ray has not let go of this process within %.0f s", deadline_s)
         atexit.unregister(ray.shutdown)
@@ -498,7 +496,7 @@ def rejoin(address: str) -> None:
     """
     check_reachable(address)
     try:
-        within(RAY_LEAVE_S, ray.shutdown)
+        threads.within(RAY_LEAVE_S, ray.shutdown)
     except TimeoutError:
         raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s") from None
     join(address)

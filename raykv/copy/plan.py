@@ -20,9 +20,7 @@ import numpy.typing as npt
 from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Direction, Key, Slot, group_of
 from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
-from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import CopyJob
-from raykv.protocol.worker import KVLayout, TensorLayout
+from raykv.protocol import columns, copies, worker
 
 Column = npt.NDArray[np.int64]
 
@@ -86,10 +84,10 @@ class _ChunkSizes:
 class Planner:
     """Plans the jobs of one worker, whose layout it was made for."""
 
-    def __init__(self, layout: KVLayout, rank: int) -> None:
+    def __init__(self, layout: worker.KVLayout, rank: int) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._chunks: dict[int, _ChunkSizes] = {}
-        self._tensors: dict[int, list[TensorLayout]] = {}
+        self._tensors: dict[int, list[worker.TensorLayout]] = {}
         # What is copied of a block, by direction: of what several ranks have each stores a share.
         self._groups: dict[Direction, dict[int, _Group]] = {way: {} for way in Direction}
         for index, group_id in enumerate(layout.group_ids):
@@ -99,11 +97,11 @@ class Planner:
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
 
-    def is_whole(self, job: CopyJob, chunk: int) -> bool:
+    def is_whole(self, job: copies.CopyJob, chunk: int) -> bool:
         """Whether all blocks of a chunk of a job are copied."""
         return job.num_blocks[chunk] == self._blocks_per_chunk
 
-    def left_out(self, job: CopyJob, chunk: int, slot: Slot) -> Column:
+    def left_out(self, job: copies.CopyJob, chunk: int, slot: Slot) -> Column:
         """Where in the pool this rank's part of the blocks would be that one chunk of a store does
         not have, as [[offset, size], …].
         """
@@ -137,7 +135,7 @@ class Planner:
             raise PlanError(f"no KV group {group_id}; there are {sorted(self._chunks)}")
         return self._chunks[group_id]
 
-    def layer(self, group_id: int, index: int) -> TensorLayout:
+    def layer(self, group_id: int, index: int) -> worker.TensorLayout:
         """Where the pages of one layer of a group are.
 
         Raises:
@@ -150,7 +148,7 @@ class Planner:
         return tensors[index]
 
     @staticmethod
-    def pages(layer: TensorLayout, block_ids: Sequence[int], to: int) -> CopyRuns:
+    def pages(layer: worker.TensorLayout, block_ids: Sequence[int], to: int) -> CopyRuns:
         """The runs that put whole pages of a layer side by side, one for each block.
 
         Args:
@@ -168,7 +166,7 @@ class Planner:
         kv = layer.offset + blocks * layer.block_stride
         return CopyRuns(kv, to + count * size, np.full_like(count, size), count[-1:] + 1)
 
-    def plan(self, job: CopyJob) -> JobPlan:
+    def plan(self, job: copies.CopyJob) -> JobPlan:
         """How a job is carried out.
 
         Raises:
@@ -191,7 +189,7 @@ class JobPlan:
     `ends`: bytes of the chunks up to each of them. `groups`: KV groups of its chunks.
     """
 
-    def __init__(self, job: CopyJob, groups: Column, known: Mapping[int, _Group]) -> None:
+    def __init__(self, job: copies.CopyJob, groups: Column, known: Mapping[int, _Group]) -> None:
         self._job_id = job.job_id
         self._first, self._counts = _column(job.first_block), _column(job.num_blocks)
         self._groups, self._blocks = groups, _column(job.block_ids)
@@ -317,12 +315,12 @@ def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column
 
 
 def _column(numbers: Sequence[int]) -> Column:
-    if isinstance(numbers, Numbers):
+    if isinstance(numbers, columns.Numbers):
         return np.frombuffer(numbers.raw, np.int64)
     return np.asarray(numbers, dtype=np.int64)
 
 
-def _groups_of(keys: Keys) -> Column:
+def _groups_of(keys: columns.Keys) -> Column:
     """The KV group of each key."""
     width = keys.width
     if width is None or width < GROUP_BYTES:
@@ -331,7 +329,7 @@ def _groups_of(keys: Keys) -> Column:
     return np.ascontiguousarray(ends).view(">u4").ravel().astype(np.int64)
 
 
-def _chunk(layout: KVLayout, index: int) -> _ChunkSizes:
+def _chunk(layout: worker.KVLayout, index: int) -> _ChunkSizes:
     maps = layout.canonical.maps
     whole = None
     if layout.canonical.groups:
@@ -340,7 +338,7 @@ def _chunk(layout: KVLayout, index: int) -> _ChunkSizes:
     return _ChunkSizes(part_bytes(layout, index), whole)
 
 
-def _group(layout: KVLayout, index: int, rank: int) -> _Group:
+def _group(layout: worker.KVLayout, index: int, rank: int) -> _Group:
     """Whole pages, in the rank's own part."""
     tensors = [layout.tensors[i] for i in layout.groups[index]]
     page = _column([tensor.page_bytes for tensor in tensors])
@@ -357,7 +355,7 @@ def _group(layout: KVLayout, index: int, rank: int) -> _Group:
     )
 
 
-def _canonical_group(layout: KVLayout, index: int, direction: Direction) -> _Group:
+def _canonical_group(layout: worker.KVLayout, index: int, direction: Direction) -> _Group:
     """Fragments of canonical pages; a store has the rank's share of what several ranks have."""
     tensors = [layout.tensors[i] for i in layout.groups[index]]
     maps = [layout.canonical.maps[number] for number in layout.canonical.groups[index]]

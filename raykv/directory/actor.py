@@ -20,43 +20,17 @@ from typing import Any
 
 import ray
 
+from raykv.base import settings, version
 from raykv.base.ids import Key, Namespace
-from raykv.base.settings import MetricsPlace
-from raykv.base.version import __version__
 from raykv.cluster.logs import read_log, set_up_logging
-from raykv.directory.answers import (
-    cluster_status,
-    event_page,
-    order_session,
-    space_page,
-    where_page,
-)
-from raykv.directory.known.desk import OrderDesk
-from raykv.directory.known.directory import Directory
+from raykv.directory import answers, meter, steward
+from raykv.directory.known import desk, directory, prefixes
 from raykv.directory.known.document import DRAWN_BITS, Orders
-from raykv.directory.known.prefixes import prefix_page
-from raykv.directory.meter import ClusterMeter
-from raykv.directory.steward import Steward
 from raykv.metrics.discovery import Discovery, TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
-from raykv.protocol.columns import MAX_NUMBER, require
-from raykv.protocol.engine import Ask
+from raykv.protocol import columns, engine, measures, node, operator, reader, sessions, status
 from raykv.protocol.framing import decode, encode, receive
-from raykv.protocol.measures import ClusterMetrics, MetricFamily
-from raykv.protocol.node import Report
-from raykv.protocol.operator import (
-    OperatorOrder,
-    OrderAnswer,
-    OrdersDocument,
-    PoolWish,
-)
-from raykv.protocol.reader import (
-    PrefixQuery,
-    WhereQuery,
-)
-from raykv.protocol.sessions import SessionOrder
-from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.scheduler")
 
@@ -74,16 +48,16 @@ EXPIRY_PAUSE_S = 0.25
 class SchedulerActor:
     """Runs as the detached Ray actor `scheduler` in the namespace `raykv`."""
 
-    def __init__(self, address: str, metrics: MetricsPlace | None = None) -> None:
+    def __init__(self, address: str, metrics: settings.MetricsPlace | None = None) -> None:
         set_up_logging()
         self._address = address
-        self._steward = Steward(address)
+        self._steward = steward.Steward(address)
         left = self._steward.start()
         orders = Orders(left.orders, secrets.randbits(DRAWN_BITS), time.monotonic())
         self._orders = orders
-        self._directory = Directory(left.life, orders)
-        self._desk = OrderDesk(orders, left.pin_keys, self._directory.engines)
-        self._meter = ClusterMeter(self._directory)
+        self._directory = directory.Directory(left.life, orders)
+        self._desk = desk.OrderDesk(orders, left.pin_keys, self._directory.engines)
+        self._meter = meter.ClusterMeter(self._directory)
         self._expires_at = 0.0
         self._metrics: MetricsServer | None = None
         if metrics is not None:
@@ -93,7 +67,7 @@ class SchedulerActor:
                 # A constructor that raised would be run again by Ray for ever.
                 logger.exception("the scheduler actor lives without metrics")
 
-    def _show_metrics(self, place: MetricsPlace) -> None:
+    def _show_metrics(self, place: settings.MetricsPlace) -> None:
         """Serve them from threads, which collect what they show with a call that waits its turn."""
         here = ray.get_runtime_context().current_actor
         self._metrics = server = MetricsServer(
@@ -110,7 +84,7 @@ class SchedulerActor:
     def report(self, raw: bytes) -> bytes:
         """`Report` → `ReportAnswer`."""
         with self._measured("report") as now:
-            report = receive(raw, Report, NODE, HERE)
+            report = receive(raw, node.Report, NODE, HERE)
             return encode(self._directory.report(report, now))
 
     def orders(self) -> bytes:
@@ -121,12 +95,12 @@ class SchedulerActor:
     def pin_keys(self, digest: bytes) -> bytes:
         """→ `NamedKeys` of a pin; empty: they are not known."""
         self._tick()
-        require(isinstance(digest, bytes), f"the digest {digest!r}")
+        columns.require(isinstance(digest, bytes), f"the digest {digest!r}")
         return self._desk.pin_keys(digest)
 
     def show_orders(self, raw: bytes) -> None:
         """`OrdersDocument` that a node has seen, and that is perhaps not known here."""
-        self._desk.show(receive(raw, OrdersDocument, NODE, HERE))
+        self._desk.show(receive(raw, operator.OrdersDocument, NODE, HERE))
         self._tick()
 
     # Engines
@@ -134,39 +108,39 @@ class SchedulerActor:
     def ask(self, raw: bytes) -> bytes:
         """`Ask` → `AskAnswer`."""
         with self._measured("ask") as now:
-            return encode(self._directory.ask(receive(raw, Ask, "the engine", HERE), now))
+            return encode(self._directory.ask(receive(raw, engine.Ask, "the engine", HERE), now))
 
     # Operators
 
     def order(self, raw: bytes) -> bytes:
         """`OperatorOrder` → `OrderAnswer`; what becomes of it says `order_state`."""
         with self._measured("order"):
-            order = receive(raw, OperatorOrder, OPERATOR, HERE)
+            order = receive(raw, operator.OperatorOrder, OPERATOR, HERE)
             error = self._desk.take(order)
             self._work(time.monotonic())
-            return encode(OrderAnswer(error))
+            return encode(operator.OrderAnswer(error))
 
     def order_state(self, order_id: str) -> bytes:
         """→ `OrderState`."""
         now = self._tick()
-        require(isinstance(order_id, str), f"the order {order_id!r}")
+        columns.require(isinstance(order_id, str), f"the order {order_id!r}")
         return encode(self._desk.state(order_id, now))
 
     def has_heard(self, order_id: str) -> bool:
         """Whether all engines that live have heard what `NameWeights` of that id tells them."""
         now = self._tick()
-        require(isinstance(order_id, str), f"the order {order_id!r}")
+        columns.require(isinstance(order_id, str), f"the order {order_id!r}")
         return self._desk.has_heard(order_id, now)
 
     def order_session(self, raw: bytes) -> bytes:
         """`SessionOrder` → `SessionAnswer`."""
         self._tick()
-        order = receive(raw, SessionOrder, OPERATOR, HERE)
-        return encode(order_session(self._directory, order))
+        order = receive(raw, sessions.SessionOrder, OPERATOR, HERE)
+        return encode(answers.order_session(self._directory, order))
 
     def wish(self, raw: bytes) -> None:
         """`PoolWish`: nodes that match it get a NodeActor from now on, when they join too."""
-        self._steward.set_wish(receive(raw, PoolWish, OPERATOR, HERE))
+        self._steward.set_wish(receive(raw, operator.PoolWish, OPERATOR, HERE))
 
     # Readers
 
@@ -174,7 +148,7 @@ class SchedulerActor:
         """→ `EventPage`: what follows a place of the event log."""
         with self._measured("events") as now:
             _require_numbers(life, after)
-            page = event_page(self._directory, life, after, now)
+            page = answers.event_page(self._directory, life, after, now)
             self._meter.read_events(after, page, now)
             return encode(page)
 
@@ -183,34 +157,34 @@ class SchedulerActor:
         now = self._tick()
         server = self._metrics
         metrics = "" if server is None else server.address or server.problem
-        base = ClusterStatus(
-            self._address, self._directory.life, __version__, paused=False, metrics=metrics
+        base = status.ClusterStatus(
+            self._address, self._directory.life, version.__version__, paused=False, metrics=metrics
         )
-        return encode(cluster_status(self._directory, self._told(now), base, now))
+        return encode(answers.cluster_status(self._directory, self._told(now), base, now))
 
     def where(self, raw: bytes) -> bytes:
         """`WhereQuery` → `WherePage`."""
         self._tick()
-        query = receive(raw, WhereQuery, OPERATOR, HERE)
-        return encode(where_page(self._directory, query))
+        query = receive(raw, reader.WhereQuery, OPERATOR, HERE)
+        return encode(answers.where_page(self._directory, query))
 
     def prefixes(self, raw: bytes) -> bytes:
         """`PrefixQuery` → `PrefixPage`."""
         self._tick()
-        query = receive(raw, PrefixQuery, "the router", HERE)
+        query = receive(raw, reader.PrefixQuery, "the router", HERE)
         found = self._directory.where(Namespace(query.namespace), list(map(Key, query.keys)))
-        return encode(prefix_page(query, found))
+        return encode(prefixes.prefix_page(query, found))
 
     def spaces(self) -> bytes:
         """→ `SpacePage`."""
         self._tick()
-        return encode(space_page(self._directory))
+        return encode(answers.space_page(self._directory))
 
     def metrics(self) -> bytes:
         """→ `ClusterMetrics`."""
         now = self._tick()
-        build = numbers("raykv_build_info", {(__version__, "scheduler"): 1})
-        return encode(ClusterMetrics([build, *self._meter.families(self._told(now), now)]))
+        build = numbers("raykv_build_info", {(version.__version__, "scheduler"): 1})
+        return encode(measures.ClusterMetrics([build, *self._meter.families(self._told(now), now)]))
 
     def targets(self) -> list[str]:
         """Where the NodeActors show their metrics."""
@@ -219,16 +193,16 @@ class SchedulerActor:
 
     def log(self, start: int | None) -> tuple[int, bytes]:
         """A piece of this actor's log; see `read_log`."""
-        require(start is None or isinstance(start, int), f"the place {start!r}")
+        columns.require(start is None or isinstance(start, int), f"the place {start!r}")
         return read_log(start)
 
     def ping(self) -> str:
         """RayKV's version here; answers once the actor is up."""
-        return __version__
+        return version.__version__
 
     # Time
 
-    def _told(self, now: float) -> OrdersDocument | None:
+    def _told(self, now: float) -> operator.OrdersDocument | None:
         return self._orders.told(now)
 
     @contextmanager
@@ -257,10 +231,10 @@ class SchedulerActor:
             self._steward.keep(draft)
 
 
-def _collected(here: Any) -> list[MetricFamily]:
+def _collected(here: Any) -> list[measures.MetricFamily]:
     """Runs in threads of this actor: what it shows, collected when its turn comes."""
     raw: bytes = ray.get(here.metrics.remote(), timeout=METRICS_COLLECT_S)
-    return decode(raw, ClusterMetrics).families
+    return decode(raw, measures.ClusterMetrics).families
 
 
 def _targets(here: Any) -> list[str]:
@@ -271,5 +245,5 @@ def _targets(here: Any) -> list[str]:
 
 def _require_numbers(*places: object) -> None:
     for number in places:
-        is_number = isinstance(number, int) and 0 <= number <= MAX_NUMBER
-        require(is_number, f"the position {number!r} in the event log")
+        is_number = isinstance(number, int) and 0 <= number <= columns.MAX_NUMBER
+        columns.require(is_number, f"the position {number!r} in the event log")

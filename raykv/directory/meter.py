@@ -17,11 +17,8 @@ from raykv.metrics.table import (
     number,
     numbers,
 )
-from raykv.protocol.events import EventPage
-from raykv.protocol.listing import Where
+from raykv.protocol import events, listing, operator, reader
 from raykv.protocol.measures import MetricFamily
-from raykv.protocol.operator import OrdersDocument
-from raykv.protocol.reader import DISK, RAM
 
 CALLS = ("report", "ask", "events", "order")
 
@@ -37,7 +34,7 @@ MOST_MODELS = 64
 COST_WEIGHT = 0.05
 """Of the last report, in what reports are held to cost."""
 
-TIERS = {Where.RAM: RAM, Where.DISK: DISK}
+TIERS = {listing.Where.RAM: reader.RAM, listing.Where.DISK: reader.DISK}
 
 
 class _Slowest:
@@ -79,7 +76,7 @@ class ClusterMeter:
         if call == "report":
             self._directory.cost_s += COST_WEIGHT * (seconds - self._directory.cost_s)
 
-    def read_events(self, after: int, page: EventPage, now: float) -> None:
+    def read_events(self, after: int, page: events.EventPage, now: float) -> None:
         """A reader was given a page of events."""
         self._gaps += page.is_gap
         self._lag.see(max(0, page.last_seq - max(0, after)), now)
@@ -89,7 +86,7 @@ class ClusterMeter:
         members = self._directory.members.values()
         return sorted({each.report.stats.metrics_address for each in members} - {""})
 
-    def families(self, document: OrdersDocument | None, now: float) -> list[MetricFamily]:
+    def families(self, document: operator.OrdersDocument | None, now: float) -> list[MetricFamily]:
         """All series; `document`: the orders that are in force."""
         directory = self._directory
         members = directory.members.values()
@@ -130,7 +127,7 @@ class ClusterMeter:
         chunks: Counter[tuple[str, ...]] = Counter()
         for member in members:
             for namespace in member.namespaces:
-                chunks[self._labels[namespace], RAM] += 0
+                chunks[self._labels[namespace], reader.RAM] += 0
         for (namespace, tier), count in chunk_counts(members).items():
             chunks[self._labels[namespace], TIERS[tier]] += count
         return chunks

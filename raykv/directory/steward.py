@@ -27,10 +27,8 @@ from raykv.base.deadlines import GCS_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.cluster import ask, bequest
-from raykv.cluster.bequest import ORDERS, PIN, WISH
 from raykv.directory.known.desk import Draft
-from raykv.node.launch import facts_of, make_node_actor, name_of
-from raykv.node.wishes import wants
+from raykv.node import launch, wishes
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.operator import OrdersDocument, PoolWish
 
@@ -100,13 +98,13 @@ class Steward:
         return inherited
 
     def _inherit(self, name: str, value: bytes, inherited: Inheritance) -> None:
-        if name == WISH:
+        if name == bequest.WISH:
             wish = decode(value, PoolWish)
             self._wish = wish if wish.version == PROTOCOL_VERSION else None
-        elif name == ORDERS:
+        elif name == bequest.ORDERS:
             inherited.orders = bequest.aged(value)
-        elif name.startswith(PIN):
-            inherited.pin_keys[bytes.fromhex(name.removeprefix(PIN))] = value
+        elif name.startswith(bequest.PIN):
+            inherited.pin_keys[bytes.fromhex(name.removeprefix(bequest.PIN))] = value
 
     # The actor's thread
 
@@ -177,7 +175,7 @@ class Steward:
         if self._has_new_wish and self._wish is not None:
             self._has_new_wish = False
             try:
-                within(GCS_S, partial(bequest.put, WISH, encode(self._wish)))
+                within(GCS_S, partial(bequest.put, bequest.WISH, encode(self._wish)))
             except Exception:
                 self._has_new_wish = True
                 raise
@@ -193,18 +191,18 @@ class Steward:
             return
         there = set(within(GCS_S, ask.named_actors))
         for node in within(GCS_S, ray.nodes):
-            facts = facts_of(node)
-            if not node["Alive"] or not wants(wish, facts) or name_of(facts) in there:
+            facts = launch.facts_of(node)
+            if not node["Alive"] or not wishes.wants(wish, facts) or launch.name_of(facts) in there:
                 continue
             logger.info("node %s gets a NodeActor", facts.node_id[:12])
             try:
-                make_node_actor(self._address, facts.node_id, wish)
+                launch.make_node_actor(self._address, facts.node_id, wish)
             except ClusterError as error:
                 logger.warning("%s", error)
 
 
 def _pin_name(digest: bytes) -> str:
-    return PIN + digest.hex()
+    return bequest.PIN + digest.hex()
 
 
 def _patiently(call: Callable[[], T]) -> T:

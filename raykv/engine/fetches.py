@@ -19,18 +19,13 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import FETCH_GRACE_S
+from raykv.base import deadlines, threads
 from raykv.base.ids import Refusal
-from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.cluster import names
-from raykv.cluster.breaker import Breakers, Pauses
+from raykv.cluster import breaker, names
 from raykv.engine.remote import FetchOrder
 from raykv.node.peers import what_failed
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol import columns, framing, measures, worker
 from raykv.protocol.copies import CopyResult, Fetch
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import not_done
 
 logger = logging.getLogger("raykv.fetch")
 
@@ -129,13 +124,13 @@ class FetchClient:
         self._flying: dict[int, _Flying] = {}
         # Guards the breaker too.
         self._lock = threading.Lock()
-        self.breakers = Breakers(Pauses(*FETCHER_PAUSES_S))
+        self.breakers = breaker.Breakers(breaker.Pauses(*FETCHER_PAUSES_S))
         self._counter = 0
         self._stopped = threading.Event()
         self._is_started = False
         self._threads = [
-            SupervisedThread("raykv-fetch", self._run, OnFailure.RUN_AGAIN),
-            SupervisedThread("raykv-fetch-watch", self._watch, OnFailure.RUN_AGAIN),
+            threads.SupervisedThread("raykv-fetch", self._run, threads.OnFailure.RUN_AGAIN),
+            threads.SupervisedThread("raykv-fetch-watch", self._watch, threads.OnFailure.RUN_AGAIN),
         ]
         self._deliver: Callable[[FetchEnded], None] = lambda _: None
 
@@ -158,7 +153,7 @@ class FetchClient:
         """Have chunks fetched for an engine of that life; on its thread, returns at once."""
         now = time.monotonic()
         if orders and not self._revive():
-            self._deliver(FetchEnded(orders, not_done(0, len(orders), Refusal.BREAKER_OPEN)))
+            self._deliver(FetchEnded(orders, worker.not_done(0, len(orders), Refusal.BREAKER_OPEN)))
             return
         for part in split(orders):
             self._counter += 1
@@ -166,17 +161,17 @@ class FetchClient:
             with self._lock:
                 call = self.breakers.begin(names.OWN_NODE_FETCHES, now)
                 if call is not None:
-                    overdue_at = now + self._deadline_s + FETCH_GRACE_S
+                    overdue_at = now + self._deadline_s + deadlines.FETCH_GRACE_S
                     self._flying[number] = _Flying(part, overdue_at, call)
             if call is None:
-                self._deliver(FetchEnded(part, not_done(0, len(part), Refusal.BREAKER_OPEN)))
+                self._deliver(FetchEnded(part, worker.not_done(0, len(part), Refusal.BREAKER_OPEN)))
                 continue
             try:
                 self._queue.put_nowait((number, life, namespace))
             except queue.Full:
                 self._answer(number, None)
 
-    def breaker_report(self, now: float) -> BreakerReport:
+    def breaker_report(self, now: float) -> measures.BreakerReport:
         """Whether the NodeActor is left alone for now; any thread may ask."""
         with self._lock:
             return self.breakers.report(now)
@@ -201,7 +196,7 @@ class FetchClient:
         order = msgspec.structs.replace(order, with_checksums=self._with_checksums)
         number = order.number
         try:
-            future = self._actor.begin("fetch", encode(order))
+            future = self._actor.begin("fetch", framing.encode(order))
         except Exception as error:
             self._fail(number, error)
             return
@@ -210,7 +205,7 @@ class FetchClient:
     def _end(self, number: int, done: Any) -> None:
         """Take the NodeActor's answer; called in a thread of Ray."""
         try:
-            result = receive(done.result(), CopyResult, "the NodeActor", "the engine")
+            result = framing.receive(done.result(), CopyResult, "the NodeActor", "the engine")
         except Exception as error:
             self._fail(number, error)
             return
@@ -271,12 +266,12 @@ def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
 def fetch_order(namespace: str, orders: list[FetchOrder], life: int, deadline_s: float) -> Fetch:
     """Orders of one tenant as columns, without a number."""
     return Fetch(
-        version=PROTOCOL_VERSION,
+        version=framing.PROTOCOL_VERSION,
         number=0,
         life=life,
         namespace=namespace,
-        keys=Keys.of(order.key for order in orders),
-        slot_bytes=Numbers.of(order.num_bytes for order in orders),
+        keys=columns.Keys.of(order.key for order in orders),
+        slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
         tenant=orders[0].tenant,
         deadline_s=deadline_s,
     ).reading(order.sources for order in orders)

@@ -28,15 +28,7 @@ from raykv.base.errors import AttachError, cause_of, first_line
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.protocol import wire
-from raykv.protocol.engine import (
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    EngineWelcome,
-    PlaceMessage,
-    Tell,
-)
+from raykv.protocol import engine, wire
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
@@ -68,13 +60,13 @@ OWN_PLACE = "own node (changes)"
 class LineOwner(Protocol):
     """Whose line it is; all of it is called by the line's thread."""
 
-    def hello(self) -> EngineHello:
+    def hello(self) -> engine.EngineHello:
         """Who it is now."""
 
-    def query(self) -> ChangesQuery:
+    def query(self) -> engine.ChangesQuery:
         """What to ask for next."""
 
-    def next_tell(self) -> Tell | None:
+    def next_tell(self) -> engine.Tell | None:
         """What to say now; None: nothing is due."""
 
     def moved(self, node_id: NodeId) -> None:
@@ -83,7 +75,7 @@ class LineOwner(Protocol):
     def welcomed(self, life: int) -> None:
         """A NodeActor of that life has let the engine in, and knows nothing of before."""
 
-    def answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
+    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
         """The answer to a query."""
 
 
@@ -114,9 +106,9 @@ class PlaceLine:
         # All else is the thread's.
         self._sock: socket.socket | None = None
         self._reader = wire.FrameReader()
-        self._hello: EngineHello | None = None
+        self._hello: engine.EngineHello | None = None
         self._call = 0
-        self._queries: deque[tuple[ChangesQuery, float]] = deque()
+        self._queries: deque[tuple[engine.ChangesQuery, float]] = deque()
         self._tell_at = 0.0
         self._thread = SupervisedThread("raykv-place", self._run, OnFailure.RUN_AGAIN)
 
@@ -245,7 +237,7 @@ class PlaceLine:
         left = self._tell_at - time.monotonic()
         return left if left > 0 else PLACE_LOOK_S
 
-    def _listen(self, timeout_s: float) -> EngineWelcome | None:
+    def _listen(self, timeout_s: float) -> engine.EngineWelcome | None:
         """Take what comes, for so long at most; the answer to a hello."""
         assert self._sock is not None
         readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
@@ -258,14 +250,14 @@ class PlaceLine:
             raise AttachError("the NodeActor has hung up")
         welcome = None
         for raw in self._reader.feed(data):
-            message = msgspec.msgpack.decode(raw, type=PlaceMessage)
-            if isinstance(message, EngineWelcome):
+            message = msgspec.msgpack.decode(raw, type=engine.PlaceMessage)
+            if isinstance(message, engine.EngineWelcome):
                 welcome = message
             elif self._queries:
                 self._answered(self._queries.popleft()[0], message)
         return welcome
 
-    def _answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
+    def _answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
         if self.breakers.worked(OWN_PLACE):
             logger.warning("the line to the NodeActor is there again")
         # Of the state that it is in now.

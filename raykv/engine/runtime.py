@@ -26,18 +26,16 @@ from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
+from raykv.engine import place, session
 from raykv.engine.fetches import FetchClient, RayActor
 from raykv.engine.hints import HintBox
-from raykv.engine.place import EnginePlace
-from raykv.engine.session import EngineParts, Session
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
 from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
 from raykv.node.launch import node_actor
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.node import NodeDescription
-from raykv.stream.descriptions import DescriptionOutbox
-from raykv.stream.publishing import ensure_publisher
+from raykv.stream import descriptions, publishing
 
 logger = logging.getLogger("raykv")
 
@@ -71,7 +69,7 @@ class EngineRuntime:
         view: EngineView,
         hello: EngineHello,
         hints: HintBox | None = None,
-        described: DescriptionOutbox | None = None,
+        described: descriptions.DescriptionOutbox | None = None,
         node_of_ranks: Callable[[], str] = lambda: "",
     ) -> None:
         """Find the cluster and join it; see `Session` for `hints` and `described`.
@@ -92,7 +90,7 @@ class EngineRuntime:
         try:
             ranks_at = node_of_ranks()
             node_id = cluster.resolve_node_id(settings.node_id or ranks_at)
-            self._place = EnginePlace(found.address, node_id, is_ours=is_ours)
+            self._place = place.EnginePlace(found.address, node_id, is_ours=is_ours)
             self._geometry = self._choose_geometry()
         except RayKVError:
             # The engine does not start, so a cluster that was started for it has no user.
@@ -107,14 +105,14 @@ class EngineRuntime:
             with_checksums=settings.fetch_checksums,
         )
         scheduler = RayActor(self._find_scheduler, calling)
-        self.session = Session(
+        self.session = session.Session(
             view,
             hello,
             NodeId(self.node_id),
             partial(scheduler.call, deadline_s=settings.rpc_deadline_s),
             self._locate,
             fetches,
-            EngineParts(hints or HintBox(), described),
+            session.EngineParts(hints or HintBox(), described),
         )
         self._view = view
 
@@ -211,7 +209,7 @@ class EngineRuntime:
             settings.pool_path,
             settings.node_options,
         )
-        ensure_publisher(self.settings)
+        publishing.ensure_publisher(self.settings)
         return scheduler
 
     def start(self) -> None:

@@ -31,28 +31,11 @@ from raykv.engine.fetches import FetchClient, FetchEnded
 from raykv.engine.hints import HintBox
 from raykv.engine.lines import PlaceLine
 from raykv.engine.view import EngineView
-from raykv.metrics.engines import WANTED
-from raykv.metrics.histogram import Histogram
-from raykv.metrics.reach import WantedKeys
+from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.engine import (
-    MOST_ASKED,
-    NOTHING_ORDERED,
-    Ask,
-    AskAnswer,
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    Naming,
-    Space,
-    Tell,
-)
+from raykv.protocol import columns, engine, measures, node, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Position, Reason
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.node import NodeDescription
-from raykv.protocol.operator import ClearOrder, OrderAnswer, OrderState
 from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")
@@ -101,7 +84,7 @@ class WorkerReport(NamedTuple):
     """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
 
     life: int
-    breakers: BreakerReport
+    breakers: measures.BreakerReport
 
 
 Call = Callable[[str, bytes | str], bytes]
@@ -116,7 +99,7 @@ class EngineParts:
     described: DescriptionOutbox | None = None
 
 
-def _weight(answer: ChangesAnswer) -> int:
+def _weight(answer: engine.ChangesAnswer) -> int:
     """As how many rows an answer counts."""
     return max(LEAST_ROWS, len(answer.part.rows.keys))
 
@@ -138,10 +121,10 @@ class Session:
     def __init__(
         self,
         view: EngineView,
-        hello: EngineHello,
+        hello: engine.EngineHello,
         node_id: NodeId,
         call: Call,
-        locate: Callable[[bool], NodeDescription],
+        locate: Callable[[bool], node.NodeDescription],
         fetches: FetchClient | None = None,
         parts: EngineParts | None = None,
     ) -> None:
@@ -159,13 +142,13 @@ class Session:
         self._num_put = self._num_taken = 0
         self._read_to = Position()
         # The last answer that has only facts, and when it came, if none with rows came behind it.
-        self._standing: tuple[ChangesAnswer, float] | None = None
+        self._standing: tuple[engine.ChangesAnswer, float] | None = None
         # Where the engine is, and where it is about to go.
-        self._space = Space(hello.namespace, hello.traits)
-        self._next: Space | None = None
+        self._space = engine.Space(hello.namespace, hello.traits)
+        self._next: engine.Space | None = None
         # What the user calls the weights, until the engine's thread takes it; the latest number.
-        self._naming: Naming | None = None
-        self._heard = NOTHING_ORDERED
+        self._naming: engine.Naming | None = None
+        self._heard = engine.NOTHING_ORDERED
         # How often these have changed.
         self._weights = 0
         # By rank, what the workers have said, and when; since when the place has its present life.
@@ -176,19 +159,19 @@ class Session:
         self._tell_at = 0.0
         self._introduced = ""
         self._welcomed = 0, ""
-        self._said = (NOTHING_ORDERED, 0, NOTHING_ORDERED)
-        self._wanted = WantedKeys()
+        self._said = (engine.NOTHING_ORDERED, 0, engine.NOTHING_ORDERED)
+        self._wanted = reach.WantedKeys()
         # Of the thread that asks.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
-        self._question: Ask | None = None
+        self._question: engine.Ask | None = None
         self._repeat_at = 0.0
         # The engine has not taken in the last answer: what it repeats is not asked for again.
         self._has_answer = False
         self._clear: tuple[int, str] = (0, "")
         self._num_clears = 0
         self._cleared = 0
-        self._orders = NOTHING_ORDERED
-        self._lookups = Histogram(LATENCY_BOUNDS)
+        self._orders = engine.NOTHING_ORDERED
+        self._lookups = histogram.Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._is_started = False
@@ -248,7 +231,7 @@ class Session:
         self._workers.clear()
         self._view.move(THE_PLACE, node_id, time.monotonic())
 
-    def _take_answer(self, question: Ask, answer: AskAnswer) -> None:
+    def _take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
         self._has_answer = False
         self._view.take_answer(question, answer)
         if self._view.remote.has_repeats:
@@ -257,7 +240,7 @@ class Session:
     def _take_stamp(self, reset: int, orders: Stamp) -> None:
         self._view.cleared(reset, orders, time.monotonic())
 
-    def _take_changes(self, answer: ChangesAnswer, at: float) -> None:
+    def _take_changes(self, answer: engine.ChangesAnswer, at: float) -> None:
         try:
             self._view.take(THE_PLACE, answer, at)
         except Exception:
@@ -283,7 +266,7 @@ class Session:
         """The life of the place since which reports of workers count."""
         return self._life
 
-    def enter(self, space: Space) -> None:
+    def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
         self._next = space
         give_up_at = time.monotonic() + ENTER_S
@@ -295,7 +278,7 @@ class Session:
                 return
             time.sleep(ATTACH_LOOK_S)
 
-    def take_naming(self) -> Naming | None:
+    def take_naming(self) -> engine.Naming | None:
         """What the user has called the weights since this was asked the last time."""
         naming, self._naming = self._naming, None
         return naming if naming is not None and naming.weights == self._weights else None
@@ -351,22 +334,22 @@ class Session:
 
     # The line's thread
 
-    def hello(self) -> EngineHello:
+    def hello(self) -> engine.EngineHello:
         """See `LineOwner.hello`."""
         space = self._space
         self._introduced = space.namespace
         return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
 
-    def query(self) -> ChangesQuery:
+    def query(self) -> engine.ChangesQuery:
         """See `LineOwner.query`: from where the view is, or the last answer before it."""
         is_full = self._is_full
         query = self._view.query(THE_PLACE)
         if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
             query = msgspec.structs.replace(query, position=self._read_to)
-        most = query.most if self._is_started else MAX_KEYS
+        most = query.most if self._is_started else columns.MAX_KEYS
         return msgspec.structs.replace(query, most=0 if is_full else most)
 
-    def answered(self, query: ChangesQuery, answer: ChangesAnswer) -> None:
+    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
         """See `LineOwner.answered`."""
         now = time.monotonic()
         naming = answer.facts.naming
@@ -406,10 +389,10 @@ class Session:
         """See `LineOwner.moved`."""
         self._standing = None
         # Of another cluster, perhaps, whose numbers say nothing here.
-        self._orders = NOTHING_ORDERED
+        self._orders = engine.NOTHING_ORDERED
         self._inbox.append(partial(self._move, node_id))
 
-    def next_tell(self) -> Tell | None:
+    def next_tell(self) -> engine.Tell | None:
         """See `LineOwner.next_tell`."""
         view, now = self._view, time.monotonic()
         knows = (self._heard, self._weights, max(self._orders, view.orders))
@@ -420,7 +403,7 @@ class Session:
         self._tell_at, self._said = now + TELL_S, knows
         self._seq += 1
         found = view.take_found()
-        return Tell(
+        return engine.Tell(
             view.life,
             self._seq,
             view.namespace,
@@ -441,12 +424,12 @@ class Session:
 
     def _counters(self) -> dict[str, int]:
         counters = {**self._view.counter_values(), **self.hints.counter_values()}
-        counters[WANTED] = self._wanted.num_wanted
+        counters[engines.WANTED] = self._wanted.num_wanted
         if self.described is not None:
             counters |= self.described.counter_values()
         return counters
 
-    def _breaker_report(self, now: float) -> BreakerReport:
+    def _breaker_report(self, now: float) -> measures.BreakerReport:
         """All breakers of the engine's processes."""
         reports = [self._breakers.report(now), self._line.breakers.report(now)]
         if self._fetches is not None:
@@ -507,7 +490,7 @@ class Session:
         if self._breakers.worked(names.SCHEDULER):
             logger.warning("the scheduler actor answers again")
 
-    def _next_question(self) -> Ask | None:
+    def _next_question(self) -> engine.Ask | None:
         """The question that has no answer yet, or the next one."""
         view = self._view
         if self._question is not None and self._question.namespace == view.namespace:
@@ -516,15 +499,17 @@ class Session:
         may_repeat = now >= self._repeat_at and not self._has_answer
         if may_repeat:
             self._repeat_at = now + REPEAT_PAUSE_S
-        keys = view.remote.take_questions(MOST_ASKED, may_repeat)
-        coming = view.remote.take_announced(MOST_ASKED)
+        keys = view.remote.take_questions(engine.MOST_ASKED, may_repeat)
+        coming = view.remote.take_announced(engine.MOST_ASKED)
         has_some = bool(keys or coming)
         self._question = view.question(PROTOCOL_VERSION, keys, coming) if has_some else None
         return self._question
 
-    def _ask(self, question: Ask) -> None:
+    def _ask(self, question: engine.Ask) -> None:
         began = time.monotonic()
-        answer = receive(self._call("ask", encode(question)), AskAnswer, SENDER, "the engine")
+        answer = receive(
+            self._call("ask", encode(question)), engine.AskAnswer, SENDER, "the engine"
+        )
         self._question = None
         if question.keys:
             self._lookups.observe(time.monotonic() - began)
@@ -538,13 +523,13 @@ class Session:
         if self._clear[0] != reset:
             self._num_clears += 1
             order_id = f"reset {self._num_clears} of {self._view.life:x}"
-            raw = encode(ClearOrder(PROTOCOL_VERSION, order_id, self._view.namespace))
-            taken = receive(self._call("order", raw), OrderAnswer, SENDER, "the engine")
+            raw = encode(operator.ClearOrder(PROTOCOL_VERSION, order_id, self._view.namespace))
+            taken = receive(self._call("order", raw), operator.OrderAnswer, SENDER, "the engine")
             if taken.error:
                 raise ClusterError(taken.error)
             self._clear = (reset, order_id)
         raw = self._call("order_state", self._clear[1])
-        state = receive(raw, OrderState, SENDER, "the engine")
+        state = receive(raw, operator.OrderState, SENDER, "the engine")
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset

@@ -43,34 +43,13 @@ from raykv.base.ids import (
     Stamp,
     group_of,
 )
-from raykv.engine.accounts import Accounts
+from raykv.engine import accounts, cost, requests
 from raykv.engine.announcements import Announcements
-from raykv.engine.cost import FetchCost
 from raykv.engine.found import TOUCH_S, FoundChunks
 from raykv.engine.listed import ListedPlace, PlaceChange
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
-from raykv.engine.requests import (
-    Miss,
-    RequestOptions,
-    RequestState,
-    RequestTable,
-    StoreSampler,
-    ViewCounters,
-    explain,
-)
-from raykv.protocol.columns import MAX_KEYS, Keys, Source, SourceKind
+from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.engine import (
-    NOTHING_ORDERED,
-    Ask,
-    AskAnswer,
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    FoundKeys,
-    PlaceFacts,
-)
-from raykv.protocol.listing import ALL_READ, Reason
 
 _OF_WINDOWS = (
     MissReason.NEVER_STORED,
@@ -82,15 +61,15 @@ _OF_WINDOWS = (
 too.
 """
 
-_WENT: Mapping[Reason | None, MissReason] = {
-    Reason.COMING: MissReason.EVICTED,
-    Reason.STORED: MissReason.EVICTED,
-    Reason.FAILED: MissReason.EVICTED,
-    Reason.EVICTED: MissReason.EVICTED,
-    Reason.QUOTA: MissReason.QUOTA,
-    Reason.MOVED: MissReason.EVICTED,
-    Reason.CLEARED: MissReason.CLEARED,
-    Reason.DAMAGED: MissReason.LOAD_FAILED,
+_WENT: Mapping[listing.Reason | None, MissReason] = {
+    listing.Reason.COMING: MissReason.EVICTED,
+    listing.Reason.STORED: MissReason.EVICTED,
+    listing.Reason.FAILED: MissReason.EVICTED,
+    listing.Reason.EVICTED: MissReason.EVICTED,
+    listing.Reason.QUOTA: MissReason.QUOTA,
+    listing.Reason.MOVED: MissReason.EVICTED,
+    listing.Reason.CLEARED: MissReason.CLEARED,
+    listing.Reason.DAMAGED: MissReason.LOAD_FAILED,
     None: MissReason.NODE_LOST,
 }
 """Why a chunk is missing that a place does not have any more; its life may be over."""
@@ -107,7 +86,7 @@ class _Place:
     node_id: NodeId
     listed: ListedPlace
     line: int | None = None
-    facts: PlaceFacts = field(default_factory=PlaceFacts)
+    facts: engine.PlaceFacts = field(default_factory=engine.PlaceFacts)
     has_more: bool = True
 
     def is_up(self, now: float) -> bool:
@@ -130,16 +109,16 @@ class EngineView:
         lookup_deadline_s: float,
         *,
         remote: RemoteChunks | None = None,
-        sampler: StoreSampler | None = None,
+        sampler: requests.StoreSampler | None = None,
         announcements: Announcements | None = None,
     ) -> None:
         self.engine_id, self.life, self.namespace = EngineId(""), 0, Namespace("")
-        self.sampler = sampler or StoreSampler()
-        self.remote = remote or RemoteChunks(RemoteSettings(), FetchCost())
+        self.sampler = sampler or requests.StoreSampler()
+        self.remote = remote or RemoteChunks(RemoteSettings(), cost.FetchCost())
         self.announcements = announcements
-        self.counters = ViewCounters()
-        self.requests = RequestTable()
-        self.accounts = Accounts()
+        self.counters = requests.ViewCounters()
+        self.requests = requests.RequestTable()
+        self.accounts = accounts.Accounts()
         # The engine has left its namespace, and is in no other one yet.
         self.has_left = False
         # It has come to its namespace while it ran, and no request has begun there.
@@ -165,7 +144,7 @@ class EngineView:
         self.loadable: Mapping[Key, Blocks] = {}
         self.plain_hits = 0
 
-    def begin(self, hello: EngineHello, node_ids: Sequence[NodeId], now: float) -> None:
+    def begin(self, hello: engine.EngineHello, node_ids: Sequence[NodeId], now: float) -> None:
         """Who the engine is, and the nodes that its ranks run on: at least one. Once."""
         self.engine_id, self.life = EngineId(hello.engine_id), hello.life
         self.namespace = Namespace(hello.namespace)
@@ -191,12 +170,12 @@ class EngineView:
         """Where the engine's ranks run."""
         return [each.node_id for each in self._places]
 
-    def query(self, place: int) -> ChangesQuery:
+    def query(self, place: int) -> engine.ChangesQuery:
         """What to ask a place for next; on any thread."""
         listed = self._places[place].listed
-        return ChangesQuery(self.life, listed.namespace, listed.position)
+        return engine.ChangesQuery(self.life, listed.namespace, listed.position)
 
-    def take(self, place: int, answer: ChangesAnswer, now: float) -> None:
+    def take(self, place: int, answer: engine.ChangesAnswer, now: float) -> None:
         """A place's answer to a `query`, which came then. Only between engine steps."""
         at = self._places[place]
         if answer.is_known:
@@ -248,9 +227,9 @@ class EngineView:
                 for key in keys:
                     self.announcements.changed(key, is_there=key in self._ready)
 
-    def _note_gone(self, keys: Iterable[Key], reason: Reason | None) -> None:
+    def _note_gone(self, keys: Iterable[Key], reason: listing.Reason | None) -> None:
         """Chunks are not at a place any more: why, if it says that, or else why they were to go."""
-        if reason is Reason.FAILED:
+        if reason is listing.Reason.FAILED:
             cleared = MissReason.CLEARED
             keys = (key for key in keys if self._departures.get(key) is not cleared)
         self._departures.note(keys, _WENT[reason])
@@ -269,12 +248,12 @@ class EngineView:
         """The number of the orders that every place has shown: what is offered now is stored under
         it.
         """
-        return min((each.facts.orders for each in self._places), default=NOTHING_ORDERED)
+        return min((each.facts.orders for each in self._places), default=engine.NOTHING_ORDERED)
 
     @property
     def is_whole(self) -> bool:
         """Whether all is known that the places have."""
-        return all(each.listed.position.place == ALL_READ for each in self._places)
+        return all(each.listed.position.place == listing.ALL_READ for each in self._places)
 
     @property
     def num_ready(self) -> int:
@@ -292,7 +271,7 @@ class EngineView:
 
     # Requests
 
-    def start_request(self, request_id: str, options: RequestOptions) -> None:
+    def start_request(self, request_id: str, options: requests.RequestOptions) -> None:
         """A request is new, and has nothing of an earlier one with its id."""
         self.is_new = False
         self.finish_request(request_id)
@@ -326,14 +305,14 @@ class EngineView:
         if not self._off:
             self._found.note_again(self.requests.get(request_id), self._ready, now)
 
-    def _find_on_disks(self, request: RequestState, key: Key) -> bool:
+    def _find_on_disks(self, request: requests.RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
         places = [each.listed for each in self._places]
         if not all(key in each.on_disk or key in each.ready for each in places):
             return False
         if key not in request.found and key not in request.unfetched:
             disks = [each.node_id for each in self._places if key in each.listed.on_disk]
-            sources = tuple(Source(node_id, SourceKind.DISK) for node_id in disks)
+            sources = tuple(columns.Source(node_id, columns.SourceKind.DISK) for node_id in disks)
             request.find(key, sources, self.node_ids)
         return True
 
@@ -357,12 +336,12 @@ class EngineView:
         found = self.remote.lookup(request, key, now, self._has)
         if found is Lookup.MISS:
             self.counters.misses += 1
-            explain(request, self._departures)
+            requests.explain(request, self._departures)
             if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
                 self.remote.wonder(request, key)
         return found
 
-    def _may_read_on(self, request: RequestState, now: float) -> bool:
+    def _may_read_on(self, request: requests.RequestState, now: float) -> bool:
         """Whether places have chunks that are not known yet, and a request may wait for that."""
         is_behind = not self.is_whole or any(each.has_more for each in self._places)
         may_wait = request.is_known and is_behind
@@ -411,7 +390,7 @@ class EngineView:
         rest = self._departures.get(behind) or MissReason.NEVER_STORED
         if rest is MissReason.NEVER_STORED:
             self.remote.wonder(request, behind)
-        request.miss = Miss(behind, rest, num_tokens, reason)
+        request.miss = requests.Miss(behind, rest, num_tokens, reason)
 
     def _has(self, key: Key) -> bool:
         """Whether the places have a chunk, or will have it."""
@@ -422,19 +401,19 @@ class EngineView:
 
     # What others have
 
-    def question(self, version: int, keys: Sequence[bytes], coming: Sequence[Key]) -> Ask:
+    def question(self, version: int, keys: Sequence[bytes], coming: Sequence[Key]) -> engine.Ask:
         """The next question to the scheduler actor."""
-        return Ask(
+        return engine.Ask(
             version,
             self.engine_id,
             self.life,
             self.namespace,
             [*self.node_ids],
-            Keys.of(keys),
-            Keys.of(coming),
+            columns.Keys.of(keys),
+            columns.Keys.of(coming),
         )
 
-    def take_answer(self, question: Ask, answer: AskAnswer) -> None:
+    def take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
         """The scheduler actor's answer to a question; an invalid one counts as nothing found."""
         if question.namespace != self.namespace:
             return
@@ -445,7 +424,7 @@ class EngineView:
             sources = {}
         coming = {asked[at] for at in answer.coming if at < len(asked)}
         gone = zip(answer.gone, answer.reasons, strict=True)
-        why = {asked[at]: _WENT[Reason(each)] for at, each in gone if at < len(asked)}
+        why = {asked[at]: _WENT[listing.Reason(each)] for at, each in gone if at < len(asked)}
         others = [asked[at] for at in answer.other if at < len(asked)]
         why |= dict.fromkeys(others, MissReason.OTHER_NAMESPACE)
         for reason in set(why.values()):
@@ -497,7 +476,7 @@ class EngineView:
         if self.announcements is not None:
             self.announcements.come(key for key in keys if key in self._ready)
 
-    def take_found(self, most: int = MAX_KEYS // 2) -> FoundKeys:
+    def take_found(self, most: int = columns.MAX_KEYS // 2) -> engine.FoundKeys:
         """What requests have found since the last call, to be told to the places."""
         return self._found.take(most)
 
@@ -559,7 +538,7 @@ class EngineView:
         self.counters.chunks_offered += len(offered)
         return offered
 
-    def _may_have_room(self, request: RequestState, key: Key) -> bool:
+    def _may_have_room(self, request: requests.RequestState, key: Key) -> bool:
         group = group_of(key)
         first = request.no_room.get(group)
         if first is None:
@@ -672,7 +651,7 @@ class EngineView:
 
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
-        own = {name: getattr(self.counters, name) for name in ViewCounters.__slots__}
+        own = {name: getattr(self.counters, name) for name in requests.ViewCounters.__slots__}
         own["hits"] += self.plain_hits
         own["requests_not_stored"] = self.sampler.num_left_out
         own["weights_changed"] = int(self.has_left)

@@ -11,17 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raykv.base.errors import SettingError
-from raykv.base.extras import load
-from raykv.inspect.sources import (
-    Row,
-    all_requests,
-    chunk_rows,
-    event_row,
-    namespace_rows,
-    node_rows,
-    request_rows,
-)
+from raykv.base import errors, extras
+from raykv.inspect import sources
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +28,7 @@ def pandas() -> Any:
     Raises:
         SettingError: it is not installed.
     """
-    return load("pandas", "raykv.inspect")
+    return extras.load("pandas", "raykv.inspect")
 
 
 @dataclass(frozen=True)
@@ -143,12 +134,12 @@ def columns(table: str) -> pd.DataFrame:
         SettingError: there is no such frame.
     """
     if table not in TABLES:
-        raise SettingError(f"there is no frame {table!r}: there are {', '.join(TABLES)}")
+        raise errors.SettingError(f"there is no frame {table!r}: there are {', '.join(TABLES)}")
     rows = [(each.name, each.dtype, each.meaning) for each in TABLES[table]]
     return pandas().DataFrame(rows, columns=["column", "dtype", "meaning"])
 
 
-def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
+def frame(table: str, rows: Iterable[sources.Row]) -> pd.DataFrame:
     """Rows as a frame with the columns and types of its table; other entries are left out."""
     pd = pandas()
     kept = list(rows)
@@ -170,17 +161,19 @@ def chunks(
         namespace: the beginning of one.
         node: the beginning of a node's id.
     """
-    return frame("chunks", chunk_rows(cluster, namespace, node))
+    return frame("chunks", sources.chunk_rows(cluster, namespace, node))
 
 
 def nodes(cluster: Cluster) -> pd.DataFrame:
     """A row for each node that lends a pool."""
-    return frame("nodes", node_rows(cluster))
+    return frame("nodes", sources.node_rows(cluster))
 
 
 def namespaces(cluster: Cluster) -> pd.DataFrame:
     """A row for each namespace that has chunks or engines."""
-    return frame("namespaces", namespace_rows(cluster, chunk_rows(cluster, None, None)))
+    return frame(
+        "namespaces", sources.namespace_rows(cluster, sources.chunk_rows(cluster, None, None))
+    )
 
 
 def requests(cluster: Cluster) -> pd.DataFrame:
@@ -188,7 +181,7 @@ def requests(cluster: Cluster) -> pd.DataFrame:
 
     A request is known about a second after it has ended.
     """
-    return frame("requests", request_rows(all_requests(cluster)))
+    return frame("requests", sources.request_rows(sources.all_requests(cluster)))
 
 
 def events(cluster: Cluster, since: int | tuple[int, int] = 0) -> pd.DataFrame:
@@ -198,10 +191,10 @@ def events(cluster: Cluster, since: int | tuple[int, int] = 0) -> pd.DataFrame:
         cluster: from `raykv.connect()`.
         since: the number of the last event that is known, or its life and number.
     """
-    return frame("events", map(event_row, cluster.events(since=since, follow=False)))
+    return frame("events", map(sources.event_row, cluster.events(since=since, follow=False)))
 
 
 def transfers(cluster: Cluster) -> pd.DataFrame:
     """A row for each node with the bytes that it has moved until now; see also `Recorder`."""
     now = time.time()
-    return frame("transfers", ({**row, "time_s": now} for row in node_rows(cluster)))
+    return frame("transfers", ({**row, "time_s": now} for row in sources.node_rows(cluster)))

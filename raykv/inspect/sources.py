@@ -9,14 +9,12 @@ import msgspec
 
 from raykv.base.ids import Key, Namespace, NodeId, group_of, in_group
 from raykv.client.chunks import ChunkPlace
-from raykv.protocol.descriptions import ChunkGroup, parse_groups
+from raykv.protocol import descriptions, reader
 from raykv.protocol.engine import CHUNK_NAME_BYTES
-from raykv.protocol.reader import RAM, Explanation
 
 if TYPE_CHECKING:
     from raykv.client.cluster import Cluster
-    from raykv.protocol.events import Event
-    from raykv.protocol.status import ClusterStatus
+    from raykv.protocol import events, status
 
 MAX_PAGES = 1024
 """Pages of requests that are read at once: more than nodes remember."""
@@ -31,7 +29,7 @@ def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Ite
     """
     listed = getattr(cluster, "chunks", None)
     if listed is not None:
-        yield from map(_listed_row, listed(namespace=namespace, node=node, tier=RAM))
+        yield from map(_listed_row, listed(namespace=namespace, node=node, tier=reader.RAM))
         return
     for row in _snapshot_rows(cluster):
         in_space = row["namespace"].startswith(namespace or "")
@@ -96,7 +94,7 @@ def namespace_rows(cluster: Cluster, chunks: Iterable[Row]) -> Iterator[Row]:
         yield {"engines": 0, **row, "nodes": len(nodes.get(name, ()))}
 
 
-def request_rows(found: Iterable[Explanation]) -> Iterator[Row]:
+def request_rows(found: Iterable[reader.Explanation]) -> Iterator[Row]:
     """What became of the tokens of requests that have ended."""
     for each in found:
         record = each.record
@@ -127,9 +125,9 @@ def chunk_names(chunks: bytes) -> tuple[str, ...]:
     return tuple(chunks[at : at + step].hex() for at in range(0, len(chunks), step))
 
 
-def all_requests(cluster: Cluster) -> list[Explanation]:
+def all_requests(cluster: Cluster) -> list[reader.Explanation]:
     """All requests that are remembered, the oldest first."""
-    found: list[Explanation] = []
+    found: list[reader.Explanation] = []
     place = ""
     for _ in range(MAX_PAGES):
         page = cluster.requests(place)
@@ -140,7 +138,7 @@ def all_requests(cluster: Cluster) -> list[Explanation]:
     return found
 
 
-def event_row(event: Event) -> Row:
+def event_row(event: events.Event) -> Row:
     """An event of any kind; what its kind does not have is left out."""
     row = msgspec.structs.asdict(event)
     row["event"] = type(event).__name__
@@ -178,9 +176,9 @@ def _described(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> l
     return list(keys)
 
 
-def groups_of(known: ClusterStatus, namespace: str) -> list[ChunkGroup]:
+def groups_of(known: status.ClusterStatus, namespace: str) -> list[descriptions.ChunkGroup]:
     """The KV groups of a namespace; none if no engine has told them."""
     for each in known.spaces:
         if each.namespace == namespace and "chunks" in each.traits:
-            return parse_groups(each.traits["chunks"])
+            return descriptions.parse_groups(each.traits["chunks"])
     return []

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from raykv.base.errors import HandleError
-from raykv.memory import canonical
+from raykv.memory import canonical, kv_form, region
 from raykv.memory.cuda.driver import MemoryDriver
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
-from raykv.memory.kv_form import objection
-from raykv.memory.region import Region
 from raykv.protocol.worker import KVLayout
 
 MEMFD = "memfd"
@@ -57,7 +55,7 @@ class MemfdKV:
             HandleError: the memory is smaller than the layout says.
         """
         self.layout = layout
-        self._region = Region.received(fd, layout.num_bytes)
+        self._region = region.Region.received(fd, layout.num_bytes)
         self.address = self._region.address
 
     def populate(self, progress: Callable[[int], bool]) -> None:
@@ -116,7 +114,7 @@ def check_layout(layout: KVLayout) -> None:
         raise HandleError(f"malformed KV layout: {layout}")
     if not 0 < layout.num_bytes <= MAX_KV_BYTES:
         raise HandleError(f"malformed KV layout: a KV cache of {layout.num_bytes} bytes")
-    if wrong := objection(layout.form):
+    if wrong := kv_form.objection(layout.form):
         raise HandleError(f"malformed form of KV: {wrong}")
     for tensor in layout.tensors:
         sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0

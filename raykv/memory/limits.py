@@ -6,40 +6,32 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from raykv.memory.room import (
-    MemoryLimit,
-    MonitorSettings,
-    PoolNeeds,
-    monitor_limit,
-    monitor_settings,
-    objection,
-    tightest,
-)
+from raykv.memory import room
 
 _MACHINE = "this machine's memory"
 
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
-def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+def memory_limit(root: Path = Path("/")) -> room.MemoryLimit:
     """The tightest limit of machine and control groups. `root` stands in for `/` in tests."""
-    return tightest([_machine(root), *_cgroups(root)])
+    return room.tightest([_machine(root), *_cgroups(root)])
 
 
 def worker_limits(
     environment: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> list[MemoryLimit]:
+) -> list[room.MemoryLimit]:
     """All limits of a process that a raylet started, whose environment it has.
 
     They are those of machine and control groups, and that of Ray's memory monitor: it kills
     processes long before the kernel would.
     """
     limits = [_machine(root), *_cgroups(root)]
-    monitor = ray_monitor(monitor_settings(environment), root)
+    monitor = ray_monitor(room.monitor_settings(environment), root)
     return limits if monitor is None else [*limits, monitor]
 
 
-def ray_monitor(settings: MonitorSettings, root: Path = Path("/")) -> MemoryLimit | None:
+def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> room.MemoryLimit | None:
     """What Ray's memory monitor leaves, from what it reads itself; None if it is off.
 
     It knows the control group that is mounted at `/sys/fs/cgroup` only, and counts no page cache:
@@ -54,12 +46,12 @@ def ray_monitor(settings: MonitorSettings, root: Path = Path("/")) -> MemoryLimi
         )
     if found is not None and found.total_bytes <= machine.total_bytes:
         used = found.total_bytes - found.free_bytes
-        return monitor_limit(settings, used, found.total_bytes, "the container's memory")
+        return room.monitor_limit(settings, used, found.total_bytes, "the container's memory")
     used = machine.total_bytes - machine.free_bytes
-    return monitor_limit(settings, used, machine.total_bytes, _MACHINE)
+    return room.monitor_limit(settings, used, machine.total_bytes, _MACHINE)
 
 
-def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> MemoryLimit | None:
+def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> room.MemoryLimit | None:
     """A control group in Ray's eyes; None when it has no limit."""
     keys = (f"{prefix}inactive_file", f"{prefix}active_file")
     return _cgroup(folder, limit, usage, keys)
@@ -74,19 +66,19 @@ def pool_objection(
     """Why this process should not allocate a pool now, in a sentence; empty if it may."""
     limits = worker_limits(environment, root)
     if not pool_path:
-        return objection(PoolNeeds(pool_bytes), limits, None)
+        return room.objection(room.PoolNeeds(pool_bytes), limits, None)
     path = Path(pool_path)
     in_memory = is_in_memory(path, root)
-    needs = PoolNeeds(pool_bytes, _allocated(path, pool_bytes), in_memory)
-    return objection(needs, limits, disk_limit(path))
+    needs = room.PoolNeeds(pool_bytes, _allocated(path, pool_bytes), in_memory)
+    return room.objection(needs, limits, disk_limit(path))
 
 
 def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
     """Whether all limits of this process leave more than `floor_bytes`."""
-    return tightest(worker_limits(root=root)).free_bytes > floor_bytes
+    return room.tightest(worker_limits(root=root)).free_bytes > floor_bytes
 
 
-def disk_limit(path: Path) -> MemoryLimit | None:
+def disk_limit(path: Path) -> room.MemoryLimit | None:
     """Room of the file system that `path` is, or will be, in; None if it can't be told."""
     try:
         found = os.statvfs(path if path.exists() else path.parent)
@@ -94,7 +86,7 @@ def disk_limit(path: Path) -> MemoryLimit | None:
         return None
     size = found.f_frsize
     source = f"the file system of {path}"
-    return MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
+    return room.MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
 
 
 def is_in_memory(path: Path, root: Path = Path("/")) -> bool:
@@ -122,15 +114,15 @@ def _allocated(path: Path, most: int) -> int:
         return 0
 
 
-def _machine(root: Path) -> MemoryLimit:
+def _machine(root: Path) -> room.MemoryLimit:
     fields = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024
-    return MemoryLimit(fields["MemAvailable"], fields["MemTotal"], _MACHINE)
+    return room.MemoryLimit(fields["MemAvailable"], fields["MemTotal"], _MACHINE)
 
 
-def _cgroups(root: Path) -> list[MemoryLimit]:
+def _cgroups(root: Path) -> list[room.MemoryLimit]:
     """Limits of our own control group and of those above it, version 2 and 1."""
     found = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -154,7 +146,7 @@ def _cgroups(root: Path) -> list[MemoryLimit]:
 
 def _cgroup(
     folder: Path, limit_name: str, usage_name: str, cache_keys: tuple[str, ...] = ()
-) -> MemoryLimit | None:
+) -> room.MemoryLimit | None:
     try:
         limit = (folder / limit_name).read_text().strip()
         usage = int((folder / usage_name).read_text())
@@ -165,7 +157,7 @@ def _cgroup(
         return None
     total = int(limit)
     free = min(total, max(0, total - usage + cache))
-    return MemoryLimit(free, total, f"the control group {folder}")
+    return room.MemoryLimit(free, total, f"the control group {folder}")
 
 
 def _page_cache(folder: Path, keys: tuple[str, ...]) -> int:

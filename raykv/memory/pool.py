@@ -25,13 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.deadlines import NODE_ROOM_LOOK_S
-from raykv.base.errors import HandleError
+from raykv.base import deadlines, errors, ownership
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, SLOT_ALIGNMENT, Blocks, Slot, Stamp
-from raykv.base.ownership import open_own
-from raykv.memory.pages import place_near_gpus, pool_region
-from raykv.memory.region import ROOM_CHECK_BYTES, Region
+from raykv.memory import pages, region
 
 logger = logging.getLogger("raykv.node")
 
@@ -111,14 +108,14 @@ class Journal:
             try:
                 self._set_aside()
             except OSError as failure:
-                raise HandleError(
+                raise errors.HandleError(
                     f"the journal {self._path} is not believed ({error}) and can't be set aside: "
                     f"{failure.strerror}. Remove it, or set another pool_path"
                 ) from failure
         try:
             self._rewrite()
         except OSError as error:
-            raise HandleError(
+            raise errors.HandleError(
                 f"the journal {self._path} can't be written: {error.strerror}"
             ) from error
         return list(self._entries.values())
@@ -134,7 +131,7 @@ class Journal:
             msgspec.MsgspecError: it has something else than a journal has.
         """
         try:
-            with os.fdopen(open_own(self._path, os.O_RDONLY), "rb") as file:
+            with os.fdopen(ownership.open_own(self._path, os.O_RDONLY), "rb") as file:
                 payloads = _payloads(file.read())
         except FileNotFoundError:
             return {}
@@ -180,7 +177,7 @@ class Journal:
 
     def _rewrite(self) -> None:
         temporary = self._path.with_suffix(".new")
-        fd = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = ownership.open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             records = [self._header, _Floors(self.floors), *self._entries.values()]
             _write_all(fd, b"".join(map(_framed, records)))
@@ -277,16 +274,16 @@ class Pool:
         self.prefaulted_bytes = 0
         self.is_short = False
         self._has_said_so = False
-        self.room_poll_s = NODE_ROOM_LOOK_S
+        self.room_poll_s = deadlines.NODE_ROOM_LOOK_S
         # Slot size of each slab of a pool file that has been stored into.
         self._slab_sizes: dict[int, int] = {}
         if pool_path:
             path = Path(pool_path)
-            self._region = Region.in_file(path, geometry.pool_bytes)
+            self._region = region.Region.in_file(path, geometry.pool_bytes)
             self._journal = Journal(path.with_name(path.name + ".journal"), geometry)
         else:
-            self._region = pool_region(geometry.pool_bytes)
-        place_near_gpus(self._region)
+            self._region = pages.pool_region(geometry.pool_bytes)
+        pages.place_near_gpus(self._region)
         # Where the pool is mapped in this process.
         self.address = self._region.address
 
@@ -369,7 +366,7 @@ class Pool:
 
     def _progress(self, done: int, has_room: Callable[[], bool]) -> bool:
         self.prefaulted_bytes = done
-        if done % ROOM_CHECK_BYTES == 0:
+        if done % region.ROOM_CHECK_BYTES == 0:
             self.is_short = not has_room()
         return not self.is_short and not self._stopped.is_set()
 

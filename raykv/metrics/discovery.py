@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raykv.base.errors import first_line
-from raykv.base.ownership import write_own
-from raykv.base.threads import OnFailure, start_thread
+from raykv.base import errors, ownership, threads
 
 logger = logging.getLogger("raykv.metrics")
 
@@ -45,7 +43,7 @@ class TargetsFile:
         )
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            write_own(draft, text.encode(), 0o644)
+            ownership.write_own(draft, text.encode(), 0o644)
             draft.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -69,7 +67,7 @@ class Discovery:
 
     def start(self) -> None:
         """Begin."""
-        start_thread("raykv-targets", self._run, OnFailure.RUN_AGAIN)
+        threads.start_thread("raykv-targets", self._run, threads.OnFailure.RUN_AGAIN)
 
     def _run(self) -> None:
         while True:
@@ -90,7 +88,7 @@ class Discovery:
                 logger.warning(
                     "%s can't be kept up to date (said once): %s",
                     self._file.path,
-                    first_line(error),
+                    errors.first_line(error),
                 )
             return
         self._complained = False

@@ -20,43 +20,30 @@ import time
 import msgspec
 import ray
 
+from raykv.base import errors, settings, version
 from raykv.base.deadlines import GCS_S, NODE_ROOM_LOOK_S, STATES_READ_S
-from raykv.base.errors import RayKVError, SettingError, first_line
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
-from raykv.base.settings import NodeOptions
 from raykv.base.threads import OnFailure, end_process, start_thread
-from raykv.base.version import __version__
 from raykv.cluster.breaker import joined
 from raykv.cluster.logs import read_log, set_up_logging
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
+from raykv.node import devices, fetch, read, reports
 from raykv.node.accounts.desk import Desk
-from raykv.node.devices import see_all_gpus
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
-from raykv.node.fetch import FetchService
 from raykv.node.host import host_facts
 from raykv.node.keeper import PoolKeeper
+from raykv.node.nixl import offers, transport
 from raykv.node.nixl.agent import NixlAgent, NixlError
-from raykv.node.nixl.offers import Offers
-from raykv.node.nixl.transport import NixlTransport
 from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers
-from raykv.node.read import ReadService
-from raykv.node.reports import Reports
 from raykv.node.service import NodeService, ServiceSettings, boot_life
 from raykv.node.states.file import HiddenStates
-from raykv.protocol.columns import check_numbers
-from raykv.protocol.copies import Fetch, Read
-from raykv.protocol.events import ListingQuery
+from raykv.protocol import columns, copies, events, measures, node, operator, reader, sessions
 from raykv.protocol.findings import HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
-from raykv.protocol.measures import MetricFamily
-from raykv.protocol.node import DiskStats, Kept, NixlEnd, NodeDescription, NodeStats
-from raykv.protocol.operator import DropOrder
-from raykv.protocol.reader import ChunkQuery
-from raykv.protocol.sessions import SessionQuery
 
 logger = logging.getLogger("raykv.node")
 
@@ -87,7 +74,7 @@ ENGINE, OTHER_NODE, OPERATOR = "the engine", "another NodeActor", "the operator"
 CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
 """Threads of the actor for each kind of call; further calls wait their turn."""
 
-NO_OPTIONS = NodeOptions()
+NO_OPTIONS = settings.NodeOptions()
 
 
 def is_draining(node_id: str) -> bool:
@@ -97,7 +84,7 @@ def is_draining(node_id: str) -> bool:
 
         return node_id in worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_S)
     except Exception as error:
-        logger.debug("Ray does not say which nodes drain: %s", first_line(error))
+        logger.debug("Ray does not say which nodes drain: %s", errors.first_line(error))
         return False
 
 
@@ -111,10 +98,10 @@ class NodeActor:
         pool_bytes: int,
         slab_bytes: int,
         pool_path: str,
-        options: NodeOptions = NO_OPTIONS,
+        options: settings.NodeOptions = NO_OPTIONS,
     ) -> None:
         set_up_logging()
-        see_all_gpus()
+        devices.see_all_gpus()
         self._node_id = node_id
         self._socket_name = socket_name
         self._pool_path = pool_path
@@ -124,8 +111,8 @@ class NodeActor:
         self._disk: DiskTier | None = None
         self._transport_wish = options.transport
         self._pin_share = options.pin_share
-        self._nixl = NixlEnd()
-        self._nixl_reads: NixlTransport | None = None
+        self._nixl = node.NixlEnd()
+        self._nixl_reads: transport.NixlTransport | None = None
         # Several threads fetch and read.
         self._measuring = threading.Lock()
         # Why there is no pool; empty as soon as there is one.
@@ -159,7 +146,7 @@ class NodeActor:
             except Exception as error:
                 # A new life, from the beginning.
                 logger.exception("the pool can't be opened")
-                end_process(f"the pool can't be opened: {first_line(error)}")
+                end_process(f"the pool can't be opened: {errors.first_line(error)}")
         logger.warning("there is room for the pool now")
 
     def _open(self) -> str:
@@ -173,10 +160,10 @@ class NodeActor:
                 *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
             )
             self._service = NodeService(ServiceSettings(self._socket_name), keeper)
-        except RayKVError as error:
+        except errors.RayKVError as error:
             return str(error)
         self._keeper = keeper
-        self._reading = ReadService(keeper)
+        self._reading = read.ReadService(keeper)
         if self._disk_place.path:
             is_busy = self._service.is_copying
             self._disk = DiskTier(self._disk_place, keeper, self._wake, is_busy)
@@ -184,18 +171,18 @@ class NodeActor:
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
         self._transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport(peers))
-        self._fetching = FetchService(keeper, self._transport)
-        self._offers = Offers(self._reading)
+        self._fetching = fetch.FetchService(keeper, self._transport)
+        self._offers = offers.Offers(self._reading)
         self._opened_desk = Desk(self._node_id, keeper)
-        self._reports = Reports(keeper, self._stats)
+        self._reports = reports.Reports(keeper, self._stats)
         try:
             self._start()
-        except (RayKVError, OSError) as error:
+        except (errors.RayKVError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise
             self._service.stop()
             keeper.pool.close()
-            is_ours = isinstance(error, RayKVError)
+            is_ours = isinstance(error, errors.RayKVError)
             return str(error) if is_ours else f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
@@ -231,9 +218,9 @@ class NodeActor:
             logger.log(level, "chunks of other nodes come through Ray, without NIXL: %s", error)
             return
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
-        self._nixl_reads = NixlTransport(agent, peers, ObjectRefTransport(peers))
+        self._nixl_reads = transport.NixlTransport(agent, peers, ObjectRefTransport(peers))
         self._transport.use(self._nixl_reads)
-        self._nixl = NixlEnd(metadata)
+        self._nixl = node.NixlEnd(metadata)
 
     def _start(self) -> None:
         give_up_at = time.monotonic() + NODE_BIND_S
@@ -251,9 +238,9 @@ class NodeActor:
     def describe(self) -> bytes:
         """→ `NodeDescription`; without a pool its sizes are those that it was to have."""
         geometry = self._geometry
-        description = NodeDescription(
+        description = node.NodeDescription(
             version=PROTOCOL_VERSION,
-            raykv_version=__version__,
+            raykv_version=version.__version__,
             node_id=self._node_id,
             life=0,
             socket_name=self._socket_name,
@@ -283,7 +270,7 @@ class NodeActor:
     def fetch(self, raw: bytes) -> bytes:
         """`Fetch` → `CopyResult`: chunks of other nodes into the pool."""
         self._refuse_without_pool()
-        result = self._fetching.fetch(receive(raw, Fetch, ENGINE, HERE))
+        result = self._fetching.fetch(receive(raw, copies.Fetch, ENGINE, HERE))
         with self._measuring:
             self._service.meter.fetch.observe(result.seconds)
         return encode(result)
@@ -293,9 +280,9 @@ class NodeActor:
         """`Read` → `ReadReply` and the bytes: chunks of this node, for another one."""
         self._refuse_without_pool()
         began = time.monotonic()
-        request = receive(raw, Read, OTHER_NODE, HERE)
+        request = receive(raw, copies.Read, OTHER_NODE, HERE)
         if request.from_disk and self._disk is not None:
-            check_numbers("slot sizes", request.slot_bytes, 1, self._geometry.slab_bytes)
+            columns.check_numbers("slot sizes", request.slot_bytes, 1, self._geometry.slab_bytes)
             # Other threads touch the disk: it may hang.
             reply, data = self._disk.reads.start_read(request).wait(DISK_READ_S)
         else:
@@ -309,8 +296,8 @@ class NodeActor:
         """`Read` → `Offer`: chunks that another node takes out of the pool itself."""
         self._refuse_without_pool()
         if not self._nixl.metadata:
-            raise SettingError("NIXL is not open on this node: its pool is read through Ray")
-        return encode(self._offers.begin(receive(raw, Read, OTHER_NODE, HERE)))
+            raise errors.SettingError("NIXL is not open on this node: its pool is read through Ray")
+        return encode(self._offers.begin(receive(raw, copies.Read, OTHER_NODE, HERE)))
 
     @ray.method(concurrency_group="offer")
     def end_offer(self, life: int, number: int) -> bool:
@@ -350,18 +337,18 @@ class NodeActor:
 
     def _refuse_without_pool(self) -> None:
         if self._refusal:
-            raise SettingError(self._refusal)
+            raise errors.SettingError(self._refusal)
 
-    def _families(self) -> list[MetricFamily]:
+    def _families(self) -> list[measures.MetricFamily]:
         """All series, for a scrape; in a thread of the server."""
-        build = numbers("raykv_build_info", {(__version__, "node"): 1})
+        build = numbers("raykv_build_info", {(version.__version__, "node"): 1})
         if self._refusal:
             return [build, number("raykv_pool_size_bytes", 0)]
         stats = self._stats()
         with self._keeper.lock:
             return [build, *self._service.meter.families(stats, self._keeper.owner)]
 
-    def _stats(self) -> NodeStats:
+    def _stats(self) -> node.NodeStats:
         fetched = self._fetching.counters
         metrics = self._metrics
         return msgspec.structs.replace(
@@ -375,7 +362,7 @@ class NodeActor:
             breakers=joined([self._reports.breaker_report(), self._fetching.breaker_report()]),
             metrics_address="" if metrics is None else metrics.address,
             metrics_problem="" if metrics is None else metrics.problem,
-            disk=DiskStats() if self._disk is None else self._disk.stats(),
+            disk=node.DiskStats() if self._disk is None else self._disk.stats(),
         )
 
     # People
@@ -388,12 +375,12 @@ class NodeActor:
     @ray.method(concurrency_group="people")
     def listing(self, raw: bytes) -> bytes:
         """`ListingQuery` → `ListingPart`."""
-        return encode(self._desk.listing(receive(raw, ListingQuery, OPERATOR, HERE)))
+        return encode(self._desk.listing(receive(raw, events.ListingQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def chunks(self, raw: bytes) -> bytes:
         """`ChunkQuery` → `ChunkPage`, of this node alone."""
-        return encode(self._desk.chunks(receive(raw, ChunkQuery, OPERATOR, HERE)))
+        return encode(self._desk.chunks(receive(raw, reader.ChunkQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def descriptions(self, keys: list[bytes], namespace: str | None = None) -> bytes:
@@ -408,7 +395,7 @@ class NodeActor:
     @ray.method(concurrency_group="people")
     def drop(self, raw: bytes) -> bytes:
         """`DropOrder` → `Released`."""
-        return encode(self._desk.drop(receive(raw, DropOrder, OPERATOR, HERE)))
+        return encode(self._desk.drop(receive(raw, operator.DropOrder, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="people")
     def requests(self, after: int) -> bytes:
@@ -428,13 +415,13 @@ class NodeActor:
     @ray.method(concurrency_group="people")
     def sessions(self, raw: bytes) -> bytes:
         """`SessionQuery` → `SessionPage`."""
-        return encode(self._desk.sessions(receive(raw, SessionQuery, OPERATOR, HERE)))
+        return encode(self._desk.sessions(receive(raw, sessions.SessionQuery, OPERATOR, HERE)))
 
     @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:
         """→ `Kept`, when all chunks are on the disk or in the pool file, or the time has passed."""
         if self._refusal:
-            return encode(Kept(self._node_id))
+            return encode(node.Kept(self._node_id))
         keeper, place, problem = self._keeper, self._pool_path, ""
         if self._disk is not None:
             place, left = self._disk_place.path, self._disk.keep(deadline_s)
@@ -443,7 +430,7 @@ class NodeActor:
             left = keeper.wait_for_seals(deadline_s)
         else:
             left = self._num_chunks()
-        return encode(Kept(self._node_id, place, self._num_chunks() - left, left, problem))
+        return encode(node.Kept(self._node_id, place, self._num_chunks() - left, left, problem))
 
     def _num_chunks(self) -> int:
         with self._keeper.lock:

@@ -13,25 +13,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from raykv.base.deadlines import NODE_STOP_S
-from raykv.base.errors import AttachError, MessageError, ThreadError, VersionError
+from raykv.base import deadlines, errors
 from raykv.base.ids import Direction, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
+from raykv.copy import engine, plan
 from raykv.copy.cpu import CPUBackend
-from raykv.copy.engine import CopyBackend, LaneName, StopSign
-from raykv.copy.plan import Planner
 from raykv.copy.rows import RowCopier
+from raykv.memory import handles, limits, region, room
 from raykv.memory.cuda.kv import DeviceKV
-from raykv.memory.handles import OpenedKV
-from raykv.memory.limits import has_room
-from raykv.memory.region import ROOM_CHECK_BYTES, yield_to_others
-from raykv.memory.room import NEAR_BYTES
 from raykv.memory.words import CancelWords, Word
 from raykv.node.devices import Devices
 from raykv.node.pool.jobs import AdmittedJob
-from raykv.protocol import wire
+from raykv.protocol import framing, wire
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import introduction, receive
 from raykv.protocol.worker import MAX_PIECES, AttachWorker
 
 logger = logging.getLogger("raykv.node")
@@ -44,20 +38,20 @@ class AttachedWorker:
         self,
         sock: socket.socket,
         hello: AttachWorker,
-        kv: OpenedKV,
+        kv: handles.OpenedKV,
         words: CancelWords,
         devices: Devices | None = None,
     ) -> None:
         self.hello = hello
         self.words = words
-        self.planner = Planner(kv.layout, hello.rank)
+        self.planner = plan.Planner(kv.layout, hello.rank)
         self.running = 0
         # A word, for copies that run without the GIL; 1 when the connection is closed.
         self._closed = ctypes.c_uint64(0)
         self._sock = sock
         self._kv = kv
         self._devices = devices
-        self._device_backend: CopyBackend | None = None
+        self._device_backend: engine.CopyBackend | None = None
         self._send_lock = threading.Lock()
         self._populating: SupervisedThread | None = None
 
@@ -70,7 +64,7 @@ class AttachedWorker:
         """UUID of the GPU that the KV cache is on; `HOST` for CPU memory."""
         return self._kv.layout.device
 
-    def backend(self, pool_address: int, rows: RowCopier) -> CopyBackend:
+    def backend(self, pool_address: int, rows: RowCopier) -> engine.CopyBackend:
         """The copier for this worker. One for a GPU is made by the first call, before the worker is
         served; from then on any thread may call.
         """
@@ -81,10 +75,10 @@ class AttachedWorker:
             self._device_backend = self._devices.backend(self._kv, pool_address)
         return self._device_backend
 
-    def stop_sign(self, job_id: int) -> StopSign:
+    def stop_sign(self, job_id: int) -> engine.StopSign:
         """Set when the job is taken back or the connection is closed; valid until `unmap`."""
         closed = Word(ctypes.addressof(self._closed), 1)
-        return StopSign([self.words.word(job_id), closed])
+        return engine.StopSign([self.words.word(job_id), closed])
 
     def send(self, message: msgspec.Struct) -> None:
         """Send or close: a worker that does not read must not hold up the others."""
@@ -102,14 +96,16 @@ class AttachedWorker:
         """
 
         def may_go_on(done: int) -> bool:
-            return self.is_open and (done % ROOM_CHECK_BYTES > 0 or has_room(NEAR_BYTES))
+            return self.is_open and (
+                done % region.ROOM_CHECK_BYTES > 0 or limits.has_room(room.NEAR_BYTES)
+            )
 
         def run() -> None:
-            yield_to_others()
+            region.yield_to_others()
             self._kv.populate(may_go_on)
 
         # Without a thread pages come one by one, when they are touched.
-        with contextlib.suppress(ThreadError):
+        with contextlib.suppress(errors.ThreadError):
             self._populating = start_thread("raykv-populate", run, OnFailure.GIVE_UP)
 
     def close_connection(self) -> None:
@@ -119,14 +115,14 @@ class AttachedWorker:
 
     def unmap(self) -> None:
         if self._populating is not None:
-            self._populating.join(NODE_STOP_S)
+            self._populating.join(deadlines.NODE_STOP_S)
         if self._populating is not None and self._populating.is_alive():
             # It may be about to touch the next page. The memory goes with this process.
             logger.warning(
                 "the KV memory of engine %s, which has left, stays mapped: its pages are still "
                 "being touched after %.0f s",
                 self.hello.engine_id,
-                NODE_STOP_S,
+                deadlines.NODE_STOP_S,
             )
         else:
             self._kv.close()
@@ -147,15 +143,15 @@ class QueuedJob:
     lock_fd: int = -1
     refusals: dict[int, Refusal] = field(default_factory=dict)
     direction: Direction = field(init=False)
-    stop: StopSign = field(init=False)
+    stop: engine.StopSign = field(init=False)
 
     def __post_init__(self) -> None:
         self.direction = Direction(self.admitted.job.direction)
         self.stop = self.worker.stop_sign(self.admitted.job.job_id)
 
     @property
-    def lane(self) -> LaneName:
-        return LaneName(self.worker.device, self.direction)
+    def lane(self) -> engine.LaneName:
+        return engine.LaneName(self.worker.device, self.direction)
 
     @property
     def is_cancelled(self) -> bool:
@@ -174,7 +170,7 @@ CPU.
 """
 
 
-class IntroductionError(AttachError):
+class IntroductionError(errors.AttachError):
     """A first message that can't be taken, of an engine or, perhaps, a worker."""
 
     def __init__(self, text: str, is_engine: bool) -> None:
@@ -213,7 +209,7 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
             if not data[0]:
                 raise ValueError("it closed before it had attached")
             if len(fds) > MAX_FDS:
-                raise AttachError("too many descriptors came with the first message")
+                raise errors.AttachError("too many descriptors came with the first message")
             frames = reader.feed(data[0])
         return Opening(_introduction(frames[0]), fds, frames[1:])
     except BaseException:
@@ -222,12 +218,12 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
 
 
 def _introduction(raw: bytes) -> AttachWorker | EngineHello:
-    is_engine = introduction(raw).type == "engine"
+    is_engine = framing.introduction(raw).type == "engine"
     kind: type[AttachWorker | EngineHello] = EngineHello if is_engine else AttachWorker
     sender = "the engine" if is_engine else "the worker"
     try:
-        return receive(raw, kind, sender, "this NodeActor")
-    except (VersionError, MessageError) as error:
+        return framing.receive(raw, kind, sender, "this NodeActor")
+    except (errors.VersionError, errors.MessageError) as error:
         raise IntroductionError(str(error), is_engine) from error
 
 
@@ -242,7 +238,7 @@ def check_parts(worker: AttachedWorker) -> None:
     for group_id, slot_bytes in hello.slot_bytes.items():
         needed = worker.planner.chunk_bytes(group_id, hello.num_ranks)
         if needed > slot_bytes:
-            raise AttachError(
+            raise errors.AttachError(
                 f"a chunk of KV group {group_id} has {needed} bytes with the parts of all "
                 f"{hello.num_ranks} ranks, which don't fit into a slot of {slot_bytes} bytes"
             )

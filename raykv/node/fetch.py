@@ -21,19 +21,14 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from raykv.base.deadlines import SOURCE_PAUSES_S
-from raykv.base.errors import MessageError
+from raykv.base import deadlines, errors
 from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
-from raykv.cluster import names
-from raykv.cluster.breaker import Breakers, Pauses
+from raykv.cluster import breaker, names
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.pool.records import ChunkState
 from raykv.node.read import blocks_in
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
-from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply, check_read_reply
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.measures import BreakerReport
+from raykv.protocol import columns, copies, framing, measures
 
 logger = logging.getLogger("raykv.node")
 
@@ -73,7 +68,7 @@ class _WantedChunk:
     """One chunk of an order, and the sources that were not tried yet."""
 
     landing: _Landing
-    sources: deque[Source]
+    sources: deque[columns.Source]
     was_asked: bool = False
 
     def skip_source(self) -> None:
@@ -89,7 +84,7 @@ class _WantedChunk:
 class _Piece:
     """Chunks that are read from one source in one call."""
 
-    source: Source
+    source: columns.Source
     chunks: list[_WantedChunk]
     pending: PendingRead | None = None
     started_at: float = 0.0
@@ -127,15 +122,15 @@ class FetchService:
         self._lock = threading.Lock()
         self._flying: dict[tuple[Namespace, Key], _Landing] = {}
         # By the source's name; `_lock` guards them too.
-        self.breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
+        self.breakers = breaker.Breakers(breaker.Pauses(*deadlines.SOURCE_PAUSES_S))
         self.counters = FetchCounters()
 
-    def fetch(self, order: Fetch) -> CopyResult:
+    def fetch(self, order: copies.Fetch) -> copies.CopyResult:
         """Fetch all chunks of an order, at most until its deadline; whatever goes wrong is a
         refusal, never an exception.
         """
         fetch = _Fetch(order, time.monotonic())
-        if order.version != PROTOCOL_VERSION:
+        if order.version != framing.PROTOCOL_VERSION:
             return self._result(fetch, [Refusal.BAD_HANDLE] * len(order.keys))
         landings = self._claim(fetch)
         try:
@@ -154,18 +149,18 @@ class FetchService:
         ]
         return self._result(fetch, refusals)
 
-    def _result(self, fetch: _Fetch, refusals: list[Refusal]) -> CopyResult:
+    def _result(self, fetch: _Fetch, refusals: list[Refusal]) -> copies.CopyResult:
         """How the fetch has ended, and how all of its chunks are now."""
         with self._keeper.lock:
             keys = [chunk.landing.key for chunk in fetch.chunks]
             life, number, rows = self._keeper.owner.state_of(fetch.namespace, keys)
         failed = {at: refusal for at, refusal in enumerate(refusals) if refusal}
-        return CopyResult(
+        return copies.CopyResult(
             fetch.order.number,
             life,
             number,
             rows,
-            Numbers.of(failed),
+            columns.Numbers.of(failed),
             bytes(failed.values()),
             fetch.num_bytes,
             time.monotonic() - fetch.began_at,
@@ -252,7 +247,7 @@ class FetchService:
             piece.chunks.append(chunk)
         return piece
 
-    def _next_source(self, fetch: _Fetch, chunk: _WantedChunk) -> Source | None:
+    def _next_source(self, fetch: _Fetch, chunk: _WantedChunk) -> columns.Source | None:
         """The next one that is worth asking; it stays in the chunk's list."""
         while chunk.sources:
             source = chunk.sources[0]
@@ -261,7 +256,7 @@ class FetchService:
             chunk.skip_source()
         return None
 
-    def _is_left_alone(self, source: Source) -> bool:
+    def _is_left_alone(self, source: columns.Source) -> bool:
         """Whether a source did not answer a short while ago."""
         with self._lock:
             return self.breakers.refuses(names.source_name(source), time.monotonic())
@@ -282,11 +277,11 @@ class FetchService:
             fetch.trials.add(piece.source)
         for chunk in piece.chunks:
             chunk.was_asked = True
-        request = Read(
-            PROTOCOL_VERSION,
+        request = copies.Read(
+            framing.PROTOCOL_VERSION,
             fetch.namespace,
-            Keys.of(chunk.landing.key for chunk in piece.chunks),
-            Numbers.of(piece.sizes),
+            columns.Keys.of(chunk.landing.key for chunk in piece.chunks),
+            columns.Numbers.of(piece.sizes),
             with_checksums=fetch.order.with_checksums,
         )
         piece.started_at = time.monotonic()
@@ -309,11 +304,11 @@ class FetchService:
         try:
             reply, data = piece.pending.wait(left / 2 if has_others else left)
             is_checked = fetch.order.with_checksums
-            check_read_reply(reply, len(data), piece.sizes, with_checksums=is_checked)
+            copies.check_read_reply(reply, len(data), piece.sizes, with_checksums=is_checked)
         except PeerError as error:
             self._failed(fetch, piece, error)
             return
-        except MessageError as error:
+        except errors.MessageError as error:
             self._failed(fetch, piece, PeerError(f"node {piece.source.node_id}: {error}"))
             return
         with self._lock:
@@ -324,7 +319,7 @@ class FetchService:
         fetch.heard[piece.source] = time.monotonic()
         self._land(fetch, piece, reply, data)
 
-    def _land(self, fetch: _Fetch, piece: _Piece, reply: ReadReply, data: Bytes) -> None:
+    def _land(self, fetch: _Fetch, piece: _Piece, reply: copies.ReadReply, data: Bytes) -> None:
         checksums, blocks = iter(reply.checksums), blocks_in(reply)
         stamps = map(Stamp, reply.histories, reply.stamps)
         end = 0
@@ -335,7 +330,7 @@ class FetchService:
                 end += chunk.landing.slot_bytes
                 # An import is a store of this fetch's time.
                 stamp = next(stamps)
-                if piece.source.kind is SourceKind.IMPORT:
+                if piece.source.kind is columns.SourceKind.IMPORT:
                     stamp = fetch.orders
                 there = blocks.get(chunk.landing.key, NO_BLOCKS)
                 refusal = self._take(fetch, chunk, part, next(checksums, None), stamp, there)
@@ -394,7 +389,7 @@ class FetchService:
             chunk.landing.refusal = Refusal.NODE_LOST
             fetch.waiting.append(chunk)
 
-    def breaker_report(self) -> BreakerReport:
+    def breaker_report(self) -> measures.BreakerReport:
         """Sources that are left alone, but for imports, which end; any thread may ask."""
         with self._lock:
             return self.breakers.report(time.monotonic(), but=names.IMPORT_PREFIX)
@@ -418,7 +413,7 @@ class FetchService:
 class _Fetch:
     """One order on its way: what is `left` of it, and of that what waits for a source."""
 
-    def __init__(self, order: Fetch, began_at: float) -> None:
+    def __init__(self, order: copies.Fetch, began_at: float) -> None:
         self.order = order
         self.namespace = Namespace(order.namespace)
         self.began_at = began_at
@@ -428,10 +423,10 @@ class _Fetch:
         self.orders = Stamp(0, 0)
         """The number of the orders when it began."""
         # When sources failed last, and when they answered.
-        self.silent: dict[Source, float] = {}
-        self.heard: dict[Source, float] = {}
+        self.silent: dict[columns.Source, float] = {}
+        self.heard: dict[columns.Source, float] = {}
         # Sources that this fetch asks whether they are back.
-        self.trials: set[Source] = set()
+        self.trials: set[columns.Source] = set()
         self.chunks = [
             _WantedChunk(_Landing(Key(key), size), deque())
             for key, size in zip(order.keys, order.slot_bytes, strict=True)

@@ -14,11 +14,8 @@ from pathlib import Path
 import psutil
 import ray
 
-from raykv.base.errors import ThreadError
-from raykv.base.threads import num_failed, within
-from raykv.base.version import __version__
-from raykv.memory.limits import disk_limit, is_in_memory, worker_limits
-from raykv.memory.room import MemoryLimit
+from raykv.base import errors, threads, version
+from raykv.memory import limits, room
 from raykv.node.disk.folder import unowned_folders
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, LimitFacts, UnownedFolder
 
@@ -37,21 +34,21 @@ _PROBES = 16
 
 def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:
     """Look around, for as long as ports that do not answer take; says nothing of the pool."""
-    disk = disk_limit(Path(pool_path)) if pool_path else None
+    disk = limits.disk_limit(Path(pool_path)) if pool_path else None
     unreached = unreached_of(question.places[:MAX_PLACES], question.reach_s)
     return HostFacts(
         hostname=socket.gethostname(),
-        raykv_version=__version__,
+        raykv_version=version.__version__,
         ray_version=str(ray.__version__),
         python_version=platform.python_version(),
         # Last, so that the caller knows how old it is.
         wall_time=time.time(),
-        is_memory=not pool_path or is_in_memory(Path(pool_path)),
-        limits=[_limit_facts(limit) for limit in worker_limits()],
+        is_memory=not pool_path or limits.is_in_memory(Path(pool_path)),
+        limits=[_limit_facts(limit) for limit in limits.worker_limits()],
         disk=None if disk is None else _limit_facts(disk),
         shm_bytes=_shm_bytes(),
         plasma_folder=_plasma_folder(),
-        threads_failed=num_failed(),
+        threads_failed=threads.num_failed(),
         unreached=unreached,
         unowned=_unowned(disk_path) if disk_path else [],
     )
@@ -60,8 +57,8 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
 def _unowned(disk_path: str) -> list[UnownedFolder]:
     """Folders on the disk that no process holds, if the disk answers in time."""
     try:
-        return within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
-    except (OSError, TimeoutError, ThreadError) as error:
+        return threads.within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
+    except (OSError, TimeoutError, errors.ThreadError) as error:
         logger.warning("disk_path=%r can't be looked at: %s", disk_path, error)
         return []
 
@@ -83,7 +80,7 @@ def _objection(place: Endpoint, reach_s: float) -> str:
     return ""
 
 
-def _limit_facts(limit: MemoryLimit) -> LimitFacts:
+def _limit_facts(limit: room.MemoryLimit) -> LimitFacts:
     return LimitFacts(limit.source, limit.total_bytes, limit.free_bytes)
 
 

@@ -19,16 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
 from raykv.memory.pool import Pool, PoolEntry
-from raykv.node.pool.catalog import PoolCatalog
-from raykv.node.pool.claims import PIN_SHARE
-from raykv.node.pool.index import OfferedChunk
-from raykv.node.pool.jobs import AdmittedJob
+from raykv.node.pool import catalog, claims, index, jobs
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
-from raykv.protocol.copies import CopyResult
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.listing import Reason
-from raykv.protocol.operator import OrdersDocument
+from raykv.protocol import copies, engine, listing, operator
 
 logger = logging.getLogger("raykv.node")
 
@@ -71,7 +65,7 @@ class PoolKeeper:
         geometry: PoolGeometry,
         pool_path: str = "",
         *,
-        pin_share: float = PIN_SHARE,
+        pin_share: float = claims.PIN_SHARE,
     ) -> None:
         self.life = life
         self.geometry = geometry
@@ -81,7 +75,7 @@ class PoolKeeper:
         self.pool = Pool(geometry, pool_path)
         self.owner = NodePool(node_id, life, geometry, pin_share=pin_share)
         """What decides; called with `lock` held."""
-        self.catalog = PoolCatalog(self.owner.index, self.now())
+        self.catalog = catalog.PoolCatalog(self.owner.index, self.now())
         self.keep_floors: KeepFloors | None = None
         """Of the disk tier, if there is one."""
         self._unchecked: deque[ChunkRecord] = deque(maxlen=MAX_UNCHECKED)
@@ -100,7 +94,7 @@ class PoolKeeper:
 
     # Workers' jobs
 
-    def begin_chunks(self, job: AdmittedJob, numbers: Sequence[int]) -> None:
+    def begin_chunks(self, job: jobs.AdmittedJob, numbers: Sequence[int]) -> None:
         """Admit some chunks of a store; see `NodePool.begin_chunks`. `COPY_FAILED`: memory is so
         short that its place can't be touched.
         """
@@ -118,7 +112,7 @@ class PoolKeeper:
         self.pool.forget(record.slot, record.slot_bytes)
         return self.pool.may_touch(record.slot, record.slot_bytes)
 
-    def end_chunks(self, job: AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
+    def end_chunks(self, job: jobs.AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
         """Nobody copies these chunks of a job any more; see `Jobs.end_chunks`."""
         with self.lock:
             records = [] if job.is_load or not ok else [job.chunks[at] for at in numbers]
@@ -130,8 +124,8 @@ class PoolKeeper:
             self.lock.notify_all()
 
     def end_job(
-        self, job: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> CopyResult:
+        self, job: jobs.AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
+    ) -> copies.CopyResult:
         """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
         with self.lock:
             result = self.owner.jobs.end_job(job, failures, num_bytes, seconds)
@@ -159,7 +153,7 @@ class PoolKeeper:
             if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
                 return Refusal.CLEARED
             owner = self.owner.tenants.of(tenant)
-            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
+            chunk = index.OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
             record = self.owner.landings.land(chunk, self.now())
             if isinstance(record, ChunkRecord) and not self._open(record):
                 self.owner.landings.landed(record, ok=False)
@@ -231,7 +225,7 @@ class PoolKeeper:
         return Refusal.NONE
 
     def _quarantine(self, record: ChunkRecord) -> None:
-        self.owner.index.drop(record, Reason.DAMAGED)
+        self.owner.index.drop(record, listing.Reason.DAMAGED)
         self.pool.strike(record.slot)
         self._num_quarantined += 1
         self.lock.notify_all()
@@ -301,7 +295,7 @@ class PoolKeeper:
             self._restored = [record for record in records if record not in refused]
             self._restored_until = self.now() + POOL_FILE_ORDERS_S
 
-    def take_orders(self, document: OrdersDocument, deadline_s: float) -> bool:
+    def take_orders(self, document: operator.OrdersDocument, deadline_s: float) -> bool:
         """A document of orders; see `NodePool.take_orders`. What it clears is kept by the pool file
         and the disk when this returns.
 
@@ -313,7 +307,7 @@ class PoolKeeper:
             floors = self.owner.index.floors.told
             self.pool.keep_floors(floors)
             restored = []
-            if self.owner.orders.stamp != NOTHING_ORDERED:
+            if self.owner.orders.stamp != engine.NOTHING_ORDERED:
                 restored, self._restored = self._restored, restored
             self.lock.notify_all()
         for start in range(0, len(restored), ADOPTED):

@@ -26,21 +26,11 @@ from collections import Counter, deque
 
 import msgspec
 
-from raykv.base.deadlines import NODE_SEND_S, NODE_STOP_S
-from raykv.base.threads import OnFailure, start_thread
+from raykv.base import deadlines, threads
 from raykv.cluster.deaths import Watch
 from raykv.node.keeper import PoolKeeper
-from raykv.protocol import wire
+from raykv.protocol import engine, framing, node, wire
 from raykv.protocol.columns import require
-from raykv.protocol.engine import (
-    ChangesQuery,
-    EngineHello,
-    EngineMessage,
-    EngineWelcome,
-    Tell,
-)
-from raykv.protocol.framing import receive
-from raykv.protocol.node import MOST_ENGINES
 
 logger = logging.getLogger("raykv.node")
 
@@ -69,7 +59,7 @@ class EngineLine:
         self._lock = keeper.lock
         self._sock = sock
         self._life = life
-        self._queries: deque[tuple[ChangesQuery, float]] = deque()
+        self._queries: deque[tuple[engine.ChangesQuery, float]] = deque()
         # Its last query took no rows: it may not know what it lacks.
         self._is_blind = False
         self._is_open = True
@@ -81,7 +71,7 @@ class EngineLine:
         Raises:
             MessageError: the peer is no EngineCore of that life.
         """
-        answering = start_thread("raykv-answers", self._answer, OnFailure.GIVE_UP)
+        answering = threads.start_thread("raykv-answers", self._answer, threads.OnFailure.GIVE_UP)
         try:
             while not watch.has_died:
                 for raw in frames:
@@ -92,7 +82,7 @@ class EngineLine:
                 frames = reader.feed(data)
         finally:
             self.close()
-            answering.join(NODE_STOP_S)
+            answering.join(deadlines.NODE_STOP_S)
 
     def close(self) -> None:
         """End it; any thread may call."""
@@ -103,15 +93,17 @@ class EngineLine:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _take(self, raw: bytes) -> None:
-        message: EngineMessage = receive(raw, EngineMessage, "an engine", "this NodeActor")
+        message: engine.EngineMessage = framing.receive(
+            raw, engine.EngineMessage, "an engine", "this NodeActor"
+        )
         require(message.life == self._life, "an engine of another life than its line's")
         welcome = None
         with self._lock:
             now = self._keeper.now()
-            if isinstance(message, ChangesQuery):
+            if isinstance(message, engine.ChangesQuery):
                 require(len(self._queries) < MOST_QUERIES, "queries that do not wait for answers")
                 self._queries.append((message, now + LINE_SILENCE_S))
-            elif isinstance(message, Tell):
+            elif isinstance(message, engine.Tell):
                 self._keeper.owner.tell(message, now)
             else:
                 welcome = self._keeper.owner.hello(message, now)
@@ -140,7 +132,7 @@ class EngineLine:
             if answer.part.rows.keys:
                 time.sleep(LINE_PAUSE_S)
 
-    def _next(self) -> ChangesQuery | None:
+    def _next(self) -> engine.ChangesQuery | None:
         """The next query that is to be answered now; None at the line's end. Waits with the lock,
         which the caller holds.
         """
@@ -171,7 +163,7 @@ class EngineLines:
         self._num_open: Counter[int] = Counter()
 
     def serve(
-        self, watch: Watch, hello: EngineHello, reader: wire.FrameReader, frames: list[bytes]
+        self, watch: Watch, hello: engine.EngineHello, reader: wire.FrameReader, frames: list[bytes]
     ) -> None:
         """Serve a connection that began with `hello` until it ends; `frames` came behind it.
 
@@ -181,7 +173,7 @@ class EngineLines:
         """
         keeper, life = self._keeper, hello.life
         line = EngineLine(keeper, watch.sock, life)
-        wire.limit_sends(watch.sock, NODE_SEND_S)
+        wire.limit_sends(watch.sock, deadlines.NODE_SEND_S)
         with keeper.lock:
             welcome = self._welcome(hello)
             if not welcome.error:
@@ -202,9 +194,11 @@ class EngineLines:
                     keeper.owner.bye(life)
                 keeper.lock.notify_all()
 
-    def _welcome(self, hello: EngineHello) -> EngineWelcome:
-        if len(self._lines) >= MOST_ENGINES:
-            return EngineWelcome(self._keeper.life, f"{MOST_ENGINES} engines are connected already")
+    def _welcome(self, hello: engine.EngineHello) -> engine.EngineWelcome:
+        if len(self._lines) >= node.MOST_ENGINES:
+            return engine.EngineWelcome(
+                self._keeper.life, f"{node.MOST_ENGINES} engines are connected already"
+            )
         return self._keeper.owner.hello(hello, self._keeper.now())
 
     def __len__(self) -> int:

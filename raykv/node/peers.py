@@ -18,9 +18,7 @@ from raykv.base.deadlines import GCS_S
 from raykv.base.errors import RayKVError, cause_of
 from raykv.base.threads import within
 from raykv.cluster import names
-from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.copies import Read, ReadReply
-from raykv.protocol.framing import S, encode, receive
+from raykv.protocol import columns, copies, framing
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,7 +30,7 @@ class PeerError(RayKVError):
 class PendingRead(Protocol):
     """A read that is under way."""
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         """The source's answer, and the bytes of all chunks that were not refused.
 
         Raises:
@@ -46,7 +44,7 @@ class PendingRead(Protocol):
 class PeerTransport(Protocol):
     """Reads chunks out of other nodes' pools."""
 
-    def start_read(self, source: Source, request: Read) -> PendingRead:
+    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
         """Begin a read; the transfer runs while the caller does something else.
 
         Raises:
@@ -71,7 +69,7 @@ class Call(Protocol):
 class Peers(Protocol):
     """The other NodeActors."""
 
-    def call(self, source: Source, method: str, *arguments: Any) -> Call:
+    def call(self, source: columns.Source, method: str, *arguments: Any) -> Call:
         """Ask one of them.
 
         Raises:
@@ -86,7 +84,7 @@ class RayPeers:
         self._lock = threading.Lock()
         self._handles: dict[str, Any] = {}
 
-    def call(self, source: Source, method: str, *arguments: Any) -> RayCall:
+    def call(self, source: columns.Source, method: str, *arguments: Any) -> RayCall:
         try:
             ref = getattr(self._handle(source), method).remote(*arguments)
         except Exception as error:
@@ -94,19 +92,19 @@ class RayPeers:
             raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
         return RayCall(self, source, ref)
 
-    def _handle(self, source: Source) -> Any:
+    def _handle(self, source: columns.Source) -> Any:
         name = names.source_actor(source)
         with self._lock:
             handle = self._handles.get(name)
         if handle is None:
             handle = within(GCS_S, lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
             # An import comes once.
-            if source.kind is not SourceKind.IMPORT:
+            if source.kind is not columns.SourceKind.IMPORT:
                 with self._lock:
                     self._handles[name] = handle
         return handle
 
-    def forget(self, source: Source) -> None:
+    def forget(self, source: columns.Source) -> None:
         """The source's handle is looked up anew next time."""
         with self._lock:
             self._handles.pop(names.source_actor(source), None)
@@ -115,7 +113,7 @@ class RayPeers:
 class RayCall:
     """A call of `RayPeers`."""
 
-    def __init__(self, peers: RayPeers, source: Source, ref: Any) -> None:
+    def __init__(self, peers: RayPeers, source: columns.Source, ref: Any) -> None:
         self._peers = peers
         self._source = source
         self._ref = ref
@@ -138,35 +136,35 @@ class ObjectRefTransport:
     def __init__(self, peers: Peers | None = None) -> None:
         self._peers = peers or RayPeers()
 
-    def start_read(self, source: Source, request: Read) -> PendingRead:
-        return _PendingCall(source, self._peers.call(source, "read", encode(request)))
+    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
+        return _PendingCall(source, self._peers.call(source, "read", framing.encode(request)))
 
 
 class _PendingCall:
-    def __init__(self, source: Source, call: Call) -> None:
+    def __init__(self, source: columns.Source, call: Call) -> None:
         self._source = source
         self._call = call
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         answer = self._call.wait(timeout_s)
         try:
             raw, data = answer
         except (TypeError, ValueError) as error:
             raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
-        return received(self._source, raw, ReadReply), data
+        return received(self._source, raw, copies.ReadReply), data
 
     def abandon(self) -> None:
         """Ray frees what comes."""
 
 
-def received(source: Source, raw: Any, kind: type[S]) -> S:
+def received(source: columns.Source, raw: Any, kind: type[framing.S]) -> framing.S:
     """A source's answer.
 
     Raises:
         PeerError: it is no such answer.
     """
     try:
-        return receive(raw, kind, "the source", "the NodeActor")
+        return framing.receive(raw, kind, "the source", "the NodeActor")
     except RayKVError as error:
         raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
 

@@ -18,10 +18,8 @@ from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
-from raykv.protocol.columns import Numbers, check_numbers
+from raykv.protocol import columns, engine, framing
 from raykv.protocol.copies import Read, ReadReply
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 
 MAX_READ_BYTES = 256 << 20
@@ -41,7 +39,7 @@ class ChunkRead:
     """
 
     refusal: Refusal
-    stamp: Stamp = NOTHING_ORDERED
+    stamp: Stamp = engine.NOTHING_ORDERED
     checksum: int = 0
     blocks: Blocks = NO_BLOCKS
 
@@ -76,7 +74,7 @@ class ReadService:
 
     def _begin(self, request: Read) -> tuple[list[ChunkRecord | Refusal], ReadReply]:
         """Register readers, and say how all chunks are at that moment."""
-        check_numbers("slot sizes", request.slot_bytes, 1, self.keeper.geometry.slab_bytes)
+        columns.check_numbers("slot sizes", request.slot_bytes, 1, self.keeper.geometry.slab_bytes)
         namespace, keys = Namespace(request.namespace), [Key(key) for key in request.keys]
         with self.keeper.lock:
             found: list[ChunkRecord | Refusal] = [Refusal.BAD_HANDLE] * len(keys)
@@ -182,7 +180,7 @@ def answer(
 def _is_answered(request: Read) -> bool:
     """Whether a read is one of our version, and not too large."""
     is_small = len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
-    return request.version == PROTOCOL_VERSION and is_small
+    return request.version == framing.PROTOCOL_VERSION and is_small
 
 
 def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead], request: Read) -> ReadReply:
@@ -193,8 +191,8 @@ def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead], request: Read) -> 
         bytes(each.refusal for each in reads),
         reply.rows,
         [each.checksum for each in sent] if request.with_checksums else [],
-        Numbers.of(each.stamp.history for each in sent),
-        Numbers.of(each.stamp.number for each in sent),
+        columns.Numbers.of(each.stamp.history for each in sent),
+        columns.Numbers.of(each.stamp.number for each in sent),
     )
 
 

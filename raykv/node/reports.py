@@ -22,15 +22,10 @@ from raykv.base.deadlines import GCS_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Stamp
 from raykv.base.threads import OnFailure, start_thread, within
-from raykv.cluster import bequest, names
-from raykv.cluster.breaker import Breakers, Pauses
+from raykv.cluster import bequest, breaker, names
 from raykv.node.keeper import PoolKeeper
-from raykv.protocol.columns import NamedKeys
-from raykv.protocol.engine import NOTHING_ORDERED
+from raykv.protocol import columns, engine, measures, node, operator
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.node import NodeStats, Report, ReportAnswer
-from raykv.protocol.operator import OrdersDocument
 
 logger = logging.getLogger("raykv.node")
 
@@ -67,16 +62,16 @@ class Reports:
         stats: of the NodeActor now.
     """
 
-    def __init__(self, keeper: PoolKeeper, stats: Callable[[], NodeStats]) -> None:
+    def __init__(self, keeper: PoolKeeper, stats: Callable[[], node.NodeStats]) -> None:
         self._keeper = keeper
         self._stats = stats
         self._scheduler: Any = None
         # The thread opens and closes it.
-        self._breakers = Breakers(Pauses(*NODE_REPORT_PAUSES_S))
+        self._breakers = breaker.Breakers(breaker.Pauses(*NODE_REPORT_PAUSES_S))
         self._sent_at = self._next_at = 0.0
         # The number of orders that is shown, and a document that is not kept yet.
-        self._shown: Stamp = NOTHING_ORDERED
-        self._document: OrdersDocument | None = None
+        self._shown: Stamp = engine.NOTHING_ORDERED
+        self._document: operator.OrdersDocument | None = None
         # Digests of pins whose keys the scheduler actor does not know.
         self._unknown: set[bytes] = set()
         self._about = {"pid": os.getpid(), "hostname": socket.gethostname()}
@@ -85,7 +80,7 @@ class Reports:
         """Report for ever."""
         start_thread("raykv-report", self._run, OnFailure.END_PROCESS)
 
-    def breaker_report(self) -> BreakerReport:
+    def breaker_report(self) -> measures.BreakerReport:
         """Whether the scheduler actor is left alone."""
         return self._breakers.report(time.monotonic())
 
@@ -128,7 +123,7 @@ class Reports:
             reason = first_line(cause_of(error))
             if self._breakers.failed(names.SCHEDULER, call, time.monotonic(), reason):
                 logger.warning("no report to the scheduler actor: %s", reason)
-            if self._keeper.owner.orders.stamp == NOTHING_ORDERED:
+            if self._keeper.owner.orders.stamp == engine.NOTHING_ORDERED:
                 self._read_kept_orders()
             return
         if self._breakers.worked(names.SCHEDULER):
@@ -158,8 +153,8 @@ class Reports:
             self._ask_for_orders()
         self._ask_for_pins()
 
-    def _told(self, report: Report) -> ReportAnswer:
-        return receive(self._call("report", encode(report)), ReportAnswer, SCHEDULER, HERE)
+    def _told(self, report: node.Report) -> node.ReportAnswer:
+        return receive(self._call("report", encode(report)), node.ReportAnswer, SCHEDULER, HERE)
 
     def _call(self, method: str, *arguments: bytes) -> Any:
         if self._scheduler is None:
@@ -183,12 +178,12 @@ class Reports:
     def _ask_for_orders(self) -> None:
         raw = self._call("orders")
         if raw:
-            self._take(receive(raw, OrdersDocument, SCHEDULER, HERE))
+            self._take(receive(raw, operator.OrdersDocument, SCHEDULER, HERE))
         else:
             # An engine may have named orders that nobody has.
             self._next_at = time.monotonic() + NODE_REPORT_PAUSES_S[0]
 
-    def _take(self, document: OrdersDocument) -> None:
+    def _take(self, document: operator.OrdersDocument) -> None:
         """Do what a document says, and show its number from when what it clears is kept."""
         is_kept = self._keeper.take_orders(document, NODE_FLOORS_S)
         self._document = None if is_kept else document
@@ -206,7 +201,7 @@ class Reports:
             self._unknown.clear()
         for digest in [each for each in wanted if each not in self._unknown][:MOST_PINS]:
             raw = self._call("pin_keys", digest)
-            found = receive(raw, NamedKeys, SCHEDULER, HERE) if raw else ()
+            found = receive(raw, columns.NamedKeys, SCHEDULER, HERE) if raw else ()
             if not found:
                 self._unknown.add(digest)
                 continue

@@ -23,41 +23,22 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.deadlines import NODE_LOOK_S, NODE_SEND_S, NODE_STOP_S
+from raykv.base import deadlines, threads
 from raykv.base.errors import AttachError, HandleError, RayKVError, ThreadError
 from raykv.base.ids import Direction, Refusal
-from raykv.base.threads import OnFailure, SupervisedThread, num_failed, start_thread
 from raykv.cluster.deaths import DeathWatch, Watch
 from raykv.copy.plan import PlanError
 from raykv.copy.rows import RowCopier
-from raykv.memory.handles import open_kv
-from raykv.memory.kv_form import Forms
-from raykv.memory.limits import has_room, is_in_memory
-from raykv.memory.region import yield_to_others
-from raykv.memory.room import NEAR_BYTES
+from raykv.memory import handles, kv_form, limits, region, room
 from raykv.memory.words import CancelWords
+from raykv.node import attached, copying, integrity, lines
 from raykv.node.accounts.meter import NodeMeter
-from raykv.node.attached import (
-    AttachedWorker,
-    IntroductionError,
-    QueuedJob,
-    check_parts,
-    close_all,
-    receive_hello,
-)
-from raykv.node.copying import Copying
 from raykv.node.devices import Devices
-from raykv.node.integrity import LOADS_PER_CHECK, Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
-from raykv.node.lines import EngineLines
 from raykv.node.states.capturing import Capturing
-from raykv.protocol import wire
-from raykv.protocol.columns import require
-from raykv.protocol.copies import CopyResult
+from raykv.protocol import columns, copies, framing, node, wire
 from raykv.protocol.engine import EngineHello, EngineWelcome
-from raykv.protocol.framing import receive
-from raykv.protocol.node import NodeStats
 from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
 
 logger = logging.getLogger("raykv.node")
@@ -78,7 +59,7 @@ class ServiceSettings:
     """`socket_name`: where engines and workers connect. `loads_per_check`: see `Integrity`."""
 
     socket_name: str
-    loads_per_check: int = LOADS_PER_CHECK
+    loads_per_check: int = integrity.LOADS_PER_CHECK
 
 
 class NodeService:
@@ -96,22 +77,22 @@ class NodeService:
         self.settings = settings
         self.keeper = keeper
         self.devices = devices or Devices()
-        self.integrity = Integrity(keeper, settings.loads_per_check)
+        self.integrity = integrity.Integrity(keeper, settings.loads_per_check)
         self.rows = RowCopier()
         self.meter = NodeMeter()
         # Of `NodeStats`.
         self._counters: Counter[str] = Counter()
         self._lanes = CopyLanes(keeper, self._run)
-        self._copying = Copying(keeper, self.integrity, self.rows, self._lanes.give_way)
+        self._copying = copying.Copying(keeper, self.integrity, self.rows, self._lanes.give_way)
         self.capturing = Capturing(keeper, self.rows, self._lanes.give_way, self._end_job)
         # Guards the queue, the counters and the meter too.
         self._lock = keeper.lock
-        self._workers: set[AttachedWorker] = set()
-        self._lines = EngineLines(keeper)
-        self.forms = Forms()
+        self._workers: set[attached.AttachedWorker] = set()
+        self._lines = lines.EngineLines(keeper)
+        self.forms = kv_form.Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
-        self._threads: list[SupervisedThread] = []
+        self._threads: list[threads.SupervisedThread] = []
         self._has_complained = False
         self._stopping = False
 
@@ -128,23 +109,23 @@ class NodeService:
         self._threads.append(self._deaths.start())
         self._lanes.open()
         for target, on_failure in (
-            (self._accept, OnFailure.END_PROCESS),
-            (self._look_after, OnFailure.END_PROCESS),
-            (self.rows.load, OnFailure.GIVE_UP),
-            (self._prefault, OnFailure.GIVE_UP),
+            (self._accept, threads.OnFailure.END_PROCESS),
+            (self._look_after, threads.OnFailure.END_PROCESS),
+            (self.rows.load, threads.OnFailure.GIVE_UP),
+            (self._prefault, threads.OnFailure.GIVE_UP),
         ):
             name = f"raykv-{target.__name__.lstrip('_')}"
-            self._threads.append(start_thread(name, target, on_failure))
+            self._threads.append(threads.start_thread(name, target, on_failure))
 
     def _prefault(self) -> None:
         """Touch the pool's pages, without slowing down the engines that start meanwhile."""
-        yield_to_others()
+        region.yield_to_others()
         path = self.keeper.pool_path
-        if path and not is_in_memory(Path(path)):
+        if path and not limits.is_in_memory(Path(path)):
             # Pages of a file on a disk are written back when memory is short.
             self.keeper.pool.prefault()
         else:
-            self.keeper.pool.prefault(lambda: has_room(NEAR_BYTES))
+            self.keeper.pool.prefault(lambda: limits.has_room(room.NEAR_BYTES))
 
     def _look_after(self) -> None:
         """End what is late, about once a second; while nothing is copied, work on checksums."""
@@ -154,7 +135,7 @@ class NodeService:
             if is_wanted() or not self.integrity.work(is_wanted):
                 self._lanes.rest()
             if self.keeper.now() >= expire_at:
-                expire_at = self.keeper.now() + NODE_LOOK_S
+                expire_at = self.keeper.now() + deadlines.NODE_LOOK_S
                 self.keeper.expire()
 
     def stop(self) -> None:
@@ -173,10 +154,10 @@ class NodeService:
         self.keeper.pool.stop()
         self._deaths.stop()
         for thread in self._threads:
-            thread.join(NODE_STOP_S)
-        if self._lanes.join(NODE_STOP_S):
+            thread.join(deadlines.NODE_STOP_S)
+        if self._lanes.join(deadlines.NODE_STOP_S):
             # Else a copy may still be on its way to or from what is page-locked.
-            self.devices.close(NODE_STOP_S)
+            self.devices.close(deadlines.NODE_STOP_S)
 
     # Connections
 
@@ -191,7 +172,7 @@ class NodeService:
                     time.sleep(NODE_ACCEPT_PAUSE_S)
                 continue
             try:
-                start_thread("raykv-line", partial(self._serve, sock))
+                threads.start_thread("raykv-line", partial(self._serve, sock))
             except ThreadError as error:
                 self._turn_away(sock, error)
 
@@ -202,8 +183,8 @@ class NodeService:
             logger.error("engines and workers are turned away (said once): %s", error)
         with contextlib.closing(sock), contextlib.suppress(RayKVError, OSError, ValueError):
             # What it has sent is read first: else it would see an error, and no answer.
-            opening = receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
-            close_all(opening.fds)
+            opening = attached.receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
+            attached.close_all(opening.fds)
             self._refuse(sock, f"the NodeActor: {error}", isinstance(opening.hello, EngineHello))
 
     def _refuse(self, sock: socket.socket, error: str, is_engine: bool) -> None:
@@ -217,14 +198,14 @@ class NodeService:
             watch = self._deaths.watch(sock)
             reader = wire.FrameReader()
             try:
-                opening = receive_hello(sock, reader, NODE_HELLO_S)
+                opening = attached.receive_hello(sock, reader, NODE_HELLO_S)
             except RayKVError as error:
-                is_engine = isinstance(error, IntroductionError) and error.is_engine
+                is_engine = isinstance(error, attached.IntroductionError) and error.is_engine
                 self._refuse(sock, str(error), is_engine)
                 raise
             hello, fds = opening.hello, opening.fds
             if isinstance(hello, EngineHello):
-                close_all(fds)
+                attached.close_all(fds)
                 self._lines.serve(watch, hello, reader, opening.behind)
             else:
                 self._serve_worker(watch, hello, fds, reader)
@@ -248,7 +229,9 @@ class NodeService:
         finally:
             self._detach(worker)
 
-    def _attach(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
+    def _attach(
+        self, sock: socket.socket, hello: AttachWorker, fds: list[int]
+    ) -> attached.AttachedWorker:
         """Map the memory that came with the first message."""
         try:
             worker = self._admit(sock, hello, fds)
@@ -256,29 +239,31 @@ class NodeService:
             is_unsuited = isinstance(error, HandleError)
             sock.sendall(wire.frame(WorkerAttached(self.keeper.life, str(error), is_unsuited)))
             raise
-        wire.limit_sends(sock, NODE_SEND_S)
+        wire.limit_sends(sock, deadlines.NODE_SEND_S)
         with self._lock:
             self._workers.add(worker)
             self.forms.take(hello.namespace, hello.layout.form)
             self.keeper.owner.jobs.begin_line(hello.life, hello.rank, hello.num_ranks)
         return worker
 
-    def _admit(self, sock: socket.socket, hello: AttachWorker, fds: list[int]) -> AttachedWorker:
+    def _admit(
+        self, sock: socket.socket, hello: AttachWorker, fds: list[int]
+    ) -> attached.AttachedWorker:
         if not fds:
             raise AttachError("the first message must attach, with memory and cancel words")
         try:
             words = CancelWords.received(fds[0])
         except RayKVError:
-            close_all(fds[1:])
+            attached.close_all(fds[1:])
             raise
         try:
-            kv = open_kv(hello.layout, fds[1:], self.devices.driver)
+            kv = handles.open_kv(hello.layout, fds[1:], self.devices.driver)
         except RayKVError:
             words.close()
             raise
-        worker = AttachedWorker(sock, hello, kv, words, self.devices)
+        worker = attached.AttachedWorker(sock, hello, kv, words, self.devices)
         try:
-            check_parts(worker)
+            attached.check_parts(worker)
             self._prepare_device(worker)
         except BaseException as error:
             worker.unmap()
@@ -287,7 +272,7 @@ class NodeService:
             raise
         return worker
 
-    def _prepare_device(self, worker: AttachedWorker) -> None:
+    def _prepare_device(self, worker: attached.AttachedWorker) -> None:
         """Find out now, and not with the first job, whether a GPU can be used; page-lock the pool.
 
         Raises:
@@ -302,31 +287,33 @@ class NodeService:
         self._lanes.open(worker.device)
         self.devices.lock_pool(worker.device, self.keeper.pool, self.keeper.geometry)
 
-    def _read_jobs(self, watch: Watch, worker: AttachedWorker, reader: wire.FrameReader) -> None:
+    def _read_jobs(
+        self, watch: Watch, worker: attached.AttachedWorker, reader: wire.FrameReader
+    ) -> None:
         # Locks of files, in the order of the captures that they belong to.
         fds: list[int] = []
         try:
             while True:
                 data, more = wire.receive_with_fds(watch.sock, wire.MAX_LOCKS)
                 fds += more
-                require(len(fds) <= wire.MAX_LOCKS, f"{len(fds)} locks without captures")
+                columns.require(len(fds) <= wire.MAX_LOCKS, f"{len(fds)} locks without captures")
                 if watch.has_died:
                     # What it sent before it died no longer matters.
                     raise AttachError("its process has ended")
                 if not data[0]:
                     return
                 for raw in reader.feed(data[0]):
-                    batch = receive(raw, JobBatch, "a worker", "this NodeActor")
+                    batch = framing.receive(raw, JobBatch, "a worker", "this NodeActor")
                     self._take_batch(worker, batch, fds)
         finally:
-            close_all(fds)
+            attached.close_all(fds)
 
-    def _take_batch(self, worker: AttachedWorker, batch: JobBatch, fds: list[int]) -> None:
+    def _take_batch(self, worker: attached.AttachedWorker, batch: JobBatch, fds: list[int]) -> None:
         """Admit a message's loads and queue its jobs; the locks of captures are taken off `fds`."""
         num_locks = sum(job.capture is not None and job.capture.has_lock for job in batch.jobs)
-        require(num_locks <= len(fds), "a capture whose lock has not come along")
+        columns.require(num_locks <= len(fds), "a capture whose lock has not come along")
         hello, now = worker.hello, self.keeper.now()
-        rejected: list[tuple[QueuedJob, Refusal]] = []
+        rejected: list[tuple[attached.QueuedJob, Refusal]] = []
         cancelled = set(batch.cancelled)
         with self._lock:
             for namespace in {job.namespace for job in batch.jobs}:
@@ -335,7 +322,7 @@ class NodeService:
             for job in jobs.announce(*about, batch.jobs, self.keeper.now()):
                 capture = job.job.capture
                 lock_fd = fds.pop(0) if capture is not None and capture.has_lock else -1
-                queued = QueuedJob(worker, job, now, lock_fd)
+                queued = attached.QueuedJob(worker, job, now, lock_fd)
                 push = self._lanes.push if capture is None else self.capturing.push
                 if not push(queued):
                     rejected.append((queued, Refusal.QUEUE_FULL))
@@ -347,7 +334,7 @@ class NodeService:
         for queued, refusal in rejected:
             self._reject(queued, refusal)
 
-    def _reject(self, queued: QueuedJob, refusal: Refusal) -> None:
+    def _reject(self, queued: attached.QueuedJob, refusal: Refusal) -> None:
         """Answer a job that was not begun."""
         if queued.admitted.job.capture is not None:
             reason = "the engine gave the copy up: it took too long"
@@ -359,7 +346,7 @@ class NodeService:
         queued.refuse_rest(refusal)
         self._end_job(queued, 0)
 
-    def _detach(self, worker: AttachedWorker) -> None:
+    def _detach(self, worker: attached.AttachedWorker) -> None:
         """The worker is gone: drop its queued jobs, wait for those that run, unmap its KV."""
         worker.close_connection()
         hello = worker.hello
@@ -376,7 +363,7 @@ class NodeService:
 
     # Copies
 
-    def _run(self, queued: QueuedJob) -> None:
+    def _run(self, queued: attached.QueuedJob) -> None:
         """Carry out one job; every failure becomes an answer, never an exception."""
         num_bytes = 0
         began = self.keeper.now()
@@ -393,7 +380,7 @@ class NodeService:
             self.meter.ran(queued.direction, waited_s, took_s)
         self._end_job(queued, num_bytes)
 
-    def _end_job(self, queued: QueuedJob, num_bytes: int) -> None:
+    def _end_job(self, queued: attached.QueuedJob, num_bytes: int) -> None:
         """Nobody copies for a job any more, with so many bytes copied: the worker hears of it."""
         job, took_s = queued.admitted, self.keeper.now() - queued.submitted_at
         with self._lock:
@@ -403,7 +390,7 @@ class NodeService:
                 self._count(queued, result, num_bytes)
         queued.worker.send(JobResults([result]))
 
-    def _count(self, queued: QueuedJob, result: CopyResult, num_bytes: int) -> None:
+    def _count(self, queued: attached.QueuedJob, result: copies.CopyResult, num_bytes: int) -> None:
         refused = [Refusal(each) for each in result.refusals]
         done = len(queued.admitted.keys) - len(refused)
         kind = "stored" if queued.direction is Direction.STORE else "loaded"
@@ -419,11 +406,11 @@ class NodeService:
         """Whether copies wait or run."""
         return self._lanes.is_wanted()
 
-    def stats(self) -> NodeStats:
+    def stats(self) -> node.NodeStats:
         """Counters and gauges."""
         states = self.capturing.stats()
         with self._lock:
-            now = NodeStats(
+            now = node.NodeStats(
                 pool_bytes=self.keeper.geometry.pool_bytes,
                 prefaulted_bytes=self.keeper.pool.prefaulted_bytes,
                 used_bytes=sum(self.keeper.owner.index.contents()[0].values()),
@@ -433,7 +420,7 @@ class NodeService:
                 quarantined=self.keeper.num_quarantined,
                 locked_bytes=self.devices.locked_bytes,
                 states=states,
-                threads_failed=num_failed(),
+                threads_failed=threads.num_failed(),
             )
             return msgspec.structs.replace(now, **self._counters)
 

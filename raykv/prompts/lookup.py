@@ -19,10 +19,8 @@ from raykv.prompts.block_hashes import (
     seed_digest,
 )
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
-from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol import columns, reader, status
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
-from raykv.protocol.reader import NodePrefix, PromptChunk, PromptLookup
-from raykv.protocol.status import NamespaceStatus
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class PromptScheme:
         return {end // step * step for end in (num_tokens, self.most_loaded(num_tokens))}
 
 
-def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme:
+def scheme_of(space: status.NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme:
     """What the engines of a namespace have said of themselves.
 
     Args:
@@ -100,8 +98,8 @@ def scheme_of(space: NamespaceStatus, seeds: Sequence[str] = ()) -> PromptScheme
 
 
 def choose_namespace(
-    spaces: Sequence[NamespaceStatus], model: str | None, beginning: str | None
-) -> NamespaceStatus:
+    spaces: Sequence[status.NamespaceStatus], model: str | None, beginning: str | None
+) -> status.NamespaceStatus:
     """The one namespace of a model, or the one whose name begins so; with neither, the only one
     there is. One without engines, whose weights nobody has any more, counts where there is no other
     with some; and one that only lies on disks where there is none in a pool either.
@@ -138,12 +136,12 @@ def _is_called(known: str, model: str) -> bool:
 
 
 def look_up(
-    space: NamespaceStatus,
+    space: status.NamespaceStatus,
     scheme: PromptScheme,
     tokens: Sequence[int],
     traits: PromptTraits,
-    sources_of: Callable[[Sequence[bytes]], Sequence[Collection[Source]]],
-) -> PromptLookup:
+    sources_of: Callable[[Sequence[bytes]], Sequence[Collection[columns.Source]]],
+) -> reader.PromptLookup:
     """Where the chunks of a prompt are.
 
     Args:
@@ -168,7 +166,7 @@ def look_up(
         for key in needed_chunks(group, keys[group], end)
     }
     chunks = [
-        PromptChunk(
+        reader.PromptChunk(
             key=key,
             group=group.group,
             first_token=number * group.tokens,
@@ -180,7 +178,7 @@ def look_up(
         for group in scheme.groups
         for number, key in enumerate(keys[group])
     ]
-    return PromptLookup(
+    return reader.PromptLookup(
         namespace=space.namespace,
         model=space.model,
         prompt_tokens=len(tokens),
@@ -197,10 +195,10 @@ def look_up(
 def _prefix(
     node: str,
     keys: Mapping[ChunkGroup, Sequence[Key]],
-    sources: Mapping[Key, Collection[Source]],
-) -> NodePrefix:
-    pool, disk = Source(node), Source(node, SourceKind.DISK)
-    return NodePrefix(
+    sources: Mapping[Key, Collection[columns.Source]],
+) -> reader.NodePrefix:
+    pool, disk = columns.Source(node), columns.Source(node, columns.SourceKind.DISK)
+    return reader.NodePrefix(
         node_id=node,
         tokens=_loadable(keys, lambda key: pool in sources[key]),
         chunks=sum(pool in some for some in sources.values()),
@@ -210,7 +208,7 @@ def _prefix(
 
 
 def _tokens_on_disk(
-    chunks: Sequence[PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
+    chunks: Sequence[reader.PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
 ) -> int:
     """How many of the first tokens need a chunk that is on a disk and in no pool. A group with a
     window looks back from the last of them.

@@ -9,26 +9,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Direction, Refusal, Stamp
-from raykv.protocol.columns import (
-    MAX_NAME,
-    MAX_NUMBER,
-    MAX_ROWS,
-    REFUSALS,
-    Count,
-    Keys,
-    Named,
-    Numbers,
-    Seconds,
-    Source,
-    Text,
-    check_column,
-    check_numbers,
-    check_rows,
-    numbered,
-    require,
-)
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.listing import ListedRows
+from raykv.protocol import columns, engine, listing
 
 STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that hidden states may have."""
@@ -85,7 +66,7 @@ def capture_objection(capture: Capture, num_blocks: int, page_bytes: int) -> str
     num_tokens = capture.num_tokens
     if len(capture.token_ids) % 8 or not 0 < num_tokens <= num_blocks * capture.block_tokens:
         return f"{num_tokens} tokens in {num_blocks} blocks of {capture.block_tokens}"
-    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > MAX_NAME:
+    if not capture.request_id or max(len(capture.request_id), len(capture.path)) > columns.MAX_NAME:
         return "a name or path that is empty or too long"
     if capture.most_bytes < 0 or not (capture.ttl_s > 0 and math.isfinite(capture.ttl_s)):
         return f"states that are kept for {capture.ttl_s} s"
@@ -104,24 +85,24 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     go to the NodeActor's own memory.
     """
 
-    job_id: Count
+    job_id: columns.Count
     direction: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    namespace: Named
-    keys: Keys
-    num_blocks: Numbers
-    first_block: Numbers
-    block_ids: Numbers = Numbers()
-    orders: Stamp = NOTHING_ORDERED
-    tenant: Text = ""
+    namespace: columns.Named
+    keys: columns.Keys
+    num_blocks: columns.Numbers
+    first_block: columns.Numbers
+    block_ids: columns.Numbers = columns.Numbers()
+    orders: Stamp = engine.NOTHING_ORDERED
+    tenant: columns.Text = ""
     by_layer: bool = False
     capture: Capture | None = None
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.num_blocks, self.first_block, most=MAX_ROWS)
+        columns.check_column(self.keys, self.num_blocks, self.first_block, most=columns.MAX_ROWS)
         counts = [*self.num_blocks, *self.first_block]
-        if min(counts, default=0) < 0 or max(counts, default=0) > MAX_NUMBER >> 1:
+        if min(counts, default=0) < 0 or max(counts, default=0) > columns.MAX_NUMBER >> 1:
             raise ValueError("blocks that no chunk has")
-        if not 0 <= min(self.orders) <= max(self.orders) <= MAX_NUMBER:
+        if not 0 <= min(self.orders) <= max(self.orders) <= columns.MAX_NUMBER:
             raise ValueError(f"orders of number {self.orders}")
         is_one = len(self.keys) == 1 and self.direction == Direction.STORE
         if self.capture is not None and not is_one:
@@ -137,8 +118,8 @@ class CopyResult(msgspec.Struct, frozen=True, array_like=True):
     job_id: int
     life: int
     number: int
-    rows: ListedRows = ListedRows()
-    failed_chunks: Numbers = Numbers()
+    rows: listing.ListedRows = listing.ListedRows()
+    failed_chunks: columns.Numbers = columns.Numbers()
     refusals: bytes = b""
     num_bytes: int = 0
     seconds: float = 0.0
@@ -169,21 +150,21 @@ class Fetch(msgspec.Struct, frozen=True):
     """
 
     version: int
-    number: Count
-    life: Count
-    namespace: Named
-    keys: Keys
-    slot_bytes: Numbers
-    sources: Annotated[list[Source], msgspec.Meta(max_length=MAX_ROWS)] = []
-    key_index: Numbers = Numbers()
-    source_index: Numbers = Numbers()
-    tenant: Text = ""
-    deadline_s: Seconds = 10.0
+    number: columns.Count
+    life: columns.Count
+    namespace: columns.Named
+    keys: columns.Keys
+    slot_bytes: columns.Numbers
+    sources: Annotated[list[columns.Source], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
+    key_index: columns.Numbers = columns.Numbers()
+    source_index: columns.Numbers = columns.Numbers()
+    tenant: columns.Text = ""
+    deadline_s: columns.Seconds = 10.0
     with_checksums: bool = True
-    series: Text = ""
+    series: columns.Text = ""
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.slot_bytes)
+        columns.check_column(self.keys, self.slot_bytes)
         if len(self.key_index) != len(self.source_index):
             raise ValueError("rows of different lengths")
         if not all(0 <= at < len(self.keys) for at in self.key_index):
@@ -191,12 +172,12 @@ class Fetch(msgspec.Struct, frozen=True):
         if not all(0 <= at < len(self.sources) for at in self.source_index):
             raise ValueError("a source that is not there")
 
-    def reading(self, sources: Iterable[Iterable[Source]]) -> Fetch:
+    def reading(self, sources: Iterable[Iterable[columns.Source]]) -> Fetch:
         """The same, with the sources of each chunk, the one to be tried first before the others."""
         rows = [(at, source) for at, some in enumerate(sources) for source in some]
-        places: list[Source] = []
-        index = Numbers.of(numbered(places, [source for _, source in rows]))
-        keys = Numbers.of(at for at, _ in rows)
+        places: list[columns.Source] = []
+        index = columns.Numbers.of(columns.numbered(places, [source for _, source in rows]))
+        keys = columns.Numbers.of(at for at, _ in rows)
         return msgspec.structs.replace(self, sources=places, key_index=keys, source_index=index)
 
 
@@ -204,14 +185,14 @@ class Read(msgspec.Struct, frozen=True):
     """Read chunks out of a node's pool or disk, for another node."""
 
     version: int
-    namespace: Named
-    keys: Keys
-    slot_bytes: Numbers
+    namespace: columns.Named
+    keys: columns.Keys
+    slot_bytes: columns.Numbers
     with_checksums: bool = True
     from_disk: bool = False
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.slot_bytes)
+        columns.check_column(self.keys, self.slot_bytes)
 
 
 class ReadReply(msgspec.Struct, frozen=True):
@@ -224,10 +205,10 @@ class ReadReply(msgspec.Struct, frozen=True):
     life: int
     number: int
     refusals: bytes
-    rows: ListedRows = ListedRows()
+    rows: listing.ListedRows = listing.ListedRows()
     checksums: list[int] = []
-    histories: Numbers = Numbers()
-    stamps: Numbers = Numbers()
+    histories: columns.Numbers = columns.Numbers()
+    stamps: columns.Numbers = columns.Numbers()
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -240,7 +221,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     number: int
     reply: ReadReply
-    addresses: Numbers = Numbers()
+    addresses: columns.Numbers = columns.Numbers()
 
 
 def check_read_reply(
@@ -251,13 +232,13 @@ def check_read_reply(
     Raises:
         MessageError: it is invalid.
     """
-    check_rows("read chunks", slot_bytes, reply.refusals)
-    require(REFUSALS.issuperset(reply.refusals), f"refusals {set(reply.refusals)}")
+    columns.check_rows("read chunks", slot_bytes, reply.refusals)
+    columns.require(columns.REFUSALS.issuperset(reply.refusals), f"refusals {set(reply.refusals)}")
     rows = zip(slot_bytes, reply.refusals, strict=True)
     sent = [size for size, refusal in rows if refusal == Refusal.NONE]
-    require(num_bytes == sum(sent), f"{num_bytes} bytes of chunks that have {sum(sent)}")
+    columns.require(num_bytes == sum(sent), f"{num_bytes} bytes of chunks that have {sum(sent)}")
     num_checksums = len(sent) if with_checksums else 0
-    require(len(reply.checksums) == num_checksums, f"{len(reply.checksums)} checksums")
-    check_rows("chunks that came", sent, reply.histories, reply.stamps)
+    columns.require(len(reply.checksums) == num_checksums, f"{len(reply.checksums)} checksums")
+    columns.check_rows("chunks that came", sent, reply.histories, reply.stamps)
     for column in (reply.histories, reply.stamps):
-        check_numbers("numbers of orders", column, 0, MAX_NUMBER)
+        columns.check_numbers("numbers of orders", column, 0, columns.MAX_NUMBER)

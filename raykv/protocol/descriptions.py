@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.protocol.columns import (
-    MAX_BLOCK_TOKENS,
-    check_keys,
-    check_names,
-    check_numbers,
-    require,
-)
+from raykv.protocol import columns
 
 _TOKEN_BYTES = 4
 
@@ -84,11 +78,11 @@ class Descriptions(msgspec.Struct, frozen=True, array_like=True):
 
 def check_description(row: Description) -> None:
     """Refuse what is invalid with a MessageError."""
-    check_keys("keys of descriptions", [row.key])
-    check_names("a name", (row.namespace, row.model, row.kind, row.lora or ""))
-    check_numbers("block sizes", [row.block_size], 1, MAX_BLOCK_TOKENS)
-    check_numbers("lengths of parents", [len(row.parent or b"")], 0, MAX_KEY_BYTES)
-    require(is_whole(row), "a description whose parts don't fit together")
+    columns.check_keys("keys of descriptions", [row.key])
+    columns.check_names("a name", (row.namespace, row.model, row.kind, row.lora or ""))
+    columns.check_numbers("block sizes", [row.block_size], 1, columns.MAX_BLOCK_TOKENS)
+    columns.check_numbers("lengths of parents", [len(row.parent or b"")], 0, MAX_KEY_BYTES)
+    columns.require(is_whole(row), "a description whose parts don't fit together")
 
 
 def is_whole(row: Description) -> bool:

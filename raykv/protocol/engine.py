@@ -8,29 +8,8 @@ import msgspec
 
 from raykv.base.ids import Key, NodeId, Stamp, TokenSource
 from raykv.base.tenants import is_label
-from raykv.protocol.columns import (
-    MAX_GROUPS,
-    MAX_KEYS,
-    MAX_NAME,
-    MAX_NUMBER,
-    MAX_ROWS,
-    Count,
-    Keys,
-    Named,
-    Numbers,
-    Source,
-    SourceKind,
-    Text,
-    check_column,
-    check_index,
-    check_keys,
-    check_names,
-    check_numbers,
-    require,
-)
+from raykv.protocol import columns, listing, measures
 from raykv.protocol.descriptions import Description
-from raykv.protocol.listing import ListingPart, Position, Reason
-from raykv.protocol.measures import BreakerReport, HistogramData, KeySketch
 from raykv.protocol.sessions import SessionNews
 
 CHUNK_NAME_BYTES = 8
@@ -63,11 +42,11 @@ class Parting(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _parting(parting: Parting) -> None:
-    check_numbers("a token's place", (parting.at,), 0, MAX_NUMBER)
-    check_keys("a chunk of a prompt", [parting.nearest])
+    columns.check_numbers("a token's place", (parting.at,), 0, columns.MAX_NUMBER)
+    columns.check_keys("a chunk of a prompt", [parting.nearest])
     for tokens in (parting.before, parting.own, parting.other):
-        require(len(tokens) <= MAX_SHOWN_TOKENS, f"{len(tokens)} tokens of a prompt")
-        check_numbers("tokens of a prompt", tokens, 0, MAX_NUMBER)
+        columns.require(len(tokens) <= MAX_SHOWN_TOKENS, f"{len(tokens)} tokens of a prompt")
+        columns.check_numbers("tokens of a prompt", tokens, 0, columns.MAX_NUMBER)
 
 
 class MissRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -114,15 +93,17 @@ def tokens_by_source(record: MissRecord) -> dict[TokenSource, int]:
 
 def check_record(record: MissRecord) -> None:
     """Refuse what is invalid with a MessageError."""
-    check_names("a request's id", (record.request_id,))
-    require(len(record.ignored) <= MAX_IGNORED, f"{len(record.ignored)} ignored keys")
-    check_names("what a request asked for", [*record.ignored, *record.ignored.values()])
+    columns.check_names("a request's id", (record.request_id,))
+    columns.require(len(record.ignored) <= MAX_IGNORED, f"{len(record.ignored)} ignored keys")
+    columns.check_names("what a request asked for", [*record.ignored, *record.ignored.values()])
     label = record.tenant
-    require(not label or is_label(label), f"a tenant's label of {len(label)} characters")
+    columns.require(not label or is_label(label), f"a tenant's label of {len(label)} characters")
     num_bytes = len(record.chunks)
     is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
-    require(is_cut, f"{num_bytes} bytes of chunks' names")
-    check_numbers("tokens of a request", (record.prompt, record.chunk_tokens), 0, MAX_NUMBER)
+    columns.require(is_cut, f"{num_bytes} bytes of chunks' names")
+    columns.check_numbers(
+        "tokens of a request", (record.prompt, record.chunk_tokens), 0, columns.MAX_NUMBER
+    )
     if record.parting is not None:
         _parting(record.parting)
 
@@ -132,9 +113,9 @@ class Hints(msgspec.Struct, frozen=True, array_like=True):
     (`pinned`, `pin_s`), or to be evicted after those of lower priority (`favoured`, `priorities`).
     """
 
-    pinned: Keys = Keys()
+    pinned: columns.Keys = columns.Keys()
     pin_s: list[float] = []
-    favoured: Keys = Keys()
+    favoured: columns.Keys = columns.Keys()
     priorities: list[int] = []
 
 
@@ -151,8 +132,8 @@ class Naming(msgspec.Struct, frozen=True, array_like=True):
     """
 
     stamp: Stamp
-    version: Text
-    weights: Count = 0
+    version: columns.Text
+    weights: columns.Count = 0
 
 
 NOTHING_ORDERED = Stamp(0, 0)
@@ -175,14 +156,16 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
     """
 
     version: int
-    engine_id: Named
-    life: Count
-    namespace: Named
-    model: Text = ""
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)] = 1
-    slot_bytes: Annotated[dict[int, Count], msgspec.Meta(max_length=MAX_GROUPS)] = {}
-    versions: Text = ""
-    traits: Annotated[dict[Text, Text], msgspec.Meta(max_length=256)] = {}
+    engine_id: columns.Named
+    life: columns.Count
+    namespace: columns.Named
+    model: columns.Text = ""
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_GROUPS)] = 1
+    slot_bytes: Annotated[
+        dict[int, columns.Count], msgspec.Meta(max_length=columns.MAX_GROUPS)
+    ] = {}
+    versions: columns.Text = ""
+    traits: Annotated[dict[columns.Text, columns.Text], msgspec.Meta(max_length=256)] = {}
 
 
 class EngineWelcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -199,13 +182,13 @@ class FoundKeys(msgspec.Struct, frozen=True, array_like=True):
     those were, empty for nobody's; `index` points into them.
     """
 
-    keys: Keys = Keys()
+    keys: columns.Keys = columns.Keys()
     tenants: list[str] = []
-    index: Numbers = Numbers()
+    index: columns.Numbers = columns.Numbers()
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.index)
-        check_index(self.index, self.tenants)
+        columns.check_column(self.keys, self.index)
+        columns.check_index(self.index, self.tenants)
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
@@ -229,20 +212,22 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
         orders: the number of the latest orders that it knows of; the place may be behind.
     """
 
-    life: Count
-    seq: Count
-    namespace: Named
+    life: columns.Count
+    seq: columns.Count
+    namespace: columns.Named
     found: FoundKeys = FoundKeys()
     hints: Hints = Hints()
-    sessions: Annotated[list[SessionNews], msgspec.Meta(max_length=MAX_ROWS)] = []
-    finished: Annotated[list[MissRecord], msgspec.Meta(max_length=MAX_ROWS)] = []
-    counters: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
-    latencies: dict[Text, HistogramData] = {}
-    wanted_keys: KeySketch = KeySketch()
-    breakers: BreakerReport = BreakerReport()
-    described: Annotated[list[Description], msgspec.Meta(max_length=MAX_ROWS)] = []
+    sessions: Annotated[list[SessionNews], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
+    finished: Annotated[list[MissRecord], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
+    counters: Annotated[
+        dict[columns.Text, columns.Count], msgspec.Meta(max_length=columns.MAX_ROWS)
+    ] = {}
+    latencies: dict[columns.Text, measures.HistogramData] = {}
+    wanted_keys: measures.KeySketch = measures.KeySketch()
+    breakers: measures.BreakerReport = measures.BreakerReport()
+    described: Annotated[list[Description], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     heard: Stamp = NOTHING_ORDERED
-    weights: Count = 0
+    weights: columns.Count = 0
     orders: Stamp = NOTHING_ORDERED
 
 
@@ -252,10 +237,10 @@ class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
     It takes so many rows at `most`; with none it only hears that the place is there.
     """
 
-    life: Count
-    namespace: Named
-    position: Position = Position()
-    most: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)] = MAX_KEYS // 2
+    life: columns.Count
+    namespace: columns.Named
+    position: listing.Position = listing.Position()
+    most: Annotated[int, msgspec.Meta(ge=0, le=columns.MAX_KEYS)] = columns.MAX_KEYS // 2
 
 
 class PlaceFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -273,7 +258,7 @@ class PlaceFacts(msgspec.Struct, frozen=True, array_like=True):
     orders: Stamp = NOTHING_ORDERED
     is_paused: bool = False
     is_leaving: bool = False
-    store_share: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAME)] = 1
+    store_share: Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_NAME)] = 1
     has_peers: bool = True
     naming: Naming | None = None
 
@@ -285,7 +270,7 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
     more to read at once.
     """
 
-    part: ListingPart
+    part: listing.ListingPart
     facts: PlaceFacts = PlaceFacts()
     is_known: bool = True
     has_more: bool = False
@@ -319,16 +304,16 @@ class Ask(msgspec.Struct, frozen=True):
     """
 
     version: int
-    engine_id: Named
-    life: Count
-    namespace: Named
-    places: Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
-    keys: Keys = Keys()
-    coming: Keys = Keys()
+    engine_id: columns.Named
+    life: columns.Count
+    namespace: columns.Named
+    places: Annotated[list[columns.Text], msgspec.Meta(min_length=1, max_length=columns.MAX_GROUPS)]
+    keys: columns.Keys = columns.Keys()
+    coming: columns.Keys = columns.Keys()
 
     def __post_init__(self) -> None:
-        check_column(self.keys, most=MOST_ASKED)
-        check_column(self.coming, most=MOST_ASKED)
+        columns.check_column(self.keys, most=MOST_ASKED)
+        columns.check_column(self.coming, most=MOST_ASKED)
 
 
 class AskAnswer(msgspec.Struct, frozen=True):
@@ -347,37 +332,37 @@ class AskAnswer(msgspec.Struct, frozen=True):
 
     life: int
     nodes: list[str] = []
-    key_index: Numbers = Numbers()
-    node_index: Numbers = Numbers()
+    key_index: columns.Numbers = columns.Numbers()
+    node_index: columns.Numbers = columns.Numbers()
     where: bytes = b""
-    coming: Numbers = Numbers()
-    gone: Numbers = Numbers()
+    coming: columns.Numbers = columns.Numbers()
+    gone: columns.Numbers = columns.Numbers()
     reasons: bytes = b""
-    other: Numbers = Numbers()
+    other: columns.Numbers = columns.Numbers()
 
     def __post_init__(self) -> None:
         num_rows = len(self.key_index)
-        if num_rows > MAX_ROWS or not num_rows == len(self.node_index) == len(self.where):
+        if num_rows > columns.MAX_ROWS or not num_rows == len(self.node_index) == len(self.where):
             raise ValueError(f"columns of different lengths beside {num_rows} rows")
-        check_index(self.node_index, self.nodes)
-        if self.where and max(self.where) > SourceKind.DISK:
+        columns.check_index(self.node_index, self.nodes)
+        if self.where and max(self.where) > columns.SourceKind.DISK:
             raise ValueError(f"a chunk at {max(self.where)}")
         if len(self.gone) != len(self.reasons) or (
-            self.reasons and max(self.reasons) > max(Reason)
+            self.reasons and max(self.reasons) > max(listing.Reason)
         ):
             raise ValueError("reasons that nobody has")
 
-    def sources(self, keys: Keys) -> dict[Key, list[Source]]:
+    def sources(self, keys: columns.Keys) -> dict[Key, list[columns.Source]]:
         """Where each key of the question is, the best source first.
 
         Raises:
             ValueError: a number of a key that was not asked for.
         """
         asked = list(keys)
-        found: dict[Key, list[Source]] = {}
+        found: dict[Key, list[columns.Source]] = {}
         for at, node, where in zip(self.key_index, self.node_index, self.where, strict=True):
             if not 0 <= at < len(asked):
                 raise ValueError(f"key {at} of {len(asked)}")
-            source = Source(NodeId(self.nodes[node]), SourceKind(where))
+            source = columns.Source(NodeId(self.nodes[node]), columns.SourceKind(where))
             found.setdefault(Key(asked[at]), []).append(source)
         return found

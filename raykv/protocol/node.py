@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Stamp
+from raykv.protocol import engine, listing, measures, sessions
 from raykv.protocol.columns import (
     MAX_GROUPS,
     MAX_NUMBER,
@@ -17,10 +18,6 @@ from raykv.protocol.columns import (
     NamedKeys,
     Text,
 )
-from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, Naming
-from raykv.protocol.listing import ListingPart, Position
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.sessions import SessionNews
 
 
 class CaptureStats(msgspec.Struct, frozen=True):
@@ -85,7 +82,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     bytes_sent: int = 0
     reading: int = 0
     quarantined: int = 0
-    breakers: BreakerReport = BreakerReport()
+    breakers: measures.BreakerReport = measures.BreakerReport()
     ranks: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
     locked_bytes: int = 0
     metrics_address: Text = ""
@@ -147,10 +144,10 @@ PAUSE_MS = (10, 1000)
 class ReportedEngine(msgspec.Struct, frozen=True):
     """An engine that a node introduces, and its counters since its start; the rest as in `Tell`."""
 
-    hello: EngineHello
+    hello: engine.EngineHello
     counters: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
-    breakers: BreakerReport = BreakerReport()
-    heard: Stamp = NOTHING_ORDERED
+    breakers: measures.BreakerReport = measures.BreakerReport()
+    heard: Stamp = engine.NOTHING_ORDERED
     weights: Count = 0
 
 
@@ -158,7 +155,7 @@ class SessionsWord(msgspec.Struct, frozen=True, array_like=True):
     """What is said of a session of a namespace, without its chunks."""
 
     namespace: Named
-    news: SessionNews
+    news: sessions.SessionNews
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -193,8 +190,8 @@ class Report(msgspec.Struct, frozen=True):
     node_id: Named
     life: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
     seq: Count
-    part: ListingPart | None = None
-    orders: Stamp = NOTHING_ORDERED
+    part: listing.ListingPart | None = None
+    orders: Stamp = engine.NOTHING_ORDERED
     heard: Count = 0
     words_heard: Count = 0
     pool_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_POOL_BYTES)] = 0
@@ -254,8 +251,8 @@ class ReportAnswer(msgspec.Struct, frozen=True):
     """
 
     life: int
-    position: Position = Position()
-    orders: Stamp = NOTHING_ORDERED
+    position: listing.Position = listing.Position()
+    orders: Stamp = engine.NOTHING_ORDERED
     wants_orders: bool = False
     marks: Marks = Marks()
     pause_ms: Annotated[int, msgspec.Meta(ge=PAUSE_MS[0], le=PAUSE_MS[1])] = PAUSE_MS[0]
@@ -263,4 +260,4 @@ class ReportAnswer(msgspec.Struct, frozen=True):
     left: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
     words: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_GROUPS)] = []
     words_number: Count = 0
-    namings: Annotated[dict[Count, Naming], msgspec.Meta(max_length=MOST_ENGINES)] = {}
+    namings: Annotated[dict[Count, engine.Naming], msgspec.Meta(max_length=MOST_ENGINES)] = {}

@@ -13,18 +13,7 @@ import msgspec
 
 from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
-from raykv.protocol.columns import (
-    MAX_NUMBER,
-    MAX_POOL_BYTES,
-    MAX_PRIORITY,
-    MAX_ROWS,
-    Count,
-    Keys,
-    Named,
-    Numbers,
-    Text,
-    check_column,
-)
+from raykv.protocol import columns
 from raykv.protocol.engine import Naming
 
 MAX_ORDERED = 4096
@@ -43,8 +32,8 @@ MAX_ORDER_ID = 128
 """Characters: the document has the last ones."""
 
 ShortName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ORDER_ID)]
-Priority = Annotated[int, msgspec.Meta(ge=1, le=MAX_PRIORITY)]
-PoolBytes = Annotated[int, msgspec.Meta(ge=SLOT_ALIGNMENT, le=MAX_POOL_BYTES)]
+Priority = Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_PRIORITY)]
+PoolBytes = Annotated[int, msgspec.Meta(ge=SLOT_ALIGNMENT, le=columns.MAX_POOL_BYTES)]
 Part = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 """Of a whole."""
 
@@ -62,7 +51,7 @@ class ClearOrder(msgspec.Struct, frozen=True, tag="clear"):
 
     version: int
     order_id: ShortName
-    namespace: Text = ""
+    namespace: columns.Text = ""
 
 
 class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
@@ -75,8 +64,8 @@ class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
     version: int
     order_id: ShortName
     pin_id: ShortName
-    namespace: Named
-    keys: Keys
+    namespace: columns.Named
+    keys: columns.Keys
     ttl_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_PIN_S)]
     priority: Priority | None = None
 
@@ -126,8 +115,8 @@ class NameWeights(msgspec.Struct, frozen=True, tag="name_weights"):
 
     version: int
     order_id: ShortName
-    beginning: Named
-    weights_version: Text
+    beginning: columns.Named
+    weights_version: columns.Text
 
 
 OperatorOrder = PauseOrder | ClearOrder | PinOrder | UnpinOrder | Quota | EndQuota | NameWeights
@@ -163,8 +152,8 @@ class PinHere(msgspec.Struct, frozen=True):
     those that are here and not kept, since pins have no room left. `num_bytes` are kept.
     """
 
-    kept: Numbers = Numbers()
-    waiting: Numbers = Numbers()
+    kept: columns.Numbers = columns.Numbers()
+    waiting: columns.Numbers = columns.Numbers()
     num_bytes: int = 0
 
 
@@ -233,15 +222,15 @@ class DropOrder(msgspec.Struct, frozen=True):
     """
 
     version: int
-    namespace: Named
-    keys: Keys
-    first_block: Numbers
-    num_blocks: Numbers
+    namespace: columns.Named
+    keys: columns.Keys
+    first_block: columns.Numbers
+    num_blocks: columns.Numbers
     with_pinned: bool = False
 
     def __post_init__(self) -> None:
         _check_ordered(self.keys)
-        check_column(self.keys, self.first_block, self.num_blocks)
+        columns.check_column(self.keys, self.first_block, self.num_blocks)
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -303,14 +292,14 @@ class PoolWish(msgspec.Struct, frozen=True):
     """
 
     version: int
-    on: Text = "all"
-    node_ids: Annotated[list[Text], msgspec.Meta(max_length=MAX_ROWS)] = []
+    on: columns.Text = "all"
+    node_ids: Annotated[list[columns.Text], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     pool_bytes: PoolBytes | None = None
-    pool_path: Text = ""
+    pool_path: columns.Text = ""
     slab_bytes: PoolBytes | None = None
-    metrics: tuple[Text, Text, Text] = ("auto", "", "")
+    metrics: tuple[columns.Text, columns.Text, columns.Text] = ("auto", "", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
-    transport: Text = "ray"
+    transport: columns.Text = "ray"
     pin_share: Part = 0.25
 
 
@@ -350,8 +339,8 @@ class TenantStatus(msgspec.Struct, frozen=True):
     most: float = 1.0
 
 
-def _check_ordered(keys: Keys) -> None:
-    check_column(keys, most=MAX_ORDERED)
+def _check_ordered(keys: columns.Keys) -> None:
+    columns.check_column(keys, most=MAX_ORDERED)
     if not keys:
         raise ValueError("an order of no chunks")
 
@@ -374,9 +363,9 @@ MAX_TOLD_DONE = 64
 class OrderedPin(msgspec.Struct, frozen=True):
     """Keep some chunks of a namespace for as long; `digest` names the entry with their keys."""
 
-    namespace: Text
+    namespace: columns.Text
     digest: Annotated[bytes, msgspec.Meta(max_length=64)]
-    num_keys: Count
+    num_keys: columns.Count
     left_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PIN_S)]
     priority: Priority | None = None
 
@@ -384,7 +373,7 @@ class OrderedPin(msgspec.Struct, frozen=True):
 class OrderedShare(msgspec.Struct, frozen=True):
     """A tenant's share of every pool and disk; `name` is for people."""
 
-    name: Text
+    name: columns.Text
     guaranteed: Part = 0.0
     most: Part = 1.0
 
@@ -403,17 +392,17 @@ class OrdersDocument(msgspec.Struct, frozen=True):
     """
 
     stamp: Stamp
-    floors: dict[Text, Count] = {}
+    floors: dict[columns.Text, columns.Count] = {}
     is_paused: bool = False
-    shares: Annotated[dict[Text, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
-    namings: Annotated[dict[Count, Naming], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
-    pins: Annotated[dict[Text, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
-    done: Annotated[dict[Text, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
+    shares: Annotated[dict[columns.Text, OrderedShare], msgspec.Meta(max_length=MAX_QUOTAS)] = {}
+    namings: Annotated[dict[columns.Count, Naming], msgspec.Meta(max_length=MAX_TOLD_NAMINGS)] = {}
+    pins: Annotated[dict[columns.Text, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
+    done: Annotated[dict[columns.Text, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
 
     def __post_init__(self) -> None:
         names = (each.stamp for each in self.namings.values())
         for stamp in (self.stamp, *self.done.values(), *names):
-            if not 0 <= min(stamp) <= max(stamp) <= MAX_NUMBER:
+            if not 0 <= min(stamp) <= max(stamp) <= columns.MAX_NUMBER:
                 raise ValueError(f"number {stamp}")
 
     def later(self, passed_s: float) -> OrdersDocument:

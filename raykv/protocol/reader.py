@@ -14,22 +14,7 @@ import msgspec
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.protocol.columns import (
-    MAX_GROUPS,
-    MAX_KEYS,
-    MAX_NUMBER,
-    Count,
-    KeyBytes,
-    Source,
-    Text,
-    check_numbers,
-    check_rows,
-    require,
-)
-from raykv.protocol.descriptions import ChunkGroup, parse_groups
-from raykv.protocol.engine import MissRecord
-from raykv.protocol.listing import Where
-from raykv.protocol.status import NamespaceStatus
+from raykv.protocol import columns, descriptions, engine, listing, status
 
 MAX_PAGE = 1024
 """Chunks in one page: some 80 KiB."""
@@ -43,7 +28,7 @@ MAX_TEXT = 256
 """Characters of a namespace in a router's question, and of what it says of chunks."""
 MAX_CHUNK_TOKENS = 1 << 24
 
-KeyCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS)]
+KeyCount = Annotated[int, msgspec.Meta(ge=0, le=columns.MAX_KEYS)]
 
 RAM, DISK = TIERS = ("ram", "disk")
 """Where chunks are: in a node's pool, or on its disk."""
@@ -59,9 +44,9 @@ class ChunkQuery(msgspec.Struct, frozen=True):
     """
 
     version: int
-    namespace: Text = ""
+    namespace: columns.Text = ""
     key: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)] = b""
-    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] | None = None
+    group: Annotated[int, msgspec.Meta(ge=0, lt=columns.MAX_GROUPS)] | None = None
     order: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(ORDERS)})?$")] = ""
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
     tier: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(TIERS)})?$")] = ""
@@ -75,22 +60,22 @@ class ListedChunk(msgspec.Struct, frozen=True, array_like=True):
     found, 0 where that is not known. `tenant` is the label of whose it is.
     """
 
-    namespace: Text
-    key: KeyBytes
-    where: Annotated[int, msgspec.Meta(ge=0, le=int(Where.RAM | Where.DISK))]
-    num_bytes: Count
+    namespace: columns.Text
+    key: columns.KeyBytes
+    where: Annotated[int, msgspec.Meta(ge=0, le=int(listing.Where.RAM | listing.Where.DISK))]
+    num_bytes: columns.Count
     age_s: float = 0.0
     idle_s: float = 0.0
-    hits: Count = 0
-    tenant: Text = ""
+    hits: columns.Count = 0
+    tenant: columns.Text = ""
 
 
 class ChunkPage(msgspec.Struct, frozen=True):
     """Chunks of a node. `cursor` asks for the next page; there is none if it is empty."""
 
     version: int
-    chunks: Annotated[list[ListedChunk], msgspec.Meta(max_length=MAX_KEYS)] = []
-    cursor: Text = ""
+    chunks: Annotated[list[ListedChunk], msgspec.Meta(max_length=columns.MAX_KEYS)] = []
+    cursor: columns.Text = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +118,8 @@ class WhereQuery(msgspec.Struct, frozen=True):
     """Which nodes have these chunks of a namespace?"""
 
     version: int
-    namespace: Text
-    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)]
+    namespace: columns.Text
+    keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)]
 
 
 class WherePage(msgspec.Struct, frozen=True):
@@ -145,7 +130,7 @@ class WherePage(msgspec.Struct, frozen=True):
 
     version: int
     answered: int = 0
-    sources: list[Source] = []
+    sources: list[columns.Source] = []
     key_index: list[int] = []
     source_index: list[int] = []
 
@@ -156,10 +141,12 @@ def check_where_page(page: WherePage, query: WhereQuery) -> None:
     Raises:
         MessageError: it is invalid.
     """
-    check_numbers("answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys))
-    check_rows("copies", page.key_index, page.source_index)
-    check_numbers("numbers of sources", page.source_index, 0, len(page.sources) - 1)
-    check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
+    columns.check_numbers(
+        "answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys)
+    )
+    columns.check_rows("copies", page.key_index, page.source_index)
+    columns.check_numbers("numbers of sources", page.source_index, 0, len(page.sources) - 1)
+    columns.check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
 
 class PrefixQuery(msgspec.Struct, frozen=True):
@@ -172,24 +159,26 @@ class PrefixQuery(msgspec.Struct, frozen=True):
     version: int
     namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
     chunks: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)]
-    counts: Annotated[list[KeyCount], msgspec.Meta(max_length=MAX_KEYS)]
+    keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)]
+    counts: Annotated[list[KeyCount], msgspec.Meta(max_length=columns.MAX_KEYS)]
 
     def __post_init__(self) -> None:
         counts, num_keys = self.counts, len(self.keys)
         is_whole = len(counts) % len(_groups(self.chunks)) == 0 and sum(counts) == num_keys
-        require(is_whole, f"{len(counts)} counts that do not fit {num_keys} keys")
+        columns.require(is_whole, f"{len(counts)} counts that do not fit {num_keys} keys")
 
 
-def _groups(text: str) -> list[ChunkGroup]:
+def _groups(text: str) -> list[descriptions.ChunkGroup]:
     try:
-        groups = parse_groups(text)
+        groups = descriptions.parse_groups(text)
     except ValueError as error:
         raise MessageError(f"invalid message: chunks {text!r} ({error})") from error
     names = {group.group for group in groups}
-    require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
+    columns.require(len(names) == len(groups), f"chunks {text!r} with a KV group twice")
     step = lcm(*(group.tokens for group in groups))
-    require(step <= MAX_CHUNK_TOKENS, f"chunks {text!r}, which end together every {step} tokens")
+    columns.require(
+        step <= MAX_CHUNK_TOKENS, f"chunks {text!r}, which end together every {step} tokens"
+    )
     return groups
 
 
@@ -212,18 +201,20 @@ def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
     Raises:
         MessageError: it is invalid.
     """
-    require(len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts")
+    columns.require(
+        len(page.anywhere) == num_prompts, f"an answer for {len(page.anywhere)} prompts"
+    )
     is_table = len(page.tokens) == num_prompts * len(page.nodes)
-    require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
-    is_number = all(0 <= count <= MAX_NUMBER for count in (*page.tokens, *page.anywhere))
-    require(is_number, "invalid numbers of tokens")
+    columns.require(is_table, f"{len(page.tokens)} numbers for {len(page.nodes)} nodes")
+    is_number = all(0 <= count <= columns.MAX_NUMBER for count in (*page.tokens, *page.anywhere))
+    columns.require(is_number, "invalid numbers of tokens")
 
 
 class SpacePage(msgspec.Struct, frozen=True):
     """The namespaces, and for each the nodes on which it has engines now."""
 
     version: int
-    spaces: list[NamespaceStatus] = []
+    spaces: list[status.NamespaceStatus] = []
     engine_nodes: list[list[str]] = []
 
 
@@ -294,7 +285,7 @@ class Explanation(msgspec.Struct, frozen=True):
     nothing that is known.
     """
 
-    record: MissRecord
+    record: engine.MissRecord
     engine_id: str
     node_id: str
     namespace: str

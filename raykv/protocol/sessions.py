@@ -11,15 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from raykv.protocol.columns import (
-    MAX_KEYS,
-    MAX_PRIORITY,
-    KeyBytes,
-    Keys,
-    Text,
-    check_keys,
-    require,
-)
+from raykv.protocol import columns
 
 MAX_SESSION_NAME = 128
 """Characters of a session's name."""
@@ -65,30 +57,30 @@ class SessionNews(msgspec.Struct, frozen=True, array_like=True):
 
     session: str
     word: SessionWord
-    keys: Keys = Keys()
+    keys: columns.Keys = columns.Keys()
     pause_s: float = 0.0
     priority: int = 0
 
 
 def check_news(news: SessionNews) -> None:
     """Refuse what is invalid with a MessageError."""
-    require(0 < len(news.session) <= MAX_SESSION_NAME, "a session's name of no such length")
-    check_keys("keys of a session", news.keys)
+    columns.require(0 < len(news.session) <= MAX_SESSION_NAME, "a session's name of no such length")
+    columns.check_keys("keys of a session", news.keys)
     _check_pause(news.word, news.pause_s, news.priority)
 
 
 def _check_pause(word: int, pause_s: float, priority: int) -> None:
     has_pause = word == SessionWord.PAUSED
     is_valid = 0 < pause_s <= MAX_PAUSE_S if has_pause else pause_s == 0
-    require(is_valid, f"a pause of {pause_s} s")
-    require(0 <= priority <= MAX_PRIORITY, f"the priority {priority} of a session")
+    columns.require(is_valid, f"a pause of {pause_s} s")
+    columns.require(0 <= priority <= columns.MAX_PRIORITY, f"the priority {priority} of a session")
 
 
 class SessionOrder(msgspec.Struct, frozen=True):
     """An operator says PAUSED or OVER of a session; fields as in `SessionNews`."""
 
     version: int
-    namespace: Text
+    namespace: columns.Text
     session: SessionName
     word: SessionWord
     pause_s: float = 0.0
@@ -96,7 +88,7 @@ class SessionOrder(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         is_order = self.word in (SessionWord.PAUSED, SessionWord.OVER)
-        require(is_order, f"an order that says {self.word!r} of a session")
+        columns.require(is_order, f"an order that says {self.word!r} of a session")
         _check_pause(self.word, self.pause_s, self.priority)
 
 
@@ -139,7 +131,7 @@ class SessionQuery(msgspec.Struct, frozen=True):
     """
 
     version: int
-    namespace: Text = ""
+    namespace: columns.Text = ""
     session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_NAME)] = ""
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
@@ -149,4 +141,4 @@ class SessionPage(msgspec.Struct, frozen=True):
 
     version: int
     sessions: list[SessionStatus] = []
-    keys: Annotated[list[KeyBytes], msgspec.Meta(max_length=MAX_KEYS)] = []
+    keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)] = []

@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from raykv.base.ids import Stamp
-from raykv.protocol.measures import BreakerReport
-from raykv.protocol.node import NodeStats
-from raykv.protocol.operator import TenantStatus
+from raykv.protocol import measures, node, operator
 
 
-class NodeStatus(NodeStats, frozen=True, kw_only=True):
+class NodeStatus(node.NodeStats, frozen=True, kw_only=True):
     """One node as its NodeActor reports it and as the scheduler actor sees it; sizes in bytes.
 
     `pinned_bytes` are of the `pinned_chunks` that are kept from eviction, `locked_bytes` of the
@@ -49,7 +47,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     versions: str = ""
     counters: dict[str, int] = {}
     traits: dict[str, str] = {}
-    breakers: BreakerReport = BreakerReport()
+    breakers: measures.BreakerReport = measures.BreakerReport()
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
@@ -90,7 +88,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     metrics: str = ""
     disk_chunks: dict[str, int] = {}
     waiting: dict[str, str] = {}
-    tenants: list[TenantStatus] = []
+    tenants: list[operator.TenantStatus] = []
     silent: dict[str, str] = {}
     orders: Stamp = Stamp(0, 0)
 

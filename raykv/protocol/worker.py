@@ -8,18 +8,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Refusal
-from raykv.protocol.columns import (
-    MAX_GROUPS,
-    MAX_NAME,
-    MAX_ROWS,
-    REFUSALS,
-    Count,
-    Named,
-    Numbers,
-    check_numbers,
-    require,
-)
-from raykv.protocol.copies import CopyJob, CopyResult
+from raykv.protocol import columns, copies
 
 MAX_PIECES = 240
 """Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
@@ -53,12 +42,12 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
     """
 
     version: int
-    engine_id: Named
-    life: Count
-    namespace: Named
+    engine_id: columns.Named
+    life: columns.Count
+    namespace: columns.Named
     rank: int
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
-    slot_bytes: Annotated[dict[int, Count], msgspec.Meta(max_length=MAX_GROUPS)]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_GROUPS)]
+    slot_bytes: Annotated[dict[int, columns.Count], msgspec.Meta(max_length=columns.MAX_GROUPS)]
     layout: KVLayout
 
     def __post_init__(self) -> None:
@@ -72,8 +61,8 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
 class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
     """Jobs of one engine step, and the ids of jobs that the engine gives up."""
 
-    jobs: Annotated[list[CopyJob], msgspec.Meta(max_length=MAX_ROWS)] = []
-    cancelled: Annotated[list[Count], msgspec.Meta(max_length=MAX_ROWS)] = []
+    jobs: Annotated[list[copies.CopyJob], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
+    cancelled: Annotated[list[columns.Count], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
 
 
 class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
@@ -89,25 +78,27 @@ class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
-    results: list[CopyResult]
+    results: list[copies.CopyResult]
     layers: dict[int, int] = {}
 
 
 NodeMessage = WorkerAttached | JobResults
 
 
-def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> CopyResult:
+def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> copies.CopyResult:
     """The result of a job of which nothing was copied, and no place says anything."""
-    every = Numbers.of(range(num_chunks))
-    return CopyResult(
+    every = columns.Numbers.of(range(num_chunks))
+    return copies.CopyResult(
         job_id, life=0, number=0, failed_chunks=every, refusals=bytes([refusal]) * num_chunks
     )
 
 
-def believable(result: CopyResult, num_chunks: int) -> CopyResult:
+def believable(result: copies.CopyResult, num_chunks: int) -> copies.CopyResult:
     """A result as it came; an invalid one becomes the result of a job that was not carried out."""
     failed = set(result.failed_chunks)
-    is_sound = len(failed) == len(result.failed_chunks) and REFUSALS.issuperset(result.refusals)
+    is_sound = len(failed) == len(result.failed_chunks) and columns.REFUSALS.issuperset(
+        result.refusals
+    )
     if is_sound and all(0 <= chunk < num_chunks for chunk in failed):
         return result
     return not_done(result.job_id, num_chunks, Refusal.COPY_FAILED)
@@ -224,13 +215,17 @@ def check_device_memory(layout: KVLayout) -> None:
     pieces, handles = layout.piece_bytes, layout.handles
     if not layout.kind.startswith("cuda-"):
         is_silent = not (layout.device or pieces or handles or layout.event)
-        require(is_silent, f"a KV cache of kind {layout.kind[:MAX_NAME]!r} with GPU memory")
+        columns.require(
+            is_silent, f"a KV cache of kind {layout.kind[: columns.MAX_NAME]!r} with GPU memory"
+        )
         return
-    require(DEVICE_TEXT.fullmatch(layout.device) is not None, "a GPU without a UUID")
-    require(1 <= len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces of GPU memory")
-    check_numbers("sizes of GPU memory", pieces, 1, MAX_PIECE_BYTES)
-    require(sum(pieces) == layout.num_bytes, f"{layout.num_bytes} bytes in pieces of {pieces}")
+    columns.require(DEVICE_TEXT.fullmatch(layout.device) is not None, "a GPU without a UUID")
+    columns.require(1 <= len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces of GPU memory")
+    columns.check_numbers("sizes of GPU memory", pieces, 1, MAX_PIECE_BYTES)
+    columns.require(
+        sum(pieces) == layout.num_bytes, f"{layout.num_bytes} bytes in pieces of {pieces}"
+    )
     sizes = {len(layout.event), *map(len, handles)}
-    require(sizes == {CUDA_HANDLE_BYTES}, f"handles of GPU memory of {sizes} bytes")
+    columns.require(sizes == {CUDA_HANDLE_BYTES}, f"handles of GPU memory of {sizes} bytes")
     wanted = len(pieces) if layout.kind == "cuda-ipc" else 0
-    require(len(handles) == wanted, f"{len(handles)} handles of {len(pieces)} pieces")
+    columns.require(len(handles) == wanted, f"{len(handles)} handles of {len(pieces)} pieces")

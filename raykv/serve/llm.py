@@ -24,15 +24,11 @@ from ray.serve import Application
 
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
-from raykv.serve import models
-from raykv.serve.app import refuse_missing
-from raykv.serve.arguments import complaints
-from raykv.serve.command import CONNECTOR
+from raykv.serve import app, arguments, command, models
 from raykv.serve.http.exchange import NESTED, is_nested_too_deeply
 from raykv.serve.transfer import fill_in, with_raykv
+from raykv.vllm import params, plugin
 from raykv.vllm.internals.arguments import refuse_by_name
-from raykv.vllm.params import PREFILLED, without_prefilled
-from raykv.vllm.plugin import REPLICA_VARIABLE
 
 try:
     from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
@@ -98,7 +94,7 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
 
     def setup(self) -> None:
         """Fill in what an engine can't find out as surely as its replica; on its main thread."""
-        os.environ[REPLICA_VARIABLE] = str(os.getpid())
+        os.environ[plugin.REPLICA_VARIABLE] = str(os.getpid())
         context = ray.get_runtime_context()
         fill_in(self.kv_transfer_config, context.gcs_address, context.get_node_id())
 
@@ -107,7 +103,7 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
         del peer
         prefill = request.model_copy(deep=True)
         if prefill.kv_transfer_params is not None:
-            prefill.kv_transfer_params = without_prefilled(prefill.kv_transfer_params)
+            prefill.kv_transfer_params = params.without_prefilled(prefill.kv_transfer_params)
         clamp_request_to_single_token(prefill)
         return prefill
 
@@ -117,7 +113,7 @@ class RayKVBackend(BaseConnectorBackend):  # type: ignore[misc]
         """See `BaseConnectorBackend.prepare_decode_request`: it waits for announced chunks."""
         del peer, prefill_response
         decode = request.model_copy(deep=True)
-        decode.kv_transfer_params = {**(request.kv_transfer_params or {}), PREFILLED: True}
+        decode.kv_transfer_params = {**(request.kv_transfer_params or {}), params.PREFILLED: True}
         return decode
 
 
@@ -146,7 +142,7 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
     try:
         serving = ray_llm.LLMServingArgs.model_validate(given)
     except ValidationError as error:
-        raise SettingError(f"arguments of ray.serve.llm: {complaints(error)}") from error
+        raise SettingError(f"arguments of ray.serve.llm: {arguments.complaints(error)}") from error
     configs = [_with_raykv(config, settings) for config in serving.llm_configs]
     register()
     return ray_llm.build_openai_app({**given, "llm_configs": configs})
@@ -162,7 +158,7 @@ def build_pd_openai_app(args: Mapping[str, Any]) -> Application:
     try:
         return ray_llm.build_pd_openai_app(given)
     except ValidationError as error:
-        raise SettingError(f"arguments of ray.serve.llm: {complaints(error)}") from error
+        raise SettingError(f"arguments of ray.serve.llm: {arguments.complaints(error)}") from error
 
 
 def _apart(args: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
@@ -187,7 +183,7 @@ def _config(name: str, given: Any) -> Any:
             return ray_llm.LLMConfig.from_file(given)
         return ray_llm.LLMConfig.model_validate(given)
     except ValidationError as error:
-        raise SettingError(f"{name}: {complaints(error)}") from error
+        raise SettingError(f"{name}: {arguments.complaints(error)}") from error
     except OSError as error:
         raise SettingError(f"{name}: {error}") from error
 
@@ -198,9 +194,9 @@ def register() -> None:
     Ray's registry refuses a name twice, and remembers those of a cluster that was left. A replica
     that looks for the name in between goes on without a backend: its engine finds its node itself.
     """
-    if KVConnectorBackendFactory.is_registered(CONNECTOR):
-        KVConnectorBackendFactory.unregister_backend(CONNECTOR)
-    KVConnectorBackendFactory.register_backend(CONNECTOR, _BACKEND)
+    if KVConnectorBackendFactory.is_registered(command.CONNECTOR):
+        KVConnectorBackendFactory.unregister_backend(command.CONNECTOR)
+    KVConnectorBackendFactory.register_backend(command.CONNECTOR, _BACKEND)
 
 
 def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
@@ -218,7 +214,7 @@ def _with_raykv(config: Any, settings: Mapping[str, Any]) -> Any:
         # Of this host: a trial has no other.
         loading.model_source = str(models.smollm2(progress=logger.info))
     elif isinstance(source, str):
-        refuse_missing(source, whose)
+        app.refuse_missing(source, whose)
     details = {"enable_prompt_tokens_details": True}
     copied.update_engine_kwargs(
         **{**details, **config.engine_kwargs, "kv_transfer_config": transfer}

@@ -18,31 +18,14 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.errors import RayKVError, SettingError, first_line
-from raykv.base.parsing import count
+from raykv.base import errors, parsing
 from raykv.base.settings import Settings, load_settings
-from raykv.client.capacity import (
-    STATE,
-    GroupShape,
-    KVShape,
-    Plan,
-    PoolWishes,
-    StoredPrompt,
-    make_plan,
-)
+from raykv.client import capacity
 from raykv.engine.windows import state_ends
-from raykv.memory.limits import disk_limit, is_in_memory, memory_limit
-from raykv.memory.room import PoolNeeds, default_pool_bytes, objection
+from raykv.memory import limits, room
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.models import shapes_of
-from raykv.vllm.internals.names import check_vllm_version, vllm_version
-from raykv.vllm.internals.offloading import SchedulerTables, offloading_config
-from raykv.vllm.internals.planning import (
-    engine_config,
-    offered_chunks,
-    planned_kv_cache,
-    planned_tables,
-)
+from raykv.vllm.internals import names, offloading, planning
 
 ENGINE_KEYS = (
     "block_size",
@@ -74,7 +57,7 @@ def plan(
     settings: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     prompts: Sequence[int] = PROMPTS,
-) -> Plan:
+) -> capacity.Plan:
     """What a model's KV takes, what pools hold of it, and whether settings fit.
 
     Takes seconds, since it imports vLLM. Sizes are those of vLLM's build that is installed here.
@@ -95,32 +78,32 @@ def plan(
     arguments = dict(engine or {})
     wrong = sorted(set(arguments) - set(ENGINE_KEYS))
     if wrong:
-        raise SettingError(
+        raise errors.SettingError(
             f"engine arguments {', '.join(wrong)}: sizes follow from {', '.join(ENGINE_KEYS)} only"
         )
     with shapes_of(model) as path:
         planned = _planned(path, extra, arguments)
     shape = msgspec.structs.replace(planned.shape, model=model)
-    lengths = {count("prompts", each) for each in prompts if each < shape.max_model_len}
+    lengths = {parsing.count("prompts", each) for each in prompts if each < shape.max_model_len}
     stored = [
         planned.stored(each, checked.window_share)
         for each in sorted({*lengths, shape.max_model_len})
     ]
-    return make_plan(shape, stored, _wishes(checked), planned.note)
+    return capacity.make_plan(shape, stored, _wishes(checked), planned.note)
 
 
-def _wishes(settings: Settings) -> PoolWishes:
-    limit = memory_limit()
-    pool_bytes = settings.pool_bytes or default_pool_bytes(limit.free_bytes)
+def _wishes(settings: Settings) -> capacity.PoolWishes:
+    limit = limits.memory_limit()
+    pool_bytes = settings.pool_bytes or room.default_pool_bytes(limit.free_bytes)
     in_memory, disk = True, None
     if settings.pool_path:
         path = Path(settings.pool_path)
-        in_memory, disk = is_in_memory(path), disk_limit(path)
-    needs = PoolNeeds(pool_bytes, in_memory=in_memory)
-    return PoolWishes(
+        in_memory, disk = limits.is_in_memory(path), limits.disk_limit(path)
+    needs = room.PoolNeeds(pool_bytes, in_memory=in_memory)
+    return capacity.PoolWishes(
         pool_bytes,
         settings.staging_bytes if settings.kv_handover == "staged" else None,
-        objection(needs, [limit], disk),
+        room.objection(needs, [limit], disk),
     )
 
 
@@ -141,13 +124,13 @@ class Planned:
         self._kinds = self._tables().kinds
         self._groups = self._tables().groups
 
-    def _tables(self) -> SchedulerTables:
-        return planned_tables(self._spec, self._config, self._kv_cache)
+    def _tables(self) -> offloading.SchedulerTables:
+        return planning.planned_tables(self._spec, self._config, self._kv_cache)
 
     @property
-    def shape(self) -> KVShape:
+    def shape(self) -> capacity.KVShape:
         model = self._config.model_config
-        return KVShape(
+        return capacity.KVShape(
             model=self._spec.config.model.name,
             dtype=self._spec.config.model.dtype,
             layers=model.model_arch_config.total_num_hidden_layers,
@@ -158,14 +141,14 @@ class Planned:
             groups=tuple(self._group(each) for each in self._groups),
         )
 
-    def _group(self, group: ChunkGroup) -> GroupShape:
+    def _group(self, group: ChunkGroup) -> capacity.GroupShape:
         from raykv.vllm.kv_form import layer_specs
 
         layers = layer_specs(self._workers_kv_cache.kv_cache_groups[group.group])
         of_a_block = sum(each.real_page_size_bytes for each in layers)
         blocks = self._spec.blocks_per_chunk * self._spec.num_parts
         kind, window_tokens = _kind(layers[0])
-        return GroupShape(
+        return capacity.GroupShape(
             kind=kind,
             layers=len(layers),
             tokens_per_chunk=group.tokens,
@@ -196,9 +179,9 @@ class Planned:
             f"fewer than {tokens:,} tokens nothing is stored"
         )
 
-    def stored(self, prompt: int, share: float) -> StoredPrompt:
+    def stored(self, prompt: int, share: float) -> capacity.StoredPrompt:
         """What is stored of a prompt of so many tokens, of which nothing is known."""
-        return StoredPrompt(
+        return capacity.StoredPrompt(
             tokens=prompt,
             chunks=self._stored(prompt, share),
             default_chunks=self._stored(prompt, 0.0),
@@ -210,7 +193,7 @@ class Planned:
         tables = self._tables()
         Windows(tables, share)
         states = len(state_ends(self._groups, prompt, self._step_tokens, share))
-        offered = offered_chunks(tables, prompt)
+        offered = planning.offered_chunks(tables, prompt)
         counts = [offered[each.group] for each in self._groups]
         return [states if count is None else count for count in counts]
 
@@ -223,7 +206,7 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
     """
     with _quiet():
         try:
-            check_vllm_version(vllm_version())
+            names.check_vllm_version(names.vllm_version())
             from raykv.vllm.spec import (
                 RayKVOffloadingSpec,
                 refuse_non_causal,
@@ -231,7 +214,7 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
                 use_our_spec,
             )
 
-            config = engine_config(
+            config = planning.engine_config(
                 {
                     **arguments,
                     "model": model,
@@ -240,22 +223,22 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
                 }
             )
             _refuse_others(model, config.model_config)
-            kv_caches = planned_kv_cache(config)
+            kv_caches = planning.planned_kv_cache(config)
             refuse_non_causal(kv_caches[0])
             own = config.kv_transfer_config.kv_connector_extra_config
             use_our_spec(own)
             with told_to_specs(own, config, kv_caches[0]):
-                spec = RayKVOffloadingSpec(offloading_config(config, kv_caches[0]))
+                spec = RayKVOffloadingSpec(offloading.offloading_config(config, kv_caches[0]))
             return Planned(config, kv_caches, spec)
-        except RayKVError:
+        except errors.RayKVError:
             raise
         except ImportError as error:
-            raise SettingError(
+            raise errors.SettingError(
                 "vLLM is needed to read a model's configuration, and is not here: "
-                f"{first_line(error)}"
+                f"{errors.first_line(error)}"
             ) from error
         except Exception as error:
-            raise SettingError(
+            raise errors.SettingError(
                 f"vLLM can't plan the KV cache of the model {model!r}: {_reason(error)}"
             ) from error
 
@@ -307,7 +290,7 @@ def _refuse_others(model: str, config: Any) -> None:
     elif config.runner_type == "pooling":
         kind = "generates no tokens"
     if kind:
-        raise SettingError(f"the model {model!r} {kind}: RayKV is not tried with such ones")
+        raise errors.SettingError(f"the model {model!r} {kind}: RayKV is not tried with such ones")
 
 
 def _kind(spec: Any) -> tuple[str, int | None]:
@@ -322,7 +305,7 @@ def _kind(spec: Any) -> tuple[str, int | None]:
 
     match spec:
         case MambaSpec():
-            return STATE, None
+            return capacity.STATE, None
         case SlidingWindowSpec():
             return "sliding window", spec.sliding_window
         case ChunkedLocalAttentionSpec():

@@ -19,11 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-from raykv.protocol.columns import valid
-from raykv.protocol.descriptions import (
-    Description,
-    check_description,
-)
+from raykv.protocol import columns, descriptions
 
 BOOK_BYTES = 256 << 20
 """Kept by a NodeActor: about 200,000 chunks of 128 tokens."""
@@ -57,7 +53,7 @@ class DescriptionBook:
 
     def __init__(self, most_bytes: int = BOOK_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._rows: OrderedDict[tuple[str, bytes], Description] = OrderedDict()
+        self._rows: OrderedDict[tuple[str, bytes], descriptions.Description] = OrderedDict()
         # Rows by namespace.
         self._counts: dict[str, int] = {}
         self.num_bytes = 0
@@ -66,7 +62,7 @@ class DescriptionBook:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: Description) -> None:
+    def add(self, row: descriptions.Description) -> None:
         """Take a description in; a later one of the same chunk takes its place."""
         self._drop((row.namespace, row.key))
         self._rows[row.namespace, row.key] = row
@@ -80,7 +76,7 @@ class DescriptionBook:
         """Whether a chunk is described; it does not count as a use."""
         return (namespace, key) in self._rows
 
-    def find(self, key: bytes, namespace: str | None = None) -> Description | None:
+    def find(self, key: bytes, namespace: str | None = None) -> descriptions.Description | None:
         """A chunk's description; None for the namespace: that of any."""
         for name in self._counts if namespace is None else (namespace,):
             row = self._rows.get((name, key))
@@ -89,12 +85,14 @@ class DescriptionBook:
                 return row
         return None
 
-    def page(self, keys: Iterable[bytes], namespace: str | None = None) -> list[Description]:
+    def page(
+        self, keys: Iterable[bytes], namespace: str | None = None
+    ) -> list[descriptions.Description]:
         """What is known of chunks, in their order; what would not fit into an answer is left out.
 
         The first one that is known is always in it.
         """
-        rows: list[Description] = []
+        rows: list[descriptions.Description] = []
         left = ANSWER_BYTES
         for key in keys:
             row = self.find(key, namespace)
@@ -106,7 +104,7 @@ class DescriptionBook:
             rows.append(row)
         return rows
 
-    def rows(self) -> list[Description]:
+    def rows(self) -> list[descriptions.Description]:
         """All rows, that of the oldest use first."""
         return list(self._rows.values())
 
@@ -140,11 +138,11 @@ class DescriptionOutbox:
 
     def __init__(self, waiting_bytes: int = WAITING_BYTES, told_bytes: int = TOLD_BYTES) -> None:
         self._waiting_bytes = waiting_bytes
-        self._waiting: deque[Description] = deque()
+        self._waiting: deque[descriptions.Description] = deque()
         self._told = DescriptionBook(told_bytes)
         # The keys in there: each thread adds or discards single ones.
         self._waiting_keys: set[bytes] = set()
-        self._again: deque[Description] = deque()
+        self._again: deque[descriptions.Description] = deque()
         self._bytes_put = 0
         self._bytes_taken = 0
         self.num_dropped = 0
@@ -163,7 +161,7 @@ class DescriptionOutbox:
         """Whether a chunk is remembered as described."""
         return key in self._waiting_keys or self._told.has(namespace, key)
 
-    def add(self, row: Description) -> None:
+    def add(self, row: descriptions.Description) -> None:
         """Have a chunk described with one of the next exchanges; dropped if too many wait."""
         if self._bytes_waiting + row.num_bytes > self._waiting_bytes:
             self.num_dropped += 1
@@ -177,9 +175,9 @@ class DescriptionOutbox:
         """Whether `take` has something."""
         return bool(self._waiting or self._again)
 
-    def take(self, most_bytes: int = PAGE_BYTES) -> list[Description]:
+    def take(self, most_bytes: int = PAGE_BYTES) -> list[descriptions.Description]:
         """Those of the next exchange; new ones before those that are sent again."""
-        rows: list[Description] = []
+        rows: list[descriptions.Description] = []
         left = most_bytes
         while self._waiting and (not rows or left >= self._waiting[0].num_bytes):
             row = self._waiting.popleft()
@@ -192,7 +190,7 @@ class DescriptionOutbox:
             row = self._again.popleft()
             left -= row.num_bytes
             rows.append(row)
-        sound = valid(rows, check_description)
+        sound = columns.valid(rows, descriptions.check_description)
         self.num_unsound += len(rows) - len(sound)
         return sound
 

@@ -25,15 +25,12 @@ from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
-from raykv.cluster import ask
-from raykv.cluster.logs import set_up_logging
-from raykv.protocol.descriptions import Description
+from raykv.cluster import ask, logs
+from raykv.protocol import descriptions, framing
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
-from raykv.protocol.framing import encode
-from raykv.stream.connections import cut_off
+from raykv.stream import connections, readers
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication
-from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.wire import ChunkId
 
 logger = logging.getLogger("raykv.publisher")
@@ -189,7 +186,7 @@ class Sockets:
             looked_at = 0.0
             while not self._stopped.is_set():
                 if time.monotonic() - looked_at > PUBLISH_CUT_S:
-                    cut_off(ports, MAX_RECEIVED_BYTES)
+                    connections.cut_off(ports, MAX_RECEIVED_BYTES)
                     looked_at = time.monotonic()
                 if self._settings.replay_endpoint and questions.poll(0):
                     self._answer(questions)
@@ -271,7 +268,7 @@ class PublisherActor:
     """
 
     def __init__(self, settings: PublisherSettings) -> None:
-        set_up_logging()
+        logs.set_up_logging()
         self._settings = settings
         self._publication = Publication(
             WireFormat(settings.form, settings.hashes),
@@ -279,7 +276,7 @@ class PublisherActor:
             first_number(time.time()),
             msgspec.msgpack.encode,
         )
-        self._insides = Insides(ask.node_actors, PUBLISH_ASK_S)
+        self._insides = readers.Insides(ask.node_actors, PUBLISH_ASK_S)
         # Guards the publication: both threads use it, and `status`.
         self._lock = threading.Lock()
         self._sockets = Sockets(settings, ray.util.get_node_ip_address(), self._missed)
@@ -311,7 +308,7 @@ class PublisherActor:
                 replays=sockets.num_replays,
                 error=sockets.error or self._error,
             )
-        return encode(status)
+        return framing.encode(status)
 
     def _missed(self, start: int, topic: str) -> list[Message]:
         with self._lock:
@@ -336,13 +333,13 @@ class PublisherActor:
                 time.sleep(PUBLISH_FAILED_PAUSE_S)
 
     def _restart(self) -> None:
-        snapshot = take_snapshot(ask.find_scheduler_actor, ask.node_actors)
+        snapshot = readers.take_snapshot(ask.find_scheduler_actor, ask.node_actors)
         self._error = ""
         with self._lock:
             self._publication.restart(snapshot, time.monotonic())
 
     def _take_events(self) -> None:
-        log = read_events(ask.find_scheduler_actor, self._publication.place, follow=False)
+        log = readers.read_events(ask.find_scheduler_actor, self._publication.place, follow=False)
         events = list(islice(log, MAX_EVENTS_AT_ONCE))
         if any(isinstance(event, EventsMissed) for event in events):
             self._restart()
@@ -377,8 +374,8 @@ class PublisherActor:
             with self._lock:
                 self._publication.answer(asked, rows, time.monotonic())
 
-    def _described(self, asked: list[ChunkId]) -> dict[ChunkId, Description]:
-        rows: dict[ChunkId, Description] = {}
+    def _described(self, asked: list[ChunkId]) -> dict[ChunkId, descriptions.Description]:
+        rows: dict[ChunkId, descriptions.Description] = {}
         for namespace in {name[0] for name in asked}:
             keys = [key for of, key in asked if of == namespace]
             found = self._insides.describe(keys, namespace).values()

@@ -14,18 +14,15 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S, SOURCE_PAUSES_S
+from raykv.base import deadlines, version
 from raykv.base.errors import ClusterError, MessageError, RayKVError, VersionError
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
-from raykv.base.version import __version__
 from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER, answering, ask_all
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.descriptions import Description, Descriptions, check_description
+from raykv.protocol import columns, descriptions, status
 from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
-from raykv.protocol.status import ClusterStatus
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
@@ -52,7 +49,7 @@ def read_events(
     """See `raykv.client.cluster.Cluster.events`; `find` returns the scheduler actor."""
     life, after = _place(find, since)
     # Who is not told anything yet is told soon that nobody answers.
-    patience_s = CLIENT_S
+    patience_s = deadlines.CLIENT_S
     while True:
         page = _page(find, life, after, patience_s)
         patience_s = READER_PATIENCE_S
@@ -68,7 +65,7 @@ def read_events(
         if after >= page.last_seq:
             if not follow:
                 return
-            time.sleep(READER_PAUSE_S)
+            time.sleep(deadlines.READER_PAUSE_S)
 
 
 def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -95,7 +92,7 @@ def check_place(since: int | tuple[int, int] | None) -> None:
 
 
 def _page(
-    find: Callable[[], Any], life: int, after: int, patience_s: float = CLIENT_S
+    find: Callable[[], Any], life: int, after: int, patience_s: float = deadlines.CLIENT_S
 ) -> EventPage:
     return _answer(find, EventPage, "events", life, after, patience_s=patience_s)
 
@@ -130,7 +127,7 @@ def take_snapshot(find: Callable[[], Any], find_nodes: FindNodes) -> Replay:
     """
     replay = Replay()
     replay.place = _place(find, None)
-    members = {each.node_id for each in _answer(find, ClusterStatus, "status").nodes}
+    members = {each.node_id for each in _answer(find, status.ClusterStatus, "status").nodes}
     nodes = {node_id: actor for node_id, actor in find_nodes().items() if node_id in members}
     listings = {node_id: _Listing() for node_id in nodes}
     while listings:
@@ -184,11 +181,11 @@ class Insides:
     def __init__(self, find_nodes: FindNodes, deadline_s: float = READER_S) -> None:
         self._find_nodes = find_nodes
         self._deadline_s = deadline_s
-        self._breakers = Breakers(Pauses(*SOURCE_PAUSES_S))
+        self._breakers = Breakers(Pauses(*deadlines.SOURCE_PAUSES_S))
 
     def describe(
         self, keys: Iterable[bytes], namespace: str | None = None
-    ) -> dict[bytes, Description]:
+    ) -> dict[bytes, descriptions.Description]:
         """By key, nothing for those that nobody has described. None for the namespace: any in which
         the key is known.
 
@@ -197,21 +194,21 @@ class Insides:
             MessageError: a node sent something invalid.
         """
         nodes = self._find_nodes()
-        found: dict[bytes, Description] = {}
+        found: dict[bytes, descriptions.Description] = {}
         left = list(dict.fromkeys(keys))
         while left:
-            asked, is_cut, num_before = left[:MAX_KEYS], False, len(found)
+            asked, is_cut, num_before = left[: columns.MAX_KEYS], False, len(found)
             for rows in self._told(nodes, asked, namespace):
                 found |= {row.key: row for row in rows if row.key not in found}
                 # The answer may have been cut off behind the last one.
                 is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
             again = [key for key in asked if key not in found] if is_cut else []
-            left = (again if len(found) > num_before else []) + left[MAX_KEYS:]
+            left = (again if len(found) > num_before else []) + left[columns.MAX_KEYS :]
         return found
 
     def _told(
         self, nodes: Mapping[str, Any], keys: list[bytes], namespace: str | None
-    ) -> Iterator[list[Description]]:
+    ) -> Iterator[list[descriptions.Description]]:
         now = time.monotonic()
         calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
         asked = {node_id: call for node_id, call in calls.items() if call is not None}
@@ -219,9 +216,9 @@ class Insides:
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)
-                rows = receive(answer.value, Descriptions, NODE_ACTOR, HERE).rows
+                rows = receive(answer.value, descriptions.Descriptions, NODE_ACTOR, HERE).rows
                 for row in rows:
-                    check_description(row)
+                    descriptions.check_description(row)
                 yield rows
             elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
                 logger.warning(
@@ -235,7 +232,7 @@ def _answer(
     kind: type[S],
     method: str,
     *arguments: Any,
-    patience_s: float = CLIENT_S,
+    patience_s: float = deadlines.CLIENT_S,
 ) -> S:
     """Ask; an answer that can't be read here is a VersionError."""
     raw = _ask(find, method, *arguments, patience_s=patience_s)
@@ -244,12 +241,12 @@ def _answer(
     except MessageError as error:
         theirs = _ask(find, "ping")
         raise VersionError(
-            f"{error}; the scheduler actor runs RayKV {theirs}, this process {__version__}"
+            f"{error}; the scheduler actor runs RayKV {theirs}, this process {version.__version__}"
         ) from error
 
 
 def _ask(
-    find: Callable[[], Any], method: str, *arguments: Any, patience_s: float = CLIENT_S
+    find: Callable[[], Any], method: str, *arguments: Any, patience_s: float = deadlines.CLIENT_S
 ) -> Any:
     """Call the scheduler actor, again and again while it restarts."""
     give_up_at = time.monotonic() + min(patience_s, READER_PATIENCE_S)
@@ -257,11 +254,11 @@ def _ask(
         with answering(SCHEDULER):
             try:
                 ref = getattr(find(), method).remote(*arguments)
-                left_s = max(READER_PAUSE_S, give_up_at - time.monotonic())
+                left_s = max(deadlines.READER_PAUSE_S, give_up_at - time.monotonic())
                 return ray.get(ref, timeout=min(READER_S, left_s))
             except Exception as error:
                 is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
                 is_final &= not isinstance(error.__cause__, TimeoutError)
                 if is_final or time.monotonic() > give_up_at:
                     raise
-        time.sleep(READER_PAUSE_S)
+        time.sleep(deadlines.READER_PAUSE_S)

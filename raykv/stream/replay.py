@@ -12,15 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.protocol.events import (
-    BlockEvent,
-    BlockStored,
-    Event,
-    EventsMissed,
-    LifeBegan,
-    NodeEvent,
-    NodeJoined,
-)
+from raykv.protocol import events
 
 Place = tuple[NodeId, Namespace, Key]
 Name = tuple[Namespace, Key]
@@ -63,34 +55,34 @@ class Replay:
         name = (namespace, key)
         return [node_id for node_id, node in self._nodes.items() if name in node.names]
 
-    def apply(self, event: Event) -> Moved:
+    def apply(self, event: events.Event) -> Moved:
         """Take in the next event. `EventsMissed` changes nothing: take a snapshot then."""
-        if isinstance(event, EventsMissed):
+        if isinstance(event, events.EventsMissed):
             return Moved()
         self.place = (event.life, event.seq)
-        if isinstance(event, LifeBegan):
+        if isinstance(event, events.LifeBegan):
             went = list(self.chunks)
             self._nodes.clear()
             return Moved(went=went)
-        return self._apply(event) if isinstance(event, NodeEvent) else Moved()
+        return self._apply(event) if isinstance(event, events.NodeEvent) else Moved()
 
-    def _apply(self, event: NodeEvent) -> Moved:
+    def _apply(self, event: events.NodeEvent) -> Moved:
         node_id = NodeId(event.node_id)
         node = self._nodes.get(node_id)
         if node is not None and event.node_life < node.life:
             return Moved()
-        if isinstance(event, BlockEvent):
+        if isinstance(event, events.BlockEvent):
             return Moved() if node is None else self._move(node_id, node, event)
         # From here on all that the node has is told anew.
-        if isinstance(event, NodeJoined):
+        if isinstance(event, events.NodeJoined):
             self._nodes[node_id] = _ReplayedNode(event.node_life)
         else:
             self._nodes.pop(node_id, None)
         return Moved(went=[(node_id, *name) for name in node.names] if node else [])
 
-    def _move(self, node_id: NodeId, node: _ReplayedNode, event: BlockEvent) -> Moved:
+    def _move(self, node_id: NodeId, node: _ReplayedNode, event: events.BlockEvent) -> Moved:
         name = (Namespace(event.namespace), Key(event.key))
-        has_come = isinstance(event, BlockStored)
+        has_come = isinstance(event, events.BlockStored)
         if has_come == (name in node.names):
             return Moved()
         if has_come:

@@ -27,40 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
-from raykv.base.errors import RayKVError
+from raykv.base import errors, settings
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, MissReason
-from raykv.base.settings import load_settings
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
-from raykv.engine.cost import StepTimes
-from raykv.engine.runtime import EngineRuntime, new_life
-from raykv.protocol.descriptions import groups_text
-from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.engine import cost, runtime
+from raykv.protocol import descriptions, engine, framing
 from raykv.stream.descriptions import DescriptionOutbox
+from raykv.vllm import mending, misses, params, transfers, weights, windows
+from raykv.vllm.identity import media, placement, weight_changes
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
-from raykv.vllm.identity.media import may_share_media
-from raykv.vllm.identity.placement import (
-    RankPlace,
-    node_of_ranks,
-    place_of_rank,
-    refuse_ranks_elsewhere,
-    refuse_several_hosts,
-)
-from raykv.vllm.identity.weight_changes import watch_calls
 from raykv.vllm.insight.sources import tell_sources
-from raykv.vllm.internals.arguments import refuse_arguments
+from raykv.vllm.internals import arguments, names, scheduling
 from raykv.vllm.internals.engine import watch_rests
-from raykv.vllm.internals.names import (
-    LAYERWISE,
-    SCHEDULER,
-    WORKER,
-    check_vllm_version,
-    require,
-    vllm_version,
-)
 from raykv.vllm.internals.offloading import (
     SchedulerTables,
     count_by_transfer_type,
@@ -70,21 +51,14 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.internals.scheduling import watch_scheduler
 from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
-from raykv.vllm.mending import Mender
-from raykv.vllm.misses import unregister_metrics
-from raykv.vllm.params import only_documented
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
     refuse_kinds,
     told_to_specs,
     use_our_spec,
 )
-from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
-from raykv.vllm.weights import WeightChanges
-from raykv.vllm.windows import Windows
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.link import LinkTarget
 
@@ -96,7 +70,7 @@ def logged_refusals() -> Iterator[None]:
     """Say why the start is stopped: vLLM buries it in the tracebacks of three processes."""
     try:
         yield
-    except RayKVError as error:
+    except errors.RayKVError as error:
         logger.critical("RayKV stops the start of the engine: %s", error)
         raise
 
@@ -111,9 +85,9 @@ class RayKVConnector(OffloadingConnector):
     # On the scheduler's side, and there alone.
     _manager: RayOffloadingManager
     # On the scheduler's side.
-    raykv_weights: WeightChanges | None = None
+    raykv_weights: weights.WeightChanges | None = None
     # On the scheduler's side.
-    _windows: Windows | None = None
+    _windows: windows.Windows | None = None
     # What the workers were told last, or were to be told in a step that failed.
     _told: LinkTarget | None = None
 
@@ -126,9 +100,9 @@ class RayKVConnector(OffloadingConnector):
             ClusterError: the Ray cluster can't be joined.
         """
         set_up_logging()
-        self._runtime: EngineRuntime | None = None
+        self._runtime: runtime.EngineRuntime | None = None
         # On the scheduler's side.
-        self._steps = StepTimes()
+        self._steps = cost.StepTimes()
         # Requests that vLLM waits for although there is no load job.
         self._stranded: list[str] = []
         # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
@@ -137,9 +111,9 @@ class RayKVConnector(OffloadingConnector):
             self._start(vllm_config, role, kv_cache_config)
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_vllm_version(vllm_version())
-        refuse_arguments(vllm_config)
-        refuse_several_hosts(vllm_config.parallel_config)
+        names.check_vllm_version(names.vllm_version())
+        arguments.refuse_arguments(vllm_config)
+        placement.refuse_several_hosts(vllm_config.parallel_config)
         refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
@@ -151,48 +125,52 @@ class RayKVConnector(OffloadingConnector):
                 self._start_scheduler_side(vllm_config, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
             plain = worker_side(self)
-            require(WORKER, self, plain)
+            names.require(names.WORKER, self, plain)
             worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
 
     def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        require(SCHEDULER, self, scheduler_side(self))
+        names.require(names.SCHEDULER, self, scheduler_side(self))
         manager = self._tables.manager
         assert isinstance(manager, RayOffloadingManager), manager
         spec = RayKVOffloadingSpec(offloading_config(vllm_config, kv_cache_config))
         facts = engine_facts(
             vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
         )
-        hello = EngineHello(
-            PROTOCOL_VERSION,
+        hello = engine.EngineHello(
+            framing.PROTOCOL_VERSION,
             spec.config.engine_id,
-            new_life(),
+            runtime.new_life(),
             namespace_of(facts),
             model=spec.config.model.name,
             num_ranks=spec.num_parts,
             slot_bytes=spec.slot_bytes_by_group(),
-            versions=f"RayKV {__version__}, vLLM {vllm_version()}, Ray {ray.__version__}",
+            versions=f"RayKV {__version__}, vLLM {names.vllm_version()}, Ray {ray.__version__}",
             traits={**traits_of(facts), **self._chunk_traits()},
         )
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
-            require(LAYERWISE, self)
+            names.require(names.LAYERWISE, self)
             self._layered = LayeredScheduling(manager.layered, self._tables)
-        self._windows = Windows(self._tables, spec.settings.window_share)
+        self._windows = windows.Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
         self._hello = hello
         self._manager = manager
-        self.raykv_weights = WeightChanges(facts, manager, self._tables)
+        self.raykv_weights = weights.WeightChanges(facts, manager, self._tables)
         describes = spec.settings.describe_chunks or spec.settings.events_endpoint
         described = DescriptionOutbox() if describes else None
-        self._runtime = EngineRuntime(
+        self._runtime = runtime.EngineRuntime(
             spec.settings,
             manager.view,
             hello,
             manager.hints,
             described,
-            partial(node_of_ranks, vllm_config.parallel_config, current_platform.ray_device_key),
+            partial(
+                placement.node_of_ranks,
+                vllm_config.parallel_config,
+                current_platform.ray_device_key,
+            ),
         )
         manager.start(self._runtime.session)
         tell_sources(manager.misses)
@@ -204,8 +182,8 @@ class RayKVConnector(OffloadingConnector):
         track_chunks(self._tables, spec.kv_events_config, hello.model, described, manager.view)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
-        watch_scheduler(RayKVConnector)
-        watch_calls()
+        scheduling.watch_scheduler(RayKVConnector)
+        weight_changes.watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
         self._runtime.start()
@@ -215,7 +193,7 @@ class RayKVConnector(OffloadingConnector):
         each KV group are, and which of them are recurrent states.
         """
         states = " ".join(map(str, self._tables.states))
-        found = {"chunks": groups_text(self._tables.groups)}
+        found = {"chunks": descriptions.groups_text(self._tables.groups)}
         return found | {"state_groups": states} if states else found
 
     def _tokens_per_chunk(self) -> list[int]:
@@ -235,7 +213,7 @@ class RayKVConnector(OffloadingConnector):
         Raises:
             SettingError: a setting is unknown or malformed.
         """
-        load_settings(extra_config)
+        settings.load_settings(extra_config)
         return False
 
     @classmethod
@@ -248,7 +226,7 @@ class RayKVConnector(OffloadingConnector):
     ) -> Any:
         """See `OffloadingConnector.build_prom_metrics`; runs in the API server's process."""
         use_our_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        unregister_metrics()
+        misses.unregister_metrics()
         return count_by_transfer_type(
             super().build_prom_metrics(
                 vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -282,9 +260,9 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.unregister_kv_caches`: 0.33 gives the KV cache's memory back."""
         self._worker.store_before_sleep()
 
-    def get_handshake_metadata(self) -> RankPlace | None:
+    def get_handshake_metadata(self) -> placement.RankPlace | None:
         """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
-        return place_of_rank()
+        return placement.place_of_rank()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.
@@ -351,11 +329,11 @@ class RayKVConnector(OffloadingConnector):
         """
         if self._runtime is None:
             return
-        places = [place for place in metadata.values() if isinstance(place, RankPlace)]
+        places = [place for place in metadata.values() if isinstance(place, placement.RankPlace)]
         try:
             with logged_refusals():
-                refuse_ranks_elsewhere(places, self._runtime.node_id)
-        except RayKVError:
+                placement.refuse_ranks_elsewhere(places, self._runtime.node_id)
+        except errors.RayKVError:
             self._runtime.stop()
             raise
 
@@ -364,8 +342,8 @@ class RayKVConnector(OffloadingConnector):
         return SchedulerTables(scheduler_side(self))
 
     @cached_property
-    def _mender(self) -> Mender:
-        return Mender(self._tables, self._manager)
+    def _mender(self) -> mending.Mender:
+        return mending.Mender(self._tables, self._manager)
 
     @cached_property
     def _siblings(self) -> SiblingScheduling:
@@ -381,9 +359,9 @@ class RayKVConnector(OffloadingConnector):
         self._manager.belongs(request)
         if self._adapters is not None and not self._adapters.begin(request):
             self._manager.refuse(request.request_id, MissReason.ADAPTER_UNKNOWN)
-        if not may_share_media(request):
+        if not media.may_share_media(request):
             self._manager.refuse(request.request_id, MissReason.MEDIA_UNKNOWN)
-        with only_documented(request):
+        with params.only_documented(request):
             super().on_new_request(request)
         if request.skip_reading_prefix_cache:
             return
@@ -454,7 +432,7 @@ class RayKVConnector(OffloadingConnector):
         if layered is not None:
             layered.hold_stores(request)
 
-    def _bare_meta(self, scheduler_output: Any) -> RayKVConnectorMetadata:
+    def _bare_meta(self, scheduler_output: Any) -> transfers.RayKVConnectorMetadata:
         """Loads of all requests go out, except where the content of their adapter is unknown. With
         layer-wise loads, what they bring does not count.
         """
@@ -493,9 +471,9 @@ class RayKVConnector(OffloadingConnector):
         target: LinkTarget | None = None,
         adapters: dict[str, AdapterUse] | None = None,
         beginning: dict[str, AdapterUse] | None = None,
-    ) -> RayKVConnectorMetadata:
+    ) -> transfers.RayKVConnectorMetadata:
         """Nothing may fail from here on: its contents count as sent."""
-        meta = RayKVConnectorMetadata(
+        meta = transfers.RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
             jobs_to_flush=base.jobs_to_flush,
@@ -558,14 +536,14 @@ class RayKVConnector(OffloadingConnector):
         """The results of a step's jobs were not understood: what they stored is not used."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, OffloadingWorkerMetadata):
-            ends = meta.ends if isinstance(meta, RayKVWorkerMetadata) else []
+            ends = meta.ends if isinstance(meta, transfers.RayKVWorkerMetadata) else []
             failed = [each.request_id for each in ends if each.direction is Direction.LOAD]
             self._mender.end_jobs(meta.completed_jobs, failed)
 
     @guarded(_end_jobs)
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, RayKVWorkerMetadata):
+        if isinstance(meta, transfers.RayKVWorkerMetadata):
             self._manager.barred |= meta.barred
             self._manager.take_ends(meta.ends)
             if self._adapters is not None:

@@ -30,16 +30,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from raykv.base.errors import SettingError
-from raykv.base.guard import guarded, nothing, report
+from raykv.base import errors, guard
 from raykv.base.ids import GROUP_BYTES, Direction, Key, Refusal, in_group
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import Capture, CopyJob, CopyResult
 from raykv.protocol.worker import KVLayout
-from raykv.vllm.connector import RayKVConnector, logged_refusals
-from raykv.vllm.kv_form import layer_specs
+from raykv.vllm import connector, kv_form
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker
 from raykv.worker.job import JobRequest
 
@@ -101,12 +99,12 @@ def states_layer(kv_cache_config: Any) -> StatesLayer:
     found = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for index, (name, spec) in enumerate(
-            zip(group.layer_names, layer_specs(group), strict=True)
+            zip(group.layer_names, kv_form.layer_specs(group), strict=True)
         ):
             if LAYERS in name.split("."):
                 found.append(StatesLayer(group_id, index, name, spec))
     if len(found) != 1:
-        raise SettingError(
+        raise errors.SettingError(
             f"RayKVHiddenStatesConnector needs one layer with the hidden states, and this model's "
             f"KV cache has {len(found)}: vLLM does not keep them apart for models like this one"
         )
@@ -121,7 +119,7 @@ def refuse_other_methods(speculative_config: Any) -> None:
     """
     method = getattr(speculative_config, "method", None)
     if method != METHOD:
-        raise SettingError(
+        raise errors.SettingError(
             f"RayKVHiddenStatesConnector needs speculative_config with method {METHOD!r}, the "
             f"number of speculative tokens 1, and the layers in draft_model_config; it has "
             f"{method!r}. Without hidden states take RayKVConnector"
@@ -268,7 +266,7 @@ class StatesWorker:
             worker.submit_capture(job)
             self._jobs[job.job_id] = order.request_id
         except Exception as error:
-            report("RayKVHiddenStatesConnector.submit")
+            guard.report("RayKVHiddenStatesConnector.submit")
             self._end(order.request_id, f"they could not be asked for: {error}")
 
     def give_up(self, orders: Iterable[StatesOrder]) -> None:
@@ -308,7 +306,7 @@ class StatesWorker:
                 said = ", ".join(refusals).lower()
                 self._end(request_id, f"the NodeActor has not copied them ({said})" * bool(said))
 
-    @guarded(lambda self, request_id, _reason: self._sent.add(request_id))
+    @guard.guarded(lambda self, request_id, _reason: self._sent.add(request_id))
     def _end(self, request_id: str, reason: str) -> None:
         self._sent.add(request_id)
         lock_fd = self._locks.pop(request_id, -1)
@@ -336,7 +334,7 @@ class StatesWorker:
             self._end(request_id, "" if request_id in under_way else "the engine has ended")
 
 
-class RayKVHiddenStatesConnector(RayKVConnector):
+class RayKVHiddenStatesConnector(connector.RayKVConnector):
     """See the module's docstring; settings begin with `hidden_states_`."""
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -363,7 +361,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        with logged_refusals():
+        with connector.logged_refusals():
             worker = self._worker.worker
             assert isinstance(worker, RayOffloadingWorker), worker
             spec: Any = self._worker.spec
@@ -387,7 +385,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
             in (spec.page_size_bytes, spec.unpadded_page_size_bytes)
         )
         if not is_plain:
-            raise SettingError(
+            raise errors.SettingError(
                 f"hidden states of shape {list(cache.shape)} lie together with other layers, where "
                 "RayKV can't capture them: choose another VLLM_KV_CACHE_LAYOUT"
             )
@@ -404,13 +402,13 @@ class RayKVHiddenStatesConnector(RayKVConnector):
             layer=self._layer.index,
         )
 
-    @guarded(nothing)
+    @guard.guarded(guard.nothing)
     def wait_for_save(self) -> None:
         """See `RayKVConnector.wait_for_save`; the locks of files are made here."""
         self._promise()
         super().wait_for_save()
 
-    @guarded(nothing)
+    @guard.guarded(guard.nothing)
     def _promise(self) -> None:
         metadata = self._get_connector_metadata()
         if isinstance(metadata, HiddenStatesMetadata):
@@ -427,7 +425,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
         if isinstance(metadata, HiddenStatesMetadata):
             self._states.give_up(metadata.orders)
 
-    @guarded(_give_up_orders)
+    @guard.guarded(_give_up_orders)
     def _submit_orders(self) -> None:
         worker = self._worker.worker
         ours = worker if isinstance(worker, RayOffloadingWorker) else None
@@ -437,7 +435,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
                 self._states.submit(ours, order)
             metadata.orders.clear()
 
-    @guarded(lambda *_: set())
+    @guard.guarded(lambda *_: set())
     def _take_sent(self, finished_req_ids: set[str]) -> set[str]:
         """Requests whose blocks are free now; where it fails, with the next step."""
         worker = self._worker.worker
@@ -456,7 +454,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
             orders=self._planner.take_orders(),
         )
 
-    @guarded(lambda *_: {})
+    @guard.guarded(lambda *_: {})
     def _promised(self, scheduler_output: Any) -> dict[str, str]:
         return self._planner.began(scheduler_output.scheduled_new_reqs)
 
@@ -484,7 +482,7 @@ class RayKVHiddenStatesConnector(RayKVConnector):
     def _untold(self, request: Any, _block_ids: list[int]) -> None:
         self._planner.withdraw(request.request_id)
 
-    @guarded(_untold)
+    @guard.guarded(_untold)
     def _answer_of(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
         # While it is loading, its blocks hold nothing yet, and vLLM frees them with the load's end.
         blocks = [] if self._tables.is_loading(request.request_id) else block_ids

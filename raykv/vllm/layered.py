@@ -18,17 +18,9 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from raykv.base.errors import SettingError
-from raykv.base.guard import guarded
+from raykv.base import errors, guard
 from raykv.base.settings import Settings
-from raykv.engine.layered import (
-    LayeredLoad,
-    LayeredLoads,
-    Lost,
-    SiblingLoads,
-    Steps,
-    spoiled_blocks,
-)
+from raykv.engine import layered
 from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
 from raykv.vllm.internals.scheduling import (
     begun,
@@ -63,7 +55,7 @@ def refuse_layerwise(settings: Settings, vllm_config: Any, kv_cache_config: Any)
         or _against_rest(settings, vllm_config)
     )
     if reason:
-        raise SettingError(f"layerwise_loads can't be had: {reason}")
+        raise errors.SettingError(f"layerwise_loads can't be had: {reason}")
 
 
 def _against_steps(vllm_config: Any) -> str:
@@ -149,7 +141,7 @@ class LayeredScheduling:
         tables: of vLLM's offloading scheduler.
     """
 
-    def __init__(self, loads: LayeredLoads, tables: SchedulerTables) -> None:
+    def __init__(self, loads: layered.LayeredLoads, tables: SchedulerTables) -> None:
         self.loads = loads
         self._tables = tables
         self._tokens_per_hash = self._tables.tokens_per_hash
@@ -159,7 +151,7 @@ class LayeredScheduling:
         # What users allowed requests to store, while they must not.
         self._allowed: dict[str, tuple[OffloadedRequest, int | None]] = {}
         # The numbers of those with loads.
-        self._steps: Steps[int] = Steps()
+        self._steps: layered.Steps[int] = layered.Steps()
         # Requests that were taken back for what another connector did not load.
         self._taken_back: set[str] = set()
 
@@ -187,7 +179,7 @@ class LayeredScheduling:
         first = num_local // self._tokens_per_block
         (group,) = blocks.blocks
         self.loads.begin(
-            LayeredLoad(
+            layered.LayeredLoad(
                 request.request_id,
                 frozenset(request.block_hashes[first_hash:]),
                 tuple(block.block_id for block in group[first:]),
@@ -201,7 +193,7 @@ class LayeredScheduling:
         name = request.request_id
         if name not in self.loads.beginning:
             whole = tuple(block.block_id for each in blocks.blocks for block in each)
-            self.loads.begin(LayeredLoad(name, frozenset(request.block_hashes), whole))
+            self.loads.begin(layered.LayeredLoad(name, frozenset(request.block_hashes), whole))
         return self.loads.beginning[name].blocks
 
     def hold_stores(self, request: Any) -> None:
@@ -244,7 +236,7 @@ class LayeredScheduling:
         self.loads.evicted()
         self._allow_stores()
 
-    @guarded(lambda *_: set())
+    @guard.guarded(lambda *_: set())
     def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:
         """Take back whoever has one of these blocks; if that fails, it is left to vLLM. Which of
         their blocks were computed from them.
@@ -262,7 +254,9 @@ class LayeredScheduling:
         self._taken_back &= self._tables.requests.keys()
         self._taken_back |= others.keys() - taken.keys()
         taken |= others
-        lost = {block for blocks in taken.values() for block in spoiled_blocks(blocks, invalid)}
+        lost = {
+            block for blocks in taken.values() for block in layered.spoiled_blocks(blocks, invalid)
+        }
         take_back(scheduler, taken.keys())
         forget_invalid_blocks(result, invalid & lost)
         return lost
@@ -300,11 +294,11 @@ class SiblingScheduling:
         self._tables = tables
         self._manager = manager
         self._can_fail = len(tables.groups) == 1
-        self._loads = SiblingLoads()
+        self._loads = layered.SiblingLoads()
         # How many tokens vLLM's own cache has of requests that were asked about for this step.
         self._asked: dict[str, int] = {}
         # The numbers of those that have gone out while others loaded.
-        self._steps: Steps[int] = Steps()
+        self._steps: layered.Steps[int] = layered.Steps()
 
     def ask(self, request_id: str, num_computed_tokens: int) -> None:
         """RayKV is asked what it finds behind so many tokens."""
@@ -354,7 +348,7 @@ class SiblingScheduling:
             known = self._tables.requests.keys()
             self._lose(self._loads.end(number, invalid_blocks_of(result), known), evict)
 
-    def _lose(self, lost: Lost, evict: Callable[[Set[int]], None]) -> None:
+    def _lose(self, lost: layered.Lost, evict: Callable[[Set[int]], None]) -> None:
         self._manager.barred |= lost.requests & self._tables.requests.keys()
         if lost.blocks:
             evict(lost.blocks)

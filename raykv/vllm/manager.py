@@ -41,23 +41,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, Key, Lookup, MissReason, TokenSource
+from raykv.engine import layered, requests
 from raykv.engine.announcements import News
 from raykv.engine.hints import HintBox
-from raykv.engine.layered import LayeredLoads
-from raykv.engine.requests import Tier
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
+from raykv.protocol import descriptions, engine
 from raykv.protocol.columns import is_told_name
-from raykv.protocol.descriptions import Description, pack_tokens
-from raykv.protocol.engine import Space
 from raykv.stream.descriptions import DescriptionOutbox
+from raykv.vllm.internals import offloading
 from raykv.vllm.internals.engine import is_resting
-from raykv.vllm.internals.offloading import (
-    SchedulerTables,
-    described_chunk,
-    is_windowed,
-    silent,
-)
 from raykv.vllm.misses import MissReporter
 from raykv.vllm.params import HINTS, hint_of, ignored, request_options, tenant_of
 from raykv.vllm.transfers import ChunkSpec, JobEnd
@@ -79,13 +72,13 @@ _SOURCES = {
 }
 
 
-def allowed_tiers(tier_filter: TierFilter) -> frozenset[Tier] | None:
+def allowed_tiers(tier_filter: TierFilter) -> frozenset[requests.Tier] | None:
     """What vLLM's `TierFilter` of a request allows; None: all."""
     if tier_filter is TierFilter.ALL:
         return None
     return frozenset(
         tier
-        for tier in starmap(Tier, product((False, True), repeat=2))
+        for tier in starmap(requests.Tier, product((False, True), repeat=2))
         if tier_filter.allows(
             Medium.STORAGE if tier.is_disk else Medium.CPU,
             Locality.REMOTE if tier.is_remote else Locality.LOCAL,
@@ -120,7 +113,7 @@ class RayOffloadingManager(OffloadingManager):
         self.hints = hints or HintBox()
         self.misses = MissReporter(view)
         # Empty without `layerwise_loads`.
-        self.layered = LayeredLoads()
+        self.layered = layered.LayeredLoads()
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
         view.accounts.tenants_by_server = tenants_by_server
@@ -338,7 +331,7 @@ class RayOffloadingManager(OffloadingManager):
         if self.session is not None:
             self.session.nudge()
 
-    def enter(self, space: Space) -> None:
+    def enter(self, space: engine.Space) -> None:
         """The engine's chunks are those of that namespace; between steps.
 
         Not guarded: the connector answers for it.
@@ -398,7 +391,7 @@ def offloading_events(news: News) -> Iterable[OffloadingEvent]:
     place = {"medium": Medium.CPU, "locality": Locality.LOCAL}
     for keys, is_removed, more in (
         (news.removed, True, place),
-        (news.missing, True, place | silent()),
+        (news.missing, True, place | offloading.silent()),
         (news.stored, False, place),
     ):
         if keys:
@@ -460,18 +453,18 @@ class ChunkTracker(OffloadingEventsTracker):
         outbox, namespace = self._outbox, self._view.namespace
         if outbox is None or outbox.knows(namespace, key):
             return
-        if is_windowed(group_config) or has_other_input(req):
+        if offloading.is_windowed(group_config) or has_other_input(req):
             return
-        text = described_chunk(self, req, group_config, chunk_idx)
+        text = offloading.described_chunk(self, req, group_config, chunk_idx)
         if not is_told_name(text.lora or ""):
             return
         outbox.add(
-            Description(
+            descriptions.Description(
                 namespace=namespace,
                 key=bytes(key),
                 parent=None if text.parent is None else bytes(text.parent),
                 inner=b"".join(text.hashes[:-1]),
-                tokens=pack_tokens(text.token_ids),
+                tokens=descriptions.pack_tokens(text.token_ids),
                 block_size=text.block_size,
                 model=self._model,
                 kind=text.kind,
@@ -488,7 +481,7 @@ def has_other_input(req: Any) -> bool:
 
 
 def track_chunks(
-    tables: SchedulerTables,
+    tables: offloading.SchedulerTables,
     config: Any,
     model: str,
     outbox: DescriptionOutbox | None,

@@ -16,10 +16,7 @@ from raykv.base.parsing import shown
 from raykv.base.tenants import salt_label, server_label
 from raykv.engine.hints import Allowed, Hint
 from raykv.engine.requests import RequestOptions
-from raykv.protocol.columns import MAX_PRIORITY
-from raykv.protocol.engine import MAX_IGNORED
-from raykv.protocol.operator import MAX_PIN_S
-from raykv.protocol.sessions import MAX_SESSION_NAME
+from raykv.protocol import columns, engine, operator, sessions
 from raykv.vllm.identity.media import NAMED_BY_CLIENT
 
 logger = logging.getLogger("raykv")
@@ -139,18 +136,18 @@ def ignored(params: Any, kv_hints: Any, allowed: Allowed, *, by_server: bool) ->
     for said in (given, *_payloads(kv_hints)):
         valid = documented(said) or {}
         names = [name for name in said if isinstance(name, str) and name.startswith("raykv_")]
-        for name in names[:MAX_IGNORED]:
+        for name in names[: engine.MAX_IGNORED]:
             is_no = name not in PARAMS and said[name] in (None, False)
             is_valid = is_no or name == TENANT or name in valid
             if why := _why_ignored(name, allowed, by_server=by_server, is_valid=is_valid):
-                found[shown(name)[1:-1][:MAX_SESSION_NAME]] = why
-    return dict([*found.items()][:MAX_IGNORED])
+                found[shown(name)[1:-1][: sessions.MAX_SESSION_NAME]] = why
+    return dict([*found.items()][: engine.MAX_IGNORED])
 
 
 def _why_ignored(name: str, allowed: Allowed, *, by_server: bool, is_valid: bool) -> str:
     """Why a key has no effect; empty if it has one."""
     if name not in KEYS:
-        close = difflib.get_close_matches(name[:MAX_SESSION_NAME], KEYS, n=1)
+        close = difflib.get_close_matches(name[: sessions.MAX_SESSION_NAME], KEYS, n=1)
         return "there is no such key" + (f": did you mean {close[0]}?" if close else "")
     if name == TENANT and not by_server:
         return "only with tenant_source=server it says whose a request is"
@@ -177,17 +174,17 @@ def _is_hint(name: str, value: Any) -> bool:
     """Whether a client's wish is valid; a truth value is not a number here."""
     match name:
         case "raykv_priority":
-            return type(value) is int and 1 <= value <= MAX_PRIORITY
+            return type(value) is int and 1 <= value <= columns.MAX_PRIORITY
         case "raykv_session":
             return type(value) is str and _is_name(value)
         case "raykv_session_over":
             return value is True
         case _:
-            return type(value) in (int, float) and 0 < value <= MAX_PIN_S
+            return type(value) in (int, float) and 0 < value <= operator.MAX_PIN_S
 
 
 def _is_name(value: str) -> bool:
-    return 0 < len(value) <= MAX_SESSION_NAME and value.isprintable()
+    return 0 < len(value) <= sessions.MAX_SESSION_NAME and value.isprintable()
 
 
 def hinted(kv_hints: Any) -> dict[str, Known]:

@@ -11,10 +11,8 @@ from typing import Any
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
 from raykv.vllm.insight.sources import watch_front_ends
+from raykv.vllm.internals import engine, names, offloading
 from raykv.vllm.internals.arguments import refuse_arguments, wrap_arguments
-from raykv.vllm.internals.engine import around, wrap_multi_connector
-from raykv.vllm.internals.names import check_vllm_version, refusal_of, vllm_version
-from raykv.vllm.internals.offloading import is_registered
 
 logger = logging.getLogger("raykv")
 
@@ -39,20 +37,20 @@ def __getattr__(name: str) -> Any:
     """
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_vllm_version(vllm_version())
+    names.check_vllm_version(names.vllm_version())
     try:
         return getattr(import_module(CONNECTORS[name]), name)
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "vllm":
             raise
-        raise refusal_of(str(error)) from error
+        raise names.refusal_of(str(error)) from error
 
 
 def register() -> None:
     """Register the connectors; vLLM calls this in each of its processes, some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if is_registered("RayKVConnector"):
+    if offloading.is_registered("RayKVConnector"):
         return
     replica = os.environ.get(REPLICA_VARIABLE)
     if replica is not None:
@@ -66,7 +64,7 @@ def register() -> None:
     if not wrap_arguments(refusing):
         logger.debug("this vLLM ends its configuration in an unknown way")
     try:
-        wrap_multi_connector(recomputing)
+        engine.wrap_multi_connector(recomputing)
     except ImportError as error:
         logger.debug("this vLLM has no MultiConnector where it was: %s", error)
     try:
@@ -77,7 +75,7 @@ def register() -> None:
         logger.debug("prompts are rendered in an unknown way: %s", error)
 
 
-@around
+@engine.around
 def recomputing(
     start: Callable[..., None], connector: Any, vllm_config: Any, *arguments: Any, **named: Any
 ) -> None:
@@ -95,7 +93,7 @@ def recomputing(
     start(connector, vllm_config, *arguments, **named)
 
 
-@around
+@engine.around
 def refusing(finish: Callable[[Any], None], vllm_config: Any) -> None:
     """A configuration of an engine with RayKV is not finished that it can't be used with.
 

@@ -18,23 +18,13 @@ from vllm.v1.kv_offload.base import (
     OffloadingSpec,
 )
 
-from raykv.base.errors import SettingError
-from raykv.base.geometry import aligned
+from raykv.base import errors, geometry, threads
 from raykv.base.settings import Settings, load_settings
-from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.engine.announcements import Announcements
-from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.hints import Allowed, HintBox
-from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
-from raykv.engine.requests import StoreSampler
+from raykv.engine import announcements, cost, hints, remote, requests
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
-from raykv.vllm.internals.engine import ordinary_gpu_memory
-from raykv.vllm.internals.offloading import window_in_chunks
-from raykv.vllm.kv_form import block_bytes, kv_form_of, pages_of
-from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.misses import metric_definitions
-from raykv.vllm.transfers import RayOffloadingWorker
+from raykv.vllm import kv_form, manager, misses, transfers
+from raykv.vllm.internals import engine, offloading
 from raykv.worker.export import SharedAllocation, describe
 from raykv.worker.handover import make_link, may_sleep
 from raykv.worker.link import LinkSettings, WorkerLink
@@ -64,14 +54,14 @@ class Told:
 
     @property
     def block_bytes(self) -> dict[int, int]:
-        return block_bytes(self.vllm, self.kv_cache)
+        return kv_form.block_bytes(self.vllm, self.kv_cache)
 
     def window(self, group: int, tokens_per_chunk: int) -> int | None:
         """How many chunks of a KV group a prefix needs; None: all."""
         if self.kv_cache is None:
             return None
         known = self.kv_cache.kv_cache_groups[group].kv_cache_spec
-        return window_in_chunks(known, tokens_per_chunk)
+        return offloading.window_in_chunks(known, tokens_per_chunk)
 
     @property
     def sleeps(self) -> bool:
@@ -81,7 +71,7 @@ class Told:
     def form(self, spec: RayKVOffloadingSpec) -> KVForm:
         """Of the chunks of this spec's engine, which its first rank measures."""
         is_first = self.vllm is not None and spec.config.parallel.rank == 0
-        return kv_form_of(self.vllm, self.kv_cache, spec) if is_first else KVForm()
+        return kv_form.kv_form_of(self.vllm, self.kv_cache, spec) if is_first else KVForm()
 
 
 @contextmanager
@@ -115,7 +105,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         # Then only rank 0 stores, for all; see vLLM's `OffloadingConnectorWorker`. Of canonical
         # chunks all ranks store a share.
         self.replicated_layout = bool(config.replicated_layout and not config.canonical_layout)
-        self._manager: RayOffloadingManager | None = None
+        self._manager: manager.RayOffloadingManager | None = None
         refuse_unsupported(config)
 
     @classmethod
@@ -123,7 +113,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """See `OffloadingSpec.build_metric_definitions`; also in the API server's process."""
-        return {**super().build_metric_definitions(extra_config), **metric_definitions()}
+        return {**super().build_metric_definitions(extra_config), **misses.metric_definitions()}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -149,40 +139,40 @@ class RayKVOffloadingSpec(OffloadingSpec):
         ranks.
         """
         if self.config.canonical_layout:
-            return aligned(max(self._told.block_bytes.values()) * self.blocks_per_chunk)
+            return geometry.aligned(max(self._told.block_bytes.values()) * self.blocks_per_chunk)
         per_rank = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        return aligned(per_rank * self.num_parts)
+        return geometry.aligned(per_rank * self.num_parts)
 
     def slot_bytes_by_group(self) -> dict[int, int]:
         """`slot_bytes` for each KV group index."""
         return dict.fromkeys(self.group_ids, self.slot_bytes)
 
-    def get_manager(self) -> RayOffloadingManager:
+    def get_manager(self) -> manager.RayOffloadingManager:
         if self._manager is None:
             settings = self.settings
-            rates = Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
+            rates = cost.Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
             wants_events = self.kv_events_config.enable_kv_cache_events
             view = EngineView(
                 settings.lookup_deadline_s,
-                remote=RemoteChunks(self._remote_settings(), FetchCost(rates)),
-                sampler=StoreSampler(is_on=settings.stop_unused_stores),
-                announcements=Announcements() if wants_events else None,
+                remote=remote.RemoteChunks(self._remote_settings(), cost.FetchCost(rates)),
+                sampler=requests.StoreSampler(is_on=settings.stop_unused_stores),
+                announcements=announcements.Announcements() if wants_events else None,
             )
-            self._manager = RayOffloadingManager(
+            self._manager = manager.RayOffloadingManager(
                 view,
-                HintBox(Allowed(settings.client_hints)),
+                hints.HintBox(hints.Allowed(settings.client_hints)),
                 settings.labels(),
                 tenants_by_server=settings.tenant_source == "server",
             )
         return self._manager
 
-    def _remote_settings(self) -> RemoteSettings:
+    def _remote_settings(self) -> remote.RemoteSettings:
         sizes = {}
         for group in self.config.groups:
             tokens = group.tokens_per_block * self.blocks_per_chunk
             window = self._told.window(group.group_id, tokens)
-            sizes[group.group_id] = ChunkSize(self.slot_bytes, tokens, window)
-        return RemoteSettings(
+            sizes[group.group_id] = remote.ChunkSize(self.slot_bytes, tokens, window)
+        return remote.RemoteSettings(
             query_deadline_s=self.settings.query_deadline_s,
             fetch_deadline_s=self.settings.fetch_deadline_s,
             pending_deadline_s=self.settings.lookup_deadline_s,
@@ -197,21 +187,21 @@ class RayKVOffloadingSpec(OffloadingSpec):
         """
         if not self.config.canonical_layout:
             return NOT_CANONICAL
-        return pages_of(kv_caches, self.config.kv_cache_layout)
+        return kv_form.pages_of(kv_caches, self.config.kv_cache_layout)
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> RayOffloadingWorker:
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> transfers.RayOffloadingWorker:
         if self._shared is None:
             link, layout = make_link(self, kv_caches)
         else:
             link, layout = self._direct_link(self._shared, kv_caches)
-        return RayOffloadingWorker(link, layout, by_layer=self.settings.layerwise_loads)
+        return transfers.RayOffloadingWorker(link, layout, by_layer=self.settings.layerwise_loads)
 
     def memory_context(self) -> AbstractContextManager[Any] | None:
         """In which vLLM is to allocate the KV cache; None: as it would."""
         if self.settings.kv_handover == "staged":
             return None
         if not current_platform.is_cpu():
-            return ordinary_gpu_memory(self.sleeps) if current_platform.is_cuda() else None
+            return engine.ordinary_gpu_memory(self.sleeps) if current_platform.is_cuda() else None
         self._shared = SharedAllocation()
         return self._shared
 
@@ -224,7 +214,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         layout = msgspec.structs.replace(layout, form=self._told.form(self), canonical=pages)
         # A page that is touched for the first time costs more than the copy into it.
         prefault = partial(region.prefault, lambda _done: True)
-        SupervisedThread("raykv-prefault", prefault, OnFailure.GIVE_UP).revive()
+        threads.SupervisedThread("raykv-prefault", prefault, threads.OnFailure.GIVE_UP).revive()
         return WorkerLink(self.part, layout, [region.fd], self.link_settings()), layout
 
     def staged_link(self, kv_caches: CanonicalKVCaches, reason: str) -> tuple[Any, KVLayout]:
@@ -285,7 +275,7 @@ def refuse_non_causal(kv_cache_config: Any) -> None:
         SettingError: a token's KV depends on what comes behind it.
     """
     if any(getattr(spec, "non_causal", False) for spec in specs_of(kv_cache_config)):
-        raise SettingError(
+        raise errors.SettingError(
             "in this model the KV of a token depends on tokens behind it, so that prompts with the "
             "same beginning share none: RayKV can't be used with it"
         )
@@ -298,19 +288,19 @@ def refuse_kinds(kv_cache_config: Any) -> None:
         SettingError: saying what of the model's KV is in the way.
     """
     if not kv_cache_config.prefix_cacheable_group_ids:
-        raise SettingError(
+        raise errors.SettingError(
             "vLLM keeps no KV of this engine's prompts that later ones could use, so that there is "
             "nothing to store: leave RayKV out"
         )
     refuse_non_causal(kv_cache_config)
     specs = specs_of(kv_cache_config)
     if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
-        raise SettingError(
+        raise errors.SettingError(
             "this model has an encoder and a decoder, and the KV of the one says nothing about the "
             "beginning of a prompt: RayKV can't be used with it"
         )
     if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs):
-        raise SettingError(
+        raise errors.SettingError(
             "without enable_prefix_caching=true vLLM keeps no recurrent states of this model where "
             "prompts may part, and RayKV can store none: set it, or leave RayKV out"
         )
@@ -323,12 +313,12 @@ def refuse_unsupported(config: Any) -> None:
         SettingError: naming the setting.
     """
     if config.parallel.pp_size > 1:
-        raise SettingError(
+        raise errors.SettingError(
             f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "
             "only 1 is"
         )
     if config.canonical_layout and not config.parallel.is_parallelism_agnostic:
-        raise SettingError(
+        raise errors.SettingError(
             "canonical_layout=true can't be had: vLLM certifies no byte order of this engine's KV "
             f"cache that does not depend on tensor_parallel_size={config.parallel.tp_size} (it "
             "does for attention and MLA layers without scales per token, a number of KV heads "

@@ -27,10 +27,8 @@ from vllm.v1.kv_offload.base import (
 from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.engine.session import WorkerReport
+from raykv.protocol import copies, engine, worker
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import CopyJob, CopyResult
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.worker import KVLayout, not_done
 from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.front import Link
 from raykv.worker.job import JobRequest
@@ -49,7 +47,7 @@ class ChunkSpec(LoadStoreSpec):
 
     keys: list[bytes]
     namespace: str = ""
-    orders: Stamp = NOTHING_ORDERED
+    orders: Stamp = engine.NOTHING_ORDERED
     tenant: str = ""
     request_id: str = ""
 
@@ -62,7 +60,7 @@ class JobEnd:
     namespace: str
     request_id: str
     keys: Keys
-    result: CopyResult
+    result: copies.CopyResult
 
 
 @dataclass
@@ -82,7 +80,7 @@ class FlyingJob:
     failed and are not sent.
     """
 
-    job: CopyJob
+    job: copies.CopyJob
     torn: list[bytes] = field(default_factory=list)
     request_id: str = ""
 
@@ -97,7 +95,7 @@ def flying_job(
     direction: Direction,
     blocks: GPULoadStoreSpec,
     chunks: ChunkSpec,
-    layout: KVLayout,
+    layout: worker.KVLayout,
     *,
     by_layer: bool = False,
 ) -> FlyingJob:
@@ -134,7 +132,7 @@ def flying_job(
         block_ids = list(chain(*(block_ids[starts[at] : starts[at + 1]] for at in kept)))
         keys = [keys[at] for at in kept]
         counts, firsts = ([each[at] for at in kept] for each in (counts, firsts))
-    job = CopyJob(
+    job = copies.CopyJob(
         job_id,
         int(direction),
         chunks.namespace,
@@ -149,7 +147,7 @@ def flying_job(
     return FlyingJob(job, lost, chunks.request_id)
 
 
-def transfer_result(flying: FlyingJob, result: CopyResult) -> RayKVTransferResult:
+def transfer_result(flying: FlyingJob, result: copies.CopyResult) -> RayKVTransferResult:
     """What became of a job, by what the NodeActor says."""
     job, torn = flying.job, flying.torn
     direction = Direction(job.direction)
@@ -177,9 +175,9 @@ def transfer_result(flying: FlyingJob, result: CopyResult) -> RayKVTransferResul
     )
 
 
-def distrusted(flying: FlyingJob, result: CopyResult | None = None) -> RayKVTransferResult:
+def distrusted(flying: FlyingJob, result: copies.CopyResult | None = None) -> RayKVTransferResult:
     """The result of a load whose bytes are of no use, or of a job of which nothing is known."""
-    said = not_done(flying.job.job_id, len(flying.job.keys), Refusal.CANCELLED)
+    said = worker.not_done(flying.job.job_id, len(flying.job.keys), Refusal.CANCELLED)
     if result is not None:
         # What it says of its place holds.
         said = msgspec.structs.replace(
@@ -194,7 +192,7 @@ def all_failed(
     """The result of a job that was not made up, or must not be: nothing of it happened."""
     end = None
     if isinstance(chunks, ChunkSpec):
-        result = not_done(job_id, len(chunks.keys), Refusal.COPY_FAILED)
+        result = worker.not_done(job_id, len(chunks.keys), Refusal.COPY_FAILED)
         keys = Keys.of(chunks.keys)
         end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
     lost = blocks.block_ids.tolist() if direction is Direction.LOAD else []
@@ -259,7 +257,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(self, link: Link, layout: KVLayout, *, by_layer: bool = False) -> None:
+    def __init__(self, link: Link, layout: worker.KVLayout, *, by_layer: bool = False) -> None:
         """Send jobs through `link`. `by_layer`: loads come layer by layer, and a step waits for
         them.
         """
@@ -270,7 +268,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._by_layer = by_layer
         # Captures under way, and those that have ended.
         self._captures: set[int] = set()
-        self._captured: list[CopyResult] = []
+        self._captured: list[copies.CopyResult] = []
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
         # Results that nobody has asked for yet, of jobs that could not be made up, too.
@@ -278,7 +276,7 @@ class RayOffloadingWorker(OffloadingWorker):
         # The line has failed in a way that is not understood, and was ended.
         self._is_given_up = False
         # Of the link, not looked at yet.
-        self._drained: deque[CopyResult] = deque()
+        self._drained: deque[copies.CopyResult] = deque()
         # Of all chunks of captures; empty until the NodeActor is known.
         self.namespace = ""
 
@@ -319,7 +317,7 @@ class RayOffloadingWorker(OffloadingWorker):
             by_layer = self._by_layer and direction is Direction.LOAD
             flying = flying_job(job_id, direction, blocks, chunks, self.layout, by_layer=by_layer)
             if flying.torn and not flying.job.keys:
-                self._ended.append(transfer_result(flying, CopyResult(job_id, 0, 0)))
+                self._ended.append(transfer_result(flying, copies.CopyResult(job_id, 0, 0)))
                 return True
             self._link.submit(JobRequest(flying.job))
         except Exception:
@@ -345,7 +343,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._captures.add(request.job_id)
         self._link.submit(request)
 
-    def take_captured(self) -> list[CopyResult]:
+    def take_captured(self) -> list[copies.CopyResult]:
         """Captures that `get_finished` has found to have ended."""
         captured, self._captured = self._captured, []
         return captured
@@ -375,7 +373,7 @@ class RayOffloadingWorker(OffloadingWorker):
         ended, self._ended = self._ended, []
         return ended
 
-    def _take_badly(self, result: CopyResult) -> None:
+    def _take_badly(self, result: copies.CopyResult) -> None:
         """It has ended, and as what is not known: as a failure."""
         if result.job_id in self._captures:
             self._captured.append(result)
@@ -384,7 +382,7 @@ class RayOffloadingWorker(OffloadingWorker):
             self._ended.append(distrusted(flying))
 
     @guarded(_take_badly)
-    def _take_result(self, result: CopyResult) -> None:
+    def _take_result(self, result: copies.CopyResult) -> None:
         if result.job_id in self._captures:
             self._captured.append(result)
             self._captures.remove(result.job_id)

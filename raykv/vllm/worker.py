@@ -23,18 +23,10 @@ from raykv.base.guard import guarded
 from raykv.base.ids import Direction
 from raykv.engine.session import WorkerReport
 from raykv.protocol.measures import BreakerReport
-from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters, watch_loads
-from raykv.vllm.identity.weight_watch import WeightWatch, watch_worker
+from raykv.vllm import kv_form, layered, transfers
+from raykv.vllm.identity import adapters, weight_watch
 from raykv.vllm.internals.offloading import WorkerTables
-from raykv.vllm.kv_form import keeps_every_block
-from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import RayKVOffloadingSpec
-from raykv.vllm.transfers import (
-    RayKVConnectorMetadata,
-    RayKVTransferResult,
-    RayKVWorkerMetadata,
-    RayOffloadingWorker,
-)
 from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
@@ -43,8 +35,8 @@ NO_LINE = WorkerReport(0, BreakerReport())
 """Of a worker that reaches no NodeActor."""
 
 
-def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> AdapterUse | None:
-    is_ours = isinstance(metadata, RayKVConnectorMetadata)
+def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> adapters.AdapterUse | None:
+    is_ours = isinstance(metadata, transfers.RayKVConnectorMetadata)
     return metadata.adapters.get(request_id) if is_ours else None
 
 
@@ -54,11 +46,11 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._vllm = WorkerTables(self)
-        self._meta = RayKVWorkerMetadata()
+        self._meta = transfers.RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
         self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
         if self._is_layerwise:
-            refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
+            layered.refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
         # With `layerwise_loads`: blocks of loads of this step whose end has not been seen.
         self._unseen: dict[int, list[int]] = {}
         # The layers that have waited for these loads.
@@ -70,15 +62,15 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._reported_line = (0, 0, 0, 0)
         # Else a request can't go on from a block that did not come: with several KV groups block
         # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
-        self._by_request = not keeps_every_block(kv_cache_config)
+        self._by_request = not kv_form.keeps_every_block(kv_cache_config)
         self._invalid_block_ids: set[int] = set()
         self._failed_recving: set[str] = set()
         self._stranded: set[str] = set()
         # Requests whose load has ended, and jobs that have ended, until vLLM has fetched them.
         self._received: set[str] = set()
         self._results: deque[TransferResult] = deque()
-        self._adapters = LoadedAdapters()
-        self._weights = WeightWatch()
+        self._adapters = adapters.LoadedAdapters()
+        self._weights = weight_watch.WeightWatch()
         # What of them was noticed, and whether the names of this step's chunks stand for them.
         self._noticed = 0
         self._are_named = True
@@ -87,18 +79,18 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def watch(self, vllm_config: Any) -> None:
         """See from now on what vLLM's worker with this configuration makes of its weights."""
-        self._adapters = watch_loads(vllm_config.lora_config)
-        self._weights = watch_worker(vllm_config)
+        self._adapters = adapters.watch_loads(vllm_config.lora_config)
+        self._weights = weight_watch.watch_worker(vllm_config)
         self._weights.before_sleep = self.store_before_sleep
 
     @property
-    def _raykv(self) -> RayOffloadingWorker | None:
+    def _raykv(self) -> transfers.RayOffloadingWorker | None:
         worker = self.worker
-        return worker if isinstance(worker, RayOffloadingWorker) else None
+        return worker if isinstance(worker, transfers.RayOffloadingWorker) else None
 
     def _refuse_step(self, metadata: Any) -> None:
         """A step of which not all is known: none of its jobs is done, and nobody waits for any."""
-        if isinstance(metadata, RayKVConnectorMetadata):
+        if isinstance(metadata, transfers.RayKVConnectorMetadata):
             self._stranded.update(metadata.stranded)
             self._invalid_block_ids.update(metadata.stranded_blocks)
             self.refuse_submissions(metadata)
@@ -112,7 +104,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
         It comes before anything else of the step.
         """
-        if isinstance(metadata, RayKVConnectorMetadata):
+        if isinstance(metadata, transfers.RayKVConnectorMetadata):
             self._look_at_weights(metadata.weights_seen)
             if self._raykv is not None:
                 self._raykv.set_target(metadata.target)
@@ -160,7 +152,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if self._raykv is not None:
             self._store_unsubmitted(self._raykv)
 
-    def _store_unsubmitted(self, worker: RayOffloadingWorker) -> None:
+    def _store_unsubmitted(self, worker: transfers.RayOffloadingWorker) -> None:
         jobs = list(self._vllm.unsubmitted)
         self._vllm.unsubmitted.clear()
         for job_id, blocks, pool in jobs:
@@ -226,7 +218,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         when this returns: in the pool, or failed. What vLLM offers only after an answer, since it
         has no name before, comes with the next step.
         """
-        if isinstance(metadata, RayKVConnectorMetadata):
+        if isinstance(metadata, transfers.RayKVConnectorMetadata):
             self._adapters.begin(metadata.beginning)
             self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
@@ -340,7 +332,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._waited.clear()
 
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:
-        assert isinstance(result, RayKVTransferResult), result
+        assert isinstance(result, transfers.RayKVTransferResult), result
         stats = self._meta.transfer_stats
         if result.transfer_size and result.transfer_time is not None:
             direction = stats.store if request_id is None else stats.load
@@ -364,16 +356,16 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_meta(self) -> RayKVWorkerMetadata | None:
+    def take_meta(self) -> transfers.RayKVWorkerMetadata | None:
         """What has ended, and what else there was to report; it counts as reported."""
-        meta, self._meta = self._meta, RayKVWorkerMetadata()
+        meta, self._meta = self._meta, transfers.RayKVWorkerMetadata()
         # Of jobs with which this rank has nothing to do.
         meta.completed_jobs |= self._vllm.confirmed.completed_jobs
         self._vllm.confirmed.completed_jobs.clear()
-        return None if meta == RayKVWorkerMetadata() else meta
+        return None if meta == transfers.RayKVWorkerMetadata() else meta
 
     @guarded(take_meta)
-    def build_connector_worker_meta(self) -> RayKVWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> transfers.RayKVWorkerMetadata | None:
         self._report_line(self._meta)
         self._meta.adapters |= self._adapters.take_news()
         return self.take_meta()
@@ -381,7 +373,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def _line_report(self) -> WorkerReport:
         return NO_LINE if self._raykv is None else self._raykv.line_report()
 
-    def _report_line(self, meta: RayKVWorkerMetadata) -> None:
+    def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:
         """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another
         life of the place, not for every further failure.
         """

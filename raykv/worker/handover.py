@@ -15,18 +15,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from raykv.base.errors import HandleError, SettingError
-from raykv.base.guard import report
+from raykv.base import errors, guard
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import bindings as cuda_bindings
-from raykv.memory.cuda.driver import CUDAError, MemoryDriver
-from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
-from raykv.worker.front import FrontLink
-from raykv.worker.job import JobRequest
+from raykv.worker import front, job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
-from raykv.worker.staging import StagedLink
 
 logger = logging.getLogger("raykv")
 
@@ -35,9 +31,9 @@ def export_from_gpu(
     kv_caches: Any,
     group_ids: list[int],
     blocks_per_chunk: int,
-    load: Callable[[], MemoryDriver] = cuda_bindings.load,
+    load: Callable[[], driver.MemoryDriver] = cuda_bindings.load,
     canonical: CanonicalPages = NOT_CANONICAL,
-) -> ExportedKV:
+) -> kv.ExportedKV:
     """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
 
     `canonical` says where its pages are in chunks that any number of ranks shares.
@@ -48,13 +44,13 @@ def export_from_gpu(
     tensors = [entry.tensor for entry in kv_caches.tensors]
     kinds = {tensor.device.type for tensor in tensors}
     if kinds != {"cuda"}:
-        raise HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
+        raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
     groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
     where = [
-        DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        kv.DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
         for tensor in tensors
     ]
-    return export_kv(load(), where, Grouping(blocks_per_chunk, group_ids, groups, canonical))
+    return kv.export_kv(load(), where, kv.Grouping(blocks_per_chunk, group_ids, groups, canonical))
 
 
 def may_sleep(model_config: Any) -> bool:
@@ -72,7 +68,7 @@ def refuse_sleep_mode(sleeps: bool) -> None:
         HandleError: the engine can sleep.
     """
     if sleeps:
-        raise HandleError(
+        raise errors.HandleError(
             "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
             "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
             "costs)"
@@ -95,7 +91,7 @@ class DeviceLink(WorkerLink):
     def __init__(
         self,
         rank: int,
-        exported: ExportedKV,
+        exported: kv.ExportedKV,
         settings: LinkSettings,
         stream: Callable[[], int] = current_stream,
     ) -> None:
@@ -104,13 +100,13 @@ class DeviceLink(WorkerLink):
         self._stream = stream
         self._unsent: list[CopyResult] = []
 
-    def submit(self, request: JobRequest) -> None:
+    def submit(self, request: job.JobRequest) -> None:
         """See `WorkerLink.submit`. The copy waits for all that was queued for the GPU before."""
         try:
             self._exported.record(self._stream())
         except Exception:
             # Without its event a copy would run ahead of what it depends on.
-            report("DeviceLink.submit")
+            guard.report("DeviceLink.submit")
             self._unsent.append(not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED))
             return
         super().submit(request)
@@ -120,13 +116,13 @@ class DeviceLink(WorkerLink):
         return failed + super().drain()
 
 
-class AutoLink(FrontLink[DeviceLink | StagedLink]):
+class AutoLink(front.FrontLink[DeviceLink | staging.StagedLink]):
     """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
 
     Methods run on the worker's main thread.
     """
 
-    def __init__(self, link: DeviceLink, make_staged: Callable[[str], StagedLink]) -> None:
+    def __init__(self, link: DeviceLink, make_staged: Callable[[str], staging.StagedLink]) -> None:
         """`make_staged` gets the reason, which it logs."""
         super().__init__(link)
         self._make_staged = make_staged
@@ -138,7 +134,7 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
         self._change_if_unsuited()
         self._link.set_target(target)
 
-    def submit(self, request: JobRequest) -> None:
+    def submit(self, request: job.JobRequest) -> None:
         self._submitted.add(request.job_id)
         self._link.submit(request)
 
@@ -150,23 +146,23 @@ class AutoLink(FrontLink[DeviceLink | StagedLink]):
     def _change_if_unsuited(self) -> None:
         """Only between jobs: whatever was submitted ends where it was."""
         link = self._link
-        if isinstance(link, StagedLink) or not link.unsuited or self._submitted:
+        if isinstance(link, staging.StagedLink) or not link.unsuited or self._submitted:
             return
         try:
             self._link = self._make_staged(link.unsuited)
         except Exception:
-            report("AutoLink.change")
+            guard.report("AutoLink.change")
             self._make_staged = _never
             return
         link.close(0.0)
 
 
-def _never(reason: str) -> StagedLink:
-    raise SettingError(reason)
+def _never(reason: str) -> staging.StagedLink:
+    raise errors.SettingError(reason)
 
 
 def device_link(
-    spec: Any, kv_caches: Any, load: Callable[[], MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
 ) -> tuple[DeviceLink, KVLayout]:
     """The NodeActor maps the GPU memory of the KV cache.
 
@@ -182,8 +178,8 @@ def device_link(
             load,
             spec.canonical_pages(kv_caches),
         )
-    except CUDAError as error:
-        raise HandleError(f"its GPU memory can't be shared: {error}") from error
+    except driver.CUDAError as error:
+        raise errors.HandleError(f"its GPU memory can't be shared: {error}") from error
     logger.info(
         "the NodeActor maps the KV cache on GPU %s (%s)",
         exported.layout.device,
@@ -193,7 +189,7 @@ def device_link(
 
 
 def make_link(
-    spec: Any, kv_caches: Any, load: Callable[[], MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
 ) -> tuple[Any, KVLayout]:
     """The line of a worker whose KV cache is in no shared memory of the host.
 
@@ -206,9 +202,9 @@ def make_link(
         return spec.staged_link(kv_caches, "kv_handover=staged")
     try:
         link, layout = device_link(spec, kv_caches, load)
-    except HandleError as error:
+    except errors.HandleError as error:
         if setting == "ipc":
-            raise SettingError(f"kv_handover=ipc can't be had: {error}") from error
+            raise errors.SettingError(f"kv_handover=ipc can't be had: {error}") from error
         return spec.staged_link(kv_caches, str(error))
     if setting == "ipc":
         return link, layout

@@ -38,24 +38,10 @@ from raykv.base.errors import AttachError
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
 from raykv.base.threads import OnFailure, SupervisedThread, end_process
-from raykv.cluster.breaker import Breakers, Pauses
-from raykv.cluster.deaths import has_halted, kill
+from raykv.cluster import breaker, deaths
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
-from raykv.protocol import wire
-from raykv.protocol.copies import CopyResult
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.measures import OWN_NODE, BreakerReport
-from raykv.protocol.worker import (
-    AttachWorker,
-    JobBatch,
-    JobResults,
-    KVLayout,
-    NodeMessage,
-    WorkerAttached,
-    believable,
-    not_done,
-)
+from raykv.protocol import copies, framing, measures, wire, worker
 from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
@@ -128,7 +114,7 @@ class WorkerLink:
     def __init__(
         self,
         rank: int,
-        layout: KVLayout,
+        layout: worker.KVLayout,
         kv_fds: list[int],
         settings: LinkSettings,
         end_engine: Callable[[str], object] = end_process,
@@ -145,10 +131,10 @@ class WorkerLink:
         self._target: LinkTarget | None = None
         self._pending: dict[int, PendingJob] = {}
         self._outbox: deque[int] = deque()
-        self._results: deque[CopyResult] = deque()
+        self._results: deque[copies.CopyResult] = deque()
         self._stopping = False
         self._node_life = 0
-        self._breakers = Breakers(Pauses(*LINK_PAUSES_S))
+        self._breakers = breaker.Breakers(breaker.Pauses(*LINK_PAUSES_S))
         # Why the NodeActor can't open the KV cache, as it said last; else empty.
         self.unsuited = ""
         # Only the link's own thread touches the rest.
@@ -173,7 +159,7 @@ class WorkerLink:
         with self._lock:
             self._target = target
             # Whatever is known of the last one says nothing about this one.
-            self._breakers.worked(OWN_NODE)
+            self._breakers.worked(measures.OWN_NODE)
         self._nudge()
 
     def submit(self, request: JobRequest) -> None:
@@ -194,7 +180,7 @@ class WorkerLink:
             # The job was accepted: the next look for its result tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
-    def drain(self) -> list[CopyResult]:
+    def drain(self) -> list[copies.CopyResult]:
         """Jobs that have ended since the last call."""
         if not self._results:
             return []
@@ -254,7 +240,7 @@ class WorkerLink:
         self._nudge()
         self._thread.join(timeout_s)
 
-    def breaker_report(self) -> BreakerReport:
+    def breaker_report(self) -> measures.BreakerReport:
         """Whether the NodeActor is left alone."""
         with self._lock:
             return self._breakers.report(time.monotonic())
@@ -306,7 +292,7 @@ class WorkerLink:
         times = [LINK_LOOK_S, self._time_to_deadline()]
         if self._sock is None and self._target is not None:
             with self._lock:
-                times.append(self._breakers.wait_s(OWN_NODE, time.monotonic()))
+                times.append(self._breakers.wait_s(measures.OWN_NODE, time.monotonic()))
         return min(times)
 
     def _try_connect(self) -> None:
@@ -315,8 +301,8 @@ class WorkerLink:
         if target is None:
             return
         with self._lock:
-            is_closed = self._breakers.is_closed(OWN_NODE)
-            call = self._breakers.begin(OWN_NODE, time.monotonic())
+            is_closed = self._breakers.is_closed(measures.OWN_NODE)
+            call = self._breakers.begin(measures.OWN_NODE, time.monotonic())
         if not is_closed:
             self._fail_queued()
         if call is None:
@@ -328,14 +314,14 @@ class WorkerLink:
             self._fail_queued()
             return
         with self._lock:
-            is_back = self._breakers.worked(OWN_NODE)
+            is_back = self._breakers.worked(measures.OWN_NODE)
         if is_back:
             logger.warning("the line to the NodeActor is there again")
 
     def _failed(self, call: int, reason: str) -> None:
         """Leave the NodeActor alone for a while; said once until it is back."""
         with self._lock:
-            is_new = self._breakers.failed(OWN_NODE, call, time.monotonic(), reason)
+            is_new = self._breakers.failed(measures.OWN_NODE, call, time.monotonic(), reason)
         if is_new and not self._stopping:
             logger.warning("no line to the NodeActor: %s", reason)
 
@@ -345,8 +331,8 @@ class WorkerLink:
         pidfd = -1
         try:
             pidfd = os.pidfd_open(wire.peer_of(sock))
-            hello = AttachWorker(
-                PROTOCOL_VERSION,
+            hello = worker.AttachWorker(
+                framing.PROTOCOL_VERSION,
                 target.engine_id,
                 target.life,
                 target.namespace,
@@ -372,7 +358,7 @@ class WorkerLink:
 
     def _await_attached(
         self, sock: socket.socket, reader: wire.FrameReader, give_up_at: float
-    ) -> WorkerAttached:
+    ) -> worker.WorkerAttached:
         """Meanwhile jobs keep their deadlines, and the engine may end."""
         while True:
             left = give_up_at - time.monotonic()
@@ -389,8 +375,8 @@ class WorkerLink:
             if not data:
                 raise AttachError("the NodeActor closed the connection while we attached")
             for raw in reader.feed(data):
-                answer = msgspec.msgpack.decode(raw, type=NodeMessage)
-                if not isinstance(answer, WorkerAttached):
+                answer = msgspec.msgpack.decode(raw, type=worker.NodeMessage)
+                if not isinstance(answer, worker.WorkerAttached):
                     raise AttachError(f"unexpected answer to the attach message: {answer}")
                 self.unsuited = answer.error if answer.unsuited else ""
                 if answer.error:
@@ -413,13 +399,13 @@ class WorkerLink:
         # No store of a message takes the slot of a load, which comes no later.
         plain.sort(key=lambda each: each.direction is not Direction.LOAD)
         for jobs in batches(plain, wire.MAX_FRAME_BYTES):
-            self._send(JobBatch(jobs))
+            self._send(worker.JobBatch(jobs))
         for request in fitting:
             if request.job.capture is not None:
                 # One by one: each has its lock.
-                self._send(JobBatch([request.job]), [request.lock_fd])
+                self._send(worker.JobBatch([request.job]), [request.lock_fd])
 
-    def _send(self, batch: JobBatch, lock_fds: Collection[int] = ()) -> None:
+    def _send(self, batch: worker.JobBatch, lock_fds: Collection[int] = ()) -> None:
         if self._sock is None:
             return
         try:
@@ -442,8 +428,8 @@ class WorkerLink:
             self._disconnect("it is gone")
             return
         for raw in self._reader.feed(data):
-            message = msgspec.msgpack.decode(raw, type=NodeMessage)
-            if isinstance(message, JobResults):
+            message = msgspec.msgpack.decode(raw, type=worker.NodeMessage)
+            if isinstance(message, worker.JobResults):
                 for result in message.results:
                     self._finish(result)
                 self._note(message.layers)
@@ -455,12 +441,12 @@ class WorkerLink:
                 self._pending[job_id].layers = layers[job_id]
             self._lock.notify_all()
 
-    def _finish(self, result: CopyResult) -> None:
+    def _finish(self, result: copies.CopyResult) -> None:
         with self._lock:
             pending = self._pending.pop(result.job_id, None)
             if pending is None:
                 return
-            believed = believable(result, pending.request.num_chunks)
+            believed = worker.believable(result, pending.request.num_chunks)
             if believed is not result:
                 logger.warning("job %d counts as failed: its result is absurd", result.job_id)
             self._results.append(believed)
@@ -468,7 +454,7 @@ class WorkerLink:
 
     def _fail(self, pending: PendingJob, refusal: Refusal) -> None:
         request = pending.request
-        self._finish(not_done(request.job_id, request.num_chunks, refusal))
+        self._finish(worker.not_done(request.job_id, request.num_chunks, refusal))
 
     def _fail_queued(self) -> None:
         """There is no line: jobs that were never sent have failed."""
@@ -489,7 +475,7 @@ class WorkerLink:
             return
         for pending in late:
             self._cancel(pending, now)
-        self._send(JobBatch([], [pending.request.job_id for pending in late]))
+        self._send(worker.JobBatch([], [pending.request.job_id for pending in late]))
 
     def _cancel(self, pending: PendingJob, now: float) -> None:
         if pending.stage is Stage.QUEUED:
@@ -505,7 +491,7 @@ class WorkerLink:
         with self._lock:
             self._node_life = 0
             flying = [p for p in self._pending.values() if p.stage is not Stage.QUEUED]
-            call = self._breakers.begin(OWN_NODE, time.monotonic())
+            call = self._breakers.begin(measures.OWN_NODE, time.monotonic())
         if call is not None:
             self._failed(call, reason)
         # What is in memory of the host only a NodeActor's own threads write to.
@@ -536,7 +522,7 @@ class WorkerLink:
         if self._pidfd < 0:
             return True
         killed_at = time.monotonic()
-        is_killed = kill(self._pidfd)
+        is_killed = deaths.kill(self._pidfd)
         halted = False
         while not self._stopping:
             readable = wire.wait_readable([self._pidfd, self._wake], LINK_EXIT_LOOK_S)
@@ -544,7 +530,7 @@ class WorkerLink:
                 os.eventfd_read(self._wake)
             since_s = time.monotonic() - killed_at
             if since_s >= LINK_EXIT_S and is_killed and not halted:
-                halted = has_halted(LINK_HALT_S)
+                halted = deaths.has_halted(LINK_HALT_S)
             seen = Killed(since_s, self._pidfd in readable, halted, by_device)
             match aftermath(seen, Patience(LINK_EXIT_S, LINK_LAST_S)):
                 case Aftermath.SAFE:

@@ -22,24 +22,13 @@ from typing import Any
 import msgspec
 import torch
 
-from raykv.base.errors import SettingError
-from raykv.base.guard import report
+from raykv.base import errors, guard
 from raykv.base.ids import Direction, Key, Refusal, group_of
-from raykv.memory.handles import MEMFD
-from raykv.memory.region import Region
+from raykv.memory import handles, region
+from raykv.protocol import copies, listing, worker
 from raykv.protocol.columns import Numbers
-from raykv.protocol.copies import CopyJob, CopyResult
-from raykv.protocol.listing import ListedRows
-from raykv.protocol.worker import (
-    NOT_CANONICAL,
-    CanonicalPages,
-    KVForm,
-    KVLayout,
-    TensorLayout,
-)
-from raykv.worker.front import ALL_LAYERS, FrontLink
+from raykv.worker import front, link
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, WorkerLink
 
 # While a load that the engine waits for has no room in the staging memory; its own deadline ends
 # it.
@@ -61,8 +50,8 @@ class StagingMemory:
         group_ids: list[int],
         blocks_per_chunk: int,
         staging_bytes: int,
-        form: KVForm | None = None,
-        canonical: CanonicalPages = NOT_CANONICAL,
+        form: worker.KVForm | None = None,
+        canonical: worker.CanonicalPages = worker.NOT_CANONICAL,
     ) -> None:
         """Make room for as many blocks as fit.
 
@@ -80,11 +69,11 @@ class StagingMemory:
         pages = [int(tensor.shape[1]) for tensor in self._tensors]
         self.num_blocks = staging_bytes // sum(pages)
         if self.num_blocks < blocks_per_chunk:
-            raise SettingError(
+            raise errors.SettingError(
                 f"staging_bytes={staging_bytes} is less than one chunk of this model: set it to at "
                 f"least {blocks_per_chunk * sum(pages)}"
             )
-        self.region = Region.anonymous(self.num_blocks * sum(pages), "staging")
+        self.region = region.Region.anonymous(self.num_blocks * sum(pages), "staging")
         whole = torch.frombuffer(self.region.array(), dtype=torch.int8)
         self._views: list[torch.Tensor] = []
         layouts = []
@@ -92,13 +81,13 @@ class StagingMemory:
         for page in pages:
             size = self.num_blocks * page
             self._views.append(whole[offset : offset + size].view(self.num_blocks, page))
-            layouts.append(TensorLayout(offset, self.num_blocks, page, page))
+            layouts.append(worker.TensorLayout(offset, self.num_blocks, page, page))
             offset += size
         groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
         self._groups = dict(zip(group_ids, groups, strict=True))
-        self.layout = KVLayout(
-            *(MEMFD, self.region.num_bytes, blocks_per_chunk, layouts, group_ids, groups),
-            form=form or KVForm(),
+        self.layout = worker.KVLayout(
+            *(handles.MEMFD, self.region.num_bytes, blocks_per_chunk, layouts, group_ids, groups),
+            form=form or worker.KVForm(),
             canonical=canonical,
         )
         self._free = list(range(self.num_blocks))
@@ -143,12 +132,12 @@ class _Staged:
     `results` are those of the parts.
     """
 
-    job: CopyJob
+    job: copies.CopyJob
     deadline: float
     next_chunk: int = 0
     num_flying: int = 0
     failed: dict[int, int] = field(default_factory=dict)
-    results: list[CopyResult] = field(default_factory=list)
+    results: list[copies.CopyResult] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -173,17 +162,17 @@ class _Staged:
         for chunk in range(first, last):
             self.failed[chunk] = int(refusal)
 
-    def joined(self) -> CopyResult:
+    def joined(self) -> copies.CopyResult:
         """How it has ended. What parts say counts if one life of the NodeActor said it."""
         failed = dict(sorted(self.failed.items()))
         last = self.results[-1] if self.results else None
         is_one = last is not None and all(each.life == last.life for each in self.results)
         rows = [row for each in self.results if is_one for row in each.rows]
-        return CopyResult(
+        return copies.CopyResult(
             self.job.job_id,
             last.life if last is not None and is_one else 0,
             last.number if last is not None and is_one else 0,
-            ListedRows.of(rows),
+            listing.ListedRows.of(rows),
             Numbers.of(failed),
             bytes(failed.values()),
             sum(each.num_bytes for each in self.results),
@@ -201,17 +190,17 @@ class _JobPart:
     staging_blocks: list[int]
 
 
-class StagedLink(FrontLink[WorkerLink]):
+class StagedLink(front.FrontLink[link.WorkerLink]):
     """A line with staging memory in between."""
 
-    def __init__(self, rank: int, memory: StagingMemory, settings: LinkSettings) -> None:
-        super().__init__(WorkerLink(rank, memory.layout, [memory.region.fd], settings))
+    def __init__(self, rank: int, memory: StagingMemory, settings: link.LinkSettings) -> None:
+        super().__init__(link.WorkerLink(rank, memory.layout, [memory.region.fd], settings))
         self._memory = memory
         self._settings = settings
         self._jobs: dict[int, _Staged] = {}
         self._parts: dict[int, _JobPart] = {}
         self._waiting: deque[int] = deque()
-        self._results: list[CopyResult] = []
+        self._results: list[copies.CopyResult] = []
         self._num_parts = 0
 
     def submit(self, request: JobRequest) -> None:
@@ -227,7 +216,7 @@ class StagedLink(FrontLink[WorkerLink]):
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)
 
-    def drain(self) -> list[CopyResult]:
+    def drain(self) -> list[copies.CopyResult]:
         """See `WorkerLink.drain`. Moves loads on, so it is to be called in every step."""
         self._pump()
         results, self._results = self._results, []
@@ -253,7 +242,7 @@ class StagedLink(FrontLink[WorkerLink]):
         """See `WorkerLink.wait_layers`. Here all layers come together."""
         while any(job_id in self._jobs for job_id in job_ids):
             parts = [n for n, part in self._parts.items() if part.job_id in job_ids]
-            if not self._link.wait_layers(parts, ALL_LAYERS):
+            if not self._link.wait_layers(parts, front.ALL_LAYERS):
                 return False
             if not parts:
                 time.sleep(STAGED_LOOK_S)
@@ -317,7 +306,7 @@ class StagedLink(FrontLink[WorkerLink]):
         try:
             self._move(job, part, failed)
         except Exception:
-            report("StagedLink.copy")
+            guard.report("StagedLink.copy")
             job.fail(part.first, part.last, Refusal.COPY_FAILED)
             return False
         return True
@@ -338,7 +327,7 @@ class StagedLink(FrontLink[WorkerLink]):
         for group_id, (kv, staging) in by_group.items():
             move(group_id, kv, staging)
 
-    def _finish_part(self, part: _JobPart, result: CopyResult) -> None:
+    def _finish_part(self, part: _JobPart, result: copies.CopyResult) -> None:
         job = self._jobs[part.job_id]
         columns = zip(result.failed_chunks, result.refusals, strict=True)
         failed = {part.first + chunk: refusal for chunk, refusal in columns}

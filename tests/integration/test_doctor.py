@@ -22,7 +22,6 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
 from raykv.cli import app
-from raykv.client import scheduler as client_scheduler
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask, names
 from raykv.engine.runtime import EngineRuntime, new_life
@@ -203,7 +202,7 @@ def test_frozen_scheduler_actor_is_found_within_seconds(
         assert "does not answer" in what
         assert "no answer within" in what
         assert time.monotonic() - began < 30.0
-        monkeypatch.setattr(client_scheduler, "CLIENT_S", 0.5)
+        monkeypatch.setattr("raykv.base.deadlines.CLIENT_S", 0.5)
         for switch in (cluster.pause, cluster.resume):
             with pytest.raises(ClusterError, match="scheduler actor does not answer"):
                 switch()

@@ -204,7 +204,9 @@ def with_eviction_of_the_invalid_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return end_step(loads, step, invalid) & invalid
 
     monkeypatch.setattr(LayeredLoads, "end_step", end)
-    monkeypatch.setattr(layered, "spoiled_blocks", lambda blocks, invalid: invalid & {*blocks})
+    monkeypatch.setattr(
+        "raykv.engine.layered.spoiled_blocks", lambda blocks, invalid: invalid & {*blocks}
+    )
 
 
 def with_stores_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:

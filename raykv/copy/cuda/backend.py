@@ -8,9 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import rows_of
-from raykv.copy.cuda.driver import CUDADriver, plain_uuid
-from raykv.copy.cuda.lane import Device, Place
+from raykv.copy.cuda import batches, driver, lane
 from raykv.copy.engine import CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
 
@@ -20,7 +18,7 @@ logger = logging.getLogger("raykv.copy")
 class CUDABackend(CopyBackend):
     """Copies between one worker's KV cache and the pool."""
 
-    def __init__(self, device: Device, place: Place) -> None:
+    def __init__(self, device: lane.Device, place: lane.Place) -> None:
         self._device = device
         self._place = place
 
@@ -32,7 +30,7 @@ class CUDABackend(CopyBackend):
         Raises:
             CUDAError: the device refused; nothing is on its way.
         """
-        rows = rows_of(runs, first, last, self._device.limits.cut_bytes)
+        rows = batches.rows_of(runs, first, last, self._device.limits.cut_bytes)
         if not len(rows):
             return True
         with closing(self._device.copy_each(direction, [rows], self._place, stop)) as answers:
@@ -47,32 +45,32 @@ class CUDABackend(CopyBackend):
             CUDAError: the device refused; nothing is on its way.
         """
         most = self._device.limits.cut_bytes
-        rows = (rows_of(runs, 0, len(runs.size), most) for runs in parts)
+        rows = (batches.rows_of(runs, 0, len(runs.size), most) for runs in parts)
         return self._device.copy_each(direction, rows, self._place, stop)
 
 
 class OpenDevices:
     """The devices of this process by UUID; each is opened once."""
 
-    def __init__(self, open_device: Callable[[str], Device]) -> None:
+    def __init__(self, open_device: Callable[[str], lane.Device]) -> None:
         self._open = open_device
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, lane.Device] = {}
         self._lock = threading.Lock()
 
-    def get(self, device_uuid: str) -> Device:
+    def get(self, device_uuid: str) -> lane.Device:
         """The device; opened, if it is the first time.
 
         Raises:
             CUDAError: it can't be.
         """
-        uuid = plain_uuid(device_uuid)
+        uuid = driver.plain_uuid(device_uuid)
         with self._lock:
             if uuid not in self._devices:
                 self._devices[uuid] = self._open(uuid)
             return self._devices[uuid]
 
 
-_devices = OpenDevices(lambda device_uuid: Device(CUDADriver(device_uuid)))
+_devices = OpenDevices(lambda device_uuid: lane.Device(driver.CUDADriver(device_uuid)))
 
 
 def backend(
@@ -93,5 +91,5 @@ def backend(
     Raises:
         CUDAError: CUDA can't be used, or this process does not see the device.
     """
-    place = Place(kv_address, pool_address, compute_event)
+    place = lane.Place(kv_address, pool_address, compute_event)
     return CUDABackend(_devices.get(device_uuid), place)

@@ -21,24 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.document import OrderError, Orders
-from raykv.protocol.columns import NamedKeys
-from raykv.protocol.framing import encode
-from raykv.protocol.node import ReportedEngine
-from raykv.protocol.operator import (
-    MAX_GUARANTEED,
-    ClearOrder,
-    EndQuota,
-    NameWeights,
-    OperatorOrder,
-    OrderedPin,
-    OrderedShare,
-    OrdersDocument,
-    OrderState,
-    PauseOrder,
-    PinOrder,
-    Quota,
-    UnpinOrder,
-)
+from raykv.protocol import columns, framing, node, operator
 
 T = TypeVar("T")
 
@@ -54,7 +37,7 @@ DIGEST_BYTES = 16
 class Draft(NamedTuple):
     """What the store has to keep: the keys of a pin, if they are new, and then the document."""
 
-    document: OrdersDocument
+    document: operator.OrdersDocument
     order_id: str = ""
     digest: bytes = b""
     keys: bytes = b""
@@ -73,17 +56,17 @@ class OrderDesk:
         self,
         orders: Orders,
         pin_keys: dict[bytes, bytes],
-        engines: Callable[[], Iterable[ReportedEngine]] = tuple,
+        engines: Callable[[], Iterable[node.ReportedEngine]] = tuple,
     ) -> None:
         self._orders = orders
         self._engines = engines
         self._pin_keys = dict(pin_keys)
-        self._waiting: dict[str, OperatorOrder] = {}
-        self._shown: deque[OrdersDocument] = deque(maxlen=MOST_WAITING)
+        self._waiting: dict[str, operator.OperatorOrder] = {}
+        self._shown: deque[operator.OrdersDocument] = deque(maxlen=MOST_WAITING)
         self._refused: dict[str, str] = {}
         self._keeping: Draft | None = None
 
-    def take(self, order: OperatorOrder) -> str:
+    def take(self, order: operator.OperatorOrder) -> str:
         """An order, perhaps one that is known; returns why it can't be taken now."""
         order_id = order.order_id
         is_kept = self._keeping is not None and self._keeping.order_id == order_id
@@ -95,7 +78,7 @@ class OrderDesk:
         self._waiting.setdefault(order_id, order)
         return ""
 
-    def show(self, document: OrdersDocument) -> None:
+    def show(self, document: operator.OrdersDocument) -> None:
         """A member's document."""
         self._shown.append(document)
 
@@ -137,7 +120,7 @@ class OrderDesk:
                     del self._refused[next(iter(self._refused))]
         return None
 
-    def _drafted(self, order: OperatorOrder, now: float) -> Draft:
+    def _drafted(self, order: operator.OperatorOrder, now: float) -> Draft:
         """What an order makes.
 
         Raises:
@@ -146,26 +129,26 @@ class OrderDesk:
         order_id, orders = order.order_id, self._orders
         told = orders.told(now)
         assert told is not None, "it is not early"
-        if isinstance(order, ClearOrder):
+        if isinstance(order, operator.ClearOrder):
             return Draft(orders.clear(order_id, order.namespace, now), order_id)
-        if isinstance(order, PinOrder):
+        if isinstance(order, operator.PinOrder):
             return self._pinned(order, told, now)
-        if isinstance(order, NameWeights):
+        if isinstance(order, operator.NameWeights):
             return self._named(order, now)
         return Draft(orders.draft(order_id, now, **_changes(order, told)), order_id)
 
-    def _pinned(self, order: PinOrder, told: OrdersDocument, now: float) -> Draft:
+    def _pinned(self, order: operator.PinOrder, told: operator.OrdersDocument, now: float) -> Draft:
         space = Namespace(order.namespace)
         keys = list(dict.fromkeys(map(Key, order.keys)))
-        raw = encode(NamedKeys.of((space, key) for key in keys))
+        raw = framing.encode(columns.NamedKeys.of((space, key) for key in keys))
         digest = blake2b(raw, digest_size=DIGEST_BYTES).digest()
-        pin = OrderedPin(space, digest, len(keys), order.ttl_s, order.priority)
+        pin = operator.OrderedPin(space, digest, len(keys), order.ttl_s, order.priority)
         made = self._orders.draft(order.order_id, now, pins={**told.pins, order.pin_id: pin})
         is_known = digest in self._pin_keys
         self._pin_keys[digest] = raw
         return Draft(made, order.order_id, b"" if is_known else digest, b"" if is_known else raw)
 
-    def _named(self, order: NameWeights, now: float) -> Draft:
+    def _named(self, order: operator.NameWeights, now: float) -> Draft:
         engines = list(self._engines())
         weights: dict[int, int] = {}
         for each in engines:
@@ -193,21 +176,21 @@ class OrderDesk:
 
     # Questions
 
-    def state(self, order_id: str, now: float) -> OrderState:
+    def state(self, order_id: str, now: float) -> operator.OrderState:
         """What has become of an order; before members had time to report, nobody knows that."""
         if self._orders.is_early(now):
-            return OrderState()
+            return operator.OrderState()
         stamp = self._orders.number_of(order_id)
         if stamp is not None:
             told = dict.fromkeys(each.hello.engine_id for each in self._engines_of(stamp, now))
             behind = [str(each) for each in self._orders.behind(stamp)]
-            return OrderState(stamp, behind=behind, told=list(told))
+            return operator.OrderState(stamp, behind=behind, told=list(told))
         is_kept = self._keeping is not None and self._keeping.order_id == order_id
         error = self._refused.get(order_id, "")
         is_known = is_kept or bool(error) or order_id in self._waiting
-        return OrderState(error=error, is_known=is_known)
+        return operator.OrderState(error=error, is_known=is_known)
 
-    def _engines_of(self, stamp: Stamp, now: float) -> list[ReportedEngine]:
+    def _engines_of(self, stamp: Stamp, now: float) -> list[node.ReportedEngine]:
         """Engines that have names of that order."""
         told = self._orders.told(now)
         namings = told.namings if told else {}
@@ -226,22 +209,22 @@ class OrderDesk:
         return self._pin_keys.get(digest, b"")
 
 
-def _changes(order: OperatorOrder, told: OrdersDocument) -> dict[str, Any]:
+def _changes(order: operator.OperatorOrder, told: operator.OrdersDocument) -> dict[str, Any]:
     """Fields of the document that an order changes.
 
     Raises:
         OrderError: it can't be carried out.
     """
     match order:
-        case PauseOrder():
+        case operator.PauseOrder():
             return {"is_paused": order.paused}
-        case UnpinOrder():
+        case operator.UnpinOrder():
             if order.pin_id not in told.pins:
                 raise OrderError(f"there is no pin {order.pin_id!r}")
             return {"pins": _without(told.pins, order.pin_id)}
-        case Quota():
+        case operator.Quota():
             return {"shares": _shared(order, told.shares)}
-        case EndQuota():
+        case operator.EndQuota():
             label = next((at for at, each in told.shares.items() if each.name == order.name), None)
             if label is None:
                 raise OrderError(f"there is no quota {order.name!r}")
@@ -254,7 +237,9 @@ def _without(some: dict[str, T], gone: str) -> dict[str, T]:
     return {name: each for name, each in some.items() if name != gone}
 
 
-def _shared(quota: Quota, shares: dict[str, OrderedShare]) -> dict[str, OrderedShare]:
+def _shared(
+    quota: operator.Quota, shares: dict[str, operator.OrderedShare]
+) -> dict[str, operator.OrderedShare]:
     """The shares with a quota, in place of the one of that name.
 
     Raises:
@@ -265,9 +250,9 @@ def _shared(quota: Quota, shares: dict[str, OrderedShare]) -> dict[str, OrderedS
         named = others[quota.tenant].name
         raise OrderError(f"the quota {named!r} is of the same tenant: remove it first")
     total = sum(each.guaranteed for each in others.values())
-    if total + quota.guaranteed > MAX_GUARANTEED + 1e-9:
+    if total + quota.guaranteed > operator.MAX_GUARANTEED + 1e-9:
         raise OrderError(
             f"{quota.guaranteed:g} can't be guaranteed: others are guaranteed {total:g}, and "
-            f"all together at most {MAX_GUARANTEED:g}"
+            f"all together at most {operator.MAX_GUARANTEED:g}"
         )
-    return {**others, quota.tenant: OrderedShare(quota.name, quota.guaranteed, quota.most)}
+    return {**others, quota.tenant: operator.OrderedShare(quota.name, quota.guaranteed, quota.most)}

@@ -22,18 +22,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from raykv.base.ids import EngineId, Key, Namespace, NodeId
-from raykv.directory.known.asks import Asks
-from raykv.directory.known.coming import Coming
-from raykv.directory.known.document import Orders, OrdersWatch
-from raykv.directory.known.events import MOST_EVENTS, EventRing
-from raykv.directory.known.holdings import IN_RAM, Held, Holdings
-from raykv.directory.known.marks import Numbering, SpareMarks
-from raykv.directory.known.members import EngineLife, HeardReport, Members
-from raykv.directory.known.sessions import SessionNodes
+from raykv.directory.known import asks, coming, document, events, holdings, marks, members, sessions
 from raykv.directory.known.spaces import NamespaceUse
+from raykv.protocol import listing, node
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
-from raykv.protocol.listing import ListedRows, ListingPart, Where
-from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 
 CORE_SHARE = 0.25
 """Of one core, that reports may take."""
@@ -49,7 +41,7 @@ MOST_INTRODUCED = 256
 introduced.
 """
 
-TIERS = (Where.RAM, Where.DISK)
+TIERS = (listing.Where.RAM, listing.Where.DISK)
 
 SWEEP = 8192
 """Chunks of lost nodes that are looked at in one go: some milliseconds."""
@@ -68,40 +60,40 @@ class Directory:
     def __init__(
         self,
         life: int,
-        orders: Orders,
+        orders: document.Orders,
         *,
         node_expiry_s: float = 10.0,
-        most_events: int = MOST_EVENTS,
+        most_events: int = events.MOST_EVENTS,
     ) -> None:
         self.life = life
         self.cost_s = 0.0002
         """What a report was measured to cost."""
-        self.members = Members(node_expiry_s)
-        self.events = EventRing(most_events)
+        self.members = members.Members(node_expiry_s)
+        self.events = events.EventRing(most_events)
         self._node_expiry_s = node_expiry_s
         self._orders = orders
-        self._watch = OrdersWatch(orders)
-        self._holdings = Holdings()
-        self._coming = Coming()
-        self._asks = Asks(self.members, self._holdings, self._coming)
-        self._numbering = Numbering(life)
-        self._marks = SpareMarks(self._holdings, self.members.is_staying, self._numbering)
-        self.sessions = SessionNodes(self._numbering)
+        self._watch = document.OrdersWatch(orders)
+        self._holdings = holdings.Holdings()
+        self._coming = coming.Coming()
+        self._asks = asks.Asks(self.members, self._holdings, self._coming)
+        self._numbering = marks.Numbering(life)
+        self._marks = marks.SpareMarks(self._holdings, self.members.is_staying, self._numbering)
+        self.sessions = sessions.SessionNodes(self._numbering)
         self._use = NamespaceUse()
         # When it was called first: before all nodes had time to report nobody is alone.
         self.began_at: float | None = None
         # What engines have said of a namespace outlives them; the one that was last said is last.
         self.introduced: dict[Namespace, EngineHello] = {}
         # Engines that ask and are introduced by no node: where each is, and when it asked last.
-        self._strangers: dict[EngineLife, tuple[NodeId, float]] = {}
+        self._strangers: dict[members.EngineLife, tuple[NodeId, float]] = {}
 
     # Reports
 
-    def report(self, report: Report, now: float) -> ReportAnswer:
+    def report(self, report: node.Report, now: float) -> node.ReportAnswer:
         """Take in a node's report. One that is over is answered as if nobody knew the node."""
         self._look(now)
         if self.members.is_over(report):
-            return ReportAnswer(self.life, orders=self._watch.stamp, pause_ms=PAUSE_MS[1])
+            return node.ReportAnswer(self.life, orders=self._watch.stamp, pause_ms=node.PAUSE_MS[1])
         node_id = NodeId(report.node_id)
         if self.members.is_new(report):
             if node_id in self.members:
@@ -113,7 +105,7 @@ class Directory:
             self._take_part(node_id, report.part, now)
         return self._answer(node_id, report.part, now, wants_orders=wants_orders)
 
-    def _join(self, report: Report, now: float) -> None:
+    def _join(self, report: node.Report, now: float) -> None:
         node_id = NodeId(report.node_id)
         self.members.add(report, now)
         self._marks.join(node_id)
@@ -131,11 +123,11 @@ class Directory:
         self._orders.lose(node_id)
         self._end_engines(member.engines)
 
-    def _end_engines(self, engines: Iterable[EngineLife]) -> None:
+    def _end_engines(self, engines: Iterable[members.EngineLife]) -> None:
         for engine in engines:
             self._coming.end(engine)
 
-    def _take_news(self, report: Report, heard: HeardReport, now: float) -> bool:
+    def _take_news(self, report: node.Report, heard: members.HeardReport, now: float) -> bool:
         """The latest report of a member; returns whether it has orders that are to be sent here."""
         node_id = NodeId(report.node_id)
         if heard.has_turned:
@@ -153,7 +145,7 @@ class Directory:
         return self._orders.show(node_id, report.orders)
 
     def _introduce(self, hello: EngineHello) -> None:
-        self._strangers.pop(EngineLife(EngineId(hello.engine_id), hello.life), None)
+        self._strangers.pop(members.EngineLife(EngineId(hello.engine_id), hello.life), None)
         namespace = Namespace(hello.namespace)
         self.introduced.pop(namespace, None)
         self.introduced[namespace] = hello
@@ -162,7 +154,7 @@ class Directory:
 
     # Listings
 
-    def _take_part(self, node_id: NodeId, part: ListingPart, now: float) -> None:
+    def _take_part(self, node_id: NodeId, part: listing.ListingPart, now: float) -> None:
         member = self.members[node_id]
         read, life = self._holdings.position(node_id), member.number.life
         room = MOST_CHUNKS - (0 if part.begins else member.num_chunks)
@@ -184,23 +176,23 @@ class Directory:
             self._marks.moved(node_id, each)
             if not each.held:
                 self._asks.went(each)
-            if after in IN_RAM:
+            if after in holdings.IN_RAM:
                 self._coming.came(node_id, each.namespace, each.keys)
 
     # Answers
 
     def _answer(
-        self, node_id: NodeId, part: ListingPart | None, now: float, *, wants_orders: bool
-    ) -> ReportAnswer:
+        self, node_id: NodeId, part: listing.ListingPart | None, now: float, *, wants_orders: bool
+    ) -> node.ReportAnswer:
         read = self._holdings.position(node_id)
         words, words_number = self.sessions.words(node_id)
-        return ReportAnswer(
+        return node.ReportAnswer(
             self.life,
             position=read,
             orders=self._watch.stamp,
             wants_orders=wants_orders,
             marks=self._marks.marks(node_id, read.number),
-            pause_ms=PAUSE_MS[0] if _is_full(part) else self.pause_ms,
+            pause_ms=node.PAUSE_MS[0] if _is_full(part) else self.pause_ms,
             alone=self._use.alone(node_id) if self._knows_others(now) else [],
             left=self._use.left(node_id, now),
             words=words,
@@ -212,7 +204,7 @@ class Directory:
     def pause_ms(self) -> int:
         """So long a node waits between two reports, unless it has much to tell."""
         wanted_ms = 1000 * len(self.members) * self.cost_s / CORE_SHARE
-        return int(min(max(wanted_ms, PAUSE_MS[0]), PAUSE_MS[1]))
+        return int(min(max(wanted_ms, node.PAUSE_MS[0]), node.PAUSE_MS[1]))
 
     def _knows_others(self, now: float) -> bool:
         """Whether all nodes that are there had time to report."""
@@ -224,7 +216,7 @@ class Directory:
         """Who else has keys; what the engine has begun to store is remembered for others."""
         self._look(now)
         self._coming.expire(now)
-        engine = EngineLife(EngineId(ask.engine_id), ask.life)
+        engine = members.EngineLife(EngineId(ask.engine_id), ask.life)
         places = [NodeId(node_id) for node_id in ask.places]
         if not any(
             each in self.members and engine in self.members[each].engines for each in places
@@ -242,11 +234,11 @@ class Directory:
             del self._strangers[engine]
         return {engine.engine_id: node_id for engine, (node_id, _) in self._strangers.items()}
 
-    def engines(self) -> Iterator[ReportedEngine]:
+    def engines(self) -> Iterator[node.ReportedEngine]:
         """All that members introduce; one that is at several nodes comes as often."""
         return (each for member in self.members.values() for each in member.engines.values())
 
-    def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[Held]:
+    def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[holdings.Held]:
         """For each key, the nodes that have it; keys in the same places have the same object."""
         return self._holdings.ask(namespace, keys)
 
@@ -278,13 +270,13 @@ class Directory:
         self._use.check()
 
 
-def _is_full(part: ListingPart | None) -> bool:
+def _is_full(part: listing.ListingPart | None) -> bool:
     return part is not None and len(part.rows.keys) >= FULL_ROWS
 
 
-def _within(part: ListingPart, room: int) -> ListingPart:
+def _within(part: listing.ListingPart, room: int) -> listing.ListingPart:
     """A part without what a node has beyond so many chunks."""
     if len(part.rows.keys) <= room:
         return part
-    rows = ListedRows.of(row for row in part.rows if not row.where)
+    rows = listing.ListedRows.of(row for row in part.rows if not row.where)
     return msgspec.structs.replace(part, rows=rows)

@@ -28,12 +28,10 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.clearings import Clearings
-from raykv.base.errors import MessageError, RayKVError
+from raykv.base import clearings, errors
 from raykv.base.ids import Namespace, NodeId, Stamp
+from raykv.protocol import framing, node
 from raykv.protocol.engine import NOTHING_ORDERED, Naming
-from raykv.protocol.framing import encode, receive
-from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import (
     MAX_DOCUMENT_BYTES,
     MAX_TOLD_DONE,
@@ -59,7 +57,7 @@ FIRST_NUMBER = 1
 """Of a history: its floors are those of the histories before."""
 
 
-class OrderError(RayKVError):
+class OrderError(errors.RayKVError):
     """An order can't be carried out now."""
 
 
@@ -120,7 +118,7 @@ class Orders:
         number = (history >> DRAWN_BITS) + 1
         stamp = Stamp(number << DRAWN_BITS | self._drawn, 1)
         mine = self._document.floors if self._document else {}
-        floors = Clearings(dict.fromkeys([*document.floors, *mine, *self._floored], 1))
+        floors = clearings.Clearings(dict.fromkeys([*document.floors, *mine, *self._floored], 1))
         # Who has shown a number of another history has not shown these.
         done = dict.fromkeys(document.done, stamp)
         return _readable(
@@ -170,7 +168,7 @@ class Orders:
             OrderError: see `draft`.
         """
         made = self._drafted(order_id, now)
-        floors = Clearings(made.floors)
+        floors = clearings.Clearings(made.floors)
         # What was offered before anybody heard of this number has a lower stamp.
         floors.take({namespace: made.stamp.number})
         return _readable(msgspec.structs.replace(made, floors=floors.told))
@@ -245,7 +243,7 @@ class Orders:
         if theirs.stamp > mine.stamp:
             return self._begun(mine, theirs.stamp.history)
         stamp = Stamp(mine.stamp.history, mine.stamp.number + 1)
-        floors = Clearings(mine.floors)
+        floors = clearings.Clearings(mine.floors)
         floors.take(dict.fromkeys(theirs.floors, stamp.number))
         if floors.told == mine.floors:
             return None
@@ -308,7 +306,7 @@ class OrdersWatch:
         }
         return {} if is_kept else risen
 
-    def namings(self, engines: Iterable[ReportedEngine]) -> dict[int, Naming]:
+    def namings(self, engines: Iterable[node.ReportedEngine]) -> dict[int, Naming]:
         """What weights of engines are called, by the life: of those that have not heard it yet."""
         named = ((each, self._namings.get(each.hello.life)) for each in engines)
         return {
@@ -324,7 +322,7 @@ def _affordable(document: OrdersDocument) -> OrdersDocument:
     Raises:
         OrderError: it doesn't, or can't be read.
     """
-    size = len(encode(msgspec.structs.replace(document, floors={}, done={})))
+    size = len(framing.encode(msgspec.structs.replace(document, floors={}, done={})))
     if size > MAX_WANTED_BYTES:
         raise OrderError(
             f"all pins, quotas and names of weights together would take {size:,} bytes, more than "
@@ -339,13 +337,13 @@ def _readable(document: OrdersDocument) -> OrdersDocument:
     Raises:
         OrderError: it can't be.
     """
-    raw = encode(document)
+    raw = framing.encode(document)
     if len(raw) > MAX_DOCUMENT_BYTES:
         raise OrderError(
             f"all orders together would take {len(raw):,} bytes, more than {MAX_DOCUMENT_BYTES:,}: "
             "end some pins or quotas first"
         )
     try:
-        return receive(raw, OrdersDocument, "the scheduler actor", "nobody")
-    except MessageError as error:
+        return framing.receive(raw, OrdersDocument, "the scheduler actor", "nobody")
+    except errors.MessageError as error:
         raise OrderError(f"no such order is possible: {error}") from error

@@ -10,18 +10,14 @@ from collections.abc import Callable, Mapping
 
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, Namespace, TokenSource
-from raykv.metrics.engines import EngineTally
-from raykv.metrics.histogram import Histogram
+from raykv.metrics import engines, histogram
 from raykv.metrics.table import AGE_BOUNDS, NamespaceLabels
-from raykv.node.accounts.requests import RequestLog
-from raykv.node.accounts.savings import Savings, largest_slot
+from raykv.node.accounts import requests, savings
 from raykv.node.pool.engines import groups_of
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.columns import valid
-from raykv.protocol.descriptions import check_description
-from raykv.protocol.engine import EngineHello, Tell, check_record, tokens_by_source
+from raykv.protocol import columns, descriptions, engine
 from raykv.protocol.listing import EVICTIONS, Reason
 from raykv.stream.descriptions import DescriptionBook
 
@@ -41,10 +37,10 @@ class NodeAccounts:
 
     def __init__(self, quota_of: Callable[[str], str]) -> None:
         self._quota_of = quota_of
-        self.requests = RequestLog()
+        self.requests = requests.RequestLog()
         """Requests of its engines that have ended."""
-        self.savings = Savings()
-        self.tally = EngineTally()
+        self.savings = savings.Savings()
+        self.tally = engines.EngineTally()
         self.labels = NamespaceLabels()
         self.descriptions = DescriptionBook(DESCRIBED_BYTES)
         """What is inside of chunks, as engines have said."""
@@ -52,7 +48,7 @@ class NodeAccounts:
         """Of prompts, by the name of a quota."""
         self.num_evicted: Counter[str] = Counter()
         """Chunks that went since their tenant had more than its share, by the name of its quota."""
-        self.ages = Histogram(AGE_BOUNDS)
+        self.ages = histogram.Histogram(AGE_BOUNDS)
         """Of chunks, when they were evicted."""
         # By which sessions chunks were released that were evicted then.
         self._released: Departures[tuple[Namespace, str]] = Departures()
@@ -60,16 +56,16 @@ class NodeAccounts:
         # How far the listing and the requests have been read.
         self._number = self._last = 0
 
-    def take(self, hello: EngineHello, tell: Tell, now: float) -> None:
+    def take(self, hello: engine.EngineHello, tell: engine.Tell, now: float) -> None:
         """What an engine says for the first time."""
         self.tally.take(self.labels[tell.namespace], tell)
-        for row in valid(tell.described, check_description):
+        for row in columns.valid(tell.described, descriptions.check_description):
             self.descriptions.add(row)
-        finished = valid(tell.finished, check_record)
+        finished = columns.valid(tell.finished, engine.check_record)
         self.requests.take(hello, finished, now)
         for record in finished:
             name = self._quota_of(record.tenant)
-            for source, tokens in tokens_by_source(record).items():
+            for source, tokens in engine.tokens_by_source(record).items():
                 self.tokens[name, source] += tokens
 
     def follow(
@@ -92,7 +88,7 @@ class NodeAccounts:
         first, ended = self.requests.after(self._last)
         self._last = first + len(ended) - 1
         for each in ended:
-            self.savings.take(each.record, groups_of(each.hello), largest_slot(each), now)
+            self.savings.take(each.record, groups_of(each.hello), savings.largest_slot(each), now)
         return self._number < listing.number or self._last < self.requests.last
 
     def _evicted(

@@ -14,20 +14,10 @@ from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import STRETCH, ChunkRow, first_ones
 from raykv.node.pool.sessions import LocalSession
+from raykv.protocol import events, framing, operator, reader, status
 from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.descriptions import Descriptions
-from raykv.protocol.events import ListingQuery
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, ListingPart
-from raykv.protocol.operator import DropOrder, NodePins, PinsHere, Released
-from raykv.protocol.reader import (
-    ChunkPage,
-    ChunkQuery,
-    Explanation,
-    Explanations,
-    ListedChunk,
-    RequestPage,
-)
 from raykv.protocol.sessions import (
     MAX_SESSIONS_LISTED,
     SessionPage,
@@ -35,7 +25,6 @@ from raykv.protocol.sessions import (
     SessionStage,
     SessionStatus,
 )
-from raykv.protocol.status import MoreRoom
 
 MOST_PIECES = 64
 """Of a listing, that are looked at for one page."""
@@ -57,12 +46,12 @@ class Desk:
 
     # Chunks
 
-    def listing(self, query: ListingQuery) -> ListingPart:
+    def listing(self, query: events.ListingQuery) -> ListingPart:
         """The next part of the listing."""
         with self._lock:
             return self._owner.index.part_after(query.position, query.most)
 
-    def chunks(self, query: ChunkQuery) -> ChunkPage:
+    def chunks(self, query: reader.ChunkQuery) -> reader.ChunkPage:
         """A page of the chunks."""
         place = int(query.cursor or 0)
         rows: list[ChunkRow] = []
@@ -77,13 +66,13 @@ class Desk:
                 rows = first_ones(rows, query.order, query.limit)
         return self._page(rows, "" if place == ALL_READ else str(place))
 
-    def _page(self, rows: list[ChunkRow], cursor: str) -> ChunkPage:
+    def _page(self, rows: list[ChunkRow], cursor: str) -> reader.ChunkPage:
         with self._lock:
             now = self._keeper.now()
             owners = {row.owner for row in rows}
             names = {each: self._owner.tenant(self._owner.tenants.label(each)) for each in owners}
         chunks = [
-            ListedChunk(
+            reader.ListedChunk(
                 row.namespace,
                 row.key,
                 row.where,
@@ -95,9 +84,9 @@ class Desk:
             )
             for row in rows
         ]
-        return ChunkPage(PROTOCOL_VERSION, chunks, cursor)
+        return reader.ChunkPage(framing.PROTOCOL_VERSION, chunks, cursor)
 
-    def drop(self, order: DropOrder) -> Released:
+    def drop(self, order: operator.DropOrder) -> operator.Released:
         """Give up copies in the pool of what is elsewhere."""
         with self._lock:
             blocks = map(Blocks, order.first_block, order.num_blocks)
@@ -122,7 +111,7 @@ class Desk:
 
     # Pins
 
-    def pins(self) -> PinsHere:
+    def pins(self) -> operator.PinsHere:
         """What pins keep here."""
         held = {}
         with self._lock:
@@ -132,7 +121,7 @@ class Desk:
                 held[pin_id] = self._keeper.catalog.kept(pin.names, pin.standing)
         with self._lock:
             claims = self._owner.index.claims
-            node = NodePins(
+            node = operator.NodePins(
                 self._node_id,
                 claims.pinned_bytes,
                 claims.num_pinned,
@@ -141,33 +130,33 @@ class Desk:
                 claims.num_waiting,
             )
             num_wished, num_refused = self._owner.num_wished(), claims.num_refused
-        return PinsHere(PROTOCOL_VERSION, node, held, num_wished, num_refused)
+        return operator.PinsHere(framing.PROTOCOL_VERSION, node, held, num_wished, num_refused)
 
     # Requests
 
-    def requests(self, after: int) -> RequestPage:
+    def requests(self, after: int) -> reader.RequestPage:
         """Requests of engines here that have ended, after the one of that number."""
         require(isinstance(after, int), f"the number {after!r}")
         with self._lock:
             log = self._owner.accounts.requests
             first, ended = log.after(max(0, after))
             found = [self._explained(each) for each in ended]
-            return RequestPage(self._keeper.life, first, log.last, found)
+            return reader.RequestPage(self._keeper.life, first, log.last, found)
 
-    def why_miss(self, beginning: str) -> Explanations:
+    def why_miss(self, beginning: str) -> reader.Explanations:
         """What became of the tokens of requests whose ids begin so."""
         require(isinstance(beginning, str), f"the beginning {beginning!r}")
         with self._lock:
             log = self._owner.accounts.requests
-            return Explanations(list(map(self._explained, log.find(beginning))), len(log))
+            return reader.Explanations(list(map(self._explained, log.find(beginning))), len(log))
 
-    def _explained(self, ended: EndedRequest) -> Explanation:
+    def _explained(self, ended: EndedRequest) -> reader.Explanation:
         record, hello, namespace = ended.record, ended.hello, ended.namespace
         index = self._owner.index
         parting, missing = record.parting, Key(record.missing)
         nearest = None if parting is None else (namespace, Key(parting.nearest))
         is_here = nearest is not None and (index.find(*nearest) or index.shelf.find(*nearest))
-        return Explanation(
+        return reader.Explanation(
             msgspec.structs.replace(record, tenant=self._owner.tenant(record.tenant)),
             hello.engine_id,
             self._node_id,
@@ -178,7 +167,7 @@ class Desk:
             hint=self._owner.accounts.hint_on(namespace, missing),
         )
 
-    def more_room(self) -> MoreRoom:
+    def more_room(self) -> status.MoreRoom:
         """What a larger pool would have saved."""
         with self._lock:
             num_bytes = self._keeper.geometry.pool_bytes
@@ -203,7 +192,7 @@ class Desk:
             with self._lock:
                 keys = self._owner.sessions.keys_of(known[0][2])
         return SessionPage(
-            PROTOCOL_VERSION, found, [*keys[query.first : query.first + MAX_KEYS // 2]]
+            framing.PROTOCOL_VERSION, found, [*keys[query.first : query.first + MAX_KEYS // 2]]
         )
 
     def _status(self, namespace: Namespace, name: str, session: LocalSession) -> SessionStatus:

@@ -16,9 +16,7 @@ from raykv.metrics.breakers import breaker_families
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
 from raykv.node.pool.owner import NodePool
-from raykv.protocol.measures import HistogramData, MetricFamily
-from raykv.protocol.node import CaptureStats, DiskStats, NodeStats
-from raykv.protocol.reader import DISK, RAM
+from raykv.protocol import measures, node, reader
 from raykv.protocol.sessions import SessionStage
 
 _NAMES = {direction: direction.name.lower() for direction in Direction}
@@ -47,7 +45,7 @@ class NodeMeter:
         """Chunks of a job were not copied."""
         self.refusals.update(refusals)
 
-    def families(self, stats: NodeStats, owner: NodePool) -> list[MetricFamily]:
+    def families(self, stats: node.NodeStats, owner: NodePool) -> list[measures.MetricFamily]:
         """All series of a NodeActor that has a pool; its lock is held."""
         copied = {"store": stats.bytes_stored, "load": stats.bytes_loaded}
         chunks = {"store": stats.chunks_stored, "load": stats.chunks_loaded}
@@ -90,7 +88,7 @@ class NodeMeter:
         ]
 
 
-def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
+def _pool(pool_bytes: int, owner: NodePool) -> measures.MetricFamily:
     found: Counter[tuple[str, ...]] = Counter()
     for state, spaces in zip(("ready", "writing"), owner.index.contents(), strict=True):
         for namespace, num_bytes in spaces.items():
@@ -99,18 +97,18 @@ def _pool(pool_bytes: int, owner: NodePool) -> MetricFamily:
     return numbers("raykv_pool_bytes", found)
 
 
-def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
+def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[measures.MetricFamily]:
     """Series of tenants that have quotas, and of all others together; none without quotas."""
     shares, accounts = owner.orders.shares, owner.accounts
     names = dict.fromkeys([*(each.name for each in shares.values()), OTHERS] if shares else ())
     num_bytes: Counter[tuple[str, ...]] = Counter()
     for name in names:
-        num_bytes[name, RAM] = num_bytes[name, DISK] = 0
+        num_bytes[name, reader.RAM] = num_bytes[name, reader.DISK] = 0
     if shares:
         for whose, some in owner.index.room.used.items():
-            num_bytes[owner.quota_of(owner.tenants.label(whose)), RAM] += some
+            num_bytes[owner.quota_of(owner.tenants.label(whose)), reader.RAM] += some
         for label, some in on_disk.items():
-            num_bytes[owner.quota_of(label), DISK] += some
+            num_bytes[owner.quota_of(label), reader.DISK] += some
     evicted = {(name,): accounts.num_evicted[name] for name in names}
     tokens = {(n, str(source)): accounts.tokens[n, source] for n in names for source in TokenSource}
     return [
@@ -120,7 +118,7 @@ def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[MetricFamily]:
     ]
 
 
-def _sessions(owner: NodePool) -> list[MetricFamily]:
+def _sessions(owner: NodePool) -> list[measures.MetricFamily]:
     stages = Counter(session.stage for _, _, session in owner.sessions.latest())
     return [
         numbers("raykv_sessions", {(str(stage),): stages[stage] for stage in SessionStage}),
@@ -128,7 +126,7 @@ def _sessions(owner: NodePool) -> list[MetricFamily]:
     ]
 
 
-def _disk(disk: DiskStats) -> list[MetricFamily]:
+def _disk(disk: node.DiskStats) -> list[measures.MetricFamily]:
     moved = {("write",): disk.bytes_written, ("read",): disk.bytes_read}
     damaged = {("file",): disk.files_damaged, ("chunk",): disk.chunks_damaged}
     return [
@@ -142,7 +140,7 @@ def _disk(disk: DiskStats) -> list[MetricFamily]:
     ]
 
 
-def _states(states: CaptureStats) -> list[MetricFamily]:
+def _states(states: node.CaptureStats) -> list[measures.MetricFamily]:
     captured = {("captured",): states.captured, ("failed",): states.failed}
     files = {("written",): states.files_written, ("failed",): states.files_failed}
     return [
@@ -155,6 +153,6 @@ def _states(states: CaptureStats) -> list[MetricFamily]:
 
 def _rows(
     found: Mapping[Direction, Histogram],
-) -> Iterator[tuple[tuple[str, ...], HistogramData]]:
+) -> Iterator[tuple[tuple[str, ...], measures.HistogramData]]:
     for direction, each in found.items():
         yield (_NAMES[direction],), each.data()

@@ -29,11 +29,9 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base.errors import ChunkFileError, DiskError, OtherFormatError
-from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
+from raykv.base import errors, ownership
 from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
-from raykv.protocol.columns import MAX_NUMBER
-from raykv.protocol.findings import UnownedFolder
+from raykv.protocol import columns, findings
 
 logger = logging.getLogger("raykv.disk")
 
@@ -65,10 +63,10 @@ class TierFolder:
     def __init__(self, root: Path) -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            require_settled(root)
+            ownership.require_settled(root)
             self.path, self._lock = _claim(root)
         except OSError as error:
-            raise DiskError(f"disk_path={str(root)!r}: {error.strerror or error}") from error
+            raise errors.DiskError(f"disk_path={str(root)!r}: {error.strerror or error}") from error
         self._next = 0
         self.num_damaged = 0
 
@@ -90,9 +88,9 @@ class TierFolder:
         for path in found:
             try:
                 whole.append(read_header(path))
-            except OtherFormatError as error:
+            except errors.OtherFormatError as error:
                 logger.warning("a file of the disk tier is left as it is: %s", error)
-            except ChunkFileError as error:
+            except errors.ChunkFileError as error:
                 self.set_aside(path, str(error))
             except FileNotFoundError:
                 continue
@@ -111,10 +109,10 @@ class TierFolder:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            raise DiskError(f"{path} can't be read: {error}") from error
+            raise errors.DiskError(f"{path} can't be read: {error}") from error
         numbers = [*floors, *(each for some in floors.values() for each in some.values())]
-        if not all(0 <= number <= MAX_NUMBER for number in numbers):
-            raise DiskError(f"{path} can't be read: it has numbers that no orders have")
+        if not all(0 <= number <= columns.MAX_NUMBER for number in numbers):
+            raise errors.DiskError(f"{path} can't be read: it has numbers that no orders have")
         return floors
 
     def write_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
@@ -174,7 +172,7 @@ class TierFolder:
         os.close(self._lock)
 
 
-def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
+def unowned_folders(root: Path, now: float) -> list[findings.UnownedFolder]:
     """Folders with something in them that no process holds: a node that starts takes over the
     first.
 
@@ -191,7 +189,7 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
     for lock in sorted(root.glob("raykv-*/lock")):
         with suppress(FileNotFoundError):
             try:
-                require_own_folder(lock.parent)
+                ownership.require_own_folder(lock.parent)
             except PermissionError:
                 # No node of this user's takes it over.
                 continue
@@ -202,7 +200,7 @@ def unowned_folders(root: Path, now: float) -> list[UnownedFolder]:
                 # The holder notes it in the lock, and may have nothing to write for days.
                 since = max(each.st_mtime for each in [lock.stat(), *files])
                 age_s = max(0.0, now - since)
-                found.append(UnownedFolder(str(lock.parent), num_bytes, age_s))
+                found.append(findings.UnownedFolder(str(lock.parent), num_bytes, age_s))
     return found
 
 
@@ -232,8 +230,8 @@ def _claim(root: Path) -> tuple[Path, int]:
     for number in itertools.islice(itertools.count(), MAX_FOLDERS):
         path = root / f"raykv-{number}"
         try:
-            make_own_folder(path)
-            fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
+            ownership.make_own_folder(path)
+            fd = ownership.open_own(path / "lock", os.O_RDWR | os.O_CREAT)
         except PermissionError as error:
             refusals.append(error)
             if len(refusals) < MAX_FOREIGN:
@@ -261,7 +259,7 @@ def _claim(root: Path) -> tuple[Path, int]:
                 logger.warning("a folder of disk_path: %s", refused.strerror)
             return path, fd
         os.close(fd)
-    raise DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")
+    raise errors.DiskError(f"disk_path={str(root)!r} has {MAX_FOLDERS} folders, all of them in use")
 
 
 def _other_format(folder: Path) -> str:
@@ -270,9 +268,9 @@ def _other_format(folder: Path) -> str:
     if names:
         try:
             read_header(max(names, key=lambda path: path.name))
-        except OtherFormatError as error:
+        except errors.OtherFormatError as error:
             return str(error)
-        except (ChunkFileError, OSError):
+        except (errors.ChunkFileError, OSError):
             # The scan says so.
             return ""
     return ""

@@ -12,20 +12,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from raykv.base.deadlines import DISK_LOOK_S
-from raykv.base.errors import ChunkFileError
+from raykv.base import deadlines, errors, settings, threads
 from raykv.base.ids import Key, Namespace, Refusal
-from raykv.base.settings import DiskPlace
-from raykv.base.threads import OnFailure, start_thread
 from raykv.node.disk.chunk_file import read_chunk
 from raykv.node.disk.folder import TierFolder
 from raykv.node.disk.index import DiskIndex
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
-from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.copies import Read, ReadReply
-from raykv.protocol.node import DiskStats
+from raykv.protocol import columns, copies, node
 
 logger = logging.getLogger("raykv.disk")
 
@@ -42,13 +37,13 @@ class DiskState:
     `is_open`: nothing is served before.
     """
 
-    def __init__(self, place: DiskPlace, keeper: PoolKeeper) -> None:
+    def __init__(self, place: settings.DiskPlace, keeper: PoolKeeper) -> None:
         self.lock = keeper.lock
         self._shelf = keeper.owner.index.shelf
         self.index = DiskIndex(place.most_bytes or 0, self._shelf)
         self.folder: TierFolder | None = None
         self.is_open = False
-        self._stats = DiskStats(path=place.path, problem=OPENING)
+        self._stats = node.DiskStats(path=place.path, problem=OPENING)
 
     @property
     def problem(self) -> str:
@@ -68,7 +63,7 @@ class DiskState:
             sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
             self._stats = msgspec.structs.replace(self._stats, **sums)
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> node.DiskStats:
         """Counters and gauges."""
         with self.lock:
             index = self.index
@@ -86,9 +81,9 @@ class DiskState:
 
 @dataclass(slots=True)
 class _Read:
-    request: Read
+    request: copies.Read
     done: threading.Event = field(default_factory=threading.Event)
-    answer: tuple[ReadReply, Bytes] | None = None
+    answer: tuple[copies.ReadReply, Bytes] | None = None
 
 
 class DiskReads:
@@ -104,13 +99,13 @@ class DiskReads:
         """Begin to read, in threads."""
         for number in range(DISK_READERS):
             name = f"raykv-disk-read-{number}"
-            start_thread(name, self._read_for_ever, OnFailure.END_PROCESS)
+            threads.start_thread(name, self._read_for_ever, threads.OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the threads."""
         self._stopped.set()
 
-    def read(self, request: Read) -> tuple[ReadReply, Bytes]:
+    def read(self, request: copies.Read) -> tuple[copies.ReadReply, Bytes]:
         """Read what is there of what is asked for; in the thread of the caller, unbounded.
 
         What is damaged is forgotten.
@@ -142,7 +137,7 @@ class DiskReads:
                 index.drop_file(file)
                 lock.notify_all()
             return ChunkRead(Refusal.NOT_HERE)
-        except ChunkFileError as error:
+        except errors.ChunkFileError as error:
             logger.error("a chunk on the disk is not served any more: %s", error)
             with lock:
                 index.drop(namespace, chunk)
@@ -156,7 +151,7 @@ class DiskReads:
             index.was_read(file)
         return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
-    def start_read(self, request: Read) -> PendingRead:
+    def start_read(self, request: copies.Read) -> PendingRead:
         """Begin a read, in one of the threads.
 
         Raises:
@@ -172,7 +167,7 @@ class DiskReads:
     def _read_for_ever(self) -> None:
         while not self._stopped.is_set():
             try:
-                read = self._reads.get(timeout=DISK_LOOK_S)
+                read = self._reads.get(timeout=deadlines.DISK_LOOK_S)
             except queue.Empty:
                 continue
             try:
@@ -186,7 +181,7 @@ class _PendingDiskRead:
     def __init__(self, read: _Read) -> None:
         self._read = read
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         if not self._read.done.wait(max(0.0, timeout_s)):
             raise PeerError("the disk does not answer in time")
         if self._read.answer is None:
@@ -207,7 +202,7 @@ class TieredTransport:
     """
 
     def __init__(self, node_id: str, disk: DiskReads | None, others: PeerTransport) -> None:
-        self._own = Source(node_id, SourceKind.DISK)
+        self._own = columns.Source(node_id, columns.SourceKind.DISK)
         self._disk = disk
         self._others = others
 
@@ -215,7 +210,7 @@ class TieredTransport:
         """Begin reads from other nodes in that way from now on."""
         self._others = others
 
-    def start_read(self, source: Source, request: Read) -> PendingRead:
+    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
         if not source.is_disk:
             return self._others.start_read(source, request)
         request = msgspec.structs.replace(request, from_disk=True)

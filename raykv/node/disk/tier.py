@@ -30,22 +30,16 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from raykv.base.deadlines import DISK_LOOK_S
-from raykv.base.errors import DiskError
+from raykv.base import deadlines, errors, settings, threads
 from raykv.base.ids import Key, Namespace, Refusal
-from raykv.base.settings import DiskPlace
 from raykv.base.shares import Share
-from raykv.base.threads import OnFailure, start_thread
 from raykv.memory.region import yield_to_others
-from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header, write_chunks
+from raykv.node.disk import chunk_file, reads
 from raykv.node.disk.folder import TierFolder
-from raykv.node.disk.reads import OPENING, DiskReads, DiskState
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.listing import ALL_READ
-from raykv.protocol.node import DiskStats
+from raykv.protocol import engine, listing, node
 
 logger = logging.getLogger("raykv.disk")
 
@@ -83,7 +77,7 @@ class _Batch:
     """Chunks of a namespace and a tenant that are copied and wait for their file."""
 
     began_at: float
-    chunks: dict[ChunkRecord, ChunkBytes] = field(default_factory=dict)
+    chunks: dict[ChunkRecord, chunk_file.ChunkBytes] = field(default_factory=dict)
     keys: set[Key] = field(default_factory=set)
     num_bytes: int = 0
 
@@ -100,7 +94,7 @@ class DiskTier:
 
     def __init__(
         self,
-        place: DiskPlace,
+        place: settings.DiskPlace,
         keeper: PoolKeeper,
         on_news: Callable[[], None] = lambda: None,
         is_busy: Callable[[], bool] = lambda: False,
@@ -110,8 +104,8 @@ class DiskTier:
         self._owner, self._shelf = keeper.owner, keeper.owner.index.shelf
         self._on_news = on_news
         self._is_busy = is_busy
-        self._state = state = DiskState(place, keeper)
-        self.reads = DiskReads(state, keeper)
+        self._state = state = reads.DiskState(place, keeper)
+        self.reads = reads.DiskReads(state, keeper)
         self._lock, self._index = state.lock, state.index
         # The writer's own.
         self._batches: dict[tuple[Namespace, str], _Batch] = {}
@@ -127,7 +121,7 @@ class DiskTier:
     def start(self) -> None:
         """Open the folder and serve, in threads."""
         self.reads.start()
-        start_thread("raykv-disk", self._run, OnFailure.END_PROCESS)
+        threads.start_thread("raykv-disk", self._run, threads.OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the threads; what is not written is lost."""
@@ -135,7 +129,7 @@ class DiskTier:
         self._stopped.set()
         self._poke()
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> node.DiskStats:
         """Counters and gauges."""
         return self._state.stats()
 
@@ -154,7 +148,7 @@ class DiskTier:
     def _has_noted(self, floors: Mapping[int, Mapping[str, int]]) -> bool:
         with self._lock:
             # Nothing is served of a folder that could not be had.
-            is_away = self._state.folder is None and self._state.problem not in ("", OPENING)
+            is_away = self._state.folder is None and self._state.problem not in ("", reads.OPENING)
             return is_away or self._noted in (floors, self._owner.index.floors.told)
 
     def _look_over(self) -> Mapping[int, Mapping[str, int]]:
@@ -175,7 +169,7 @@ class DiskTier:
         with self._lock:
             self._keep_at = 0
         while self._is_keeping and time.monotonic() < give_up_at:
-            if self._state.problem not in ("", OPENING):
+            if self._state.problem not in ("", reads.OPENING):
                 break
             self._poke()
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
@@ -194,7 +188,7 @@ class DiskTier:
         while not self._stopped.is_set():
             try:
                 self._round()
-            except (OSError, DiskError) as error:
+            except (OSError, errors.DiskError) as error:
                 self._failed(error)
             except Exception as error:
                 logger.exception("the disk tier failed")
@@ -207,11 +201,11 @@ class DiskTier:
             if folder is not None:
                 with suppress(OSError):
                     self._note_floors(folder)
-            self._sleep(min(DISK_LOOK_S, wait_s))
+            self._sleep(min(deadlines.DISK_LOOK_S, wait_s))
             return
         if folder is None:
             folder = self._claim()
-        if self._owner.orders.stamp == NOTHING_ORDERED:
+        if self._owner.orders.stamp == engine.NOTHING_ORDERED:
             self._sleep(DISK_NEXT_LOOK_S)
             return
         self._note_floors(folder)
@@ -227,7 +221,7 @@ class DiskTier:
         """Copy what is to be written next, and write the files that are due."""
         records = self._next_to_copy()
         self._copy_all(records)
-        is_last = self._keep_at == ALL_READ and not records
+        is_last = self._keep_at == listing.ALL_READ and not records
         for whose, batch in list(self._batches.items()):
             is_old = time.monotonic() - batch.began_at >= DISK_BATCH_S
             if is_old or is_last or batch.num_bytes >= FILE_BYTES:
@@ -239,7 +233,7 @@ class DiskTier:
             if not self._batches and not self._wake.is_set():
                 with self._lock:
                     # Until something may have changed in the pool.
-                    self._lock.wait(DISK_LOOK_S)
+                    self._lock.wait(deadlines.DISK_LOOK_S)
             self._sleep(DISK_NEXT_LOOK_S)
 
     def _next_to_copy(self) -> list[ChunkRecord]:
@@ -251,7 +245,7 @@ class DiskTier:
             most = min(COPIED, max(1, FILE_BYTES // largest))
             if self._keep_at is None:
                 return self._shelf.next_to_write(most)
-            if self._keep_at == ALL_READ:
+            if self._keep_at == listing.ALL_READ:
                 return []
             records, self._keep_at = self._shelf.write_all(self._keep_at, most)
             return records
@@ -282,7 +276,7 @@ class DiskTier:
         folder = TierFolder(Path(self._place.path))
         try:
             floors = folder.read_floors()
-        except DiskError:
+        except errors.DiskError:
             folder.close()
             raise
         with self._lock:
@@ -354,7 +348,7 @@ class DiskTier:
         is_sound = refusal is Refusal.NONE or record.checksum in (None, checksum)
         if is_sound and record.key not in batch.keys:
             batch.keys.add(record.key)
-            batch.chunks[record] = ChunkBytes(
+            batch.chunks[record] = chunk_file.ChunkBytes(
                 record.key, record.stamp, checksum, data, record.blocks
             )
             batch.num_bytes += record.slot_bytes
@@ -385,8 +379,8 @@ class DiskTier:
                 return
             path = folder.new_path()
             facts = {TENANT: tenant} if tenant else None
-            write_chunks(path, namespace, list(batch.chunks.values()), facts)
-            file = read_header(path)
+            chunk_file.write_chunks(path, namespace, list(batch.chunks.values()), facts)
+            file = chunk_file.read_header(path)
         except BaseException:
             self._end(batch.chunks, is_written=False)
             raise
@@ -414,7 +408,7 @@ class DiskTier:
         self._check_floor(folder, num_bytes)
         return True
 
-    def _add(self, file: ChunkFile, keys: Collection[Key] | None = None) -> None:
+    def _add(self, file: chunk_file.ChunkFile, keys: Collection[Key] | None = None) -> None:
         """List a file of an earlier life, or of one of this life the chunks with these keys, but
         for what is void, or on the disk and better.
         """
@@ -448,7 +442,7 @@ class DiskTier:
         """Raise a DiskError if less than the floor would stay free."""
         free_bytes = folder.free_bytes()
         if free_bytes - num_bytes < self._place.floor_bytes:
-            raise DiskError(
+            raise errors.DiskError(
                 f"the file system of {self._place.path} has {free_bytes} bytes free, and "
                 f"disk_free_bytes={self._place.floor_bytes} must stay free"
             )

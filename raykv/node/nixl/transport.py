@@ -31,10 +31,7 @@ from raykv.base.ids import Refusal
 from raykv.node.nixl.agent import NixlAgent, NixlError, Part
 from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
 from raykv.node.read import lent
-from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.copies import Offer, Read, ReadReply
-from raykv.protocol.framing import encode
-from raykv.protocol.node import NodeDescription
+from raykv.protocol import columns, copies, framing, node
 
 logger = logging.getLogger("raykv.node")
 
@@ -113,8 +110,8 @@ class NixlTransport:
         # Buffers of transfers that have failed, and until when they are not used again.
         self._resting: deque[tuple[float, Bytes]] = deque()
 
-    def start_read(self, source: Source, request: Read) -> PendingRead:
-        if source.kind is not SourceKind.POOL or request.from_disk:
+    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
+        if source.kind is not columns.SourceKind.POOL or request.from_disk:
             return self._others.start_read(source, request)
         self.advance()
         known = self._reachable(source)
@@ -122,7 +119,7 @@ class NixlTransport:
         if known is None or buffer is None:
             return self._others.start_read(source, request)
         # Ray may take long to find the source: nobody else waits for that.
-        asked = self.peers.call(source, "offer", encode(request))
+        asked = self.peers.call(source, "offer", framing.encode(request))
         read = _NixlRead(self, source, known, request, buffer, asked)
         with self._lock:
             self._reads.append(read)
@@ -136,7 +133,7 @@ class NixlTransport:
             logger.warning("no memory for reads through NIXL: %s", error)
             return None
 
-    def _reachable(self, source: Source) -> _Known | None:
+    def _reachable(self, source: columns.Source) -> _Known | None:
         """The source, if it is known to have NIXL; else ask, and do not wait."""
         known = self._known.get(source.node_id)
         if known is None or (known.asked is None and not known.name and _is_due(known)):
@@ -147,12 +144,12 @@ class NixlTransport:
                 self._meet(source, known)
         return known if known.name and _is_due(known) else None
 
-    def _meet(self, source: Source, known: _Known) -> None:
+    def _meet(self, source: columns.Source, known: _Known) -> None:
         asked, known.asked = known.asked, None
         known.again_at = time.monotonic() + NIXL_AGAIN_S
         assert asked is not None
         try:
-            described = received(source, asked.wait(0.0), NodeDescription)
+            described = received(source, asked.wait(0.0), node.NodeDescription)
             if not described.nixl.metadata:
                 return
             known.name = self.agent.meet(described.nixl.metadata)
@@ -162,7 +159,7 @@ class NixlTransport:
         known.life = described.life
         known.again_at = 0.0
 
-    def forget(self, source: Source) -> None:
+    def forget(self, source: columns.Source) -> None:
         """The source has begun another life: it is asked anew who it is."""
         self._known.pop(source.node_id, None)
 
@@ -201,9 +198,9 @@ class _NixlRead:
     def __init__(
         self,
         transport: NixlTransport,
-        source: Source,
+        source: columns.Source,
         known: _Known,
-        request: Read,
+        request: copies.Read,
         buffer: Bytes,
         asked: Call,
     ) -> None:
@@ -214,7 +211,7 @@ class _NixlRead:
         self._buffer: Bytes | None = buffer
         self._call = asked
         self._stage = _Stage.OFFERED
-        self._offer: Offer | None = None
+        self._offer: copies.Offer | None = None
         self._handle: Any = None
         self._num_bytes = 0
         self._is_wanted = True
@@ -224,7 +221,7 @@ class _NixlRead:
     def is_over(self) -> bool:
         return self._stage is _Stage.OVER
 
-    def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
+    def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         give_up_at = time.monotonic() + timeout_s
         self._transport.advance()
         while not self.is_over:
@@ -270,7 +267,7 @@ class _NixlRead:
 
     def _begin(self) -> None:
         """The source has answered: read what it holds."""
-        self._offer = received(self._source, self._call.wait(0.0), Offer)
+        self._offer = received(self._source, self._call.wait(0.0), copies.Offer)
         if self._offer.reply.life != self._known.life:
             self._transport.forget(self._source)
             raise PeerError(f"node {self._source.node_id}: its NodeActor has been restarted")
@@ -281,7 +278,7 @@ class _NixlRead:
         else:
             self._ask_for_the_end()
 
-    def _parts(self, offer: Offer) -> list[Part]:
+    def _parts(self, offer: copies.Offer) -> list[Part]:
         """Where the bytes of the chunks that were not refused lie, there and here."""
         assert self._buffer is not None
         sizes, refusals = self._request.slot_bytes, offer.reply.refusals

@@ -13,16 +13,11 @@ from math import inf
 from typing import NamedTuple
 
 from raykv.base.ids import Blocks, Key, Namespace, group_of
-from raykv.node.pool.claims import Name
+from raykv.node.pool import claims, room, shelf
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.room import NOBODY
-from raykv.node.pool.shelf import ShelvedChunk
-from raykv.protocol.columns import Numbers
-from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol import columns, framing, operator, reader
 from raykv.protocol.listing import ALL_READ, Reason, Where
-from raykv.protocol.operator import PinHere, Released
-from raykv.protocol.reader import DISK, RAM, ChunkQuery
 
 STRETCH = 1024
 """Slots, or chunks on the disk, that are looked at in one go."""
@@ -30,7 +25,7 @@ STRETCH = 1024
 ANYWHERE = Where.RAM | Where.DISK
 """At hand: to join flags takes a microsecond."""
 
-_TIERS = {"": ANYWHERE, RAM: Where.RAM, DISK: Where.DISK}
+_TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
 
 class ChunkRow(NamedTuple):
@@ -49,7 +44,7 @@ class ChunkRow(NamedTuple):
     found_at: float | None = None
     hits: int = 0
     standing: Standing = Standing.NORMAL
-    owner: int = NOBODY
+    owner: int = room.NOBODY
 
 
 class PoolCatalog:
@@ -66,7 +61,7 @@ class PoolCatalog:
         self._began_at = began_at
 
     def stretch(
-        self, query: ChunkQuery, place: int, most: int = STRETCH
+        self, query: reader.ChunkQuery, place: int, most: int = STRETCH
     ) -> tuple[list[ChunkRow], int]:
         """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
         ends there. So many places are looked at, `STRETCH` at most.
@@ -85,7 +80,7 @@ class PoolCatalog:
         is_end = following >= disk and not where & Where.DISK
         return [each for each in rows if each is not None], ALL_READ if is_end else following
 
-    def _row(self, chunk: ChunkRecord | ShelvedChunk, where: Where) -> ChunkRow | None:
+    def _row(self, chunk: ChunkRecord | shelf.ShelvedChunk, where: Where) -> ChunkRow | None:
         """One of a page, unless it is not asked for, or is in the pool as well and listed there."""
         if isinstance(chunk, ChunkRecord):
             if chunk.state is not ChunkState.READY or not where & Where.RAM:
@@ -118,11 +113,11 @@ class PoolCatalog:
             record.owner,
         )
 
-    def _shelved(self, kept: ShelvedChunk) -> ChunkRow:
+    def _shelved(self, kept: shelf.ShelvedChunk) -> ChunkRow:
         chunk = kept.chunk
         return ChunkRow(kept.namespace, kept.key, Where.DISK, chunk.num_bytes, chunk.blocks)
 
-    def kept(self, names: Iterable[Name], standing: Standing) -> PinHere:
+    def kept(self, names: Iterable[claims.Name], standing: Standing) -> operator.PinHere:
         """Which chunks of these stand so here, or higher, and which only wait for that."""
         kept, waiting, num_bytes = [], [], 0
         for at, name in enumerate(names):
@@ -134,11 +129,11 @@ class PoolCatalog:
                 num_bytes += record.slot_bytes
             else:
                 waiting.append(at)
-        return PinHere(Numbers.of(kept), Numbers.of(waiting), num_bytes)
+        return operator.PinHere(columns.Numbers.of(kept), columns.Numbers.of(waiting), num_bytes)
 
     def drop(
         self, namespace: Namespace, chunks: Mapping[Key, Blocks], *, with_pinned: bool = False
-    ) -> Released:
+    ) -> operator.Released:
         """Give up copies in the pool of what is elsewhere with these blocks, those that are pinned
         only `with_pinned`; what is on the disk stays.
         """
@@ -154,10 +149,10 @@ class PoolCatalog:
                 dropped += 1
             else:
                 kept += 1
-        return Released(PROTOCOL_VERSION, dropped, kept, absent)
+        return operator.Released(framing.PROTOCOL_VERSION, dropped, kept, absent)
 
 
-def _is_asked_for(chunk: ChunkRecord | ShelvedChunk, query: ChunkQuery) -> bool:
+def _is_asked_for(chunk: ChunkRecord | shelf.ShelvedChunk, query: reader.ChunkQuery) -> bool:
     """Whether a chunk is among those of a query, wherever it is."""
     return (
         query.namespace in ("", chunk.namespace)

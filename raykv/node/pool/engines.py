@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.prompts.prefixes import companions
-from raykv.protocol.descriptions import ChunkGroup, parse_groups
+from raykv.protocol import descriptions, framing, measures, node
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, PlaceFacts, Tell
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
-from raykv.protocol.node import MOST_ENGINES, ReportedEngine
 
 SILENT_S = 30.0
 """An engine that was not heard of for so long is gone."""
@@ -68,7 +65,7 @@ class ReuseGauge:
     """
 
     capacity: int = 0
-    groups: Sequence[ChunkGroup] = ()
+    groups: Sequence[descriptions.ChunkGroup] = ()
     stored: float = 0.0
     loaded: float = 0.0
     store_share: int = 1
@@ -115,7 +112,7 @@ class LocalEngine:
     seq: int = -1
     sizes: dict[Namespace, Mapping[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    breakers: BreakerReport = field(default_factory=BreakerReport)
+    breakers: measures.BreakerReport = field(default_factory=measures.BreakerReport)
     heard: Stamp = NOTHING_ORDERED
     weights: int = 0
     answered: PlaceFacts | None = None
@@ -137,15 +134,15 @@ class LocalEngine:
     def take(self, tell: Tell) -> None:
         """What it says of itself."""
         self.counters = tell.counters or self.counters
-        if len(tell.breakers.peers) <= MAX_BREAKERS:
+        if len(tell.breakers.peers) <= measures.MAX_BREAKERS:
             self.breakers = tell.breakers
         self.heard, self.weights = tell.heard, tell.weights
 
 
-def groups_of(hello: EngineHello) -> list[ChunkGroup]:
+def groups_of(hello: EngineHello) -> list[descriptions.ChunkGroup]:
     """The KV groups of an engine, as it has said; none if it has not, or nonsense."""
     try:
-        return parse_groups(hello.traits.get("chunks", ""))
+        return descriptions.parse_groups(hello.traits.get("chunks", ""))
     except ValueError:
         return []
 
@@ -176,10 +173,10 @@ class LocalEngines:
         return ""
 
     def _objection(self, hello: EngineHello) -> str:
-        if hello.version != PROTOCOL_VERSION:
+        if hello.version != framing.PROTOCOL_VERSION:
             return (
                 f"the engine speaks protocol {hello.version} of RayKV, the NodeActor "
-                f"{PROTOCOL_VERSION}: install the same version on both"
+                f"{framing.PROTOCOL_VERSION}: install the same version on both"
             )
         if not hello.life:
             return "an engine without a life"
@@ -194,8 +191,8 @@ class LocalEngines:
                     f"the pool ({self._geometry.slab_bytes} bytes); set a larger pool_bytes, or a "
                     "smaller blocks_per_chunk"
                 )
-        if hello.life not in self._engines and len(self._engines) >= MOST_ENGINES:
-            return f"{MOST_ENGINES} engines are at this node already, the most that it takes"
+        if hello.life not in self._engines and len(self._engines) >= node.MOST_ENGINES:
+            return f"{node.MOST_ENGINES} engines are at this node already, the most that it takes"
         return ""
 
     def companions(self, namespace: Namespace, keys: Iterable[Key]) -> list[Key]:
@@ -230,10 +227,10 @@ class LocalEngines:
         for namespace in self.spaces.keys() - used:
             del self.spaces[namespace]
 
-    def reported(self) -> list[ReportedEngine]:
+    def reported(self) -> list[node.ReportedEngine]:
         """All that are here, for the directory."""
         return [
-            ReportedEngine(each.hello, each.counters, each.breakers, each.heard, each.weights)
+            node.ReportedEngine(each.hello, each.counters, each.breakers, each.heard, each.weights)
             for each in self
         ]
 
@@ -249,7 +246,7 @@ class LocalEngines:
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
-        assert len(self) <= MOST_ENGINES, len(self)
+        assert len(self) <= node.MOST_ENGINES, len(self)
         assert self.spaces.keys() == {engine.namespace for engine in self}
         for engine in self:
             assert engine.namespace in engine.sizes, engine

@@ -39,13 +39,10 @@ from raykv.base.ids import (
     group_of,
 )
 from raykv.base.shares import Share
-from raykv.node.pool.claims import PIN_SHARE, Claims, Name
+from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
-from raykv.node.pool.room import Companions, Room
-from raykv.node.pool.shelf import Shelf, ShelvedChunk
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
@@ -113,7 +110,7 @@ class _OpenJob:
     """
 
     num_ranks: int
-    verdicts: dict[Name, ChunkRecord | Refusal] = field(default_factory=dict)
+    verdicts: dict[claims.Name, ChunkRecord | Refusal] = field(default_factory=dict)
     full: set[int] = field(default_factory=set)
     here: list[ChunkRecord] = field(default_factory=list)
     own: set[ChunkRecord] = field(default_factory=set)
@@ -146,17 +143,17 @@ class PoolIndex:
         geometry: PoolGeometry,
         listing: Listing,
         floors: Floors,
-        companions: Companions | None = None,
-        pin_share: float = PIN_SHARE,
+        companions: room.Companions | None = None,
+        pin_share: float = claims.PIN_SHARE,
     ) -> None:
         self.listing = listing
-        self.places = Places(geometry)
-        self.room = Room(self.places, self.find, companions)
-        self.claims = Claims(geometry.pool_bytes, self.find, self.stand, pin_share)
+        self.places = places.Places(geometry)
+        self.room = room.Room(self.places, self.find, companions)
+        self.claims = claims.Claims(geometry.pool_bytes, self.find, self.stand, pin_share)
         self.floors = floors
-        self.shelf = Shelf(listing, floors, self.room, self.places)
+        self.shelf = shelf.Shelf(listing, floors, self.room, self.places)
         self._ready: dict[Namespace, dict[Key, ChunkRecord]] = {}
-        self._writing: dict[Name, ChunkRecord] = {}
+        self._writing: dict[claims.Name, ChunkRecord] = {}
         self._parts: dict[ChunkRecord, _Parts] = {}
         # By the engine's life and the job's id; and the latest of those that are closed.
         self._jobs: dict[int, dict[int, _OpenJob]] = {}
@@ -238,7 +235,7 @@ class PoolIndex:
 
     def page(
         self, place: int, most: int
-    ) -> tuple[Sequence[ChunkRecord] | Sequence[ShelvedChunk], int]:
+    ) -> tuple[Sequence[ChunkRecord] | Sequence[shelf.ShelvedChunk], int]:
         """What is at so many places from one on, and the place to go on at; at the end that is
         `ALL_READ`.
         """
@@ -339,7 +336,7 @@ class PoolIndex:
         if job.ended >> part.rank & 1:
             return [Refusal.POISONED] * len(chunks)
         names = [(chunk.namespace, chunk.key) for chunk in chunks]
-        new: dict[Name, OfferedChunk] = {}
+        new: dict[claims.Name, OfferedChunk] = {}
         for name, chunk in zip(names, chunks, strict=True):
             if name in job.verdicts:
                 continue
@@ -398,7 +395,7 @@ class PoolIndex:
         self,
         job: _OpenJob,
         part: StorePart,
-        new: Mapping[Name, OfferedChunk],
+        new: Mapping[claims.Name, OfferedChunk],
         now: float,
         expires_at: float,
     ) -> None:

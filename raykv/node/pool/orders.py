@@ -19,12 +19,10 @@ from itertools import count, islice
 from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
+from raykv.node.pool import records, room
 from raykv.node.pool.claims import Name, Owner, OwnerKind
 from raykv.node.pool.index import PoolIndex
-from raykv.node.pool.records import Standing
-from raykv.node.pool.room import NOBODY
-from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.operator import MAX_ORDERED, OrderedPin, OrderedShare, OrdersDocument
+from raykv.protocol import engine, operator
 
 MOST_TENANTS = 4096
 """That are told apart; all others that have no share are nobody in particular."""
@@ -38,18 +36,18 @@ class TenantNumbers:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._next = count(NOBODY + 1)
+        self._next = count(room.NOBODY + 1)
 
     def of(self, label: str) -> int:
         """The number of a tenant, perhaps a new one."""
         is_full = len(self._numbers) >= MOST_TENANTS
-        return self._numbers.get(label, NOBODY) if is_full else self.of_share(label)
+        return self._numbers.get(label, room.NOBODY) if is_full else self.of_share(label)
 
     def of_share(self, label: str) -> int:
         """The number of a tenant that has a share, however many others there are."""
         if label not in self._numbers and is_label(label):
             self._numbers[label] = next(self._next)
-        return self._numbers.get(label, NOBODY)
+        return self._numbers.get(label, room.NOBODY)
 
     def forget(self, used: Collection[int]) -> None:
         """Forget all but these."""
@@ -69,15 +67,15 @@ class TenantNumbers:
 class LocalPin:
     """A pin; `names` of its chunks have come, and are claimed, unless there are none."""
 
-    order: OrderedPin
+    order: operator.OrderedPin
     until: float
     names: Sequence[Name] = ()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> records.Standing:
         """How its chunks stand."""
         priority = self.order.priority
-        return Standing.PINNED if priority is None else Standing.kept(priority)
+        return records.Standing.PINNED if priority is None else records.Standing.kept(priority)
 
 
 class LocalOrders:
@@ -91,7 +89,7 @@ class LocalOrders:
     def __init__(self, index: PoolIndex, tenants: TenantNumbers) -> None:
         self._index = index
         self._tenants = tenants
-        self._document: OrdersDocument | None = None
+        self._document: operator.OrdersDocument | None = None
         self._taken_at = 0.0
         self._pins: dict[str, LocalPin] = {}
         self._shared: set[int] = set()
@@ -99,23 +97,23 @@ class LocalOrders:
     @property
     def stamp(self) -> Stamp:
         """The number of the latest document."""
-        return NOTHING_ORDERED if self._document is None else self._document.stamp
+        return engine.NOTHING_ORDERED if self._document is None else self._document.stamp
 
     @property
     def is_paused(self) -> bool:
         """Whether nothing is to be stored or loaded."""
         return self._document is not None and self._document.is_paused
 
-    def told(self, now: float) -> OrdersDocument | None:
+    def told(self, now: float) -> operator.OrdersDocument | None:
         """The latest document, for who does not know it; pins have less time left than they had."""
         return None if self._document is None else self._document.later(now - self._taken_at)
 
     @property
-    def shares(self) -> Mapping[str, OrderedShare]:
+    def shares(self) -> Mapping[str, operator.OrderedShare]:
         """Of tenants, by their labels."""
         return {} if self._document is None else self._document.shares
 
-    def take(self, document: OrdersDocument, now: float) -> set[Namespace]:
+    def take(self, document: operator.OrdersDocument, now: float) -> set[Namespace]:
         """A document, which counts if its number is later than that of the last one.
 
         Returns:
@@ -129,7 +127,7 @@ class LocalOrders:
         self._pin(document, now)
         return risen
 
-    def _clear(self, document: OrdersDocument) -> set[Namespace]:
+    def _clear(self, document: operator.OrdersDocument) -> set[Namespace]:
         floors, risen = self._index.floors, set()
         if document.stamp.history != floors.history:
             floors.begin(document.stamp.history)
@@ -140,18 +138,18 @@ class LocalOrders:
             self._index.drop_void(risen)
         return risen
 
-    def _share(self, document: OrdersDocument) -> None:
+    def _share(self, document: operator.OrdersDocument) -> None:
         shares = {}
         for label, each in document.shares.items():
             number = self._tenants.of_share(label)
-            if number != NOBODY or not label:
+            if number != room.NOBODY or not label:
                 shares[number] = Share(each.guaranteed, each.most)
         self._shared = set(shares)
         self._index.share(shares)
 
     # Pins
 
-    def _pin(self, document: OrdersDocument, now: float) -> None:
+    def _pin(self, document: operator.OrdersDocument, now: float) -> None:
         for pin_id in self._pins.keys() - document.pins.keys():
             del self._pins[pin_id]
             self._index.claims.end(_owner(pin_id))
@@ -171,7 +169,7 @@ class LocalOrders:
 
     def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
         """The keys of pins that have that digest."""
-        names = [(namespace, key) for key in islice(dict.fromkeys(keys), MAX_ORDERED)]
+        names = [(namespace, key) for key in islice(dict.fromkeys(keys), operator.MAX_ORDERED)]
         for pin_id, pin in self._pins.items():
             if pin.order.digest == digest and not pin.names:
                 pin.names = names

@@ -33,23 +33,16 @@ from operator import itemgetter
 
 import msgspec
 
+from raykv.base import tenants, version
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Refusal
-from raykv.base.tenants import OTHERS
-from raykv.base.version import __version__
 from raykv.node.accounts.accounts import NodeAccounts
+from raykv.node.pool import engines, floors, jobs, orders, reporting, room, sessions
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
-from raykv.node.pool.engines import LocalEngine, LocalEngines
-from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, PoolIndex
-from raykv.node.pool.jobs import AdmittedJob, Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.orders import LocalOrders, TenantNumbers
 from raykv.node.pool.records import ChunkRecord, Standing
-from raykv.node.pool.reporting import Reporting
-from raykv.node.pool.room import NOBODY
-from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.columns import MAX_PRIORITY, Keys, valid
+from raykv.protocol import columns, framing, node, operator
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -61,10 +54,7 @@ from raykv.protocol.engine import (
     PlaceFacts,
     Tell,
 )
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
-from raykv.protocol.node import NodeStats, Report, ReportAnswer, SessionsWord
-from raykv.protocol.operator import MAX_PIN_S, OrdersDocument
 from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
@@ -96,16 +86,16 @@ class NodePool:
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self.tenants = TenantNumbers()
-        self.engines = LocalEngines(geometry)
+        self.tenants = orders.TenantNumbers()
+        self.engines = engines.LocalEngines(geometry)
         companions = self.engines.companions
-        self.index = PoolIndex(geometry, Listing(life), Floors(), companions, pin_share)
-        self.sessions = LocalSessions(self.index.claims)
-        self.jobs = Jobs(self.index, self.engines, self.tenants.of)
-        self.landings = Landings(self.index)
-        self.orders = LocalOrders(self.index, self.tenants)
-        self.reporting = Reporting(self.index, self.sessions)
-        self.stats = NodeStats()
+        self.index = PoolIndex(geometry, Listing(life), floors.Floors(), companions, pin_share)
+        self.sessions = sessions.LocalSessions(self.index.claims)
+        self.jobs = jobs.Jobs(self.index, self.engines, self.tenants.of)
+        self.landings = jobs.Landings(self.index)
+        self.orders = orders.LocalOrders(self.index, self.tenants)
+        self.reporting = reporting.Reporting(self.index, self.sessions)
+        self.stats = node.NodeStats()
         """What the NodeActor counts and measures; it sets this before each report."""
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
@@ -137,11 +127,11 @@ class NodePool:
         self._find(namespace, tell.found, now)
         self._hint(tell.life, namespace, tell.hints, now)
         # After what was found: what is released and then found is not released any more.
-        news = valid(tell.sessions, check_news)
+        news = columns.valid(tell.sessions, check_news)
         self.sessions.take(namespace, news, now)
         for each in news:
-            word = msgspec.structs.replace(each, keys=Keys())
-            self.reporting.say(SessionsWord(namespace, word))
+            word = msgspec.structs.replace(each, keys=columns.Keys())
+            self.reporting.say(node.SessionsWord(namespace, word))
         self.accounts.take(engine.hello, tell, now)
 
     def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
@@ -152,7 +142,7 @@ class NodePool:
                 records.setdefault(record, found.tenants[at])
         owned: dict[str, list[ChunkRecord]] = {}
         for record, label in records.items():
-            if record.owner == NOBODY and label:
+            if record.owner == room.NOBODY and label:
                 owned.setdefault(label, []).append(record)
         for label, some in owned.items():
             self.index.room.own(some, self.tenants.of(label))
@@ -168,11 +158,11 @@ class NodePool:
 
     def _hint(self, life: int, namespace: Namespace, hints: Hints, now: float) -> None:
         for pin_s, names in _alike(namespace, hints.pinned, hints.pin_s):
-            if 0 < pin_s <= MAX_PIN_S:
+            if 0 < pin_s <= operator.MAX_PIN_S:
                 owner = Owner(OwnerKind.REQUEST, f"{life}")
                 self._wish(owner, names, Standing.PINNED, now + pin_s)
         for priority, names in _alike(namespace, hints.favoured, hints.priorities):
-            if 0 < priority <= MAX_PRIORITY:
+            if 0 < priority <= columns.MAX_PRIORITY:
                 owner = Owner(OwnerKind.REQUEST, f"{life} priority")
                 self._wish(owner, names, Standing.kept(int(priority)), now + FAVOUR_S)
 
@@ -211,7 +201,7 @@ class NodePool:
         start = Position(life, reader=position.reader)
         return ListingPart(True, start, start)
 
-    def _facts(self, engine: LocalEngine) -> PlaceFacts:
+    def _facts(self, engine: engines.LocalEngine) -> PlaceFacts:
         return PlaceFacts(
             self.orders.stamp,
             self.orders.is_paused,
@@ -246,7 +236,7 @@ class NodePool:
 
     # Workers
 
-    def begin_chunks(self, job: AdmittedJob, numbers: Iterable[int], now: float) -> None:
+    def begin_chunks(self, job: jobs.AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Admit some chunks of a store, by their numbers, from heads of prompts to tails."""
         self.jobs.begin_chunks(job, numbers, now)
         self._trim(now)
@@ -279,14 +269,14 @@ class NodePool:
 
     # The directory
 
-    def report(self) -> Report:
+    def report(self) -> node.Report:
         """The next report; the last one was answered, or given up."""
         labels = self.tenants.labels
         used = self.index.room.used.items()
         self.reporting.facts = self.orders.stamp, self.is_leaving, tuple(self.engines.said())
         return self.reporting.begin(
-            Report(
-                PROTOCOL_VERSION,
+            node.Report(
+                framing.PROTOCOL_VERSION,
                 self._node_id,
                 self.index.listing.life,
                 seq=0,
@@ -300,11 +290,11 @@ class NodePool:
                 pinned_bytes=self.index.claims.pinned_bytes,
                 pinned_chunks=self.index.claims.num_pinned,
                 is_leaving=self.is_leaving,
-                raykv_version=__version__,
+                raykv_version=version.__version__,
             )
         )
 
-    def answered(self, answer: ReportAnswer, now: float, seq: int | None = None) -> None:
+    def answered(self, answer: node.ReportAnswer, now: float, seq: int | None = None) -> None:
         """The report that is out was answered. An answer to another one changes nothing: it has
         another `seq`, or none is out.
         """
@@ -333,7 +323,7 @@ class NodePool:
         """
         return max(self.reporting.newest, self._told_orders) > self.orders.stamp
 
-    def take_orders(self, document: OrdersDocument, now: float) -> None:
+    def take_orders(self, document: operator.OrdersDocument, now: float) -> None:
         """A document of orders; nothing if its number is not later than that of the last one."""
         # An engine that names orders which nobody has is believed once.
         self._told_orders = NOTHING_ORDERED
@@ -348,7 +338,7 @@ class NodePool:
 
     def quota_of(self, label: str) -> str:
         """The name of a tenant's quota; all without one are `OTHERS`."""
-        return self.orders.shares[label].name if label in self.orders.shares else OTHERS
+        return self.orders.shares[label].name if label in self.orders.shares else tenants.OTHERS
 
     def tenant(self, label: str) -> str:
         """What people call a tenant: its quota, or its label."""

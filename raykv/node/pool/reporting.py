@@ -26,10 +26,8 @@ from raykv.base.ids import Namespace, Stamp
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol.columns import valid
-from raykv.protocol.engine import Naming
+from raykv.protocol import columns, engine, node
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
-from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import check_news
 
 """Of rows that a check is for."""
@@ -65,10 +63,10 @@ class Reporting:
         self._index = index
         self._sessions = sessions
         self._seq = 0
-        self._out: Report | None = None
+        self._out: node.Report | None = None
         self.facts: object = None
         """What the last report said of the node itself; its owner sets it."""
-        self._said: deque[SessionsWord] = deque(maxlen=MOST_WORDS)
+        self._said: deque[node.SessionsWord] = deque(maxlen=MOST_WORDS)
         # Of the directory: its life, how far it has read, and what was heard of it.
         self._life: int | None = None
         self._position: Position | None = None
@@ -76,7 +74,7 @@ class Reporting:
         self._told_heard = (0, 0)
         self._answered_at = -inf
         self._alone: frozenset[str] = frozenset()
-        self._namings: dict[int, Naming] = {}
+        self._namings: dict[int, engine.Naming] = {}
         self.newest = Stamp(0, 0)
         """The number of the orders that the directory has."""
         # Namespaces that had engines, and have none any more: as the directory knows, and but for
@@ -89,11 +87,11 @@ class Reporting:
 
     # Reports
 
-    def say(self, word: SessionsWord) -> None:
+    def say(self, word: node.SessionsWord) -> None:
         """An engine says something of a session."""
         self._said.append(word)
 
-    def begin(self, facts: Report) -> Report:
+    def begin(self, facts: node.Report) -> node.Report:
         """The next report, of these facts."""
         assert self._out is None, self._out
         self._seq += 1
@@ -154,7 +152,7 @@ class Reporting:
 
     # Answers
 
-    def take(self, answer: ReportAnswer, now: float) -> None:
+    def take(self, answer: node.ReportAnswer, now: float) -> None:
         """The answer to the report that is out."""
         assert self._out is not None
         self._out = None
@@ -165,7 +163,7 @@ class Reporting:
         self._mark(answer.marks)
         first = answer.words_number - len(answer.words) + 1
         for number, word in enumerate(answer.words, first):
-            if number > self._words_heard and valid([word.news], check_news):
+            if number > self._words_heard and columns.valid([word.news], check_news):
                 self._sessions.hear(word, now)
         self._words_heard = max(self._words_heard, answer.words_number)
         self._alone, self._namings = frozenset(answer.alone), answer.namings
@@ -177,7 +175,7 @@ class Reporting:
             self._index.room.forget_spares()
         self._life, self._heard, self._words_heard = life, 0, 0
 
-    def _mark(self, marks: Marks) -> None:
+    def _mark(self, marks: node.Marks) -> None:
         if marks.number <= self._heard:
             return
         self._heard = marks.number
@@ -232,7 +230,7 @@ class Reporting:
         """Whether other nodes have engines or chunks of a namespace, or it is not known."""
         return namespace not in self._alone
 
-    def naming(self, life: int, heard: Stamp) -> Naming | None:
+    def naming(self, life: int, heard: Stamp) -> engine.Naming | None:
         """What the weights of an EngineCore are called, unless it has heard that, or of later."""
         naming = self._namings.get(life)
         return naming if naming is not None and naming.stamp > heard else None

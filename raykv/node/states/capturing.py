@@ -35,20 +35,10 @@ from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.copy.engine import HOST, HOST_SPAN_BYTES, SPAN_BYTES
 from raykv.copy.plan import CopyRuns, PlanError
 from raykv.copy.rows import RowCopier
-from raykv.node.attached import QueuedJob
+from raykv.node import attached, lanes
 from raykv.node.keeper import PoolKeeper
-from raykv.node.lanes import CopyLanes
-from raykv.node.states.file import (
-    LOCK_SUFFIX,
-    HiddenStates,
-    cleanup_hidden_states,
-    is_expired,
-    settle,
-    write_states,
-)
-from raykv.node.states.index import CaptureIndex, CaptureState
-from raykv.protocol.copies import STATE_WIDTHS, Capture, capture_objection
-from raykv.protocol.node import CaptureStats
+from raykv.node.states import file, index
+from raykv.protocol import copies, node
 
 logger = logging.getLogger("raykv.node")
 
@@ -83,7 +73,7 @@ class _RefusedError(Exception):
 class _Copied:
     """What waits for a writer; `lock_fd` is closed by it."""
 
-    capture: Capture
+    capture: copies.Capture
     pages: Bytes
     lock_fd: int
 
@@ -102,18 +92,18 @@ class Capturing:
         self,
         keeper: PoolKeeper,
         rows: RowCopier,
-        give_way: Callable[[QueuedJob], None],
-        answer: Callable[[QueuedJob, int], None],
+        give_way: Callable[[attached.QueuedJob], None],
+        answer: Callable[[attached.QueuedJob, int], None],
     ) -> None:
         self._keeper = keeper
         self._rows = rows
         self._give_way = give_way
         self._answer = answer
-        self.lanes = CopyLanes(keeper, self._run, "raykv-states")
+        self.lanes = lanes.CopyLanes(keeper, self._run, "raykv-states")
         """Of captures; one for each device that has any."""
         self._lock = threading.Condition()
-        self._index = CaptureIndex()
-        self._kept: dict[str, HiddenStates] = {}
+        self._index = index.CaptureIndex()
+        self._kept: dict[str, file.HiddenStates] = {}
         self._unwritten: deque[_Copied] = deque()
         # Counters, see `CaptureStats`.
         self._copied: Counter[str] = Counter()
@@ -125,7 +115,7 @@ class Capturing:
 
     # Jobs
 
-    def push(self, queued: QueuedJob) -> bool:
+    def push(self, queued: attached.QueuedJob) -> bool:
         """Accept a capture with its lock. False: there are too many, or no thread for them; nothing
         has changed.
         """
@@ -140,7 +130,7 @@ class Capturing:
             return False
         return self.lanes.push(queued)
 
-    def refuse(self, queued: QueuedJob, reason: str) -> None:
+    def refuse(self, queued: attached.QueuedJob, reason: str) -> None:
         """A capture is not made; its reader gets the reason. The lock is not held meanwhile: the
         message to the reader may go to a slow disk.
         """
@@ -163,10 +153,10 @@ class Capturing:
 
     # Readers
 
-    def stats(self) -> CaptureStats:
+    def stats(self) -> node.CaptureStats:
         """Counters, and what is in memory now."""
         with self._lock:
-            return CaptureStats(
+            return node.CaptureStats(
                 self._index.num_bytes,
                 self._copied["captured"],
                 self._copied["bytes"],
@@ -180,7 +170,7 @@ class Capturing:
         with self._lock:
             return bool(self._index.find(name))
 
-    def states(self, name: str, deadline_s: float) -> HiddenStates:
+    def states(self, name: str, deadline_s: float) -> file.HiddenStates:
         """The states of a request, as soon as they are there.
 
         Args:
@@ -205,9 +195,9 @@ class Capturing:
                     raise HiddenStatesError(_missing(name, is_known=bool(found)))
                 self._lock.wait(min(left, STATES_LOOK_S))
 
-    def _of(self, request_id: str) -> HiddenStates | None:
+    def _of(self, request_id: str) -> file.HiddenStates | None:
         entry = self._index[request_id]
-        if entry.state is CaptureState.FAILED:
+        if entry.state is index.CaptureState.FAILED:
             raise HiddenStatesError(f"no hidden states of request {request_id}: {entry.reason}")
         return self._kept.get(request_id)
 
@@ -220,7 +210,7 @@ class Capturing:
 
     # Threads that copy
 
-    def _run(self, queued: QueuedJob) -> None:
+    def _run(self, queued: attached.QueuedJob) -> None:
         num_bytes = 0
         try:
             num_bytes = self._carry_out(queued)
@@ -229,7 +219,7 @@ class Capturing:
         finally:
             self._answer(queued, num_bytes)
 
-    def _carry_out(self, queued: QueuedJob) -> int:
+    def _carry_out(self, queued: attached.QueuedJob) -> int:
         """Copy, and hand over to a writer; returns the bytes that were copied.
 
         Raises:
@@ -265,13 +255,13 @@ class Capturing:
             self._lock.notify_all()
         return pages.nbytes
 
-    def _plan(self, queued: QueuedJob, capture: Capture) -> tuple[CopyRuns, Bytes]:
+    def _plan(self, queued: attached.QueuedJob, capture: copies.Capture) -> tuple[CopyRuns, Bytes]:
         """What is to be copied, and fresh memory for it, [number of blocks, bytes of a page]."""
         block_ids = queued.admitted.job.block_ids
         try:
             planner = queued.worker.planner
             layer = planner.layer(group_of(queued.admitted.keys[0]), capture.layer)
-            wrong = capture_objection(capture, len(block_ids), layer.page_bytes)
+            wrong = copies.capture_objection(capture, len(block_ids), layer.page_bytes)
             if wrong:
                 raise PlanError(wrong)
             pages = np.empty((len(block_ids), layer.page_bytes), np.uint8)
@@ -281,7 +271,7 @@ class Capturing:
             logger.warning("refused a malformed capture: %s", error)
             raise _RefusedError(Refusal.BAD_HANDLE, f"invalid capture: {error}") from error
 
-    def _admit(self, queued: QueuedJob, capture: Capture, num_bytes: int) -> None:
+    def _admit(self, queued: attached.QueuedJob, capture: copies.Capture, num_bytes: int) -> None:
         """Wait for room.
 
         Raises:
@@ -307,7 +297,7 @@ class Capturing:
                     )
                 self._lock.wait(STATES_LOOK_S)
 
-    def _copy(self, queued: QueuedJob, runs: CopyRuns) -> None:
+    def _copy(self, queued: attached.QueuedJob, runs: CopyRuns) -> None:
         backend = queued.worker.backend(self._keeper.pool.address, self._rows)
         most_bytes = HOST_SPAN_BYTES if queued.lane.device == HOST else SPAN_BYTES
         parts = self._parts(queued, runs, max(1, most_bytes // int(runs.size[0])))
@@ -316,7 +306,7 @@ class Capturing:
         if not done or queued.is_cancelled:
             raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
 
-    def _parts(self, queued: QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
+    def _parts(self, queued: attached.QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
         """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
@@ -336,7 +326,7 @@ class Capturing:
                     self._kept[capture.request_id] = states
                     self._lock.notify_all()
                 if capture.path:
-                    write_states(capture.path, states)
+                    file.write_states(capture.path, states)
             except Exception as error:
                 problem = str(error) or type(error).__name__
                 logger.warning("hidden states of %s: %s", capture.request_id, problem)
@@ -351,7 +341,7 @@ class Capturing:
                 self._lock.wait(NODE_LOOK_S)
         return None
 
-    def _written(self, capture: Capture, problem: str) -> None:
+    def _written(self, capture: copies.Capture, problem: str) -> None:
         name, now = capture.request_id, time.monotonic()
         with self._lock:
             if name in self._kept:
@@ -390,35 +380,37 @@ def delete_expired(folder: Path, ttl_s: float, now: float) -> None:
     A file whose lock is gone belongs to the process that deleted the lock.
     """
     try:
-        locks = [path for path in folder.iterdir() if path.name.endswith(LOCK_SUFFIX)]
+        locks = [path for path in folder.iterdir() if path.name.endswith(file.LOCK_SUFFIX)]
     except OSError:
         return
     for lock in locks:
-        if is_expired(lock, now, ttl_s):
+        if file.is_expired(lock, now, ttl_s):
             try:
-                cleanup_hidden_states(str(lock).removesuffix(LOCK_SUFFIX))
+                file.cleanup_hidden_states(str(lock).removesuffix(file.LOCK_SUFFIX))
             except OSError as error:
                 logger.debug("%s can't be deleted: %s", lock, error)
 
 
-def arranged(pages: Bytes, capture: Capture) -> HiddenStates:
+def arranged(pages: Bytes, capture: copies.Capture) -> file.HiddenStates:
     """States in the order of their tokens, out of the blocks that they were copied from.
 
     Args:
         pages: [number of blocks, bytes of a page].
         capture: says how states lie in a page.
     """
-    width = STATE_WIDTHS[capture.dtype]
+    width = copies.STATE_WIDTHS[capture.dtype]
     token, state, number = (stride * width for stride in capture.strides)
     shape = (len(pages), capture.block_tokens, capture.num_states, capture.hidden_size)
     strides = (pages.strides[0], token, state, number)
     numbers: npt.NDArray[Any] = np.ndarray(shape, f"u{width}", pages, strides=strides)
     whole = numbers.reshape(-1, *shape[2:])[: capture.num_tokens]
     token_ids = np.frombuffer(capture.token_ids, "<i8").astype(np.int64)
-    return HiddenStates(capture.request_id, np.ascontiguousarray(whole), capture.dtype, token_ids)
+    return file.HiddenStates(
+        capture.request_id, np.ascontiguousarray(whole), capture.dtype, token_ids
+    )
 
 
-def _capture(queued: QueuedJob) -> Capture:
+def _capture(queued: attached.QueuedJob) -> copies.Capture:
     job = queued.admitted.job
     assert job.capture is not None, job.job_id
     return job.capture
@@ -427,7 +419,7 @@ def _capture(queued: QueuedJob) -> Capture:
 def _let_go(lock_fd: int, reason: str) -> None:
     if lock_fd >= 0:
         try:
-            settle(lock_fd, reason)
+            file.settle(lock_fd, reason)
         finally:
             with contextlib.suppress(OSError):
                 os.close(lock_fd)

@@ -7,15 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from raykv.serve.arguments import (
-    IngressArguments,
-    ModelArguments,
-    Name,
-    RouterArguments,
-    Strict,
-    check_distinct,
-    one_model,
-)
+from raykv.serve import arguments
 from raykv.serve.disaggregated.requests import Handover
 
 PREFILL_SETTINGS: Mapping[str, Any] = {"stop_unused_stores": False, "client_hints": "pin"}
@@ -52,17 +44,17 @@ _BYTES_DEPEND_ON = frozenset(
 _SETTINGS_BYTES_DEPEND_ON = frozenset({"blocks_per_chunk", "weights_version"})
 
 
-class EnginesArguments(Strict):
+class EnginesArguments(arguments.Strict):
     """What only the prefill engines, or only the decode engines, have."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     raykv: dict[str, Any] = Field(default_factory=dict)
     deployment: dict[str, Any] = Field(default_factory=dict)
     """Options of the Serve deployment; `ray_actor_options` say on which nodes it runs."""
-    router: RouterArguments = Field(default_factory=RouterArguments)
+    router: arguments.RouterArguments = Field(default_factory=arguments.RouterArguments)
 
 
-class HandoverArguments(Strict):
+class HandoverArguments(arguments.Strict):
     """Which prompts prefill engines compute; see `Handover`.
 
     `prefill_deadline_s`: then the decode engine computes a prompt.
@@ -79,11 +71,11 @@ class HandoverArguments(Strict):
         return Handover(self.min_prompt_tokens, self.bytes_per_token, self.pin_s)
 
 
-class DisaggregatedModelArguments(Strict):
+class DisaggregatedModelArguments(arguments.Strict):
     """A model, its prefill engines and its decode engines."""
 
     model: str
-    name: Name | None = None
+    name: arguments.Name | None = None
     engine_args: dict[str, Any] = Field(default_factory=dict)
     raykv: dict[str, Any] = Field(default_factory=dict)
     """Settings of RayKV for all of its engines."""
@@ -92,20 +84,20 @@ class DisaggregatedModelArguments(Strict):
     handover: HandoverArguments = Field(default_factory=HandoverArguments)
 
     @property
-    def prefill_engines(self) -> ModelArguments:
+    def prefill_engines(self) -> arguments.ModelArguments:
         """The prefill engines as a model of its own."""
         return self._engines("prefill", self.prefill, PREFILL_SETTINGS)
 
     @property
-    def decode_engines(self) -> ModelArguments:
+    def decode_engines(self) -> arguments.ModelArguments:
         """The decode engines as a model of its own."""
         return self._engines("decode", self.decode, {})
 
     def _engines(
         self, kind: str, own: EnginesArguments, settings: Mapping[str, Any]
-    ) -> ModelArguments:
-        base = ModelArguments(model=self.model, name=self.name).deployment_name
-        return ModelArguments(
+    ) -> arguments.ModelArguments:
+        base = arguments.ModelArguments(model=self.model, name=self.name).deployment_name
+        return arguments.ModelArguments(
             model=self.model,
             name=f"{base}-{kind}",
             engine_args={**self.engine_args, **own.engine_args},
@@ -129,15 +121,15 @@ class DisaggregatedModelArguments(Strict):
         return self
 
 
-class DisaggregatedArguments(Strict):
+class DisaggregatedArguments(arguments.Strict):
     """For `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
 
     models: list[DisaggregatedModelArguments] = Field(min_length=1)
-    ingress: IngressArguments = Field(default_factory=IngressArguments)
+    ingress: arguments.IngressArguments = Field(default_factory=arguments.IngressArguments)
 
-    _one_model = model_validator(mode="before")(one_model)
+    _one_model = model_validator(mode="before")(arguments.one_model)
 
     @model_validator(mode="after")
     def _distinct(self) -> DisaggregatedArguments:
-        check_distinct([model.decode_engines for model in self.models])
+        arguments.check_distinct([model.decode_engines for model in self.models])
         return self

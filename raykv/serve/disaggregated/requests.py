@@ -13,15 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from raykv.serve.http.exchange import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    Headers,
-    HttpRequest,
-    parsed,
-)
+from raykv.serve.http import exchange
 from raykv.vllm.params import PARAMS as SWITCHES
 from raykv.vllm.params import PIN, PREFILLED, without_prefilled
 
@@ -45,10 +37,10 @@ _OF_THE_ANSWER = (
 one token, or without a stream."""
 
 _ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
-    COMPLETIONS: {"max_tokens": 1, "n": 1},
-    CHAT: {"max_tokens": 1, "n": 1},
-    MESSAGES: {"max_tokens": 1},
-    RESPONSES: {"max_output_tokens": 1, "background": False, "store": False},
+    exchange.COMPLETIONS: {"max_tokens": 1, "n": 1},
+    exchange.CHAT: {"max_tokens": 1, "n": 1},
+    exchange.MESSAGES: {"max_tokens": 1},
+    exchange.RESPONSES: {"max_output_tokens": 1, "background": False, "store": False},
 }
 """What asks for one token, by the routes whose prompts are handed over."""
 
@@ -107,26 +99,26 @@ class Split:
     `plain` is what the decode engine gets if the prefill engine has failed.
     """
 
-    plain: HttpRequest
-    decode: HttpRequest
-    prefill: HttpRequest | None = None
+    plain: exchange.HttpRequest
+    decode: exchange.HttpRequest
+    prefill: exchange.HttpRequest | None = None
     reason: Course = Course.UNSUITABLE
 
 
-def split(request: HttpRequest, handover: Handover) -> Split:
+def split(request: exchange.HttpRequest, handover: Handover) -> Split:
     """Decide where a request's prompt is computed; never raises, whatever a client sends."""
     direct = Split(request, request)
     if request.method != "POST" or request.path not in _ONE_TOKEN:
         return direct
     try:
-        body = parsed(request.body)
+        body = exchange.parsed(request.body)
         return _split(request, body, handover) if isinstance(body, dict) else direct
     except (ValueError, RecursionError):
         # Including JSON nested too deeply: vLLM explains best what is wrong with it.
         return direct
 
 
-def _split(request: HttpRequest, body: dict[str, Any], handover: Handover) -> Split:
+def _split(request: exchange.HttpRequest, body: dict[str, Any], handover: Handover) -> Split:
     direct = Split(request, request)
     params = body.get(PARAMS)
     if isinstance(params, dict) and PREFILLED in params:
@@ -176,14 +168,14 @@ def num_tokens(path: str, body: Mapping[str, Any], bytes_per_token: float) -> fl
     Token ids count exactly, text by its bytes. An image or the like counts as endless: whatever it
     is, it takes an engine long.
     """
-    if path == CHAT:
+    if path == exchange.CHAT:
         messages = body.get("messages")
         said = messages if isinstance(messages, list) else []
         num_bytes = sum(_bytes_in(each.get("content")) for each in said if isinstance(each, dict))
         tools = body.get("tools")
         num_bytes += len(json.dumps(tools)) if tools else 0
         return num_bytes / bytes_per_token
-    if path in (MESSAGES, RESPONSES):
+    if path in (exchange.MESSAGES, exchange.RESPONSES):
         names = ("system", "instructions", "tools", "messages", "input")
         return sum(_bytes_of_all(body.get(name)) for name in names) / bytes_per_token
     prompt = body.get("prompt")
@@ -234,19 +226,19 @@ def _size(text: str) -> float:
     return float(len(text.encode(errors="replace")))
 
 
-def _with_body(request: HttpRequest, body: Mapping[str, Any]) -> HttpRequest:
+def _with_body(request: exchange.HttpRequest, body: Mapping[str, Any]) -> exchange.HttpRequest:
     raw = json.dumps(body).encode()
     return replace(request, body=raw, headers=_sized(request.headers, len(raw)))
 
 
-def _sized(headers: Headers, num_bytes: int) -> Headers:
+def _sized(headers: exchange.Headers, num_bytes: int) -> exchange.Headers:
     """The headers with another length of the body."""
     kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     return [*kept, (b"content-length", str(num_bytes).encode())]
 
 
-def probe(model: str) -> HttpRequest:
+def probe(model: str) -> exchange.HttpRequest:
     """A prompt of one token, to see whether an engine answers."""
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 1}).encode()
     headers = _sized([(b"content-type", b"application/json")], len(body))
-    return HttpRequest("POST", COMPLETIONS, b"", headers, body)
+    return exchange.HttpRequest("POST", exchange.COMPLETIONS, b"", headers, body)

@@ -19,20 +19,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from raykv.base.deadlines import REPLICA_WAIT_S
 from raykv.serve.arguments import IngressArguments, parse
+from raykv.serve.http import exchange, starts
 from raykv.serve.http.answer import HttpAnswer
-from raykv.serve.http.exchange import (
-    NESTED,
-    AsgiApp,
-    HttpRequest,
-    Message,
-    Pieces,
-    WholeAnswer,
-    is_nested_too_deeply,
-    parsed,
-    whole,
-)
 from raykv.serve.http.metrics import CONTENT_TYPE, RefusedError, ReplicaMetrics, SharedMetrics
-from raykv.serve.http.starts import STARTS
 
 logger = logging.getLogger("ray.serve")
 
@@ -60,7 +49,7 @@ class NoReplicaError(Exception):
 class Backend(Protocol):
     """Answers requests of one model."""
 
-    def answer(self, request: HttpRequest) -> Pieces:
+    def answer(self, request: exchange.HttpRequest) -> exchange.Pieces:
         """Raises one of `REPLICA_GONE`, if its replica dies, or of `TOO_MANY`, or
         `NoReplicaError`.
         """
@@ -86,7 +75,7 @@ class ReplicaBackend:
     handle: Any
     wait_s: float = REPLICA_WAIT_S
 
-    async def answer(self, request: HttpRequest) -> Pieces:
+    async def answer(self, request: exchange.HttpRequest) -> exchange.Pieces:
         pieces = self.handle.handle_http.remote(request)
         try:
             await self._taken(pieces)
@@ -94,7 +83,7 @@ class ReplicaBackend:
             async for piece in pieces:
                 if not has_begun and isinstance(piece, bytes):
                     has_begun = True
-                    STARTS.began(request)
+                    starts.STARTS.began(request)
                 yield piece
         except BaseException:
             # The client has left, or no replica took it in time: no replica should work on it.
@@ -146,7 +135,7 @@ class Ingress:
         self._held_bytes = 0
         self._metrics = SharedMetrics(lambda: collected([each.backend for each in models]))
 
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: exchange.Message, receive: Any, send: Any) -> None:
         """See the ASGI specification."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
@@ -155,14 +144,14 @@ class Ingress:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003, "reason": "no such route"})
 
-    async def _http(self, scope: Message, receive: Any, send: Any) -> None:
+    async def _http(self, scope: exchange.Message, receive: Any, send: Any) -> None:
         body = bytearray()
         try:
             refusal = await self._read(body, receive)
             if refusal is not None:
                 await HttpAnswer(send).refuse(refusal.status, refusal.reason)
                 return
-            request = HttpRequest(
+            request = exchange.HttpRequest(
                 scope["method"],
                 _path(scope),
                 scope["query_string"],
@@ -210,9 +199,9 @@ class Ingress:
         if is_done:
             await task
 
-    async def _answer(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        if is_nested_too_deeply(request.body):
-            await answer.refuse(400, NESTED)
+    async def _answer(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
+        if exchange.is_nested_too_deeply(request.body):
+            await answer.refuse(400, exchange.NESTED)
             return
         if request.path == "/metrics":
             await self._tell_metrics(request, answer)
@@ -227,12 +216,12 @@ class Ingress:
             return
         await self._pass_on(model.backend, request, answer)
 
-    def _model_of(self, request: HttpRequest) -> ServedModel | None:
+    def _model_of(self, request: exchange.HttpRequest) -> ServedModel | None:
         """The model that the request names; None: no backend has it."""
         if len(self._models) == 1:
             return self._models[0]
         try:
-            body = parsed(request.body) if request.body else {}
+            body = exchange.parsed(request.body) if request.body else {}
         except ValueError:
             body = {}
         name = body.get("model") if isinstance(body, Mapping) else None
@@ -241,7 +230,9 @@ class Ingress:
             return self._models[0]
         return self._by_name.get(name) if isinstance(name, str) else None
 
-    async def _pass_on(self, backend: Backend, request: HttpRequest, answer: HttpAnswer) -> None:
+    async def _pass_on(
+        self, backend: Backend, request: exchange.HttpRequest, answer: HttpAnswer
+    ) -> None:
         for attempt in range(1, self._attempts + 1):
             try:
                 async with aclosing(backend.answer(request)) as pieces:
@@ -267,7 +258,7 @@ class Ingress:
                 return
         await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
 
-    async def _tell_metrics(self, request: HttpRequest, answer: HttpAnswer) -> None:
+    async def _tell_metrics(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
         """Tell the metrics of all replicas whose keys the client has."""
         try:
             text = await self._metrics.page(dict(request.headers).get(b"authorization", b""))
@@ -276,23 +267,23 @@ class Ingress:
             return
         await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
 
-    async def _list_models(self, request: HttpRequest, answer: HttpAnswer) -> None:
+    async def _list_models(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
         """All models in one list, without those that have no replica."""
         found = await asyncio.gather(
-            *(whole(model.backend.answer(request)) for model in self._models),
+            *(exchange.whole(model.backend.answer(request)) for model in self._models),
             return_exceptions=True,
         )
         listed: list[Any] = []
         for each in found:
-            if isinstance(each, WholeAnswer) and each.head.status == 200:
+            if isinstance(each, exchange.WholeAnswer) and each.head.status == 200:
                 listed += json.loads(each.body)["data"]
-        failed = [each for each in found if not isinstance(each, WholeAnswer)]
+        failed = [each for each in found if not isinstance(each, exchange.WholeAnswer)]
         if failed and not listed:
             await answer.refuse(503, "no model has a replica yet: try later")
             return
         if not failed and not listed:
             # Refused by all, for want of an API key for instance: what the first one says.
-            first = next(each for each in found if isinstance(each, WholeAnswer))
+            first = next(each for each in found if isinstance(each, exchange.WholeAnswer))
             await answer.whole(first.head.status, first.body)
             return
         await answer.whole(200, json.dumps({"object": "list", "data": listed}).encode())
@@ -314,7 +305,7 @@ async def collected(backends: Sequence[Backend]) -> Sequence[ReplicaMetrics]:
     return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
 
 
-def _path(scope: Message) -> str:
+def _path(scope: exchange.Message) -> str:
     """The path as vLLM knows it: an application may be mounted below a `route_prefix`."""
     path: str = scope["path"]
     prefix = scope.get("root_path", "")
@@ -355,7 +346,7 @@ class IngressReplica:
             given,
         )
 
-    async def __serve_build_asgi_app__(self) -> AsgiApp:
+    async def __serve_build_asgi_app__(self) -> exchange.AsgiApp:
         """The application; Serve asks for it once."""
         return self._ingress
 

@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raykv.base.errors import ClusterError, first_line
-from raykv.cluster.ask import SCHEDULER, find_scheduler_actor
-from raykv.cluster.breaker import Breakers, Pauses
-from raykv.prompts.lookup import choose_namespace, scheme_of
-from raykv.prompts.prompt_keys import PromptHasher, PromptKeys
-from raykv.protocol.columns import MAX_KEYS, require
-from raykv.protocol.descriptions import groups_text
+from raykv.cluster import ask, breaker
+from raykv.prompts import lookup, prompt_keys
+from raykv.protocol import columns, descriptions
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, check_prefix_page
 from raykv.protocol.status import NamespaceStatus
@@ -62,7 +59,7 @@ class FoundPrompt:
 class _Question:
     """About one prompt. `groups`: what its chunks are, as a question says it."""
 
-    prompt: PromptKeys
+    prompt: prompt_keys.PromptKeys
     groups: str
     keys: list[bytes]
     answer: asyncio.Future[FoundPrompt | None] = field(
@@ -70,9 +67,9 @@ class _Question:
     )
 
 
-def _question(prompt: PromptKeys) -> _Question:
+def _question(prompt: prompt_keys.PromptKeys) -> _Question:
     keys: list[bytes] = [key for keys in prompt.keys.values() for key in keys]
-    return _Question(prompt, groups_text(list(prompt.keys)), keys)
+    return _Question(prompt, descriptions.groups_text(list(prompt.keys)), keys)
 
 
 class AskedDirectory:
@@ -87,10 +84,10 @@ class AskedDirectory:
         self._model = model
         self._namespace = namespace
         self._space: NamespaceStatus | None = None
-        self.hasher: PromptHasher | None = None
+        self.hasher: prompt_keys.PromptHasher | None = None
         """Makes keys of prompts as the replicas' engines do; None until they are known."""
         self._actor: Any = None
-        self._breakers = Breakers(Pauses(*ROUTE_PAUSES_S))
+        self._breakers = breaker.Breakers(breaker.Pauses(*ROUTE_PAUSES_S))
         self._waiting: deque[_Question] = deque()
         self._asking: asyncio.Task[None] | None = None
         self._learning: asyncio.Task[None] | None = None
@@ -120,15 +117,15 @@ class AskedDirectory:
     async def _spaces(self) -> SpacePage:
         # Looking for it takes up to 200 ms, and it may be another one than the last time.
         self._actor = await asyncio.to_thread(_look_up)
-        page = receive(await self._actor.spaces.remote(), SpacePage, SCHEDULER, "the router")
-        require(len(page.engine_nodes) == len(page.spaces), "spaces without their nodes")
+        page = receive(await self._actor.spaces.remote(), SpacePage, ask.SCHEDULER, "the router")
+        columns.require(len(page.engine_nodes) == len(page.spaces), "spaces without their nodes")
         return page
 
     def _take(self, space: NamespaceStatus) -> None:
         seed = os.environ.get("PYTHONHASHSEED")
-        scheme = scheme_of(space, [] if seed is None else [seed])
+        scheme = lookup.scheme_of(space, [] if seed is None else [seed])
         if self.hasher is None or self.hasher.scheme != scheme:
-            self.hasher = PromptHasher(scheme)
+            self.hasher = prompt_keys.PromptHasher(scheme)
         self._space = space
 
     def _say(self, problem: str) -> None:
@@ -139,7 +136,7 @@ class AskedDirectory:
 
     # Which nodes have prompts
 
-    async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
+    async def find(self, prompts: Sequence[prompt_keys.PromptKeys]) -> list[FoundPrompt] | None:
         """Where prompts are; None: the directory has not answered in time."""
         if self._space is None or len(self._waiting) >= MOST_WAITING:
             return None
@@ -173,24 +170,24 @@ class AskedDirectory:
         while self._waiting:
             following = self._waiting[0]
             num_keys += len(following.keys)
-            if batch and (num_keys > MAX_KEYS or following.groups != batch[0].groups):
+            if batch and (num_keys > columns.MAX_KEYS or following.groups != batch[0].groups):
                 break
             batch.append(self._waiting.popleft())
         return [question for question in batch if not question.answer.done()]
 
     async def _ask(self, batch: Sequence[_Question]) -> list[FoundPrompt] | None:
         """Answers to all questions of a batch, in order."""
-        call = self._breakers.begin(SCHEDULER, time.monotonic())
+        call = self._breakers.begin(ask.SCHEDULER, time.monotonic())
         if call is None:
             return None
         try:
             found = await asyncio.wait_for(self._prefixes(batch), ROUTE_ANSWER_S)
         except Exception as error:  # noqa: BLE001 - the request may not fail
             self._learn_at = 0.0
-            if self._breakers.failed(SCHEDULER, call, time.monotonic(), first_line(error)):
+            if self._breakers.failed(ask.SCHEDULER, call, time.monotonic(), first_line(error)):
                 logger.warning("the directory is left alone for a while: %s", first_line(error))
             return None
-        if self._breakers.worked(SCHEDULER):
+        if self._breakers.worked(ask.SCHEDULER):
             logger.info("the directory answers again")
         return found
 
@@ -205,7 +202,7 @@ class AskedDirectory:
             [len(keys) for question in batch for keys in question.prompt.keys.values()],
         )
         raw = await self._actor.prefixes.remote(encode(query))
-        page = receive(raw, PrefixPage, SCHEDULER, "the router")
+        page = receive(raw, PrefixPage, ask.SCHEDULER, "the router")
         check_prefix_page(page, len(batch))
         width = len(page.nodes)
         return [
@@ -225,11 +222,11 @@ def _space_of(page: SpacePage, nodes: set[str], model: str, beginning: str) -> N
         for space, where in zip(page.spaces, page.engine_nodes, strict=True)
         if not nodes.isdisjoint(where) and space.namespace.startswith(beginning)
     ]
-    return choose_namespace(here, model, None)
+    return lookup.choose_namespace(here, model, None)
 
 
 def _look_up() -> Any:
-    actor = find_scheduler_actor()
+    actor = ask.find_scheduler_actor()
     if actor is None:
         raise ClusterError("RayKV does not run in this cluster yet")
     return actor

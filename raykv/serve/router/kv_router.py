@@ -22,12 +22,8 @@ from ray.serve.request_router import (
 from ray.util.metrics import Counter
 
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.http.exchange import HttpRequest
-from raykv.serve.http.starts import STARTS
-from raykv.serve.router.directory import AskedDirectory
-from raykv.serve.router.planner import PlacedRequest, RoutePlanner
-from raykv.serve.router.power_of_two import two_choices
-from raykv.serve.router.rank import Candidate
+from raykv.serve.http import exchange, starts
+from raykv.serve.router import directory, planner, power_of_two, rank
 from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
 from raykv.serve.router.settings import parse_route_settings
 
@@ -46,8 +42,8 @@ SILENT_BUT_REMEMBERED = "directory did not answer, sent where its beginning went
 class Taken:
     """A request that a replica has taken."""
 
-    request: HttpRequest
-    placed: PlacedRequest
+    request: exchange.HttpRequest
+    placed: planner.PlacedRequest
 
 
 class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
@@ -60,14 +56,14 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         """See `RequestRouter.initialize_state`; the arguments are those of `kv_router_kwargs`."""
         settings = parse_route_settings(kwargs)
         plan = plan_of(parse(ModelArguments, model), ray_address=None)
-        self._directory = AskedDirectory(plan.model, settings.namespace)
+        self._directory = directory.AskedDirectory(plan.model, settings.namespace)
         self._renderer = PromptRenderer(lambda: _vllm_renderer([plan.model, *plan.flags]))
         self._renderer.start()
-        self._planner = RoutePlanner(self._renderer, self._directory, settings)
-        self._placed: OrderedDict[str, PlacedRequest] = OrderedDict()
+        self._planner = planner.RoutePlanner(self._renderer, self._directory, settings)
+        self._placed: OrderedDict[str, planner.PlacedRequest] = OrderedDict()
         self._taken: OrderedDict[str, Taken] = OrderedDict()
         # Filled by the ingress, on its own thread.
-        self._begun: deque[PlacedRequest] = deque()
+        self._begun: deque[planner.PlacedRequest] = deque()
         self._outcomes = Counter(
             "raykv_routed_requests",
             "Requests by how a replica was chosen for them: placed, or why not.",
@@ -91,7 +87,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         self._directory.learn(each.node_id for each in candidate_replicas)
         placed = await self._place(pending_request)
         if pending_request is None or placed is None:
-            return await two_choices(self, candidate_replicas, pending_request)
+            return await power_of_two.two_choices(self, candidate_replicas, pending_request)
         # Where all are full Serve waits before it asks again.
         pending_request.routing_context.should_backoff = True
         while self._begun:
@@ -111,7 +107,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         self._planner.went(placed, *self._candidates([replica]))
         taken = Taken(pending_request.args[0], placed)
         self._taken[name] = taken
-        STARTS.watch(taken.request, partial(self._begun.append, placed))
+        starts.STARTS.watch(taken.request, partial(self._begun.append, placed))
         if len(self._taken) > MOST_TAKEN:
             self._end(self._taken.popitem(last=False)[1])
 
@@ -122,17 +118,17 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
             self._end(taken)
 
     def _end(self, taken: Taken) -> None:
-        STARTS.forget(taken.request)
+        starts.STARTS.forget(taken.request)
         self._planner.ended(taken.placed)
 
-    def _candidates(self, replicas: Sequence[RunningReplica]) -> list[Candidate]:
+    def _candidates(self, replicas: Sequence[RunningReplica]) -> list[rank.Candidate]:
         loads = self.replica_queue_len_cache
         return [
-            Candidate(each.replica_id.unique_id, each.node_id, loads.get(each.replica_id) or 0)
+            rank.Candidate(each.replica_id.unique_id, each.node_id, loads.get(each.replica_id) or 0)
             for each in replicas
         ]
 
-    def _outcome(self, placed: PlacedRequest) -> str:
+    def _outcome(self, placed: planner.PlacedRequest) -> str:
         """How a replica is chosen, where the prompts are known."""
         if placed.silence is None:
             return PLACED if placed.is_answered else REMEMBERED
@@ -140,10 +136,10 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
             return placed.silence.value
         return SILENT_BUT_REMEMBERED if placed.silence is Fallback.NO_ANSWER else REMEMBERED
 
-    async def _place(self, pending: PendingRequest | None) -> PlacedRequest | None:
+    async def _place(self, pending: PendingRequest | None) -> planner.PlacedRequest | None:
         """Where the request's prompts are; the first answer counts while replicas are full."""
         request = pending.args[0] if pending is not None and pending.args else None
-        if pending is None or not isinstance(request, HttpRequest):
+        if pending is None or not isinstance(request, exchange.HttpRequest):
             return None
         name = pending.metadata.internal_request_id
         known = self._placed.get(name)

@@ -17,14 +17,7 @@ from typing import Any
 
 from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
 from raykv.prompts.block_hashes import path_with_digest
-from raykv.vllm.internals.engine import (
-    adapter_settings_of,
-    around,
-    mark_adapter,
-    marked_adapter,
-    wrap_adapter_hashes,
-    wrap_adapter_loads,
-)
+from raykv.vllm.internals import engine
 
 logger = logging.getLogger("raykv")
 
@@ -41,7 +34,7 @@ class AdapterUse:
     reloads: bool
 
 
-@around
+@engine.around
 def _with_digest(hashed: Any, request: Any) -> Any:
     found = hashed(request)
     digest = _digest_of(request) if found else ""
@@ -52,10 +45,10 @@ def _with_digest(hashed: Any, request: Any) -> Any:
 
 def _digest_of(request: Any) -> str:
     """The same for all blocks of a request; empty if its adapter's content is unknown."""
-    digest = marked_adapter(request)
+    digest = engine.marked_adapter(request)
     if digest is None:
         digest = _files.content(request.lora_request.lora_path).digest
-        mark_adapter(request, digest)
+        engine.mark_adapter(request, digest)
     return digest
 
 
@@ -66,7 +59,7 @@ class AdapterUses:
         self._uses: dict[str, AdapterUse] = {}
         self._loaded: dict[int, str] = {}
         # False: this vLLM hashes adapters in another way.
-        self._is_named = wrap_adapter_hashes(_with_digest)
+        self._is_named = engine.wrap_adapter_hashes(_with_digest)
         # Adapters of which the log says that they cannot be named.
         self._said: set[str] = set()
 
@@ -179,14 +172,14 @@ def watch_loads(lora_config: Any) -> LoadedAdapters:
     loaded = LoadedAdapters()
     if lora_config is None:
         return loaded
-    wrap_adapter_loads(_noted)
+    engine.wrap_adapter_loads(_noted)
     _loaded[id(lora_config)] = (lora_config, loaded)
     return loaded
 
 
-@around
+@engine.around
 def _noted(loads: Any, manager: Any, lora_request: Any) -> Any:
-    _, loaded = _loaded.get(id(adapter_settings_of(manager)), (None, None))
+    _, loaded = _loaded.get(id(engine.adapter_settings_of(manager)), (None, None))
     if loaded is None:
         return loads(manager, lora_request)
     before = _files.content(lora_request.lora_path)

@@ -10,17 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raykv.base.guard import nothing
-from raykv.vllm.identity.weight_watch import (
-    SLEEP,
-    WHOLE,
-    Effect,
-    check,
-    effect_of,
-    note_afterwards,
-    state_of,
-)
-from raykv.vllm.internals.engine import Wrapper, around, ask_workers, wrap_core
-from raykv.vllm.internals.scheduling import connectors_of
+from raykv.vllm.identity import weight_watch
+from raykv.vllm.internals import engine, scheduling
 from raykv.vllm.weights import WeightChanges
 
 logger = logging.getLogger("raykv")
@@ -30,20 +21,20 @@ def watch_calls() -> None:
     """From now on connectors learn of users' calls that change weights before the next step,
     through the `WeightChanges` that they have as `raykv_weights`. A second call changes nothing.
     """
-    wrap_core("collective_rpc", _judged)
-    wrap_core(SLEEP, _telling(before=_sleep))
-    wrap_core("add_request", _telling(before=_ask_and_listen))
-    wrap_core("wake_up", _telling(after=_ask))
-    wrap_core("set_weight_version", _telling(after=_label))
-    wrap_core("reset_prefix_cache", _telling(after=_drop))
-    wrap_core("reset_encoder_cache", _telling(after=_drop_encodings))
+    engine.wrap_core("collective_rpc", _judged)
+    engine.wrap_core(weight_watch.SLEEP, _telling(before=_sleep))
+    engine.wrap_core("add_request", _telling(before=_ask_and_listen))
+    engine.wrap_core("wake_up", _telling(after=_ask))
+    engine.wrap_core("set_weight_version", _telling(after=_label))
+    engine.wrap_core("reset_prefix_cache", _telling(after=_drop))
+    engine.wrap_core("reset_encoder_cache", _telling(after=_drop_encodings))
 
 
 def _listeners(core: Any) -> list[WeightChanges]:
     """Those of our connectors of an EngineCore."""
     found = [
         getattr(each, "raykv_weights", None)
-        for each in connectors_of(getattr(core, "scheduler", None))
+        for each in scheduling.connectors_of(getattr(core, "scheduler", None))
     ]
     return [each for each in found if each is not None]
 
@@ -60,7 +51,7 @@ def _ask(core: Any, *_called: Any) -> None:
 
 
 def _find_out(core: Any) -> None:
-    states = _asked(core, state_of)
+    states = _asked(core, weight_watch.state_of)
     if states is not None:
         for listener in _listeners(core):
             listener.know(states)
@@ -69,7 +60,7 @@ def _find_out(core: Any) -> None:
 def _asked(core: Any, function: Callable[..., Any], *args: Any) -> list[Any] | None:
     """What all workers answer; None where they can't be asked now."""
     try:
-        return ask_workers(core, function, *args)
+        return engine.ask_workers(core, function, *args)
     except Exception as error:
         logger.warning("the workers don't say what their weights are: %s", error)
         return None
@@ -79,10 +70,10 @@ Told = Callable[[Any, tuple[Any, ...], Any], None]
 """Gets an EngineCore and a call's arguments: before it those by name too, after it the result."""
 
 
-def _telling(before: Told = nothing, after: Told = nothing) -> Wrapper:
+def _telling(before: Told = nothing, after: Told = nothing) -> engine.Wrapper:
     """Wraps a method of EngineCore of whose calls connectors are told."""
 
-    @around
+    @engine.around
     def telling(method: Any, core: Any, /, *args: Any, **kwargs: Any) -> Any:
         before(core, args, kwargs)
         done = method(core, *args, **kwargs)
@@ -93,7 +84,7 @@ def _telling(before: Told = nothing, after: Told = nothing) -> Wrapper:
 
 
 def _sleep(core: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    if effect_of(SLEEP, args, kwargs) is Effect.CHANGES:
+    if weight_watch.effect_of(weight_watch.SLEEP, args, kwargs) is weight_watch.Effect.CHANGES:
         _tell(core, "sleep of level 2")
 
 
@@ -122,7 +113,7 @@ def _drop_encodings(core: Any, *_called: Any) -> None:
         listener.drop_encodings()
 
 
-@around
+@engine.around
 def _judged(
     method: Any,
     core: Any,
@@ -134,28 +125,28 @@ def _judged(
     def go() -> Any:
         return method(core, called, timeout, args, kwargs)
 
-    effect = effect_of(called, args, kwargs)
+    effect = weight_watch.effect_of(called, args, kwargs)
     listeners = _listeners(core)
-    if effect is Effect.NONE or not listeners:
+    if effect is weight_watch.Effect.NONE or not listeners:
         return go()
     name = called if isinstance(called, str) else getattr(called, "__name__", "a function")
-    if effect is Effect.CHANGES:
+    if effect is weight_watch.Effect.CHANGES:
         _tell(core, name)
         try:
             return go()
         finally:
-            if name in WHOLE:
+            if name in weight_watch.WHOLE:
                 _ask(core)
     if all(each.is_asking for each in listeners):
         # They are asked in any case, and must not believe what they were told before.
         try:
             return go()
         finally:
-            _asked(core, note_afterwards, name)
-    before = _asked(core, check)
+            _asked(core, weight_watch.note_afterwards, name)
+    before = _asked(core, weight_watch.check)
     try:
         return go()
     finally:
-        if before is None or before != _asked(core, check):
-            _asked(core, note_afterwards, name)
+        if before is None or before != _asked(core, weight_watch.check):
+            _asked(core, weight_watch.note_afterwards, name)
             _tell(core, name)

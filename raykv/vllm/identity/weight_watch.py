@@ -25,17 +25,7 @@ from itertools import chain
 from typing import Any
 from uuid import uuid4
 
-from raykv.vllm.internals.engine import (
-    WARM_UP,
-    around,
-    cpu_probes,
-    id_of_configuration,
-    is_quantized,
-    models_of,
-    worker_class_of,
-    wrap,
-    wrap_load_weights,
-)
+from raykv.vllm.internals import engine
 
 logger = logging.getLogger("raykv")
 
@@ -116,8 +106,8 @@ def _digest_of(tensors: Iterable[tuple[str, Any]]) -> str:
 
 def _tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     """All weights; what comes of those that a CPU's kernels have in an order of their own."""
-    for model in models_of(worker):
-        probes = dict(cpu_probes(model))
+    for model in engine.models_of(worker):
+        probes = dict(engine.cpu_probes(model))
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if tensor.numel() or name.rpartition(".")[0] not in probes:
                 yield name, tensor
@@ -256,7 +246,7 @@ class WeightWatch:
             return None
 
     def _is_readable(self, tensors: Iterable[tuple[str, Any]]) -> bool:
-        if self._has_failed or is_quantized(self.worker):
+        if self._has_failed or engine.is_quantized(self.worker):
             return False
         found = [tensor for _, tensor in tensors]
         if any(each.is_meta or not each.numel() for each in found):
@@ -272,16 +262,16 @@ def watch_worker(vllm_config: Any) -> WeightWatch:
     """Watch the worker with this configuration, which is at the end of its start."""
     watch = WeightWatch()
     _watches[id(vllm_config)] = (vllm_config, watch)
-    worker_class = worker_class_of(vllm_config)
+    worker_class = engine.worker_class_of(vllm_config)
     for name in (*CHANGES, SLEEP, DISCARD, WAKE_UP):
-        wrap(worker_class, name, around(partial(_noted, name)))
-    wrap(worker_class, WARM_UP, _watching_model)
+        engine.wrap(worker_class, name, engine.around(partial(_noted, name)))
+    engine.wrap(worker_class, engine.WARM_UP, _watching_model)
     return watch
 
 
 def watch_of(worker: Any) -> WeightWatch | None:
     """The watch of a worker."""
-    _, watch = _watches.get(id_of_configuration(worker), (None, None))
+    _, watch = _watches.get(engine.id_of_configuration(worker), (None, None))
     return watch
 
 
@@ -338,19 +328,19 @@ def _moved(
         return method(worker, *args, **kwargs)
 
 
-@around
+@engine.around
 def _watching_model(method: Any, worker: Any, /, *args: Any, **kwargs: Any) -> Any:
     done = method(worker, *args, **kwargs)
     watch = watch_of(worker)
     if watch is not None:
         watch.worker = worker
-        watch_model(models_of(worker)[0], watch)
+        watch_model(engine.models_of(worker)[0], watch)
     return done
 
 
 def watch_model(model: Any, watch: WeightWatch) -> None:
     """Frameworks that train hand a model its new weights without asking vLLM."""
-    wrap_load_weights(model, around(partial(_noted_by, watch)))
+    engine.wrap_load_weights(model, engine.around(partial(_noted_by, watch)))
 
 
 def _noted_by(watch: WeightWatch, method: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,14 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from raykv.base.guard import guarded, nothing
-from raykv.vllm.internals.answers import (
-    cached_tokens_of,
-    count_cached_tokens,
-    wrap_answers,
-    wrap_front_ends,
-)
-from raykv.vllm.internals.engine import around
-from raykv.vllm.internals.scheduling import wrap_step_ends
+from raykv.vllm.internals import answers, engine, scheduling
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
 
 logger = logging.getLogger("raykv")
@@ -58,11 +51,11 @@ class CountedTokens(int):
 def tell_sources(reporter: MissReporter) -> None:
     """From now on first outputs have what the reporter knows."""
     _reporters.add(reporter)
-    if not wrap_step_ends(_telling):
+    if not scheduling.wrap_step_ends(_telling):
         logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
 
 
-@around
+@engine.around
 def _telling(update: Any, /, *args: Any, **kwargs: Any) -> Any:
     outputs = update(*args, **kwargs)
     for reporter in tuple(_reporters):
@@ -80,10 +73,10 @@ def watch_front_ends() -> None:
     Raises:
         ImportError: this vLLM has no front end where it was.
     """
-    wrap_front_ends(_starting)
+    answers.wrap_front_ends(_starting)
 
 
-@around
+@engine.around
 def _starting(start: Any, /, *args: Any, **kwargs: Any) -> None:
     start(*args, **kwargs)
     _watch_answers()
@@ -92,12 +85,12 @@ def _starting(start: Any, /, *args: Any, **kwargs: Any) -> None:
 @guarded(nothing)
 def _watch_answers() -> None:
     try:
-        wrap_answers(_making, _detailing)
+        answers.wrap_answers(_making, _detailing)
     except (AttributeError, ImportError) as error:
         logger.debug("this vLLM makes answers in an unknown way: %s", error)
 
 
-@around
+@engine.around
 def _making(
     make: Any,
     state: Any,
@@ -126,11 +119,13 @@ def _making(
 
 def _taken(state: Any, params: Mapping[str, Any]) -> dict[str, Any] | None:
     """The params without ours, which the request's count of cached tokens has from now on."""
-    count_cached_tokens(state, CountedTokens(cached_tokens_of(state), params[SOURCES_PARAM]))
+    answers.count_cached_tokens(
+        state, CountedTokens(answers.cached_tokens_of(state), params[SOURCES_PARAM])
+    )
     return {name: value for name, value in params.items() if name != SOURCES_PARAM} or None
 
 
-@around
+@engine.around
 def _detailing(detail: Any, details: Any, /, **fields: Any) -> None:
     count = fields.get("cached_tokens")
     if isinstance(count, CountedTokens):

@@ -119,7 +119,7 @@ def test_handle_of_an_earlier_connection_is_not_used() -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Nothing is delivered twice, and the thread ends."""
-    monkeypatch.setattr(raykv.engine.fetches, "FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr("raykv.base.deadlines.FETCH_GRACE_S", GRACE_S)
     monkeypatch.setattr(raykv.engine.fetches, "FETCH_LOOK_S", 0.05)
     made = Engine(Actor())
     yield made

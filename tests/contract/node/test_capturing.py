@@ -18,7 +18,6 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, ServiceSettings
-from raykv.node.states import capturing
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
@@ -202,7 +201,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert is_ready.wait(30.0)
         write_states(path, states)
 
-    monkeypatch.setattr(capturing, "write_states", write)
+    monkeypatch.setattr("raykv.node.states.file.write_states", write)
     yield is_ready
     is_ready.set()
 

@@ -192,7 +192,7 @@ def test_slow_disk_holds_up_no_store(
         goes_on.wait(20.0)
         return write_chunks(*arguments)
 
-    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
+    monkeypatch.setattr("raykv.node.disk.chunk_file.write_chunks", slow)
     tier = make()
     records = fill(here)
     wait_until(lambda: bool(tier._batches), 10.0, "chunks were copied")
@@ -217,7 +217,7 @@ def test_chunk_that_is_cleared_while_it_is_written_does_not_count(
         goes_on.wait(20.0)
         return write_chunks(*arguments)
 
-    monkeypatch.setattr(raykv.node.disk.tier, "write_chunks", slow)
+    monkeypatch.setattr("raykv.node.disk.chunk_file.write_chunks", slow)
     tier = make()
     here.store(key(0))
     here.store(key(1), stamp=Stamp(HISTORY, 2))
@@ -591,7 +591,7 @@ def test_disk_that_fails_for_a_while_is_used_again(
 
     record = here.store(key(1))
     with monkeypatch.context() as broken:
-        broken.setattr(raykv.node.disk.tier, "write_chunks", full)
+        broken.setattr("raykv.node.disk.chunk_file.write_chunks", full)
         assert tier.keep(10.0) == 1
         assert tier.stats().problem == "No space left on device"
         assert record.readers == 0

@@ -206,7 +206,7 @@ def test_refused_engine_hears_why_and_is_not_here(
 def test_one_engine_too_many_is_refused(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "MOST_ENGINES", 1)
+    monkeypatch.setattr("raykv.protocol.node.MOST_ENGINES", 1)
     opened(service, lines)
     line = RawLine(service.settings.socket_name)
     lines.append(line)

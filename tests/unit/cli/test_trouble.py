@@ -198,7 +198,7 @@ def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
 ) -> None:
     told = {"one": Explanations([], num_known=17), "two": Explanations([], num_known=3)}
     monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
-    monkeypatch.setattr(raykv.client.cluster, "ask_each", lambda *_arguments: told)
+    monkeypatch.setattr("raykv.cluster.ask.ask_each", lambda *_arguments: told)
     with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 20 that have ended"):
         Cluster("here", joined_here=False).why_miss("cmpl-9")
 

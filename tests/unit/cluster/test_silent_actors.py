@@ -24,7 +24,7 @@ class Refs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         began = time.monotonic()
         self.ready_at = {name: began + took for name, took in seconds.items()}
-        monkeypatch.setattr(ask, "SILENCE_S", 0.2)
+        monkeypatch.setattr("raykv.base.deadlines.SILENCE_S", 0.2)
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(ray, "get", lambda ref, timeout: f"{ref} answers")
 

@@ -385,7 +385,7 @@ def test_connector_without_a_module_of_vllms_is_refused_in_one_sentence() -> Non
 def test_other_version_is_refused_before_its_modules_are_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.34.0")
+    monkeypatch.setattr("raykv.vllm.internals.names.vllm_version", lambda: "0.34.0")
     with pytest.raises(VersionError, match=r"works with vLLM 0.32 or 0.33; this is vLLM 0.34.0"):
         plugin.__getattr__("RayKVConnector")
 
