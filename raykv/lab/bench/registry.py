@@ -42,7 +42,7 @@ BENCHMARKS = {
         Benchmark("copy", "GB/s between a KV cache and the pool, by page size"),
         Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull and plain TCP"),
         Benchmark("disk", "MiB/s of the disk tier beside plain files, and what it costs loads"),
-        Benchmark("scale", "what 10 to 1000 nodes ask of the scheduler actor"),
+        Benchmark("scale", "what 10 to 2000 nodes ask of the scheduler actor"),
         Benchmark("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk"),
         Benchmark("ttft", "time to first token by where a prompt's KV comes from"),
         Benchmark("throughput", "requests per second with and without RayKV and reuse"),

@@ -5,7 +5,7 @@ encoded, decoded and answered by a real `Directory`, in one process, and the tim
 its CPU time. Each node has four engines, which each second store 32 chunks, for which the node
 gives up as many, and ask once where 32 chunks of other nodes are. A node reports as often as the
 directory's answers say, which is less often the more there is to do. A node's pool here has few
-chunks, so that a thousand nodes fit; what a chunk costs in memory is measured by `directory`.
+chunks, so that two thousand nodes fit; what a chunk costs in memory is measured by `directory`.
 
 What a call costs Ray's threads in the actor's process is not in there: how many calls a second one
 actor takes is an assumption, and how many nodes that makes is said beside.
@@ -30,7 +30,7 @@ ENGINES_PER_NODE = 4
 ASKED = 32
 STORED = 32
 POOL_CHUNKS = 1024
-NODES = (10, 100, 1000)
+NODES = (10, 100, 1000, 2000)
 CALLS_PER_S = 5000
 """Of Ray, that one actor is taken to answer."""
 
