@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 import numpy as np
 
@@ -48,10 +49,10 @@ class BatchRows:
         """A part of the rows."""
         return BatchRows(self.kv[part], self.pool[part], self.size[part], self.slab[part])
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
-        return int(self.size.sum())
+        return int(np.add.reduce(self.size))
 
     @property
     def has_words(self) -> bool:
