@@ -42,7 +42,16 @@ from raykv.base.shares import Share
 from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
+from raykv.node.pool.order import EvictionOrder
+from raykv.node.pool.records import (
+    READY,
+    RELEASED,
+    VOID,
+    ChunkRecord,
+    ChunkState,
+    RecordQueue,
+    Standing,
+)
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
@@ -67,6 +76,9 @@ parts have to come."""
 
 _WHERE = tuple(map(Where, range(8)))
 """By their numbers: to put them together takes ten times as long. 1 is RAM."""
+
+_WRONG = (Reason.CLEARED, Reason.DAMAGED)
+"""Reasons for which the bytes of a chunk are of no use."""
 
 FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
@@ -283,7 +295,7 @@ class PoolIndex:
         record = self.find(namespace, key)
         if record is None:
             return Refusal.WRITING if self.is_coming(namespace, key) else Refusal.NOT_HERE
-        if not record.blocks.has(wanted):
+        if wanted is not record.blocks and not record.blocks.has(wanted):
             return Refusal.PARTIAL
         record.readers += 1
         return record
@@ -294,28 +306,32 @@ class PoolIndex:
         record.readers += is_ready
         return is_ready
 
-    def end_load(self, record: ChunkRecord) -> None:
-        """A reader is done with its record."""
-        assert record.readers > 0, record
-        record.readers -= 1
-        self._free_if_idle(record)
+    def end_load(self, *records: ChunkRecord) -> None:
+        """A reader is done with each record."""
+        for record in records:
+            assert record.readers > 0, record
+            record.readers -= 1
+            if record.state is VOID:
+                self._free_if_idle(record)
 
     def touch(self, records: Sequence[ChunkRecord], now: float) -> None:
         """READY chunks of one prompt were found, from its head on."""
         for record in records:
             record.found_at = now
-            self.room.want(record.slot_bytes, now)
+        for size in {record.slot_bytes for record in records}:
+            self.room.want(size, now)
         self._touch(records)
 
     def _touch(self, records: Sequence[ChunkRecord]) -> None:
-        by_order: dict[int, list[ChunkRecord]] = {}
+        by_order: dict[EvictionOrder, list[ChunkRecord]] = {}
+        order_of = self.room.order_of
         for record in records:
-            if record.state is ChunkState.READY:
-                by_order.setdefault(id(self.room.order_of(record)), []).append(record)
-                if record.standing is Standing.RELEASED:
+            if record.state is READY:
+                by_order.setdefault(order_of(record), []).append(record)
+                if record.standing is RELEASED:
                     self.claims.found(record)
-        for some in by_order.values():
-            self.room.order_of(some[0]).touch(some)
+        for order, some in by_order.items():
+            order.touch(some)
 
     # Stores
 
@@ -336,23 +352,23 @@ class PoolIndex:
         if job.ended >> part.rank & 1:
             return [Refusal.POISONED] * len(chunks)
         names = [(chunk.namespace, chunk.key) for chunk in chunks]
+        verdicts = job.verdicts
         new: dict[claims.Name, OfferedChunk] = {}
         for name, chunk in zip(names, chunks, strict=True):
-            if name in job.verdicts:
-                continue
-            # A rank that has ended the job will not store its part of it.
-            refusal = Refusal.POISONED if job.ended else self.objection(chunk)
-            if refusal is None:
-                new[name] = chunk
-                continue
-            job.verdicts[name] = refusal
+            if name not in verdicts:
+                new.setdefault(name, chunk)
+        # A rank that has ended the job will not store its part of it.
+        refused = dict.fromkeys(new, Refusal.POISONED) if job.ended else self._objections(new)
+        for name, refusal in refused.items():
+            verdicts[name] = refusal
+            del new[name]
             if refusal is Refusal.HERE:
-                here = self._ready[chunk.namespace][chunk.key]
+                here = self._ready[name[0]][name[1]]
                 job.here.append(here)
                 job.own.add(here)
         if new:
             self._open(job, part, new, now, expires_at)
-        return [self._join(job.verdicts[name], part) for name in names]
+        return [self._join(verdicts[name], part) for name in names]
 
     def _job(self, part: StorePart) -> _OpenJob | Refusal:
         """The open job of a part, perhaps a new one."""
@@ -374,22 +390,48 @@ class PoolIndex:
 
     def objection(self, chunk: OfferedChunk) -> Refusal | None:
         """Why a chunk that is offered needs no slot, or gets none, as things are."""
-        size, is_key = chunk.slot_bytes, 0 < len(chunk.key) <= MAX_KEY_BYTES
-        if not is_key or not chunk.blocks.is_sound or size <= 0 or size % SLOT_ALIGNMENT:
-            # Nobody could be told of it.
+        name = chunk.namespace, chunk.key
+        return self._objections({name: chunk}).get(name)
+
+    def _objections(self, chunks: Mapping[claims.Name, OfferedChunk]) -> dict[claims.Name, Refusal]:
+        """Those of chunks that are offered for which there is an objection."""
+        found: dict[claims.Name, Refusal] = {}
+        # Chunks of a job are mostly alike.
+        kind, refusal = None, None
+        for name, chunk in chunks.items():
+            namespace, key = name
+            known, kind = kind, (namespace, chunk.slot_bytes, chunk.stamp, chunk.blocks)
+            if kind != known:
+                refusal = self._objection_to(*kind)
+            if not 0 < len(key) <= MAX_KEY_BYTES:
+                # Nobody could be told of it.
+                found[name] = Refusal.BAD_HANDLE
+            elif refusal is not None:
+                found[name] = refusal
+            elif self._has(chunk):
+                found[name] = Refusal.HERE
+            elif name in self._writing:
+                found[name] = Refusal.WRITING
+        return found
+
+    def _objection_to(
+        self, namespace: Namespace, size: int, stamp: Stamp, blocks: Blocks
+    ) -> Refusal | None:
+        """Why no chunk like that gets a slot."""
+        if not blocks.is_sound or size <= 0 or size % SLOT_ALIGNMENT:
             return Refusal.BAD_HANDLE
-        if self.floors.is_void(chunk.namespace, chunk.stamp):
+        if self.floors.is_void(namespace, stamp):
             return Refusal.CLEARED
         if size > self.places.geometry.slab_bytes or not self.places.takes(size):
             return Refusal.NO_ROOM
+        return None
+
+    def _has(self, chunk: OfferedChunk) -> bool:
+        """Whether a chunk that is offered is there, with its blocks, and no older."""
         here = self.find(chunk.namespace, chunk.key)
-        if (
-            here is not None
-            and here.blocks.has(chunk.blocks)
-            and not self.floors.is_older(here.stamp, chunk.stamp)
-        ):
-            return Refusal.HERE
-        return Refusal.WRITING if (chunk.namespace, chunk.key) in self._writing else None
+        if here is None or not here.blocks.has(chunk.blocks):
+            return False
+        return not self.floors.is_older(here.stamp, chunk.stamp)
 
     def _open(
         self,
@@ -403,20 +445,21 @@ class PoolIndex:
         left = Counter([chunk.slot_bytes for chunk in new.values()])
         for size in left:
             self.room.want(size, now)
+        full, verdicts, coming = job.full, job.verdicts, Reason.COMING
         for name, chunk in new.items():
             record = None
-            if not job.full or group_of(chunk.key) not in job.full:
+            if not full or group_of(chunk.key) not in full:
                 record = self._new_record(job, chunk, left[chunk.slot_bytes], now)
             left[chunk.slot_bytes] -= 1
             if record is None:
-                job.full.add(group_of(chunk.key))
-                job.verdicts[name] = Refusal.NO_ROOM
+                full.add(group_of(chunk.key))
+                verdicts[name] = Refusal.NO_ROOM
                 continue
-            job.verdicts[name] = self._writing[name] = record
+            verdicts[name] = self._writing[name] = record
             job.own.add(record)
             self._parts[record] = _Parts(part, expires_at)
             self.room.came(record)
-            self.listing.changed(record, Reason.COMING)
+            self.listing.changed(record, coming)
 
     def _new_record(
         self, job: _OpenJob, chunk: OfferedChunk, count: int, now: float
@@ -440,9 +483,9 @@ class PoolIndex:
         """What a rank is told of a chunk, by the verdict about it."""
         if isinstance(record, Refusal):
             return record
-        if record.state is ChunkState.READY:
+        if record.state is READY:
             return Refusal.HERE
-        if record.state is ChunkState.VOID:
+        if record.state is VOID:
             return Refusal.POISONED
         if (record.writers | self._parts[record].stored) >> part.rank & 1:
             # The same part again: it is copied once.
@@ -457,47 +500,65 @@ class PoolIndex:
 
         Ranks that have stored other blocks than the ones before make the chunk void.
         """
-        assert record.writers >> rank & 1, (rank, record)
-        record.writers ^= 1 << rank
-        parts = self._parts.get(record)
-        if parts is None:
-            self._free_if_idle(record)
-            return record.state
-        if not ok or (parts.stored and blocks != record.blocks):
-            self._void(record)
-            return record.state
-        record.blocks = blocks
-        parts.stored |= 1 << rank
-        if parts.stored.bit_count() == parts.part.num_ranks:
-            self._make_ready(record)
+        self.end_stores([record], rank, ok=ok, blocks=[blocks])
         return record.state
 
-    def _make_ready(self, record: ChunkRecord) -> None:
-        if self._is_void(record):
-            self._void(record)
-            return
-        part = self._parts.pop(record).part
-        namespace, key = record.namespace, record.key
-        del self._writing[namespace, key]
-        chunks = self._ready.get(namespace)
-        if chunks is None:
-            chunks = self._ready[namespace] = {}
-        replaced = chunks.get(key)
-        if replaced is not None:
-            record.found_at, record.hits = replaced.found_at, replaced.hits
-            self.room.order_of(replaced).leave(replaced, remember=False)
-            self.room.went(replaced)
-            replaced.state = ChunkState.VOID
-            self._free_if_idle(replaced)
-        record.state = ChunkState.READY
-        chunks[key] = record
-        self.listing.changed(record, Reason.STORED)
+    def end_stores(
+        self, records: Sequence[ChunkRecord], rank: int, *, ok: bool, blocks: Sequence[Blocks]
+    ) -> list[ChunkRecord]:
+        """`end_store` of some chunks of a job, with these blocks of each; returns those that are
+        READY now.
+        """
+        mask, finished = 1 << rank, list[ChunkRecord]()
+        for record, stored in zip(records, blocks, strict=True):
+            assert record.writers & mask, (rank, record)
+            record.writers ^= mask
+            parts = self._parts.get(record)
+            if parts is None:
+                self._free_if_idle(record)
+            elif not ok or (parts.stored and stored != record.blocks):
+                self._void(record)
+            else:
+                record.blocks = stored
+                parts.stored |= mask
+                if parts.stored.bit_count() == parts.part.num_ranks:
+                    finished.append(record)
+        stamps = {(record.namespace, record.stamp) for record in finished}
+        if any(self.floors.is_void(*each) for each in stamps):
+            for record in finished:
+                if self._is_void(record):
+                    self._void(record)
+            finished = [record for record in finished if record.state is not VOID]
+        if finished:
+            self._make_ready(finished)
+        return finished
+
+    def _make_ready(self, records: Sequence[ChunkRecord]) -> None:
+        """Chunks of a job are there."""
+        part, namespace = self._parts[records[0]].part, records[0].namespace
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest
-        self.room.order_of(record).enter((record,), latest)
-        if record.queue is not None:
-            latest[record.queue] = record
-        self.claims.came(record)
+        chunks, stored = self._ready.setdefault(namespace, {}), Reason.STORED
+        for record in records:
+            key = record.key
+            del self._parts[record], self._writing[namespace, key]
+            if key in chunks:
+                self._replace(chunks[key], record)
+            record.state = READY
+            chunks[key] = record
+            self.listing.changed(record, stored)
+            self.room.order_of(record).enter((record,), latest)
+            if record.queue is not None:
+                latest[record.queue] = record
+            self.claims.came(record)
+
+    def _replace(self, record: ChunkRecord, by: ChunkRecord) -> None:
+        """A READY chunk goes for another one of its name."""
+        by.found_at, by.hits = record.found_at, record.hits
+        self.room.order_of(record).leave(record, remember=False)
+        self.room.went(record)
+        record.state = VOID
+        self._free_if_idle(record)
 
     def adopt(self, records: Sequence[ChunkRecord]) -> None:
         """Chunks that nobody has found so far are READY, those first that go first; each has one
@@ -611,7 +672,7 @@ class PoolIndex:
 
     def drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A chunk is not to be served any more; nothing if it is not READY."""
-        if record.state is ChunkState.READY:
+        if record.state is READY:
             self._drop(record, reason)
 
     def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
@@ -635,8 +696,8 @@ class PoolIndex:
         del chunks[record.key]
         if not chunks:
             del self._ready[record.namespace]
-        record.state = ChunkState.VOID
-        if reason not in (Reason.CLEARED, Reason.DAMAGED):
+        record.state = VOID
+        if reason not in _WRONG:
             self.shelf.left(record)
         self.listing.changed(record, reason)
         self._free_if_idle(record)
@@ -645,12 +706,12 @@ class PoolIndex:
         """A record that is being written will never be READY."""
         del self._parts[record], self._writing[record.namespace, record.key]
         self.room.went(record)
-        record.state = ChunkState.VOID
+        record.state = VOID
         self.listing.changed(record, Reason.FAILED)
         self._free_if_idle(record)
 
     def _free_if_idle(self, record: ChunkRecord) -> None:
-        if record.state is ChunkState.VOID and not record.readers and not record.writers:
+        if record.state is VOID and not record.readers and not record.writers:
             self.places.give_back(record)
 
     # Tenants

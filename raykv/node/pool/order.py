@@ -42,7 +42,15 @@ from math import inf
 from operator import gt, lt
 from zlib import crc32
 
-from raykv.node.pool.records import ChunkRecord, RecordQueue, Standing
+from raykv.node.pool.records import (
+    NORMAL,
+    PINNED,
+    RELEASED,
+    SPARE,
+    ChunkRecord,
+    RecordQueue,
+    Standing,
+)
 
 HANDICAPS = (0, 1, 2, 16)
 """In times the chunks that may go, counted in uses. The first, none, is in force at first."""
@@ -110,6 +118,8 @@ class _Memory:
 
     def take(self, number: int) -> bool:
         """Forget a name; False if it is not remembered."""
+        if not self.count:
+            return False
         place = 3 * self.room * number >> 32
         places = self._numbers[place : place + _PLACES]
         if number not in places:
@@ -186,7 +196,8 @@ class EvictionOrder:
             record.hits += self._memory.take(number)
             self._use(record, number)
             self._put(record, front)
-        self._room = max(self._room, self._num_entered)
+        if self._num_entered > self._room:
+            self._room = self._num_entered
 
     def touch(self, records: Sequence[ChunkRecord]) -> None:
         """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
@@ -194,8 +205,8 @@ class EvictionOrder:
         """
         for record in reversed(records):
             record.hits += 1
-            if record.standing is Standing.RELEASED:
-                record.standing = Standing.NORMAL
+            if record.standing is RELEASED:
+                record.standing = NORMAL
             self._take(record)
             self._use(record, _number(record))
             self._put(record)
@@ -236,7 +247,7 @@ class EvictionOrder:
         return len(records)
 
     def _is_marked_void(self, record: ChunkRecord) -> bool:
-        return record.standing is Standing.SPARE and record.queue is not self._spare
+        return record.standing is SPARE and record.queue is not self._spare
 
     def first(self, count: int, may_go: Callable[[ChunkRecord], bool]) -> list[ChunkRecord]:
         """Up to `count` chunks that go first, of those that may."""
@@ -294,26 +305,27 @@ class EvictionOrder:
     def _put(self, record: ChunkRecord, front: Fronts = None) -> None:
         self._num_entered += 1
         standing = record.standing
-        if standing is Standing.NORMAL:
+        if standing is NORMAL:
             queue = self._found if record.hits else self._stored
             before = front.get(queue) if front else None
             if before is not None and before.queue is queue:
                 record.used = before.used
-                queue.insert(record, before)
+                queue.add(record, before)
             else:
-                queue.append(record)
-        elif standing is Standing.PINNED:
+                queue.add(record)
+        elif standing is PINNED:
             self._num_pinned += 1
         elif standing >= Standing.KEPT:
-            self._kept[standing - Standing.KEPT].append(record)
+            self._kept[standing - Standing.KEPT].add(record)
         else:
-            (self._spare if standing is Standing.SPARE else self._released).append(record)
+            (self._spare if standing is SPARE else self._released).add(record)
 
     def _take(self, record: ChunkRecord) -> None:
         self._num_entered -= 1
-        if record.queue is None:
+        queue = record.queue
+        if queue is None:
             self._num_pinned -= 1
         else:
             if self._unmarking and self._is_marked_void(record):
-                record.standing = Standing.NORMAL
-            record.queue.remove(record)
+                record.standing = NORMAL
+            queue.remove(record)

@@ -96,15 +96,17 @@ class Room:
 
     def came(self, record: ChunkRecord) -> None:
         """A chunk is being written."""
-        self._used[record.owner] += record.slot_bytes
-        self._by_space[record.namespace] += record.slot_bytes
-        self._all_used += record.slot_bytes
+        size = record.slot_bytes
+        self._used[record.owner] += size
+        self._by_space[record.namespace] += size
+        self._all_used += size
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is neither being written nor READY any more."""
-        self._used[record.owner] -= record.slot_bytes
-        self._by_space[record.namespace] -= record.slot_bytes
-        self._all_used -= record.slot_bytes
+        size = record.slot_bytes
+        self._used[record.owner] -= size
+        self._by_space[record.namespace] -= size
+        self._all_used -= size
 
     @property
     def by_space(self) -> dict[Namespace, int]:
