@@ -104,7 +104,7 @@ def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
     """Cut the rows where the pool's offset is a multiple of `cut_bytes`."""
     first = rows.pool // cut_bytes
     last = (rows.pool + rows.size - 1) // cut_bytes
-    if np.array_equal(first, last):
+    if (first == last).all():
         return rows
     counts = last - first + 1
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -120,10 +120,10 @@ def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchR
     if 0 < len(rows) <= most_runs and rows.num_bytes <= most_bytes:
         yield rows
         return
-    ends = np.cumsum(rows.size)
+    ends = rows.size.cumsum()
     start, done = 0, 0
     while start < len(rows):
-        stop = int(np.searchsorted(ends, done + most_bytes, side="right"))
+        stop = int(ends.searchsorted(done + most_bytes, side="right"))
         stop = max(start + 1, min(stop, start + most_runs))
         yield rows.some(slice(start, stop))
         start, done = stop, int(ends[stop - 1])

@@ -42,6 +42,9 @@ class Urgency(IntEnum):
     LOAD = 1
 
 
+_UINT64 = np.dtype(np.uint64)
+
+
 @dataclass(frozen=True)
 class Copies:
     """Copies that may be carried out in any order, one row each: absolute addresses and bytes.
@@ -55,12 +58,12 @@ class Copies:
 
     def __post_init__(self) -> None:
         for column in (self.to, self.source, self.size):
-            assert column.dtype == np.uint64, column.dtype
+            assert column.dtype == _UINT64, column.dtype
             assert column.ndim == 1, column.shape
             assert column.flags.c_contiguous, "CUDA reads the columns as arrays"
             assert len(column) == len(self.size), "columns of different lengths"
             assert len(column), "a batch without a copy is refused by CUDA"
-            assert column.all(), "a null address, or a copy of no byte"
+            assert np.count_nonzero(column) == len(column), "a null address, or a copy of no byte"
 
 
 class CopyDriver(Protocol):
