@@ -109,8 +109,10 @@ class PoolKeeper:
 
     def _open(self, record: ChunkRecord) -> bool:
         """A record's bytes are about to be written; False: they can't be."""
-        self.pool.forget(record.slot, record.slot_bytes)
-        return self.pool.may_touch(record.slot, record.slot_bytes)
+        pool = self.pool
+        if pool.has_journal:
+            pool.forget(record.slot, record.slot_bytes)
+        return not pool.is_short or pool.may_touch(record.slot, record.slot_bytes)
 
     def end_chunks(self, job: jobs.AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
         """Nobody copies these chunks of a job any more; see `Jobs.end_chunks`."""

@@ -43,15 +43,7 @@ from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.order import EvictionOrder
-from raykv.node.pool.records import (
-    READY,
-    RELEASED,
-    VOID,
-    ChunkRecord,
-    ChunkState,
-    RecordQueue,
-    Standing,
-)
+from raykv.node.pool.records import READY, VOID, ChunkRecord, ChunkState, RecordQueue, Standing
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import (
     ALL_READ,
@@ -79,6 +71,8 @@ _WHERE = tuple(map(Where, range(8)))
 
 _WRONG = (Reason.CLEARED, Reason.DAMAGED)
 """Reasons for which the bytes of a chunk are of no use."""
+
+_STORED = Reason.STORED
 
 FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
@@ -230,7 +224,7 @@ class PoolIndex:
         if place != ALL_READ:
             some, place = self.page(place, most)
             for each in some:
-                if not isinstance(each, ChunkRecord) or each.state is not ChunkState.VOID:
+                if not isinstance(each, ChunkRecord) or each.state is not VOID:
                     reasons.setdefault((each.namespace, each.key), Reason.STORED)
         rows = [
             self._row(*name, reason)
@@ -260,22 +254,21 @@ class PoolIndex:
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
-        found = []
-        for key in dict.fromkeys(keys):
-            is_there = self.find(namespace, key) is not None
-            lacks = Reason.COMING if self.is_coming(namespace, key) else Reason.FAILED
-            found.append(self._row(namespace, key, Reason.STORED if is_there else lacks))
-        return ListedRows.of(found)
+        return ListedRows.of([self._row(namespace, key) for key in dict.fromkeys(keys)])
 
-    def _row(self, namespace: Namespace, key: Key, reason: Reason) -> ListedRow:
+    def _row(self, namespace: Namespace, key: Key, reason: Reason | None = None) -> ListedRow:
+        """How a name is; for another reason than that, if one is given."""
         record, kept = self.find(namespace, key), self.shelf.find(namespace, key)
-        where = Where.COMING.value if self.is_coming(namespace, key) else 0
-        if kept is not None:
-            where |= Where.DISK.value
-        if record is None:
-            blocks = kept.chunk.blocks if kept is not None else NO_BLOCKS
-            return ListedRow(namespace, key, _WHERE[where], blocks, reason)
-        return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
+        where, blocks = (0, NO_BLOCKS) if kept is None else (Where.DISK.value, kept.chunk.blocks)
+        is_coming = (namespace, key) in self._writing
+        if is_coming:
+            where |= Where.COMING.value
+        if record is not None:
+            where, blocks, why = where | 1, record.blocks, _STORED
+        else:
+            why = Reason.COMING if is_coming else Reason.FAILED
+        reason = why if reason is None else reason
+        return ListedRow(namespace, key, _WHERE[where], blocks, reason)
 
     # Loads
 
@@ -302,7 +295,7 @@ class PoolIndex:
 
     def hold(self, record: ChunkRecord) -> bool:
         """Register a reader of that very record; False if it is not READY any more."""
-        is_ready = record.state is ChunkState.READY
+        is_ready = record.state is READY
         record.readers += is_ready
         return is_ready
 
@@ -324,11 +317,11 @@ class PoolIndex:
 
     def _touch(self, records: Sequence[ChunkRecord]) -> None:
         by_order: dict[EvictionOrder, list[ChunkRecord]] = {}
-        order_of = self.room.order_of
+        order_of, released = self.room.order_of, Standing.RELEASED
         for record in records:
             if record.state is READY:
                 by_order.setdefault(order_of(record), []).append(record)
-                if record.standing is RELEASED:
+                if record.standing is released:
                     self.claims.found(record)
         for order, some in by_order.items():
             order.touch(some)
@@ -397,18 +390,19 @@ class PoolIndex:
         """Those of chunks that are offered for which there is an objection."""
         found: dict[claims.Name, Refusal] = {}
         # Chunks of a job are mostly alike.
-        kind, refusal = None, None
+        kind, refusal, ready = None, None, dict[Key, ChunkRecord]()
         for name, chunk in chunks.items():
             namespace, key = name
             known, kind = kind, (namespace, chunk.slot_bytes, chunk.stamp, chunk.blocks)
             if kind != known:
                 refusal = self._objection_to(*kind)
+                ready = self._ready.get(namespace, {})
             if not 0 < len(key) <= MAX_KEY_BYTES:
                 # Nobody could be told of it.
                 found[name] = Refusal.BAD_HANDLE
             elif refusal is not None:
                 found[name] = refusal
-            elif self._has(chunk):
+            elif key in ready and self._has(ready[key], chunk):
                 found[name] = Refusal.HERE
             elif name in self._writing:
                 found[name] = Refusal.WRITING
@@ -426,12 +420,9 @@ class PoolIndex:
             return Refusal.NO_ROOM
         return None
 
-    def _has(self, chunk: OfferedChunk) -> bool:
-        """Whether a chunk that is offered is there, with its blocks, and no older."""
-        here = self.find(chunk.namespace, chunk.key)
-        if here is None or not here.blocks.has(chunk.blocks):
-            return False
-        return not self.floors.is_older(here.stamp, chunk.stamp)
+    def _has(self, here: ChunkRecord, chunk: OfferedChunk) -> bool:
+        """Whether that has the blocks of a chunk that is offered, and is no older."""
+        return here.blocks.has(chunk.blocks) and not self.floors.is_older(here.stamp, chunk.stamp)
 
     def _open(
         self,
@@ -538,7 +529,7 @@ class PoolIndex:
         part, namespace = self._parts[records[0]].part, records[0].namespace
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest
-        chunks, stored = self._ready.setdefault(namespace, {}), Reason.STORED
+        chunks, order_of = self._ready.setdefault(namespace, {}), self.room.order_of
         for record in records:
             key = record.key
             del self._parts[record], self._writing[namespace, key]
@@ -546,10 +537,11 @@ class PoolIndex:
                 self._replace(chunks[key], record)
             record.state = READY
             chunks[key] = record
-            self.listing.changed(record, stored)
-            self.room.order_of(record).enter((record,), latest)
-            if record.queue is not None:
-                latest[record.queue] = record
+            self.listing.changed(record, _STORED)
+            order_of(record).enter((record,), latest)
+            queue = record.queue
+            if queue is not None:
+                latest[queue] = record
             self.claims.came(record)
 
     def _replace(self, record: ChunkRecord, by: ChunkRecord) -> None:
@@ -573,7 +565,7 @@ class PoolIndex:
                     del self._ready[record.namespace]
                 self._free_if_idle(record)
                 continue
-            record.state = ChunkState.READY
+            record.state = READY
             chunks[record.key] = record
             self.room.came(record)
             self.listing.changed(record, Reason.STORED)
@@ -730,7 +722,7 @@ class PoolIndex:
             assert chunks, namespace
             for key, record in chunks.items():
                 assert (record.namespace, record.key) == (namespace, key), record
-                assert record.state is ChunkState.READY, record
+                assert record.state is READY, record
                 assert record in placed, record
                 assert not record.writers, record
                 assert not self._is_void(record), record
@@ -740,11 +732,11 @@ class PoolIndex:
             assert not record.readers, record
             assert record in placed, record
         for record in placed:
-            assert record.state is not ChunkState.VOID or record.is_busy, record
+            assert record.state is not VOID or record.is_busy, record
         assert self.room.num_entered == self.num_ready
         used: Counter[int] = Counter()
         for record in placed:
-            if record.state is not ChunkState.VOID:
+            if record.state is not VOID:
                 used[record.owner] += record.slot_bytes
         assert self.room.used == used
         for jobs in self._jobs.values():

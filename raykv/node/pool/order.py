@@ -38,19 +38,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from math import inf
 from operator import gt, lt
 from zlib import crc32
 
-from raykv.node.pool.records import (
-    NORMAL,
-    PINNED,
-    RELEASED,
-    SPARE,
-    ChunkRecord,
-    RecordQueue,
-    Standing,
-)
+from raykv.node.pool.records import NORMAL, ChunkRecord, RecordQueue, Standing
 
 HANDICAPS = (0, 1, 2, 16)
 """In times the chunks that may go, counted in uses. The first, none, is in force at first."""
@@ -148,11 +139,14 @@ class _Trial:
         stored, found, remembered = self.stored, self.found, self.remembered
         hits: list[bool] = []
         for number, now in uses:
-            hits.append(bool(found.pop(number, 0) or stored.pop(number, 0)))
-            (found if hits[-1] or remembered.pop(number, 0) else stored)[number] = now
+            is_hit = bool(found.pop(number, 0) or stored.pop(number, 0))
+            hits.append(is_hit)
+            (found if is_hit or remembered.pop(number, 0) else stored)[number] = now
             while len(stored) + len(found) > room:
-                used = next(iter(stored.values()), inf) - handicap
-                queue = stored if used < next(iter(found.values()), inf) else found
+                queue = stored or found
+                if stored and found:
+                    used = next(iter(stored.values())) - handicap
+                    queue = stored if used < next(iter(found.values())) else found
                 first = next(iter(queue))
                 remembered[first] = queue.pop(first)
         for number in list(islice(remembered, max(len(remembered) - REMEMBERED * room, 0))):
@@ -191,10 +185,11 @@ class EvictionOrder:
         """Chunks of a prompt have become READY; they were in no order. They go before those in
         `front` of them in the prompt, of which each queue may have one.
         """
+        take = self._memory.take
         for record in reversed(records):
-            number = _number(record)
-            record.hits += self._memory.take(number)
-            self._use(record, number)
+            number = self._use(record)
+            if take(number):
+                record.hits += 1
             self._put(record, front)
         if self._num_entered > self._room:
             self._room = self._num_entered
@@ -205,10 +200,14 @@ class EvictionOrder:
         """
         for record in reversed(records):
             record.hits += 1
-            if record.standing is RELEASED:
+            if record.queue is self._found:
+                self._found.renew(record)
+                self._use(record)
+                continue
+            if record.standing is Standing.RELEASED:
                 record.standing = NORMAL
             self._take(record)
-            self._use(record, _number(record))
+            self._use(record)
             self._put(record)
 
     def stand(self, record: ChunkRecord, standing: Standing) -> None:
@@ -247,7 +246,7 @@ class EvictionOrder:
         return len(records)
 
     def _is_marked_void(self, record: ChunkRecord) -> bool:
-        return record.standing is SPARE and record.queue is not self._spare
+        return record.standing is Standing.SPARE and record.queue is not self._spare
 
     def first(self, count: int, may_go: Callable[[ChunkRecord], bool]) -> list[ChunkRecord]:
         """Up to `count` chunks that go first, of those that may."""
@@ -277,13 +276,15 @@ class EvictionOrder:
         """How many have entered and not left."""
         return self._num_entered
 
-    def _use(self, record: ChunkRecord, number: int) -> None:
-        self.now += 1
-        record.used = self.now
+    def _use(self, record: ChunkRecord) -> int:
+        """A chunk is used now; returns its number."""
+        self.now = record.used = self.now + 1
+        number = _number(record)
         if not number & self._rest:
             self._uses.append((number, self.now))
             if len(self._uses) == LESSON:
                 self._learn()
+        return number
 
     def _learn(self) -> None:
         """Play the sample, go by the best trial, and see to the size of the sample."""
@@ -313,12 +314,12 @@ class EvictionOrder:
                 queue.add(record, before)
             else:
                 queue.add(record)
-        elif standing is PINNED:
+        elif standing is Standing.PINNED:
             self._num_pinned += 1
         elif standing >= Standing.KEPT:
             self._kept[standing - Standing.KEPT].add(record)
         else:
-            (self._spare if standing is SPARE else self._released).add(record)
+            (self._spare if standing is Standing.SPARE else self._released).add(record)
 
     def _take(self, record: ChunkRecord) -> None:
         self._num_entered -= 1

@@ -60,7 +60,7 @@ class Standing(IntEnum):
         return Standing(Standing.KEPT + priority - 1)
 
 
-RELEASED, SPARE, NORMAL, *_, PINNED = Standing
+NORMAL = Standing.NORMAL
 
 
 class ChunkRecord(msgspec.Struct, eq=False, gc=False):
@@ -140,6 +140,12 @@ class RecordQueue:
         else:
             after.before = record
         self._length += 1
+
+    def renew(self, record: ChunkRecord) -> None:
+        """Make one that is in this queue the last of it."""
+        if record is not self.last:
+            self.remove(record)
+            self.add(record)
 
     def remove(self, record: ChunkRecord) -> None:
         """Take out a record that is in this queue."""
