@@ -171,12 +171,13 @@ class Copying:
         if hello.rank < hello.num_ranks - 1:
             return
         planner, sizes = worker.planner, hello.slot_bytes
-        used = {group_id: planner.chunk_bytes(group_id, hello.num_ranks) for group_id in sizes}
-        # Mostly slots have no more room than that.
-        for at in chunks if used != sizes else ():
+        ends = {group_id: planner.chunk_bytes(group_id, hello.num_ranks) for group_id in sizes}
+        # Mostly slots end there, too.
+        for at in chunks if ends != sizes else ():
             record = job.under_way[at]
-            begin = used[group_of(record.key)]
-            ctypes.memset(self._keeper.address_of(record) + begin, 0, record.slot_bytes - begin)
+            end = ends[group_of(record.key)]
+            if end < record.slot_bytes:
+                ctypes.memset(self._keeper.address_of(record) + end, 0, record.slot_bytes - end)
 
     def _end(self, queued: QueuedJob, chunks: Sequence[int], done: bool) -> bool:
         """End admitted chunks, whose copy is done or was stopped; False: they have failed."""

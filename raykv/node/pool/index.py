@@ -278,20 +278,21 @@ class PoolIndex:
         """Register a reader of each chunk that has the wanted blocks, all at once; with no blocks
         it takes the whole slot, and along with it which blocks are there.
         """
-        found = [self._begin_load(*chunk) for chunk in chunks]
-        self.touch([each for each in found if isinstance(each, ChunkRecord)], now)
+        found: list[ChunkRecord | Refusal] = []
+        here = []
+        for namespace, key, wanted in chunks:
+            record = self.find(namespace, key)
+            if record is None:
+                is_coming = self.is_coming(namespace, key)
+                found.append(Refusal.WRITING if is_coming else Refusal.NOT_HERE)
+            elif wanted is not record.blocks and not record.blocks.has(wanted):
+                found.append(Refusal.PARTIAL)
+            else:
+                record.readers += 1
+                found.append(record)
+                here.append(record)
+        self.touch(here, now)
         return found
-
-    def _begin_load(
-        self, namespace: Namespace, key: Key, wanted: Blocks = NO_BLOCKS
-    ) -> ChunkRecord | Refusal:
-        record = self.find(namespace, key)
-        if record is None:
-            return Refusal.WRITING if self.is_coming(namespace, key) else Refusal.NOT_HERE
-        if wanted is not record.blocks and not record.blocks.has(wanted):
-            return Refusal.PARTIAL
-        record.readers += 1
-        return record
 
     def hold(self, record: ChunkRecord) -> bool:
         """Register a reader of that very record; False if it is not READY any more."""
@@ -390,12 +391,12 @@ class PoolIndex:
         """Those of chunks that are offered for which there is an objection."""
         found: dict[claims.Name, Refusal] = {}
         # Chunks of a job are mostly alike.
-        kind, refusal, ready = None, None, dict[Key, ChunkRecord]()
+        known, refusal, ready = None, None, dict[Key, ChunkRecord]()
         for name, chunk in chunks.items():
             namespace, key = name
-            known, kind = kind, (namespace, chunk.slot_bytes, chunk.stamp, chunk.blocks)
+            kind = namespace, chunk.slot_bytes, chunk.stamp, chunk.blocks
             if kind != known:
-                refusal = self._objection_to(*kind)
+                known, refusal = kind, self._objection_to(*kind)
                 ready = self._ready.get(namespace, {})
             if not 0 < len(key) <= MAX_KEY_BYTES:
                 # Nobody could be told of it.

@@ -239,10 +239,11 @@ class Jobs:
         """
         assert not made.under_way, made
         failed: dict[int, Refusal] = {}
+        is_load = made.is_load
         for at, found in enumerate(made.chunks):
             refusal = failures.get(at)
             if isinstance(found, ChunkRecord):
-                if made.is_load and refusal is Refusal.CORRUPT:
+                if is_load and refusal is Refusal.CORRUPT:
                     self._index.drop(found, Reason.DAMAGED)
             elif not refusal:
                 refusal = Refusal.CANCELLED if found is None else self._still(made, at, found)
@@ -255,7 +256,7 @@ class Jobs:
             self._index.end_job(part)
         rows = ListedRows()
         if made.job.capture is None:
-            shown = failed if made.is_load else range(len(made.keys))
+            shown = failed if is_load else range(len(made.keys))
             rows = self._index.rows(made.namespace, [made.keys[at] for at in shown])
         return CopyResult(
             made.job.job_id,

@@ -198,10 +198,11 @@ class EvictionOrder:
         """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
         all the same.
         """
+        found = self._found
         for record in reversed(records):
             record.hits += 1
-            if record.queue is self._found:
-                self._found.renew(record)
+            if record.queue is found:
+                found.renew(record)
                 self._use(record)
                 continue
             if record.standing is Standing.RELEASED:
@@ -291,9 +292,12 @@ class EvictionOrder:
         num = self._room = max(self._num_entered, self._room - 1 - self._room // FORGET)
         room = 1 + num // (self._rest + 1)
         plays = [trial.play(self._uses, room, trial.handicap * num) for trial in self._trials]
+        left = 0.5 ** (LESSON / (HALF_LIFE * room))
         for trial, hits in zip(self._trials, plays, strict=True):
-            trial.merit *= 0.5 ** (LESSON / (HALF_LIFE * room))
-            trial.merit += sum(map(gt, hits, plays[0])) / CLEARLY - sum(map(lt, hits, plays[0]))
+            trial.merit *= left
+            if hits != plays[0]:
+                more, less = sum(map(gt, hits, plays[0])), sum(map(lt, hits, plays[0]))
+                trial.merit += more / CLEARLY - less
         self._uses.clear()
         self._handicap = max(self._trials, key=lambda each: each.merit).handicap
         most = max(LEAST_SAMPLED, FINEST * (self._rest + 1))

@@ -143,9 +143,15 @@ class RecordQueue:
 
     def renew(self, record: ChunkRecord) -> None:
         """Make one that is in this queue the last of it."""
-        if record is not self.last:
-            self.remove(record)
-            self.add(record)
+        before, after, last = record.before, record.after, self.last
+        if after is None or last is None:
+            return
+        if before is None:
+            self.first = after
+        else:
+            before.after = after
+        after.before, last.after, self.last = before, record, record
+        record.before, record.after = last, None
 
     def remove(self, record: ChunkRecord) -> None:
         """Take out a record that is in this queue."""

@@ -96,17 +96,15 @@ class Room:
 
     def came(self, record: ChunkRecord) -> None:
         """A chunk is being written."""
-        size = record.slot_bytes
-        self._used[record.owner] += size
-        self._by_space[record.namespace] += size
-        self._all_used += size
+        self._used[record.owner] += record.slot_bytes
+        self._by_space[record.namespace] += record.slot_bytes
+        self._all_used += record.slot_bytes
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is neither being written nor READY any more."""
-        size = record.slot_bytes
-        self._used[record.owner] -= size
-        self._by_space[record.namespace] -= size
-        self._all_used -= size
+        self._used[record.owner] -= record.slot_bytes
+        self._by_space[record.namespace] -= record.slot_bytes
+        self._all_used -= record.slot_bytes
 
     @property
     def by_space(self) -> dict[Namespace, int]:
