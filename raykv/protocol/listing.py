@@ -15,14 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from raykv.base.ids import MAX_BLOCKS, Blocks, Key, Namespace
-from raykv.protocol.columns import (
-    MAX_ROWS,
-    Keys,
-    Numbers,
-    check_column,
-    check_index,
-    numbered,
-)
+from raykv.protocol.columns import MAX_ROWS, Keys, Numbers, check_column, check_index, numbered
 
 ALL_READ = -1
 """The place of who has seen every page."""

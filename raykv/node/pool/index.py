@@ -24,20 +24,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from raykv.base import ids
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    ALL_BLOCKS,
-    EVERY_NAMESPACE,
-    MAX_KEY_BYTES,
-    NO_BLOCKS,
-    SLOT_ALIGNMENT,
-    Blocks,
-    Key,
-    Namespace,
-    Refusal,
-    Stamp,
-    group_of,
-)
+from raykv.base.ids import Blocks, Key, Namespace, Refusal, Stamp, group_of
 from raykv.base.shares import Share
 from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
@@ -101,7 +90,7 @@ class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
     key: Key
     slot_bytes: int
     stamp: Stamp
-    blocks: Blocks = ALL_BLOCKS
+    blocks: Blocks = ids.ALL_BLOCKS
     owner: int = 0
 
 
@@ -259,15 +248,16 @@ class PoolIndex:
     def _row(self, namespace: Namespace, key: Key, reason: Reason | None = None) -> ListedRow:
         """How a name is; for another reason than that, if one is given."""
         record, kept = self.find(namespace, key), self.shelf.find(namespace, key)
-        where, blocks = (0, NO_BLOCKS) if kept is None else (Where.DISK.value, kept.chunk.blocks)
         is_coming = (namespace, key) in self._writing
-        if is_coming:
-            where |= Where.COMING.value
+        where = Where.COMING.value if is_coming else 0
+        if kept is not None:
+            where |= Where.DISK.value
         if record is not None:
-            where, blocks, why = where | 1, record.blocks, _STORED
-        else:
-            why = Reason.COMING if is_coming else Reason.FAILED
-        reason = why if reason is None else reason
+            reason = _STORED if reason is None else reason
+            return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
+        blocks = kept.chunk.blocks if kept is not None else ids.NO_BLOCKS
+        if reason is None:
+            reason = Reason.COMING if is_coming else Reason.FAILED
         return ListedRow(namespace, key, _WHERE[where], blocks, reason)
 
     # Loads
@@ -278,21 +268,20 @@ class PoolIndex:
         """Register a reader of each chunk that has the wanted blocks, all at once; with no blocks
         it takes the whole slot, and along with it which blocks are there.
         """
-        found: list[ChunkRecord | Refusal] = []
-        here = []
-        for namespace, key, wanted in chunks:
-            record = self.find(namespace, key)
-            if record is None:
-                is_coming = self.is_coming(namespace, key)
-                found.append(Refusal.WRITING if is_coming else Refusal.NOT_HERE)
-            elif wanted is not record.blocks and not record.blocks.has(wanted):
-                found.append(Refusal.PARTIAL)
-            else:
-                record.readers += 1
-                found.append(record)
-                here.append(record)
-        self.touch(here, now)
+        found = [self._begin_load(*chunk) for chunk in chunks]
+        self.touch([each for each in found if isinstance(each, ChunkRecord)], now)
         return found
+
+    def _begin_load(
+        self, namespace: Namespace, key: Key, wanted: Blocks = ids.NO_BLOCKS
+    ) -> ChunkRecord | Refusal:
+        record = self.find(namespace, key)
+        if record is None:
+            return Refusal.WRITING if self.is_coming(namespace, key) else Refusal.NOT_HERE
+        if wanted is not record.blocks and not record.blocks.has(wanted):
+            return Refusal.PARTIAL
+        record.readers += 1
+        return record
 
     def hold(self, record: ChunkRecord) -> bool:
         """Register a reader of that very record; False if it is not READY any more."""
@@ -398,7 +387,7 @@ class PoolIndex:
             if kind != known:
                 known, refusal = kind, self._objection_to(*kind)
                 ready = self._ready.get(namespace, {})
-            if not 0 < len(key) <= MAX_KEY_BYTES:
+            if not 0 < len(key) <= ids.MAX_KEY_BYTES:
                 # Nobody could be told of it.
                 found[name] = Refusal.BAD_HANDLE
             elif refusal is not None:
@@ -413,7 +402,7 @@ class PoolIndex:
         self, namespace: Namespace, size: int, stamp: Stamp, blocks: Blocks
     ) -> Refusal | None:
         """Why no chunk like that gets a slot."""
-        if not blocks.is_sound or size <= 0 or size % SLOT_ALIGNMENT:
+        if not blocks.is_sound or size <= 0 or size % ids.SLOT_ALIGNMENT:
             return Refusal.BAD_HANDLE
         if self.floors.is_void(namespace, stamp):
             return Refusal.CLEARED
@@ -486,7 +475,7 @@ class PoolIndex:
         return record
 
     def end_store(
-        self, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ALL_BLOCKS
+        self, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ids.ALL_BLOCKS
     ) -> ChunkState:
         """A rank has stopped writing its part: of READY chunks it was the last one.
 
@@ -650,7 +639,7 @@ class PoolIndex:
         Readers finish undisturbed.
         """
         names = set(risen)
-        if EVERY_NAMESPACE in names:
+        if ids.EVERY_NAMESPACE in names:
             names = set(self._ready)
         ready = [each for name in names for each in self._ready.get(name, {}).values()]
         gone = [each for each in ready if self._is_void(each)]

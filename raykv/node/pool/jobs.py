@@ -20,15 +20,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import cast
 
-from raykv.base.ids import (
-    GROUP_BYTES,
-    NO_BLOCKS,
-    Blocks,
-    Direction,
-    Key,
-    Namespace,
-    Refusal,
-)
+from raykv.base.ids import GROUP_BYTES, NO_BLOCKS, Blocks, Direction, Key, Namespace, Refusal
 from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.records import VOID, ChunkRecord

@@ -185,14 +185,11 @@ class EvictionOrder:
         """Chunks of a prompt have become READY; they were in no order. They go before those in
         `front` of them in the prompt, of which each queue may have one.
         """
-        take = self._memory.take
         for record in reversed(records):
             number = self._use(record)
-            if take(number):
-                record.hits += 1
+            record.hits += self._memory.take(number)
             self._put(record, front)
-        if self._num_entered > self._room:
-            self._room = self._num_entered
+        self._room = max(self._room, self._num_entered)
 
     def touch(self, records: Sequence[ChunkRecord]) -> None:
         """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
