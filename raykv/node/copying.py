@@ -161,16 +161,14 @@ class Copying:
         """Overwrite what the store of admitted chunks leaves as it was: blocks that are not there
         in this rank's part of the slot, and behind the last rank's part what no rank has.
         """
-        worker, job, hello = queued.worker, queued.admitted, queued.worker.hello
-        pool = self._keeper.pool.address
+        job, hello, planner = queued.admitted, queued.worker.hello, queued.worker.planner
         for at in chunks:
-            if not worker.planner.is_whole(job.blocks[at]):
-                slot = job.under_way[at].slot
-                for offset, size in worker.planner.left_out(job.job, at, slot).tolist():
-                    ctypes.memset(pool + offset, 0, size)
+            if not planner.is_whole(job.blocks[at]):
+                for offset, size in planner.left_out(job.job, at, job.under_way[at].slot).tolist():
+                    ctypes.memset(self._keeper.pool.address + offset, 0, size)
         if hello.rank < hello.num_ranks - 1:
             return
-        planner, sizes = worker.planner, hello.slot_bytes
+        sizes = hello.slot_bytes
         ends = {group_id: planner.chunk_bytes(group_id, hello.num_ranks) for group_id in sizes}
         # Mostly slots end there, too.
         for at in chunks if ends != sizes else ():

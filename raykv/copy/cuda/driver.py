@@ -42,9 +42,6 @@ class Urgency(IntEnum):
     LOAD = 1
 
 
-_UINT64 = np.dtype(np.uint64)
-
-
 @dataclass(frozen=True)
 class Copies:
     """Copies that may be carried out in any order, one row each: absolute addresses and bytes.
@@ -58,7 +55,7 @@ class Copies:
 
     def __post_init__(self) -> None:
         for column in (self.to, self.source, self.size):
-            assert column.dtype == _UINT64, column.dtype
+            assert column.dtype == np.uint64, column.dtype
             assert column.ndim == 1, column.shape
             assert column.flags.c_contiguous, "CUDA reads the columns as arrays"
             assert len(column) == len(self.size), "columns of different lengths"

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,18 +31,10 @@ from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.order import EvictionOrder
-from raykv.node.pool.records import READY, VOID, ChunkRecord, ChunkState, RecordQueue, Standing
+from raykv.node.pool.records import READY, VOID, ChunkRecord, ChunkState, OpenJob, Standing
+from raykv.protocol import listing as told
 from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.listing import (
-    ALL_READ,
-    EVICTIONS,
-    ListedRow,
-    ListedRows,
-    ListingPart,
-    Position,
-    Reason,
-    Where,
-)
+from raykv.protocol.listing import ListedRow, ListedRows, ListingPart, Position, Reason, Where
 
 MAX_OPEN_JOBS = 4096
 """Store jobs of one engine whose ranks have not all ended them; beyond that stores are refused."""
@@ -94,26 +85,6 @@ class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
     owner: int = 0
 
 
-@dataclass(slots=True)
-class _OpenJob:
-    """What ranks are told about a job's chunks; `ended` has a bit for each rank that has ended it.
-
-    `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
-    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there; that
-    and what is stored are the job's `own`. Of each queue, `latest` is the chunk that has entered it
-    last. `seen_at`: by an `expire`, the first time.
-    """
-
-    num_ranks: int
-    verdicts: dict[claims.Name, ChunkRecord | Refusal] = field(default_factory=dict)
-    full: set[int] = field(default_factory=set)
-    here: list[ChunkRecord] = field(default_factory=list)
-    own: set[ChunkRecord] = field(default_factory=set)
-    latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
-    ended: int = 0
-    seen_at: float | None = None
-
-
 class _Parts(msgspec.Struct, gc=False):
     """Of a record that is being written: a bit for each rank that has stored its part."""
 
@@ -151,7 +122,7 @@ class PoolIndex:
         self._writing: dict[claims.Name, ChunkRecord] = {}
         self._parts: dict[ChunkRecord, _Parts] = {}
         # By the engine's life and the job's id; and the latest of those that are closed.
-        self._jobs: dict[int, dict[int, _OpenJob]] = {}
+        self._jobs: dict[int, dict[int, OpenJob]] = {}
         self._closed: dict[int, dict[int, None]] = {}
         # By life, a bit for each rank that is gone while others are there.
         self._gone: dict[int, int] = {}
@@ -198,19 +169,19 @@ class PoolIndex:
         most = min(most, MAX_KEYS // 2)
         life, newest = self.listing.life, self.listing.number
         found = None
-        if position.life == life and position.place >= ALL_READ:
+        if position.life == life and position.place >= told.ALL_READ:
             found = self.listing.since(position.number, most)
         begins = found is None
         changes, number = found or ([], newest)
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
-        if place != ALL_READ and wanted is not None:
+        if place != told.ALL_READ and wanted is not None:
             # Nobody need walk through a pool of others.
             here = self.room.by_space
             if not any(each in here or self.shelf.has_any(each) for each in wanted):
-                place = ALL_READ
-        if place != ALL_READ:
+                place = told.ALL_READ
+        if place != told.ALL_READ:
             some, place = self.page(place, most)
             for each in some:
                 if not isinstance(each, ChunkRecord) or each.state is not VOID:
@@ -237,9 +208,9 @@ class PoolIndex:
         disk = self.disk_place
         if place >= disk:
             kept, place = self.shelf.page(place - disk, most)
-            return kept, place if place == ALL_READ else disk + place
+            return kept, place if place == told.ALL_READ else disk + place
         records, place = self.places.records_from(place, most)
-        return records, disk if place == ALL_READ and len(self.shelf) else place
+        return records, disk if place == told.ALL_READ and len(self.shelf) else place
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
@@ -353,7 +324,7 @@ class PoolIndex:
             self._open(job, part, new, now, expires_at)
         return [self._join(verdicts[name], part) for name in names]
 
-    def _job(self, part: StorePart) -> _OpenJob | Refusal:
+    def _job(self, part: StorePart) -> OpenJob | Refusal:
         """The open job of a part, perhaps a new one."""
         jobs = self._jobs.get(part.life, {})
         job = jobs.get(part.job_id)
@@ -367,7 +338,7 @@ class PoolIndex:
         if gone.bit_count() >= part.num_ranks:
             # Lines have spoken of more ranks than the engine has.
             return Refusal.POISONED
-        job = _OpenJob(part.num_ranks, ended=gone)
+        job = OpenJob(part.num_ranks, ended=gone)
         self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 
@@ -416,7 +387,7 @@ class PoolIndex:
 
     def _open(
         self,
-        job: _OpenJob,
+        job: OpenJob,
         part: StorePart,
         new: Mapping[claims.Name, OfferedChunk],
         now: float,
@@ -443,18 +414,11 @@ class PoolIndex:
             self.listing.changed(record, coming)
 
     def _new_record(
-        self, job: _OpenJob, chunk: OfferedChunk, count: int, now: float
+        self, job: OpenJob, chunk: OfferedChunk, count: int, now: float
     ) -> ChunkRecord | None:
         """A record with a slot; with more to come, room is made for so many like it."""
-        record = ChunkRecord(
-            chunk.namespace,
-            chunk.key,
-            chunk.slot_bytes,
-            chunk.stamp,
-            chunk.owner,
-            blocks=chunk.blocks,
-            came_at=now,
-        )
+        record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp, chunk.owner)
+        record.blocks, record.came_at = chunk.blocks, now
         while not self.places.place(record):
             if not self._make_room(job, record, count, now):
                 return None
@@ -506,9 +470,8 @@ class PoolIndex:
                     finished.append(record)
         stamps = {(record.namespace, record.stamp) for record in finished}
         if any(self.floors.is_void(*each) for each in stamps):
-            for record in finished:
-                if self._is_void(record):
-                    self._void(record)
+            for record in filter(self._is_void, finished):
+                self._void(record)
             finished = [record for record in finished if record.state is not VOID]
         if finished:
             self._make_ready(finished)
@@ -611,7 +574,7 @@ class PoolIndex:
         self._gone.pop(life, None)
         self._closed.pop(life, None)
 
-    def _unfinished(self, job: _OpenJob) -> list[ChunkRecord]:
+    def _unfinished(self, job: OpenJob) -> list[ChunkRecord]:
         """Chunks of a job that wait for parts."""
         records = [each for each in job.verdicts.values() if isinstance(each, ChunkRecord)]
         return [each for each in records if each in self._parts]
@@ -657,7 +620,7 @@ class PoolIndex:
         if record.state is READY:
             self._drop(record, reason)
 
-    def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
+    def _make_room(self, job: OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
         """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
 
         def may_go(each: ChunkRecord) -> bool:
@@ -671,7 +634,7 @@ class PoolIndex:
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A READY record is not found any more."""
-        self.room.order_of(record).leave(record, remember=reason in EVICTIONS)
+        self.room.order_of(record).leave(record, remember=reason in told.EVICTIONS)
         self.room.went(record)
         self.claims.went(record)
         chunks = self._ready[record.namespace]

@@ -276,13 +276,11 @@ class Jobs:
         assert all(self._lines.values()), self._lines
 
 
-def _of_size(
-    index: PoolIndex, record: ChunkRecord | Refusal, slot_bytes: int
-) -> ChunkRecord | Refusal:
+def _of_size(index: PoolIndex, found: ChunkRecord | Refusal, size: int) -> ChunkRecord | Refusal:
     """A record that was admitted to be read, if its slot has the size that the reader knows."""
-    if isinstance(record, Refusal) or record.slot_bytes == slot_bytes:
-        return record
-    index.end_load(record)
+    if isinstance(found, Refusal) or found.slot_bytes == size:
+        return found
+    index.end_load(found)
     return Refusal.BAD_HANDLE
 
 

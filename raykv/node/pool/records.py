@@ -1,4 +1,4 @@
-"""A chunk's record, and queues of records.
+"""A chunk's record, queues of records, and those of a store job.
 
             first part                 last part                   nobody copies
   (none) ─────────────► WRITING ──────────────────────► READY ────────────────────► (none)
@@ -12,12 +12,13 @@ A record is its own ticket: who was admitted to it ends with it, whatever the in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
 import msgspec
 
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot, Stamp
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Slot, Stamp
 
 
 class ChunkState(IntEnum):
@@ -177,3 +178,23 @@ class RecordQueue:
 
     def __len__(self) -> int:
         return self._length
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """What ranks are told about a job's chunks; `ended` has a bit for each rank that has ended it.
+
+    `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
+    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there; that
+    and what is stored are the job's `own`. Of each queue, `latest` is the chunk that has entered it
+    last. `seen_at`: by an `expire`, the first time.
+    """
+
+    num_ranks: int
+    verdicts: dict[tuple[Namespace, Key], ChunkRecord | Refusal] = field(default_factory=dict)
+    full: set[int] = field(default_factory=set)
+    here: list[ChunkRecord] = field(default_factory=list)
+    own: set[ChunkRecord] = field(default_factory=set)
+    latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
+    ended: int = 0
+    seen_at: float | None = None
