@@ -397,8 +397,7 @@ def _merged(rows: Column, edges: Column) -> CopyRuns:
     """Join each row to the one before it where both sides go on without a gap, in a slab."""
     kv, pool, size = rows
     joins = (kv[:-1] + size[:-1] == kv[1:]) & (pool[:-1] + size[:-1] == pool[1:])
-    if len(edges):
-        joins[edges - 1] = False
+    joins[edges - 1] = False
     if joins.any():
         starts = np.flatnonzero(np.concatenate([[True], ~joins]))
         size = np.add.reduceat(size, starts)

@@ -38,16 +38,8 @@ from itertools import chain, islice
 from typing import NoReturn
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import (
-    CUT_BYTES,
-    BatchRows,
-    ChooseRoute,
-    Route,
-    batches,
-    direct,
-    staged,
-    usual_route,
-)
+from raykv.copy.cuda import batches
+from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, ChooseRoute, Route, direct, staged
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
@@ -287,15 +279,15 @@ class Lane:
     ) -> Iterator[tuple[Route, BatchRows]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits, at_once = self._limits, self._at_once
-        for some in batches(rows, self._most_bytes, self._most_runs):
+        for some in batches.batches(rows, self._most_bytes, self._most_runs):
             route = Route.GATHER if self._is_gathered(some, place) else Route.BATCH
             if is_first and route is Route.BATCH:
                 least = min(limits.first_bytes, limits.batch_bytes)
-                begin = next(batches(some, least, limits.batch_runs))
+                begin = next(batches.batches(some, least, limits.batch_runs))
                 yield route, begin
                 some = some.some(slice(len(begin), None))
             is_first = False
-            yield from ((route, part) for part in batches(some, *at_once[route]))
+            yield from ((route, part) for part in batches.batches(some, *at_once[route]))
 
     def _is_gathered(self, batch: BatchRows, place: Place) -> bool:
         if self._choose(self.direction, batch) is Route.BATCH or self._driver.mover is None:
@@ -359,7 +351,7 @@ class Device:
         driver: CopyDriver,
         limits: Limits | None = None,
         on_lost: OnLost = end_process,
-        choose: ChooseRoute = usual_route,
+        choose: ChooseRoute = batches.usual_route,
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()

@@ -306,15 +306,14 @@ class PoolIndex:
         if job.ended >> part.rank & 1:
             return [Refusal.POISONED] * len(chunks)
         names = [(chunk.namespace, chunk.key) for chunk in chunks]
-        verdicts = job.verdicts
         new: dict[claims.Name, OfferedChunk] = {}
         for name, chunk in zip(names, chunks, strict=True):
-            if name not in verdicts:
+            if name not in job.verdicts:
                 new.setdefault(name, chunk)
         # A rank that has ended the job will not store its part of it.
         refused = dict.fromkeys(new, Refusal.POISONED) if job.ended else self._objections(new)
         for name, refusal in refused.items():
-            verdicts[name] = refusal
+            job.verdicts[name] = refusal
             del new[name]
             if refusal is Refusal.HERE:
                 here = self._ready[name[0]][name[1]]
@@ -322,7 +321,7 @@ class PoolIndex:
                 job.own.add(here)
         if new:
             self._open(job, part, new, now, expires_at)
-        return [self._join(verdicts[name], part) for name in names]
+        return [self._join(job.verdicts[name], part) for name in names]
 
     def _job(self, part: StorePart) -> OpenJob | Refusal:
         """The open job of a part, perhaps a new one."""
@@ -492,9 +491,8 @@ class PoolIndex:
             chunks[key] = record
             self.listing.changed(record, _STORED)
             order_of(record).enter((record,), latest)
-            queue = record.queue
-            if queue is not None:
-                latest[queue] = record
+            if record.queue is not None:
+                latest[record.queue] = record
             self.claims.came(record)
 
     def _replace(self, record: ChunkRecord, by: ChunkRecord) -> None:

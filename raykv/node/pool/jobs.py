@@ -173,11 +173,9 @@ class Jobs:
             made.part = part
 
     def _begin_loads(self, loads: Sequence[AdmittedJob], now: float) -> None:
-        chunks = [
-            each
-            for made in loads
-            for each in zip(repeat(made.namespace), made.keys, made.blocks, strict=False)
-        ]
+        chunks: list[tuple[Namespace, Key, Blocks]] = []
+        for made in loads:
+            chunks += zip(repeat(made.namespace), made.keys, made.blocks, strict=False)
         found = iter(self._index.begin_loads(chunks, now))
         for made in loads:
             for at, (size, record) in enumerate(zip(made.slot_bytes, found, strict=False)):
