@@ -61,10 +61,11 @@ class Blocks(NamedTuple):
 
     def has(self, wanted: Blocks) -> bool:
         """Whether all wanted blocks are among these; true if none is wanted."""
-        if not wanted.length:
+        (first, length), (own_first, own_length) = wanted, self
+        if not length:
             return True
-        ends_inside = wanted.first + wanted.length <= self.first + self.length
-        return wanted.length > 0 and self.first <= wanted.first and ends_inside
+        ends_inside = first + length <= own_first + own_length
+        return length > 0 and own_first <= first and ends_inside
 
 
 ALL_BLOCKS = Blocks(0, MAX_BLOCKS)

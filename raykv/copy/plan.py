@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Direction, Key, Slot, group_of
+from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Blocks, Direction, Key, Slot, group_of
 from raykv.memory.canonical import clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
 from raykv.protocol import columns, copies, worker
@@ -97,9 +97,9 @@ class Planner:
             for way in Direction:
                 self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
 
-    def is_whole(self, job: copies.CopyJob, chunk: int) -> bool:
-        """Whether all blocks of a chunk of a job are copied."""
-        return job.num_blocks[chunk] == self._blocks_per_chunk
+    def is_whole(self, blocks: Blocks) -> bool:
+        """Whether these are all blocks of a chunk."""
+        return blocks.length == self._blocks_per_chunk
 
     def left_out(self, job: copies.CopyJob, chunk: int, slot: Slot) -> Column:
         """Where in the pool this rank's part of the blocks would be that one chunk of a store does
@@ -402,4 +402,4 @@ def _merged(rows: Column, edges: Column) -> CopyRuns:
         starts = np.flatnonzero(np.concatenate([[True], ~joins]))
         size = np.add.reduceat(size, starts)
         kv, pool, edges = kv[starts], pool[starts], np.searchsorted(starts, edges)
-    return CopyRuns(kv, pool, size, np.append(edges, len(size)))
+    return CopyRuns(kv, pool, size, _column([*edges, len(size)]))

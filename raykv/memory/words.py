@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 from raykv.memory.region import Region
 
@@ -26,7 +27,11 @@ class Word:
     @property
     def is_set(self) -> bool:
         """Whether it has the value now."""
-        return ctypes.c_uint64.from_address(self.address).value == self.value
+        return self._memory.value == self.value
+
+    @cached_property
+    def _memory(self) -> ctypes.c_uint64:
+        return ctypes.c_uint64.from_address(self.address)
 
 
 class CancelWords:

@@ -37,7 +37,6 @@ from raykv.node.attached import QueuedJob
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.jobs import AdmittedJob
-from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.worker import JobResults
 
 FIRST_BYTES = 8 << 20
@@ -47,12 +46,11 @@ in which the next ones are admitted."""
 
 @dataclass
 class _Progress:
-    """How far a job is: chunks that are admitted and have not ended, in order; how many of them
-    each part has that the back end has taken; and the first chunk that was not looked at yet.
+    """How far a job is: chunks of the parts that the back end has taken, until they end; and the
+    first one that was not looked at yet.
     """
 
-    admitted: deque[int] = field(default_factory=deque)
-    begun: deque[int] = field(default_factory=deque)
+    begun: deque[list[int]] = field(default_factory=deque)
     first_left: int = 0
 
 
@@ -108,8 +106,7 @@ class Copying:
                 if not progress.begun:
                     # It was stopped before anything was asked for.
                     break
-                count = progress.begun.popleft()
-                ended = [progress.admitted.popleft() for _ in range(count)]
+                ended = progress.begun.popleft()
                 if self._end(queued, ended, done):
                     num_bytes += sum(map(plan.bytes_of, ended))
         return num_bytes
@@ -125,9 +122,8 @@ class Copying:
             part_bytes = most_bytes
             admitted = self._admit(queued, range(first, progress.first_left))
             if admitted:
-                progress.admitted += admitted
                 self._give_way(queued)
-                progress.begun.append(len(admitted))
+                progress.begun.append(admitted)
                 slots = _slots_of(queued.admitted, admitted)
                 yield plan.runs(admitted, slots, self._keeper.geometry.slab_bytes)
 
@@ -149,37 +145,37 @@ class Copying:
     def _admit(self, queued: QueuedJob, chunks: Sequence[int]) -> list[int]:
         """Chunks whose bytes may be copied now; the others have their refusals."""
         job = queued.admitted
-        if job.is_load:
-            for at in [at for at in chunks if at in job.under_way]:
-                record = job.chunks[at]
-                assert isinstance(record, ChunkRecord), record
-                refusal = self._integrity.objection(record, queued.stop)
-                if refusal is not Refusal.NONE:
-                    queued.refusals[at] = refusal
-                    self._keeper.end_chunks(job, (at,), ok=False)
-            return [at for at in chunks if at in job.under_way]
-        self._keeper.begin_chunks(job, chunks)
-        admitted = [at for at in chunks if at in job.under_way]
-        for at in admitted:
-            self._blank(queued, at)
-        return admitted
+        if not job.is_load:
+            self._keeper.begin_chunks(job, chunks)
+            admitted = [at for at in chunks if at in job.under_way]
+            self._blank(queued, admitted)
+            return admitted
+        for at in [at for at in chunks if at in job.under_way]:
+            refusal = self._integrity.objection(job.under_way[at], queued.stop)
+            if refusal:
+                queued.refusals[at] = refusal
+                self._keeper.end_chunks(job, (at,), ok=False)
+        return [at for at in chunks if at in job.under_way]
 
-    def _blank(self, queued: QueuedJob, chunk: int) -> None:
-        """Overwrite what the store of an admitted chunk leaves as it was: blocks that are not there
+    def _blank(self, queued: QueuedJob, chunks: Sequence[int]) -> None:
+        """Overwrite what the store of admitted chunks leaves as it was: blocks that are not there
         in this rank's part of the slot, and behind the last rank's part what no rank has.
         """
-        worker, job = queued.worker, queued.admitted
-        record = job.chunks[chunk]
-        assert isinstance(record, ChunkRecord), record
-        if not worker.planner.is_whole(job.job, chunk):
-            pool = self._keeper.pool.address
-            for offset, size in worker.planner.left_out(job.job, chunk, record.slot).tolist():
-                ctypes.memset(pool + offset, 0, size)
-        num_ranks = worker.hello.num_ranks
-        used = worker.planner.chunk_bytes(group_of(record.key), num_ranks)
-        if worker.hello.rank == num_ranks - 1 and used < record.slot_bytes:
-            place = self._keeper.address_of(record)
-            ctypes.memset(place + used, 0, record.slot_bytes - used)
+        job, hello, planner = queued.admitted, queued.worker.hello, queued.worker.planner
+        for at in chunks:
+            if not planner.is_whole(job.blocks[at]):
+                for offset, size in planner.left_out(job.job, at, job.under_way[at].slot).tolist():
+                    ctypes.memset(self._keeper.pool.address + offset, 0, size)
+        if hello.rank < hello.num_ranks - 1:
+            return
+        sizes = hello.slot_bytes
+        ends = {group_id: planner.chunk_bytes(group_id, hello.num_ranks) for group_id in sizes}
+        # Mostly slots end there, too.
+        for at in chunks if ends != sizes else ():
+            record = job.under_way[at]
+            end = ends[group_of(record.key)]
+            if end < record.slot_bytes:
+                ctypes.memset(self._keeper.address_of(record) + end, 0, record.slot_bytes - end)
 
     def _end(self, queued: QueuedJob, chunks: Sequence[int], done: bool) -> bool:
         """End admitted chunks, whose copy is done or was stopped; False: they have failed."""
@@ -192,8 +188,7 @@ class Copying:
 
 def _slots_of(job: AdmittedJob, numbers: Sequence[int]) -> list[Slot]:
     """The slots of chunks of a job that were admitted."""
-    records = [job.chunks[at] for at in numbers]
-    return [record.slot for record in records if isinstance(record, ChunkRecord)]
+    return [job.under_way[at].slot for at in numbers]
 
 
 def _check_sizes(queued: QueuedJob, plan: JobPlan) -> None:

@@ -101,26 +101,23 @@ class PoolKeeper:
         with self.lock:
             self.owner.begin_chunks(job, numbers, self.now())
             for at in numbers:
-                record = job.chunks[at]
-                if isinstance(record, ChunkRecord) and not self._open(record):
+                record = job.under_way.get(at)
+                if record is not None and not self._open(record):
                     self.owner.jobs.end_chunks(job, (at,), ok=False)
                     job.chunks[at] = Refusal.COPY_FAILED
             self.lock.notify_all()
 
     def _open(self, record: ChunkRecord) -> bool:
         """A record's bytes are about to be written; False: they can't be."""
-        self.pool.forget(record.slot, record.slot_bytes)
-        return self.pool.may_touch(record.slot, record.slot_bytes)
+        pool = self.pool
+        if pool.has_journal:
+            pool.forget(record.slot, record.slot_bytes)
+        return not pool.is_short or pool.may_touch(record.slot, record.slot_bytes)
 
     def end_chunks(self, job: jobs.AdmittedJob, numbers: Sequence[int], *, ok: bool) -> None:
         """Nobody copies these chunks of a job any more; see `Jobs.end_chunks`."""
         with self.lock:
-            records = [] if job.is_load or not ok else [job.chunks[at] for at in numbers]
-            self.owner.jobs.end_chunks(job, numbers, ok=ok)
-            for record in records:
-                # It is READY by the last rank's end only.
-                if isinstance(record, ChunkRecord) and record.state is ChunkState.READY:
-                    self._unchecked.append(record)
+            self._unchecked += self.owner.jobs.end_chunks(job, numbers, ok=ok)
             self.lock.notify_all()
 
     def end_job(

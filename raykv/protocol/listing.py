@@ -15,14 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from raykv.base.ids import MAX_BLOCKS, Blocks, Key, Namespace
-from raykv.protocol.columns import (
-    MAX_ROWS,
-    Keys,
-    Numbers,
-    check_column,
-    check_index,
-    numbered,
-)
+from raykv.protocol.columns import MAX_ROWS, Keys, Numbers, check_column, check_index, numbered
 
 ALL_READ = -1
 """The place of who has seen every page."""
@@ -111,17 +104,13 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
     def of(rows: Iterable[ListedRow]) -> ListedRows:
         """Rows as columns."""
         rows = list(rows)
+        if not rows:
+            return ListedRows()
+        spaces, keys, where, blocks, reasons = zip(*rows, strict=True)
+        first, length = map(Numbers.of, zip(*blocks, strict=True))
         names: list[str] = []
-        index = Numbers.of(numbered(names, [row.namespace for row in rows]))
-        return ListedRows(
-            names,
-            index,
-            Keys.of(row.key for row in rows),
-            bytes(row.where for row in rows),
-            Numbers.of(row.blocks.first for row in rows),
-            Numbers.of(row.blocks.length for row in rows),
-            bytes(row.reason for row in rows),
-        )
+        index = Numbers.of(numbered(names, spaces))
+        return ListedRows(names, index, Keys.of(keys), bytes(where), first, length, bytes(reasons))
 
     def __iter__(self) -> Iterator[ListedRow]:
         names = [Namespace(name) for name in self.namespaces]

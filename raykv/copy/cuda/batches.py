@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 import numpy as np
 
@@ -48,10 +49,10 @@ class BatchRows:
         """A part of the rows."""
         return BatchRows(self.kv[part], self.pool[part], self.size[part], self.slab[part])
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
-        return int(self.size.sum())
+        return int(np.add.reduce(self.size))
 
     @property
     def has_words(self) -> bool:
@@ -103,7 +104,7 @@ def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
     """Cut the rows where the pool's offset is a multiple of `cut_bytes`."""
     first = rows.pool // cut_bytes
     last = (rows.pool + rows.size - 1) // cut_bytes
-    if np.array_equal(first, last):
+    if (first == last).all():
         return rows
     counts = last - first + 1
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -119,10 +120,10 @@ def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchR
     if 0 < len(rows) <= most_runs and rows.num_bytes <= most_bytes:
         yield rows
         return
-    ends = np.cumsum(rows.size)
+    ends = rows.size.cumsum()
     start, done = 0, 0
     while start < len(rows):
-        stop = int(np.searchsorted(ends, done + most_bytes, side="right"))
+        stop = int(ends.searchsorted(done + most_bytes, side="right"))
         stop = max(start + 1, min(stop, start + most_runs))
         yield rows.some(slice(start, stop))
         start, done = stop, int(ends[stop - 1])

@@ -38,16 +38,8 @@ from itertools import chain, islice
 from typing import NoReturn
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda.batches import (
-    CUT_BYTES,
-    BatchRows,
-    ChooseRoute,
-    Route,
-    batches,
-    direct,
-    staged,
-    usual_route,
-)
+from raykv.copy.cuda import batches
+from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, ChooseRoute, Route, direct, staged
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
@@ -75,6 +67,9 @@ CUDA_POLL_S = 0.0001
 CUDA_LANE_LOOK_S = 0.01
 
 OnLost = Callable[[CUDAError], NoReturn]
+
+NEVER = StopSign()
+"""Nothing stops what was submitted."""
 
 PARTS_IN_FLIGHT = 2
 """One is copied while the next one is submitted, which takes about as long on an H100."""
@@ -137,6 +132,13 @@ class Lane:
         self.direction = direction
         self._choose = choose
         self._driver, self._limits, self._on_lost = driver, limits, on_lost
+        # Bytes and runs.
+        self._at_once = {
+            Route.BATCH: (limits.batch_bytes, limits.batch_runs),
+            Route.GATHER: (limits.staging_bytes, limits.gather_runs),
+        }
+        bounds = zip(*self._at_once.values(), strict=True)
+        self._most_bytes, self._most_runs = map(max, bounds)
         self._lock = threading.Lock()
         self._urgency = Urgency.LOAD if direction is Direction.LOAD else Urgency.STORE
         self._stream = driver.make_stream(self._urgency)
@@ -254,7 +256,7 @@ class Lane:
     def _await(self, event: int) -> None:
         """Wait for what was submitted; if that can't be, this does not return."""
         try:
-            done = self._poll(event, self._limits.hang_s, StopSign())
+            done = self._poll(event, self._limits.hang_s, NEVER)
         except CUDAError as error:
             self._on_lost(error)
         if not done:
@@ -276,21 +278,16 @@ class Lane:
         self, rows: BatchRows, place: Place, *, is_first: bool
     ) -> Iterator[tuple[Route, BatchRows]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
-        limits = self._limits
-        at_once = {
-            Route.BATCH: (limits.batch_bytes, limits.batch_runs),
-            Route.GATHER: (limits.staging_bytes, limits.gather_runs),
-        }
-        most_bytes, most_runs = (max(each) for each in zip(*at_once.values(), strict=True))
-        for some in batches(rows, most_bytes, most_runs):
+        limits, at_once = self._limits, self._at_once
+        for some in batches.batches(rows, self._most_bytes, self._most_runs):
             route = Route.GATHER if self._is_gathered(some, place) else Route.BATCH
             if is_first and route is Route.BATCH:
                 least = min(limits.first_bytes, limits.batch_bytes)
-                begin = next(batches(some, least, limits.batch_runs))
+                begin = next(batches.batches(some, least, limits.batch_runs))
                 yield route, begin
                 some = some.some(slice(len(begin), None))
             is_first = False
-            yield from ((route, part) for part in batches(some, *at_once[route]))
+            yield from ((route, part) for part in batches.batches(some, *at_once[route]))
 
     def _is_gathered(self, batch: BatchRows, place: Place) -> bool:
         if self._choose(self.direction, batch) is Route.BATCH or self._driver.mover is None:
@@ -354,7 +351,7 @@ class Device:
         driver: CopyDriver,
         limits: Limits | None = None,
         on_lost: OnLost = end_process,
-        choose: ChooseRoute = usual_route,
+        choose: ChooseRoute = batches.usual_route,
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()

@@ -20,40 +20,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
+from raykv.base import ids
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import (
-    ALL_BLOCKS,
-    EVERY_NAMESPACE,
-    MAX_KEY_BYTES,
-    NO_BLOCKS,
-    SLOT_ALIGNMENT,
-    Blocks,
-    Key,
-    Namespace,
-    Refusal,
-    Stamp,
-    group_of,
-)
+from raykv.base.ids import Blocks, Key, Namespace, Refusal, Stamp, group_of
 from raykv.base.shares import Share
 from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, RecordQueue, Standing
+from raykv.node.pool.order import EvictionOrder
+from raykv.node.pool.records import READY, VOID, ChunkRecord, ChunkState, OpenJob, Standing
+from raykv.protocol import listing as told
 from raykv.protocol.columns import MAX_KEYS
-from raykv.protocol.listing import (
-    ALL_READ,
-    EVICTIONS,
-    ListedRow,
-    ListedRows,
-    ListingPart,
-    Position,
-    Reason,
-    Where,
-)
+from raykv.protocol.listing import ListedRow, ListedRows, ListingPart, Position, Reason, Where
 
 MAX_OPEN_JOBS = 4096
 """Store jobs of one engine whose ranks have not all ended them; beyond that stores are refused."""
@@ -67,6 +48,11 @@ parts have to come."""
 
 _WHERE = tuple(map(Where, range(8)))
 """By their numbers: to put them together takes ten times as long. 1 is RAM."""
+
+_WRONG = (Reason.CLEARED, Reason.DAMAGED)
+"""Reasons for which the bytes of a chunk are of no use."""
+
+_STORED = Reason.STORED
 
 FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
@@ -95,28 +81,8 @@ class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
     key: Key
     slot_bytes: int
     stamp: Stamp
-    blocks: Blocks = ALL_BLOCKS
+    blocks: Blocks = ids.ALL_BLOCKS
     owner: int = 0
-
-
-@dataclass(slots=True)
-class _OpenJob:
-    """What ranks are told about a job's chunks; `ended` has a bit for each rank that has ended it.
-
-    `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
-    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there; that
-    and what is stored are the job's `own`. Of each queue, `latest` is the chunk that has entered it
-    last. `seen_at`: by an `expire`, the first time.
-    """
-
-    num_ranks: int
-    verdicts: dict[claims.Name, ChunkRecord | Refusal] = field(default_factory=dict)
-    full: set[int] = field(default_factory=set)
-    here: list[ChunkRecord] = field(default_factory=list)
-    own: set[ChunkRecord] = field(default_factory=set)
-    latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
-    ended: int = 0
-    seen_at: float | None = None
 
 
 class _Parts(msgspec.Struct, gc=False):
@@ -156,7 +122,7 @@ class PoolIndex:
         self._writing: dict[claims.Name, ChunkRecord] = {}
         self._parts: dict[ChunkRecord, _Parts] = {}
         # By the engine's life and the job's id; and the latest of those that are closed.
-        self._jobs: dict[int, dict[int, _OpenJob]] = {}
+        self._jobs: dict[int, dict[int, OpenJob]] = {}
         self._closed: dict[int, dict[int, None]] = {}
         # By life, a bit for each rank that is gone while others are there.
         self._gone: dict[int, int] = {}
@@ -203,22 +169,22 @@ class PoolIndex:
         most = min(most, MAX_KEYS // 2)
         life, newest = self.listing.life, self.listing.number
         found = None
-        if position.life == life and position.place >= ALL_READ:
+        if position.life == life and position.place >= told.ALL_READ:
             found = self.listing.since(position.number, most)
         begins = found is None
         changes, number = found or ([], newest)
         reasons = {(each.record.namespace, each.record.key): each.reason for each in changes}
         start = Position(life, newest, 0, position.reader) if begins else position
         place = start.place
-        if place != ALL_READ and wanted is not None:
+        if place != told.ALL_READ and wanted is not None:
             # Nobody need walk through a pool of others.
             here = self.room.by_space
             if not any(each in here or self.shelf.has_any(each) for each in wanted):
-                place = ALL_READ
-        if place != ALL_READ:
+                place = told.ALL_READ
+        if place != told.ALL_READ:
             some, place = self.page(place, most)
             for each in some:
-                if not isinstance(each, ChunkRecord) or each.state is not ChunkState.VOID:
+                if not isinstance(each, ChunkRecord) or each.state is not VOID:
                     reasons.setdefault((each.namespace, each.key), Reason.STORED)
         rows = [
             self._row(*name, reason)
@@ -242,28 +208,28 @@ class PoolIndex:
         disk = self.disk_place
         if place >= disk:
             kept, place = self.shelf.page(place - disk, most)
-            return kept, place if place == ALL_READ else disk + place
+            return kept, place if place == told.ALL_READ else disk + place
         records, place = self.places.records_from(place, most)
-        return records, disk if place == ALL_READ and len(self.shelf) else place
+        return records, disk if place == told.ALL_READ and len(self.shelf) else place
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
-        found = []
-        for key in dict.fromkeys(keys):
-            is_there = self.find(namespace, key) is not None
-            lacks = Reason.COMING if self.is_coming(namespace, key) else Reason.FAILED
-            found.append(self._row(namespace, key, Reason.STORED if is_there else lacks))
-        return ListedRows.of(found)
+        return ListedRows.of([self._row(namespace, key) for key in dict.fromkeys(keys)])
 
-    def _row(self, namespace: Namespace, key: Key, reason: Reason) -> ListedRow:
+    def _row(self, namespace: Namespace, key: Key, reason: Reason | None = None) -> ListedRow:
+        """How a name is; for another reason than that, if one is given."""
         record, kept = self.find(namespace, key), self.shelf.find(namespace, key)
-        where = Where.COMING.value if self.is_coming(namespace, key) else 0
+        is_coming = (namespace, key) in self._writing
+        where = Where.COMING.value if is_coming else 0
         if kept is not None:
             where |= Where.DISK.value
-        if record is None:
-            blocks = kept.chunk.blocks if kept is not None else NO_BLOCKS
-            return ListedRow(namespace, key, _WHERE[where], blocks, reason)
-        return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
+        if record is not None:
+            reason = _STORED if reason is None else reason
+            return ListedRow(namespace, key, _WHERE[where | 1], record.blocks, reason)
+        blocks = kept.chunk.blocks if kept is not None else ids.NO_BLOCKS
+        if reason is None:
+            reason = Reason.COMING if is_coming else Reason.FAILED
+        return ListedRow(namespace, key, _WHERE[where], blocks, reason)
 
     # Loads
 
@@ -278,44 +244,48 @@ class PoolIndex:
         return found
 
     def _begin_load(
-        self, namespace: Namespace, key: Key, wanted: Blocks = NO_BLOCKS
+        self, namespace: Namespace, key: Key, wanted: Blocks = ids.NO_BLOCKS
     ) -> ChunkRecord | Refusal:
         record = self.find(namespace, key)
         if record is None:
             return Refusal.WRITING if self.is_coming(namespace, key) else Refusal.NOT_HERE
-        if not record.blocks.has(wanted):
+        if wanted is not record.blocks and not record.blocks.has(wanted):
             return Refusal.PARTIAL
         record.readers += 1
         return record
 
     def hold(self, record: ChunkRecord) -> bool:
         """Register a reader of that very record; False if it is not READY any more."""
-        is_ready = record.state is ChunkState.READY
+        is_ready = record.state is READY
         record.readers += is_ready
         return is_ready
 
-    def end_load(self, record: ChunkRecord) -> None:
-        """A reader is done with its record."""
-        assert record.readers > 0, record
-        record.readers -= 1
-        self._free_if_idle(record)
+    def end_load(self, *records: ChunkRecord) -> None:
+        """A reader is done with each record."""
+        for record in records:
+            assert record.readers > 0, record
+            record.readers -= 1
+            if record.state is VOID:
+                self._free_if_idle(record)
 
     def touch(self, records: Sequence[ChunkRecord], now: float) -> None:
         """READY chunks of one prompt were found, from its head on."""
         for record in records:
             record.found_at = now
-            self.room.want(record.slot_bytes, now)
+        for size in {record.slot_bytes for record in records}:
+            self.room.want(size, now)
         self._touch(records)
 
     def _touch(self, records: Sequence[ChunkRecord]) -> None:
-        by_order: dict[int, list[ChunkRecord]] = {}
+        by_order: dict[EvictionOrder, list[ChunkRecord]] = {}
+        order_of, released = self.room.order_of, Standing.RELEASED
         for record in records:
-            if record.state is ChunkState.READY:
-                by_order.setdefault(id(self.room.order_of(record)), []).append(record)
-                if record.standing is Standing.RELEASED:
+            if record.state is READY:
+                by_order.setdefault(order_of(record), []).append(record)
+                if record.standing is released:
                     self.claims.found(record)
-        for some in by_order.values():
-            self.room.order_of(some[0]).touch(some)
+        for order, some in by_order.items():
+            order.touch(some)
 
     # Stores
 
@@ -338,23 +308,22 @@ class PoolIndex:
         names = [(chunk.namespace, chunk.key) for chunk in chunks]
         new: dict[claims.Name, OfferedChunk] = {}
         for name, chunk in zip(names, chunks, strict=True):
-            if name in job.verdicts:
-                continue
-            # A rank that has ended the job will not store its part of it.
-            refusal = Refusal.POISONED if job.ended else self.objection(chunk)
-            if refusal is None:
-                new[name] = chunk
-                continue
+            if name not in job.verdicts:
+                new.setdefault(name, chunk)
+        # A rank that has ended the job will not store its part of it.
+        refused = dict.fromkeys(new, Refusal.POISONED) if job.ended else self._objections(new)
+        for name, refusal in refused.items():
             job.verdicts[name] = refusal
+            del new[name]
             if refusal is Refusal.HERE:
-                here = self._ready[chunk.namespace][chunk.key]
+                here = self._ready[name[0]][name[1]]
                 job.here.append(here)
                 job.own.add(here)
         if new:
             self._open(job, part, new, now, expires_at)
         return [self._join(job.verdicts[name], part) for name in names]
 
-    def _job(self, part: StorePart) -> _OpenJob | Refusal:
+    def _job(self, part: StorePart) -> OpenJob | Refusal:
         """The open job of a part, perhaps a new one."""
         jobs = self._jobs.get(part.life, {})
         job = jobs.get(part.job_id)
@@ -368,32 +337,56 @@ class PoolIndex:
         if gone.bit_count() >= part.num_ranks:
             # Lines have spoken of more ranks than the engine has.
             return Refusal.POISONED
-        job = _OpenJob(part.num_ranks, ended=gone)
+        job = OpenJob(part.num_ranks, ended=gone)
         self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 
     def objection(self, chunk: OfferedChunk) -> Refusal | None:
         """Why a chunk that is offered needs no slot, or gets none, as things are."""
-        size, is_key = chunk.slot_bytes, 0 < len(chunk.key) <= MAX_KEY_BYTES
-        if not is_key or not chunk.blocks.is_sound or size <= 0 or size % SLOT_ALIGNMENT:
-            # Nobody could be told of it.
+        name = chunk.namespace, chunk.key
+        return self._objections({name: chunk}).get(name)
+
+    def _objections(self, chunks: Mapping[claims.Name, OfferedChunk]) -> dict[claims.Name, Refusal]:
+        """Those of chunks that are offered for which there is an objection."""
+        found: dict[claims.Name, Refusal] = {}
+        # Chunks of a job are mostly alike.
+        known, refusal, ready = None, None, dict[Key, ChunkRecord]()
+        for name, chunk in chunks.items():
+            namespace, key = name
+            kind = namespace, chunk.slot_bytes, chunk.stamp, chunk.blocks
+            if kind != known:
+                known, refusal = kind, self._objection_to(*kind)
+                ready = self._ready.get(namespace, {})
+            if not 0 < len(key) <= ids.MAX_KEY_BYTES:
+                # Nobody could be told of it.
+                found[name] = Refusal.BAD_HANDLE
+            elif refusal is not None:
+                found[name] = refusal
+            elif key in ready and self._has(ready[key], chunk):
+                found[name] = Refusal.HERE
+            elif name in self._writing:
+                found[name] = Refusal.WRITING
+        return found
+
+    def _objection_to(
+        self, namespace: Namespace, size: int, stamp: Stamp, blocks: Blocks
+    ) -> Refusal | None:
+        """Why no chunk like that gets a slot."""
+        if not blocks.is_sound or size <= 0 or size % ids.SLOT_ALIGNMENT:
             return Refusal.BAD_HANDLE
-        if self.floors.is_void(chunk.namespace, chunk.stamp):
+        if self.floors.is_void(namespace, stamp):
             return Refusal.CLEARED
         if size > self.places.geometry.slab_bytes or not self.places.takes(size):
             return Refusal.NO_ROOM
-        here = self.find(chunk.namespace, chunk.key)
-        if (
-            here is not None
-            and here.blocks.has(chunk.blocks)
-            and not self.floors.is_older(here.stamp, chunk.stamp)
-        ):
-            return Refusal.HERE
-        return Refusal.WRITING if (chunk.namespace, chunk.key) in self._writing else None
+        return None
+
+    def _has(self, here: ChunkRecord, chunk: OfferedChunk) -> bool:
+        """Whether that has the blocks of a chunk that is offered, and is no older."""
+        return here.blocks.has(chunk.blocks) and not self.floors.is_older(here.stamp, chunk.stamp)
 
     def _open(
         self,
-        job: _OpenJob,
+        job: OpenJob,
         part: StorePart,
         new: Mapping[claims.Name, OfferedChunk],
         now: float,
@@ -403,34 +396,28 @@ class PoolIndex:
         left = Counter([chunk.slot_bytes for chunk in new.values()])
         for size in left:
             self.room.want(size, now)
+        full, verdicts, coming = job.full, job.verdicts, Reason.COMING
         for name, chunk in new.items():
             record = None
-            if not job.full or group_of(chunk.key) not in job.full:
+            if not full or group_of(chunk.key) not in full:
                 record = self._new_record(job, chunk, left[chunk.slot_bytes], now)
             left[chunk.slot_bytes] -= 1
             if record is None:
-                job.full.add(group_of(chunk.key))
-                job.verdicts[name] = Refusal.NO_ROOM
+                full.add(group_of(chunk.key))
+                verdicts[name] = Refusal.NO_ROOM
                 continue
-            job.verdicts[name] = self._writing[name] = record
+            verdicts[name] = self._writing[name] = record
             job.own.add(record)
             self._parts[record] = _Parts(part, expires_at)
             self.room.came(record)
-            self.listing.changed(record, Reason.COMING)
+            self.listing.changed(record, coming)
 
     def _new_record(
-        self, job: _OpenJob, chunk: OfferedChunk, count: int, now: float
+        self, job: OpenJob, chunk: OfferedChunk, count: int, now: float
     ) -> ChunkRecord | None:
         """A record with a slot; with more to come, room is made for so many like it."""
-        record = ChunkRecord(
-            chunk.namespace,
-            chunk.key,
-            chunk.slot_bytes,
-            chunk.stamp,
-            chunk.owner,
-            blocks=chunk.blocks,
-            came_at=now,
-        )
+        record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp, chunk.owner)
+        record.blocks, record.came_at = chunk.blocks, now
         while not self.places.place(record):
             if not self._make_room(job, record, count, now):
                 return None
@@ -440,9 +427,9 @@ class PoolIndex:
         """What a rank is told of a chunk, by the verdict about it."""
         if isinstance(record, Refusal):
             return record
-        if record.state is ChunkState.READY:
+        if record.state is READY:
             return Refusal.HERE
-        if record.state is ChunkState.VOID:
+        if record.state is VOID:
             return Refusal.POISONED
         if (record.writers | self._parts[record].stored) >> part.rank & 1:
             # The same part again: it is copied once.
@@ -451,53 +438,70 @@ class PoolIndex:
         return record
 
     def end_store(
-        self, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ALL_BLOCKS
+        self, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ids.ALL_BLOCKS
     ) -> ChunkState:
         """A rank has stopped writing its part: of READY chunks it was the last one.
 
         Ranks that have stored other blocks than the ones before make the chunk void.
         """
-        assert record.writers >> rank & 1, (rank, record)
-        record.writers ^= 1 << rank
-        parts = self._parts.get(record)
-        if parts is None:
-            self._free_if_idle(record)
-            return record.state
-        if not ok or (parts.stored and blocks != record.blocks):
-            self._void(record)
-            return record.state
-        record.blocks = blocks
-        parts.stored |= 1 << rank
-        if parts.stored.bit_count() == parts.part.num_ranks:
-            self._make_ready(record)
+        self.end_stores([record], rank, ok=ok, blocks=[blocks])
         return record.state
 
-    def _make_ready(self, record: ChunkRecord) -> None:
-        if self._is_void(record):
-            self._void(record)
-            return
-        part = self._parts.pop(record).part
-        namespace, key = record.namespace, record.key
-        del self._writing[namespace, key]
-        chunks = self._ready.get(namespace)
-        if chunks is None:
-            chunks = self._ready[namespace] = {}
-        replaced = chunks.get(key)
-        if replaced is not None:
-            record.found_at, record.hits = replaced.found_at, replaced.hits
-            self.room.order_of(replaced).leave(replaced, remember=False)
-            self.room.went(replaced)
-            replaced.state = ChunkState.VOID
-            self._free_if_idle(replaced)
-        record.state = ChunkState.READY
-        chunks[key] = record
-        self.listing.changed(record, Reason.STORED)
+    def end_stores(
+        self, records: Sequence[ChunkRecord], rank: int, *, ok: bool, blocks: Sequence[Blocks]
+    ) -> list[ChunkRecord]:
+        """`end_store` of some chunks of a job, with these blocks of each; returns those that are
+        READY now.
+        """
+        mask, finished = 1 << rank, list[ChunkRecord]()
+        for record, stored in zip(records, blocks, strict=True):
+            assert record.writers & mask, (rank, record)
+            record.writers ^= mask
+            parts = self._parts.get(record)
+            if parts is None:
+                self._free_if_idle(record)
+            elif not ok or (parts.stored and stored != record.blocks):
+                self._void(record)
+            else:
+                record.blocks = stored
+                parts.stored |= mask
+                if parts.stored.bit_count() == parts.part.num_ranks:
+                    finished.append(record)
+        stamps = {(record.namespace, record.stamp) for record in finished}
+        if any(self.floors.is_void(*each) for each in stamps):
+            for record in filter(self._is_void, finished):
+                self._void(record)
+            finished = [record for record in finished if record.state is not VOID]
+        if finished:
+            self._make_ready(finished)
+        return finished
+
+    def _make_ready(self, records: Sequence[ChunkRecord]) -> None:
+        """Chunks of a job are there."""
+        part, namespace = self._parts[records[0]].part, records[0].namespace
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest
-        self.room.order_of(record).enter((record,), latest)
-        if record.queue is not None:
-            latest[record.queue] = record
-        self.claims.came(record)
+        chunks, order_of = self._ready.setdefault(namespace, {}), self.room.order_of
+        for record in records:
+            key = record.key
+            del self._parts[record], self._writing[namespace, key]
+            if key in chunks:
+                self._replace(chunks[key], record)
+            record.state = READY
+            chunks[key] = record
+            self.listing.changed(record, _STORED)
+            order_of(record).enter((record,), latest)
+            if record.queue is not None:
+                latest[record.queue] = record
+            self.claims.came(record)
+
+    def _replace(self, record: ChunkRecord, by: ChunkRecord) -> None:
+        """A READY chunk goes for another one of its name."""
+        by.found_at, by.hits = record.found_at, record.hits
+        self.room.order_of(record).leave(record, remember=False)
+        self.room.went(record)
+        record.state = VOID
+        self._free_if_idle(record)
 
     def adopt(self, records: Sequence[ChunkRecord]) -> None:
         """Chunks that nobody has found so far are READY, those first that go first; each has one
@@ -512,7 +516,7 @@ class PoolIndex:
                     del self._ready[record.namespace]
                 self._free_if_idle(record)
                 continue
-            record.state = ChunkState.READY
+            record.state = READY
             chunks[record.key] = record
             self.room.came(record)
             self.listing.changed(record, Reason.STORED)
@@ -568,7 +572,7 @@ class PoolIndex:
         self._gone.pop(life, None)
         self._closed.pop(life, None)
 
-    def _unfinished(self, job: _OpenJob) -> list[ChunkRecord]:
+    def _unfinished(self, job: OpenJob) -> list[ChunkRecord]:
         """Chunks of a job that wait for parts."""
         records = [each for each in job.verdicts.values() if isinstance(each, ChunkRecord)]
         return [each for each in records if each in self._parts]
@@ -596,7 +600,7 @@ class PoolIndex:
         Readers finish undisturbed.
         """
         names = set(risen)
-        if EVERY_NAMESPACE in names:
+        if ids.EVERY_NAMESPACE in names:
             names = set(self._ready)
         ready = [each for name in names for each in self._ready.get(name, {}).values()]
         gone = [each for each in ready if self._is_void(each)]
@@ -611,10 +615,10 @@ class PoolIndex:
 
     def drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A chunk is not to be served any more; nothing if it is not READY."""
-        if record.state is ChunkState.READY:
+        if record.state is READY:
             self._drop(record, reason)
 
-    def _make_room(self, job: _OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
+    def _make_room(self, job: OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
         """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
 
         def may_go(each: ChunkRecord) -> bool:
@@ -628,15 +632,15 @@ class PoolIndex:
 
     def _drop(self, record: ChunkRecord, reason: Reason) -> None:
         """A READY record is not found any more."""
-        self.room.order_of(record).leave(record, remember=reason in EVICTIONS)
+        self.room.order_of(record).leave(record, remember=reason in told.EVICTIONS)
         self.room.went(record)
         self.claims.went(record)
         chunks = self._ready[record.namespace]
         del chunks[record.key]
         if not chunks:
             del self._ready[record.namespace]
-        record.state = ChunkState.VOID
-        if reason not in (Reason.CLEARED, Reason.DAMAGED):
+        record.state = VOID
+        if reason not in _WRONG:
             self.shelf.left(record)
         self.listing.changed(record, reason)
         self._free_if_idle(record)
@@ -645,12 +649,12 @@ class PoolIndex:
         """A record that is being written will never be READY."""
         del self._parts[record], self._writing[record.namespace, record.key]
         self.room.went(record)
-        record.state = ChunkState.VOID
+        record.state = VOID
         self.listing.changed(record, Reason.FAILED)
         self._free_if_idle(record)
 
     def _free_if_idle(self, record: ChunkRecord) -> None:
-        if record.state is ChunkState.VOID and not record.readers and not record.writers:
+        if record.state is VOID and not record.readers and not record.writers:
             self.places.give_back(record)
 
     # Tenants
@@ -669,7 +673,7 @@ class PoolIndex:
             assert chunks, namespace
             for key, record in chunks.items():
                 assert (record.namespace, record.key) == (namespace, key), record
-                assert record.state is ChunkState.READY, record
+                assert record.state is READY, record
                 assert record in placed, record
                 assert not record.writers, record
                 assert not self._is_void(record), record
@@ -679,11 +683,11 @@ class PoolIndex:
             assert not record.readers, record
             assert record in placed, record
         for record in placed:
-            assert record.state is not ChunkState.VOID or record.is_busy, record
+            assert record.state is not VOID or record.is_busy, record
         assert self.room.num_entered == self.num_ready
         used: Counter[int] = Counter()
         for record in placed:
-            if record.state is not ChunkState.VOID:
+            if record.state is not VOID:
                 used[record.owner] += record.slot_bytes
         assert self.room.used == used
         for jobs in self._jobs.values():

@@ -16,19 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import repeat
+from typing import cast
 
-from raykv.base.ids import (
-    NO_BLOCKS,
-    Blocks,
-    Direction,
-    Key,
-    Namespace,
-    Refusal,
-    group_of,
-)
+from raykv.base.ids import GROUP_BYTES, NO_BLOCKS, Blocks, Direction, Key, Namespace, Refusal
 from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
-from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.node.pool.records import VOID, ChunkRecord
 from raykv.protocol.columns import MAX_GROUPS, Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows, Reason
@@ -39,6 +34,9 @@ STORE_EXPIRY_S = 30.0
 LANDING_PART = 4
 """One of so many parts of the pool is for what lands from other nodes."""
 
+_blocks = lru_cache(1024)(Blocks)
+"""Chunks of a job, and of many, share them: a million would take 70 MB."""
+
 LANDINGS = 0
 """The life that lands what comes from other nodes; no engine has it."""
 
@@ -48,7 +46,8 @@ class AdmittedJob:
     """A rank's job, with a ticket or a refusal for each chunk, None for those not begun.
 
     `part`: of the store that is to be ended; None for loads, and where nothing was stored.
-    `under_way`: numbers of chunks that were begun and have not ended.
+    `slot_bytes`: of each chunk; 0 if no slot is right for it. `under_way`: chunks that were begun
+    and have not ended, by their numbers.
     """
 
     job: CopyJob
@@ -59,7 +58,8 @@ class AdmittedJob:
     chunks: list[ChunkRecord | Refusal | None]
     sizes: Mapping[int, int] = field(default_factory=dict)
     part: StorePart | None = None
-    under_way: set[int] = field(default_factory=set)
+    slot_bytes: list[int] = field(default_factory=list)
+    under_way: dict[int, ChunkRecord] = field(default_factory=dict)
 
     @property
     def namespace(self) -> Namespace:
@@ -75,7 +75,13 @@ class AdmittedJob:
         """A chunk was begun, or refused."""
         self.chunks[at] = found
         if isinstance(found, ChunkRecord):
-            self.under_way.add(at)
+            self.under_way[at] = found
+
+    def take_sizes(self, sizes: Mapping[int, int]) -> None:
+        """Its slots have these sizes, by KV group."""
+        self.sizes = sizes
+        ends = {group_id.to_bytes(GROUP_BYTES, "big"): size for group_id, size in sizes.items()}
+        self.slot_bytes = [ends.get(key[-GROUP_BYTES:], 0) for key in self.keys]
 
 
 class Jobs:
@@ -139,8 +145,8 @@ class Jobs:
         is_known = is_known and 0 <= rank < num_ranks
         admitted = []
         for job in jobs:
-            keys = [Key(key) for key in job.keys]
-            blocks = list(map(Blocks, job.first_block, job.num_blocks))
+            keys = cast("list[Key]", list(job.keys))
+            blocks = list(map(_blocks, job.first_block, job.num_blocks))
             made = AdmittedJob(job, life, rank, keys, blocks, [None] * len(keys))
             sizes = engine.sizes.get(made.namespace) if engine is not None else None
             if job.capture is not None:
@@ -148,11 +154,10 @@ class Jobs:
                 made.chunks = [Refusal.NONE] * len(keys)
             elif not is_known or sizes is None:
                 made.chunks = [Refusal.BAD_HANDLE] * len(keys)
-            elif made.is_load:
-                made.sizes = sizes
             else:
-                made.sizes = sizes
-                self._begin_store(made, num_ranks)
+                made.take_sizes(sizes)
+                if not made.is_load:
+                    self._begin_store(made, num_ranks)
             admitted.append(made)
         self._begin_loads([made for made in admitted if made.is_load and made.sizes], now)
         return admitted
@@ -168,62 +173,52 @@ class Jobs:
             made.part = part
 
     def _begin_loads(self, loads: Sequence[AdmittedJob], now: float) -> None:
-        chunks = [
-            (made.namespace, key, blocks)
-            for made in loads
-            for key, blocks in zip(made.keys, made.blocks, strict=True)
-        ]
+        chunks: list[tuple[Namespace, Key, Blocks]] = []
+        for made in loads:
+            chunks += zip(repeat(made.namespace), made.keys, made.blocks, strict=False)
         found = iter(self._index.begin_loads(chunks, now))
         for made in loads:
-            for at, key in enumerate(made.keys):
-                record = next(found)
-                if isinstance(record, ChunkRecord):
-                    record = _of_size(self._index, record, made.sizes.get(group_of(key), 0))
-                made.put(at, record)
+            for at, (size, record) in enumerate(zip(made.slot_bytes, found, strict=False)):
+                made.put(at, _of_size(self._index, record, size))
 
     def begin_chunks(self, made: AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Begin the next chunks of a store, from heads of prompts to tails, as far as it can be."""
         if made.part not in self._stores.get(made.life, ()):
             return
         assert made.part is not None, made
+        namespace, orders = made.namespace, made.job.orders
         owner = self._number_of(made.job.tenant)
+        keys, sizes, blocks = made.keys, made.slot_bytes, made.blocks
         new = [at for at in numbers if made.chunks[at] is None]
         offered = [
-            OfferedChunk(
-                made.namespace,
-                made.keys[at],
-                made.sizes.get(group_of(made.keys[at]), 0),
-                made.job.orders,
-                made.blocks[at],
-                owner,
-            )
-            for at in new
+            OfferedChunk(namespace, keys[at], sizes[at], orders, blocks[at], owner) for at in new
         ]
         found = self._index.begin_stores(made.part, offered, now, now + STORE_EXPIRY_S)
         for at, each in zip(new, found, strict=True):
             made.put(at, each)
 
-    def end_chunks(self, made: AdmittedJob, numbers: Iterable[int], *, ok: bool) -> None:
+    def end_chunks(
+        self, made: AdmittedJob, numbers: Iterable[int], *, ok: bool
+    ) -> list[ChunkRecord]:
         """A rank has stopped copying these, those of them that it was copying; others were refused,
-        or have ended.
+        or have ended. Returns what is READY now by its store.
         """
-        num_stored = 0
-        for at in numbers:
-            record = made.chunks[at]
-            if at not in made.under_way or not isinstance(record, ChunkRecord):
-                continue
-            made.under_way.remove(at)
-            if made.is_load:
-                self._index.end_load(record)
-                continue
-            state = self._index.end_store(record, made.rank, ok=ok, blocks=made.blocks[at])
-            num_stored += state is ChunkState.READY
-            if state is ChunkState.VOID:
-                is_void = self._index.floors.is_void(record.namespace, record.stamp)
-                made.chunks[at] = Refusal.CLEARED if is_void else Refusal.POISONED
+        ended = {at: made.under_way.pop(at) for at in numbers if at in made.under_way}
+        records = list(ended.values())
+        if made.is_load:
+            self._index.end_load(*records)
+            return []
+        blocks = [made.blocks[at] for at in ended]
+        stored = self._index.end_stores(records, made.rank, ok=ok, blocks=blocks)
+        if len(stored) < len(ended):
+            for at, record in ended.items():
+                if record.state is VOID:
+                    is_void = self._index.floors.is_void(record.namespace, record.stamp)
+                    made.chunks[at] = Refusal.CLEARED if is_void else Refusal.POISONED
         space = self._engines.spaces.get(made.namespace)
-        if space is not None and num_stored:
-            space.count(num_stored, 0)
+        if space is not None and stored:
+            space.count(len(stored), 0)
+        return stored
 
     def end_job(
         self, made: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
@@ -234,15 +229,15 @@ class Jobs:
         """
         assert not made.under_way, made
         failed: dict[int, Refusal] = {}
+        is_load = made.is_load
         for at, found in enumerate(made.chunks):
-            refusal = failures.get(at, Refusal.NONE)
-            if found is None:
-                refusal = refusal or Refusal.CANCELLED
-            elif isinstance(found, Refusal):
-                refusal = refusal or self._still(made, at, found)
-            elif made.is_load and refusal is Refusal.CORRUPT:
-                self._index.drop(found, Reason.DAMAGED)
-            if refusal not in (Refusal.NONE, Refusal.HERE):
+            refusal = failures.get(at)
+            if isinstance(found, ChunkRecord):
+                if is_load and refusal is Refusal.CORRUPT:
+                    self._index.drop(found, Reason.DAMAGED)
+            elif not refusal:
+                refusal = Refusal.CANCELLED if found is None else self._still(made, at, found)
+            if refusal and refusal is not Refusal.HERE:
                 failed[at] = refusal
         part, made.part = made.part, None
         stores = self._stores.get(made.life, set())
@@ -251,7 +246,7 @@ class Jobs:
             self._index.end_job(part)
         rows = ListedRows()
         if made.job.capture is None:
-            shown = failed if made.is_load else range(len(made.keys))
+            shown = failed if is_load else range(len(made.keys))
             rows = self._index.rows(made.namespace, [made.keys[at] for at in shown])
         return CopyResult(
             made.job.job_id,
@@ -279,11 +274,11 @@ class Jobs:
         assert all(self._lines.values()), self._lines
 
 
-def _of_size(index: PoolIndex, record: ChunkRecord, slot_bytes: int) -> ChunkRecord | Refusal:
+def _of_size(index: PoolIndex, found: ChunkRecord | Refusal, size: int) -> ChunkRecord | Refusal:
     """A record that was admitted to be read, if its slot has the size that the reader knows."""
-    if record.slot_bytes == slot_bytes:
-        return record
-    index.end_load(record)
+    if isinstance(found, Refusal) or found.slot_bytes == size:
+        return found
+    index.end_load(found)
     return Refusal.BAD_HANDLE
 
 
@@ -331,8 +326,7 @@ class Landings:
         """Register a reader of each whole slot, all at once: that is a use of them."""
         found = self._index.begin_loads([(namespace, key, NO_BLOCKS) for key in keys], now)
         return [
-            _of_size(self._index, each, size) if isinstance(each, ChunkRecord) else each
-            for each, size in zip(found, slot_bytes, strict=True)
+            _of_size(self._index, each, size) for each, size in zip(found, slot_bytes, strict=True)
         ]
 
     def check(self) -> None:

@@ -38,11 +38,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from math import inf
 from operator import gt, lt
 from zlib import crc32
 
-from raykv.node.pool.records import ChunkRecord, RecordQueue, Standing
+from raykv.node.pool.records import NORMAL, ChunkRecord, RecordQueue, Standing
 
 HANDICAPS = (0, 1, 2, 16)
 """In times the chunks that may go, counted in uses. The first, none, is in force at first."""
@@ -110,6 +109,8 @@ class _Memory:
 
     def take(self, number: int) -> bool:
         """Forget a name; False if it is not remembered."""
+        if not self.count:
+            return False
         place = 3 * self.room * number >> 32
         places = self._numbers[place : place + _PLACES]
         if number not in places:
@@ -138,11 +139,14 @@ class _Trial:
         stored, found, remembered = self.stored, self.found, self.remembered
         hits: list[bool] = []
         for number, now in uses:
-            hits.append(bool(found.pop(number, 0) or stored.pop(number, 0)))
-            (found if hits[-1] or remembered.pop(number, 0) else stored)[number] = now
+            is_hit = bool(found.pop(number, 0) or stored.pop(number, 0))
+            hits.append(is_hit)
+            (found if is_hit or remembered.pop(number, 0) else stored)[number] = now
             while len(stored) + len(found) > room:
-                used = next(iter(stored.values()), inf) - handicap
-                queue = stored if used < next(iter(found.values()), inf) else found
+                queue = stored or found
+                if stored and found:
+                    used = next(iter(stored.values())) - handicap
+                    queue = stored if used < next(iter(found.values())) else found
                 first = next(iter(queue))
                 remembered[first] = queue.pop(first)
         for number in list(islice(remembered, max(len(remembered) - REMEMBERED * room, 0))):
@@ -182,9 +186,8 @@ class EvictionOrder:
         `front` of them in the prompt, of which each queue may have one.
         """
         for record in reversed(records):
-            number = _number(record)
+            number = self._use(record)
             record.hits += self._memory.take(number)
-            self._use(record, number)
             self._put(record, front)
         self._room = max(self._room, self._num_entered)
 
@@ -192,12 +195,17 @@ class EvictionOrder:
         """Chunks of a prompt that have entered were found; what another node keeps, too, is spare
         all the same.
         """
+        found = self._found
         for record in reversed(records):
             record.hits += 1
+            if record.queue is found:
+                found.renew(record)
+                self._use(record)
+                continue
             if record.standing is Standing.RELEASED:
-                record.standing = Standing.NORMAL
+                record.standing = NORMAL
             self._take(record)
-            self._use(record, _number(record))
+            self._use(record)
             self._put(record)
 
     def stand(self, record: ChunkRecord, standing: Standing) -> None:
@@ -266,22 +274,27 @@ class EvictionOrder:
         """How many have entered and not left."""
         return self._num_entered
 
-    def _use(self, record: ChunkRecord, number: int) -> None:
-        self.now += 1
-        record.used = self.now
+    def _use(self, record: ChunkRecord) -> int:
+        """A chunk is used now; returns its number."""
+        self.now = record.used = self.now + 1
+        number = _number(record)
         if not number & self._rest:
             self._uses.append((number, self.now))
             if len(self._uses) == LESSON:
                 self._learn()
+        return number
 
     def _learn(self) -> None:
         """Play the sample, go by the best trial, and see to the size of the sample."""
         num = self._room = max(self._num_entered, self._room - 1 - self._room // FORGET)
         room = 1 + num // (self._rest + 1)
         plays = [trial.play(self._uses, room, trial.handicap * num) for trial in self._trials]
+        left = 0.5 ** (LESSON / (HALF_LIFE * room))
         for trial, hits in zip(self._trials, plays, strict=True):
-            trial.merit *= 0.5 ** (LESSON / (HALF_LIFE * room))
-            trial.merit += sum(map(gt, hits, plays[0])) / CLEARLY - sum(map(lt, hits, plays[0]))
+            trial.merit *= left
+            if hits != plays[0]:
+                more, less = sum(map(gt, hits, plays[0])), sum(map(lt, hits, plays[0]))
+                trial.merit += more / CLEARLY - less
         self._uses.clear()
         self._handicap = max(self._trials, key=lambda each: each.merit).handicap
         most = max(LEAST_SAMPLED, FINEST * (self._rest + 1))
@@ -294,26 +307,27 @@ class EvictionOrder:
     def _put(self, record: ChunkRecord, front: Fronts = None) -> None:
         self._num_entered += 1
         standing = record.standing
-        if standing is Standing.NORMAL:
+        if standing is NORMAL:
             queue = self._found if record.hits else self._stored
             before = front.get(queue) if front else None
             if before is not None and before.queue is queue:
                 record.used = before.used
-                queue.insert(record, before)
+                queue.add(record, before)
             else:
-                queue.append(record)
+                queue.add(record)
         elif standing is Standing.PINNED:
             self._num_pinned += 1
         elif standing >= Standing.KEPT:
-            self._kept[standing - Standing.KEPT].append(record)
+            self._kept[standing - Standing.KEPT].add(record)
         else:
-            (self._spare if standing is Standing.SPARE else self._released).append(record)
+            (self._spare if standing is Standing.SPARE else self._released).add(record)
 
     def _take(self, record: ChunkRecord) -> None:
         self._num_entered -= 1
-        if record.queue is None:
+        queue = record.queue
+        if queue is None:
             self._num_pinned -= 1
         else:
             if self._unmarking and self._is_marked_void(record):
-                record.standing = Standing.NORMAL
-            record.queue.remove(record)
+                record.standing = NORMAL
+            queue.remove(record)

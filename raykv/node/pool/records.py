@@ -1,4 +1,4 @@
-"""A chunk's record, and queues of records.
+"""A chunk's record, queues of records, and those of a store job.
 
             first part                 last part                   nobody copies
   (none) ─────────────► WRITING ──────────────────────► READY ────────────────────► (none)
@@ -12,12 +12,13 @@ A record is its own ticket: who was admitted to it ends with it, whatever the in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
 import msgspec
 
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Slot, Stamp
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Slot, Stamp
 
 
 class ChunkState(IntEnum):
@@ -27,6 +28,10 @@ class ChunkState(IntEnum):
     READY = 1
     VOID = 2
     """Found by nobody; its slot is free once the last reader and writer have ended."""
+
+
+# Found as names of a module in a fifth of the time that their class takes to find them.
+WRITING, READY, VOID = ChunkState
 
 
 class Standing(IntEnum):
@@ -54,6 +59,9 @@ class Standing(IntEnum):
     def kept(priority: int) -> Standing:
         """Of chunks that are kept with a priority from 1 to `MAX_PRIORITY`."""
         return Standing(Standing.KEPT + priority - 1)
+
+
+NORMAL = Standing.NORMAL
 
 
 class ChunkRecord(msgspec.Struct, eq=False, gc=False):
@@ -119,18 +127,10 @@ class RecordQueue:
         self.last: ChunkRecord | None = None
         self._length = 0
 
-    def append(self, record: ChunkRecord) -> None:
-        """Add a record that is in no queue, as the last one."""
-        self._link(self.last, record, None)
-
-    def insert(self, record: ChunkRecord, after: ChunkRecord) -> None:
-        """Add a record that is in no queue, in front of one that is in this."""
-        self._link(after.before, record, after)
-
-    def _link(
-        self, before: ChunkRecord | None, record: ChunkRecord, after: ChunkRecord | None
-    ) -> None:
+    def add(self, record: ChunkRecord, after: ChunkRecord | None = None) -> None:
+        """Add a record that is in no queue, in front of one that is in this, or as the last."""
         assert record.queue is None, record
+        before = self.last if after is None else after.before
         record.queue, record.before, record.after = self, before, after
         if before is None:
             self.first = record
@@ -141,6 +141,18 @@ class RecordQueue:
         else:
             after.before = record
         self._length += 1
+
+    def renew(self, record: ChunkRecord) -> None:
+        """Make one that is in this queue the last of it."""
+        before, after, last = record.before, record.after, self.last
+        if after is None or last is None:
+            return
+        if before is None:
+            self.first = after
+        else:
+            before.after = after
+        after.before, last.after, self.last = before, record, record
+        record.before, record.after = last, None
 
     def remove(self, record: ChunkRecord) -> None:
         """Take out a record that is in this queue."""
@@ -166,3 +178,23 @@ class RecordQueue:
 
     def __len__(self) -> int:
         return self._length
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """What ranks are told about a job's chunks; `ended` has a bit for each rank that has ended it.
+
+    `full`: KV groups of which a chunk found no room. All later chunks of those groups are refused:
+    behind a gap in a prefix nothing is worth its slot. `here`: what was offered and is there; that
+    and what is stored are the job's `own`. Of each queue, `latest` is the chunk that has entered it
+    last. `seen_at`: by an `expire`, the first time.
+    """
+
+    num_ranks: int
+    verdicts: dict[tuple[Namespace, Key], ChunkRecord | Refusal] = field(default_factory=dict)
+    full: set[int] = field(default_factory=set)
+    here: list[ChunkRecord] = field(default_factory=list)
+    own: set[ChunkRecord] = field(default_factory=set)
+    latest: dict[RecordQueue, ChunkRecord] = field(default_factory=dict)
+    ended: int = 0
+    seen_at: float | None = None

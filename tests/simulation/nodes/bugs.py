@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from raykv.base.ids import (
-    ALL_BLOCKS,
     NO_BLOCKS,
     Blocks,
     Key,
@@ -49,9 +48,10 @@ def source_serves_what_is_in_the_slot(patches: pytest.MonkeyPatch) -> None:
     """Who reads a chunk that has gone gets what has its slot by now."""
     begin, make_ready = PoolIndex._begin_load, PoolIndex._make_ready
 
-    def remember(index: PoolIndex, record: ChunkRecord) -> None:
-        make_ready(index, record)
-        slots[id(index), record.namespace, record.key] = record.slot
+    def remember(index: PoolIndex, records: Sequence[ChunkRecord]) -> None:
+        make_ready(index, records)
+        for record in records:
+            slots[id(index), record.namespace, record.key] = record.slot
 
     def begin_load(
         index: PoolIndex, namespace: Namespace, key: Key, wanted: Blocks = NO_BLOCKS
@@ -92,17 +92,18 @@ def slot_is_given_while_it_is_written(patches: pytest.MonkeyPatch) -> None:
 
 def end_is_by_name(patches: pytest.MonkeyPatch) -> None:
     """Who ends a copy ends that of whatever has its name by then."""
-    end = PoolIndex.end_store
+    end = PoolIndex.end_stores
 
-    def end_store(
-        index: PoolIndex, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ALL_BLOCKS
-    ) -> ChunkState:
-        other = index._writing.get((record.namespace, record.key))
-        if other is None or other is record or not other.writers >> rank & 1:
-            return end(index, record, rank, ok=ok, blocks=blocks)
-        return end(index, other, rank, ok=ok, blocks=blocks)
+    def end_stores(
+        index: PoolIndex, records: Sequence[ChunkRecord], rank: int, **how: Any
+    ) -> list[ChunkRecord]:
+        def named(record: ChunkRecord) -> ChunkRecord:
+            other = index._writing.get((record.namespace, record.key))
+            return record if other is None or not other.writers >> rank & 1 else other
 
-    patches.setattr(PoolIndex, "end_store", end_store)
+        return end(index, [named(record) for record in records], rank, **how)
+
+    patches.setattr(PoolIndex, "end_stores", end_stores)
 
 
 def _begin_anyway(
@@ -186,14 +187,7 @@ def stores_go_before_loads(patches: pytest.MonkeyPatch) -> None:
 
 def narrow_chunk_is_here_for_its_repair(patches: pytest.MonkeyPatch) -> None:
     """What is offered is there, though with fewer blocks."""
-    objection = PoolIndex.objection
-
-    def is_here(index: PoolIndex, chunk: OfferedChunk) -> Refusal | None:
-        found = objection(index, chunk)
-        here = index.find(chunk.namespace, chunk.key)
-        return Refusal.HERE if found is None and here is not None else found
-
-    patches.setattr(PoolIndex, "objection", is_here)
+    patches.setattr(PoolIndex, "_has", lambda *_: True)
 
 
 def found_chunks_go_for_stores(patches: pytest.MonkeyPatch) -> None:
