@@ -525,13 +525,13 @@ class EngineView:
         if self._off or is_leaving or not request.options.store:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []
-        present = [key for key in keys if self._has(key)]
+        present = dict.fromkeys(filter(self._has, keys))
         self._found.note(request, present)
-        known = set(present)
-        offered = [key for key in keys if key not in known and self._may_have_room(request, key)]
+        offered = [key for key in keys if key not in present]
+        if request.no_room:
+            offered = [key for key in offered if self._may_have_room(request, key)]
         self._pending.update(offered)
-        for key in offered:
-            self.remote.announce(key)
+        self.remote.announce(offered)
         if self.announcements is not None:
             self.announcements.expect(offered)
             self.announcements.come(key for key in present if key in self._ready)
@@ -668,5 +668,7 @@ class EngineView:
 
 def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:
     """Chunks that did not come, and why."""
+    if not result.refusals:
+        return []
     rows = zip(result.failed_chunks, result.refusals, strict=True)
     return [(at, Refusal(refusal)) for at, refusal in rows if 0 <= at < num_chunks]
