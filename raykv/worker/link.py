@@ -162,22 +162,25 @@ class WorkerLink:
             self._breakers.worked(measures.OWN_NODE)
         self._nudge()
 
-    def submit(self, request: JobRequest) -> None:
-        """Hand over a job. Its result comes through `drain`, whatever happens. Raises for a job
-        that was not accepted, of which nothing is done.
+    def submit(self, *requests: JobRequest) -> None:
+        """Hand over jobs. Their results come through `drain`, whatever happens. Raises for jobs
+        that were not accepted, of which nothing is done.
         """
-        settings = self._settings
-        is_load = request.direction is Direction.LOAD
-        allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+        settings, now = self._settings, time.monotonic()
+        jobs = {}
+        for request in requests:
+            is_load = request.direction is Direction.LOAD
+            allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+            jobs[request.job_id] = PendingJob(request, now + allowed_s)
         with self._lock:
-            assert request.job_id not in self._pending, request.job_id
-            self._pending[request.job_id] = PendingJob(request, time.monotonic() + allowed_s)
-            self._outbox.append(request.job_id)
+            assert jobs.keys().isdisjoint(self._pending), jobs.keys()
+            self._pending.update(jobs)
+            self._outbox.extend(jobs)
         try:
             self._revive()
             self._nudge()
         except Exception:
-            # The job was accepted: the next look for its result tries again.
+            # The jobs were accepted: the next look for their results tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
     def drain(self) -> list[copies.CopyResult]:
