@@ -207,13 +207,15 @@ class EngineView:
     def _why_off(self, now: float) -> MissReason | None:
         if self.has_left:
             return MissReason.WEIGHTS_CHANGED
+        for place in self._places:
+            if not place.listed.position.life or place.facts.is_paused or not place.is_up(now):
+                break
+        else:
+            return MissReason.CLEARING if self.is_clearing else None
         if any(each.facts.is_paused for each in self._places):
             return MissReason.PAUSED
-        if not all(each.listed.position.life for each in self._places):
-            return MissReason.NOT_ATTACHED
-        if not all(each.is_up(now) for each in self._places):
-            return MissReason.NODE_LOST
-        return MissReason.CLEARING if self.is_clearing else None
+        is_attached = all(each.listed.position.life for each in self._places)
+        return MissReason.NODE_LOST if is_attached else MissReason.NOT_ATTACHED
 
     def _changed(self, changes: Iterable[PlaceChange]) -> None:
         """A place has something new, or does not have something any more."""

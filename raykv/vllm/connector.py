@@ -450,14 +450,19 @@ class RayKVConnector(OffloadingConnector):
         self._told = self._target()
         tables = self._tables
         ended = tables.ended(scheduler_output)
-        tables.forget_blocks([each.req_id for each in scheduler_output.scheduled_new_reqs])
-        tables.forget_preempted(scheduler_output)
-        tables.forget_blocks_left_behind(ended)
+        # Most steps have none of these.
+        if scheduler_output.scheduled_new_reqs:
+            tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        if scheduler_output.preempted_req_ids:
+            tables.forget_preempted(scheduler_output)
+        if ended:
+            tables.forget_blocks_left_behind(ended)
         if self._layered is not None:
             self._layered.grow(scheduler_output)
         seen = tables.seen(scheduler_output, ended)
         self._siblings.begin(scheduler_output, partial(evict_blocks, self), self.raykv_weights)
-        held = tables.hold_stores(self._siblings.held)
+        names = self._siblings.held
+        held = tables.hold_stores(names) if names else ()
         try:
             base = super().build_connector_meta(seen)
         finally:

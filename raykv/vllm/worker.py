@@ -241,11 +241,13 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
             self._check_that_all_waited()
-        self._receive_stranded()
+        if self._stranded:
+            self._receive_stranded()
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
-        self.end_loads()
+        if self._unseen:
+            self.end_loads()
         return set(), self._take_received()
 
     def end_badly(self) -> set[str]:
@@ -383,7 +385,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return self.take_meta()
 
     def _line_report(self) -> WorkerReport:
-        return NO_LINE if self._raykv is None else self._raykv.line_report()
+        worker = self._raykv
+        return NO_LINE if worker is None else worker.line_report()
 
     def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:
         """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another
