@@ -124,8 +124,6 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def __iter__(self) -> Iterator[ListedRow]:
-        if not self.keys:
-            return
         names = [Namespace(name) for name in self.namespaces]
         columns = zip(
             self.namespace_index,

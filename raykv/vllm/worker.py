@@ -246,7 +246,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
-        if self._unseen:
+        if self._unseen or self._waited:
             self.end_loads()
         return set(), self._take_received()
 
