@@ -112,10 +112,9 @@ class PlaceLine:
         self._tell_at = 0.0
         self._thread = SupervisedThread("raykv-place", self._run, OnFailure.RUN_AGAIN)
 
-    def revive(self) -> None:
-        """Begin, or try again if there was no thread for it."""
-        if not self._stopped.is_set():
-            self._thread.revive()
+    def revive(self) -> bool:
+        """Begin, or try again if there was no thread for it; whether there is one, if wanted."""
+        return self._stopped.is_set() or self._thread.revive()
 
     def wake(self) -> None:
         """Something is to be said, or was taken in."""

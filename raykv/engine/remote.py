@@ -179,10 +179,10 @@ class RemoteChunks:
         """Whether there are keys to ask for again and again."""
         return bool(self._repeated)
 
-    def announce(self, key: Key) -> None:
-        """Note that the chunk is being stored, so that whoever asks for it waits."""
+    def announce(self, keys: Iterable[Key]) -> None:
+        """Note that chunks are being stored, so that whoever asks for them waits."""
         if self.has_peers:
-            self._announced.append(key)
+            self._announced.extend(keys)
 
     def take_announced(self, most: int) -> list[Key]:
         """Announcements to be sent now."""

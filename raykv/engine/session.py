@@ -143,6 +143,8 @@ class Session:
         self._read_to = Position()
         # The last answer that has only facts, and when it came, if none with rows came behind it.
         self._standing: tuple[engine.ChangesAnswer, float] | None = None
+        # The one that the view has.
+        self._taken: tuple[engine.ChangesAnswer, float] | None = None
         # Where the engine is, and where it is about to go.
         self._space = engine.Space(hello.namespace, hello.traits)
         self._next: engine.Space | None = None
@@ -154,6 +156,8 @@ class Session:
         # By rank, what the workers have said, and when; since when the place has its present life.
         self._workers: dict[int, tuple[float, WorkerReport]] = {}
         self._life, self._life_since = 0, 0.0
+        # Whether the view has heard of them as they are.
+        self._is_followed = False
         # Of the line's thread.
         self._seq = 0
         self._tell_at = 0.0
@@ -174,7 +178,7 @@ class Session:
         self._lookups = histogram.Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._is_started = False
+        self._is_started = self._has_threads = False
         self._asking = SupervisedThread("raykv-ask", self._ask_on, OnFailure.RUN_AGAIN)
 
     # The engine's thread
@@ -201,8 +205,7 @@ class Session:
         if self._fetches is not None:
             self._fetches.start(lambda ended: self._inbox.append(partial(self._finish, ended)))
         self._is_started = True
-        self._line.revive()
-        self._asking.revive()
+        self.nudge()
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
@@ -210,9 +213,10 @@ class Session:
         while self._inbox:
             self._inbox.popleft()()
         standing, now = self._standing, time.monotonic()
-        if standing is not None and not self._inbox:
+        if standing is not self._taken and standing is not None and not self._inbox:
             self._view.take(THE_PLACE, *standing)
             self._view.hear(THE_PLACE, standing[1])
+            self._taken = standing
         self._follow_workers(now)
         self._view.look(now)
         if was_full:
@@ -230,6 +234,7 @@ class Session:
     def _move(self, node_id: NodeId) -> None:
         self._workers.clear()
         self._view.move(THE_PLACE, node_id, time.monotonic())
+        self._is_followed = False
 
     def _take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
         self._has_answer = False
@@ -246,6 +251,7 @@ class Session:
         except Exception:
             # What it said is lost: all is read anew.
             self._view.move(THE_PLACE, self._view.node_ids[THE_PLACE], at)
+            self._is_followed = False
             raise
         finally:
             self._num_taken += _weight(answer)
@@ -257,9 +263,12 @@ class Session:
         life = self._view.life_of(THE_PLACE)
         if life != self._life:
             self._life, self._life_since = life, now
+        elif self._is_followed:
+            return
         since = [each for at, each in self._workers.values() if at >= self._life_since]
         is_there = all(each.life == life for each in since)
         self._view.set_line(THE_PLACE, life if is_there else None, now)
+        self._is_followed = True
 
     @property
     def place_life(self) -> int:
@@ -309,6 +318,7 @@ class Session:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
         self._workers |= {rank: (now, report) for rank, report in reports.items()}
+        self._is_followed = False
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""
@@ -317,11 +327,12 @@ class Session:
             self._line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
-        if self._is_started:
-            self._line.revive()
-            self._asking.revive()
-        if self._fetches is not None:
-            self._fetches.submit(view.remote.take_orders(), view.life, view.namespace)
+        if self._is_started and not self._has_threads:
+            # Those that have begun end with the session only.
+            begun = [self._line.revive(), self._asking.revive()]
+            self._has_threads = all(begun)
+        if self._fetches is not None and (orders := view.remote.take_orders()):
+            self._fetches.submit(orders, view.life, view.namespace)
 
     def stop(self, timeout_s: float) -> None:
         """End the threads, and the line."""

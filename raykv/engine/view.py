@@ -207,13 +207,15 @@ class EngineView:
     def _why_off(self, now: float) -> MissReason | None:
         if self.has_left:
             return MissReason.WEIGHTS_CHANGED
+        for place in self._places:
+            if not place.listed.position.life or place.facts.is_paused or not place.is_up(now):
+                break
+        else:
+            return MissReason.CLEARING if self.is_clearing else None
         if any(each.facts.is_paused for each in self._places):
             return MissReason.PAUSED
-        if not all(each.listed.position.life for each in self._places):
-            return MissReason.NOT_ATTACHED
-        if not all(each.is_up(now) for each in self._places):
-            return MissReason.NODE_LOST
-        return MissReason.CLEARING if self.is_clearing else None
+        is_attached = all(each.listed.position.life for each in self._places)
+        return MissReason.NODE_LOST if is_attached else MissReason.NOT_ATTACHED
 
     def _changed(self, changes: Iterable[PlaceChange]) -> None:
         """A place has something new, or does not have something any more."""
@@ -525,13 +527,13 @@ class EngineView:
         if self._off or is_leaving or not request.options.store:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []
-        present = [key for key in keys if self._has(key)]
+        present = dict.fromkeys(filter(self._has, keys))
         self._found.note(request, present)
-        known = set(present)
-        offered = [key for key in keys if key not in known and self._may_have_room(request, key)]
+        offered = [key for key in keys if key not in present]
+        if request.no_room:
+            offered = [key for key in offered if self._may_have_room(request, key)]
         self._pending.update(offered)
-        for key in offered:
-            self.remote.announce(key)
+        self.remote.announce(offered)
         if self.announcements is not None:
             self.announcements.expect(offered)
             self.announcements.come(key for key in present if key in self._ready)
@@ -668,5 +670,7 @@ class EngineView:
 
 def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:
     """Chunks that did not come, and why."""
+    if not result.refusals:
+        return []
     rows = zip(result.failed_chunks, result.refusals, strict=True)
     return [(at, Refusal(refusal)) for at, refusal in rows if 0 <= at < num_chunks]

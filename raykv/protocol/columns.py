@@ -147,6 +147,8 @@ class Keys(_Column[bytes], frozen=True):
         if width is None:
             return (raw[start:end] for start, end in pairwise(accumulate(self.lengths, initial=0)))
         whole = len(raw) - len(raw) % (width * SPLIT_TOGETHER)
+        if not whole:
+            return chain.from_iterable(_cutter(width, 1).iter_unpack(raw))
         blocks = _cutter(width, SPLIT_TOGETHER).iter_unpack(memoryview(raw)[:whole])
         rest = _cutter(width, 1).iter_unpack(memoryview(raw)[whole:])
         return chain(chain.from_iterable(blocks), chain.from_iterable(rest))
@@ -309,7 +311,7 @@ def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
         ValueError: from `receive` that is a MessageError.
     """
     num_keys = len(keys)
-    if num_keys > most or any(len(each) != num_keys for each in columns):  # type: ignore[arg-type]
+    if num_keys > most or {num_keys} != {num_keys, *map(len, columns)}:  # type: ignore[arg-type]
         raise ValueError(f"columns of different lengths beside {num_keys} keys")
     if keys.lengths and not 0 < min(keys.lengths) <= max(keys.lengths) <= MAX_KEY_BYTES:
         raise ValueError("a key of no or too many bytes")

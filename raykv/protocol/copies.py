@@ -99,13 +99,13 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         columns.check_column(self.keys, self.num_blocks, self.first_block, most=columns.MAX_ROWS)
-        counts = [*self.num_blocks, *self.first_block]
-        if min(counts, default=0) < 0 or max(counts, default=0) > columns.MAX_NUMBER >> 1:
-            raise ValueError("blocks that no chunk has")
+        if self.keys:
+            least, most = columns.Numbers(self.num_blocks.raw + self.first_block.raw).span()
+            if not 0 <= least <= most <= columns.MAX_NUMBER >> 1:
+                raise ValueError("blocks that no chunk has")
         if not 0 <= min(self.orders) <= max(self.orders) <= columns.MAX_NUMBER:
             raise ValueError(f"orders of number {self.orders}")
-        is_one = len(self.keys) == 1 and self.direction == Direction.STORE
-        if self.capture is not None and not is_one:
+        if self.capture is not None and (len(self.keys), self.direction) != (1, Direction.STORE):
             raise ValueError("a capture that is not one store")
 
 

@@ -448,16 +448,26 @@ class RayKVConnector(OffloadingConnector):
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._told = self._target()
-        self._tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
-        self._tables.forget_preempted(scheduler_output)
-        self._tables.forget_blocks_left_behind(self._tables.ended(scheduler_output))
+        tables = self._tables
+        ended = tables.ended(scheduler_output)
+        # Most steps have none of these.
+        if scheduler_output.scheduled_new_reqs:
+            tables.forget_blocks(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        if scheduler_output.preempted_req_ids:
+            tables.forget_preempted(scheduler_output)
+        if ended:
+            tables.forget_blocks_left_behind(ended)
         if self._layered is not None:
             self._layered.grow(scheduler_output)
-        seen = self._tables.seen(scheduler_output)
-        evict = partial(evict_blocks, self)
-        self._siblings.begin(scheduler_output, evict, self.raykv_weights)
-        with self._tables.nothing_stored_of(self._siblings.held):
+        seen = tables.seen(scheduler_output, ended)
+        self._siblings.begin(scheduler_output, partial(evict_blocks, self), self.raykv_weights)
+        names = self._siblings.held
+        held = tables.hold_stores(names) if names else ()
+        try:
             base = super().build_connector_meta(seen)
+        finally:
+            for request, most in held:
+                request.most_stored = most
         assert isinstance(base, OffloadingConnectorMetadata), base
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self._steps.begin(scheduler_output, num_tokens, time.monotonic())
@@ -514,20 +524,24 @@ class RayKVConnector(OffloadingConnector):
         took = self._steps.end(scheduled, time.monotonic())
         if took is not None:
             self._manager.took_step(*took)
-        self._siblings.end_step(scheduled, result, partial(evict_blocks, self))
+        evict = partial(evict_blocks, self)
+        self._siblings.end_step(scheduled, result, evict)
         if self._layered is not None:
-            self._layered.end_step(scheduler, scheduled, result, partial(evict_blocks, self))
+            self._layered.end_step(scheduler, scheduled, result, evict)
 
     def _target(self) -> LinkTarget | None:
-        """Where the workers find their NodeActor."""
+        """Where the workers find their NodeActor; mostly what they were told last."""
         node = None if self._runtime is None else self._runtime.node
         if node is None:
             return None
+        told, namespace = self._told, self._manager.view.namespace
+        if told and (told.socket_name, told.namespace) == (node.socket_name, namespace):
+            return told
         return LinkTarget(
             socket_name=node.socket_name,
             engine_id=self._hello.engine_id,
             life=self._hello.life,
-            namespace=self._manager.view.namespace,
+            namespace=namespace,
             num_ranks=self._hello.num_ranks,
             slot_bytes=self._hello.slot_bytes,
         )
@@ -614,7 +628,7 @@ class RayKVConnector(OffloadingConnector):
         So the NodeActor opens the KV cache, and page-locks its pool for a GPU, while the engine
         waits for its first request.
         """
-        return self._told != self._target() or super().has_pending_push_work()
+        return self._told is not self._target() or super().has_pending_push_work()
 
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[Any]:

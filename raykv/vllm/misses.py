@@ -253,10 +253,10 @@ class MissReporter:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """What has been counted since the last call; None: nothing."""
-        tokens = +self._tokens
-        if not tokens:
+        if not self._tokens:
             return None
-        self._tokens.subtract(tokens)
+        tokens = +self._tokens
+        self._tokens.clear()
         stats = OffloadingConnectorStats()
         for (label, value), count in tokens.items():
             name = PROMPT_TOKENS if label == "source" else MISSED_TOKENS

@@ -6,7 +6,7 @@ What goes between the two sides of the connector with each step, through vLLM, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
@@ -125,8 +125,9 @@ def flying_job(
         torn += [direction is Direction.STORE and (skip + size) % per_chunk != 0] * len(added)
     keys, block_ids = chunks.keys, blocks.block_ids.tolist()
     assert len(counts) == len(keys), (len(counts), len(keys), job_id)
-    lost = [key for key, is_torn in zip(keys, torn, strict=True) if is_torn]
-    if lost:
+    lost: list[bytes] = []
+    if any(torn):
+        lost = [key for key, is_torn in zip(keys, torn, strict=True) if is_torn]
         starts = [0, *accumulate(counts)]
         kept = [at for at, is_torn in enumerate(torn) if not is_torn]
         block_ids = list(chain(*(block_ids[starts[at] : starts[at + 1]] for at in kept)))
@@ -297,20 +298,40 @@ class RayOffloadingWorker(OffloadingWorker):
 
         `_later` takes the arguments that later versions of vLLM add, which have defaults.
         """
-        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+        return self._submit(Direction.STORE, (job_id, src_spec, dst_spec))
+
+    def submit_stores(self, jobs: Iterable[tuple[int, GPULoadStoreSpec, LoadStoreSpec]]) -> None:
+        """As `submit_store`, all at once: for their copies the GPU is asked once what is queued."""
+        self._submit(Direction.STORE, *jobs)
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
     ) -> bool:
         """See `OffloadingWorker.submit_load` and, for `_later`, `submit_store`."""
-        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+        return self._submit(Direction.LOAD, (job_id, dst_spec, src_spec))
 
     def _submit(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+        self, direction: Direction, *jobs: tuple[int, GPULoadStoreSpec, LoadStoreSpec]
     ) -> bool:
+        made = [self._make_up(direction, *job) for job in jobs]
+        flying = {each.job.job_id: each for each in made if each is not None}
+        try:
+            if flying:
+                self._link.submit(*[JobRequest(each.job) for each in flying.values()])
+        except Exception:
+            report("RayOffloadingWorker.submit")
+            self._ended += map(distrusted, flying.values())
+        else:
+            self._flying.update(flying)
+        return True
+
+    def _make_up(
+        self, direction: Direction, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+    ) -> FlyingJob | None:
+        """None: it has ended already."""
         if isinstance(chunks, ChunkSpec) and not chunks.namespace:
             self.refuse(job_id, direction, blocks, chunks)
-            return True
+            return None
         try:
             assert isinstance(chunks, ChunkSpec), chunks
             assert not self._is_given_up, "the line to the NodeActor has failed"
@@ -318,14 +339,12 @@ class RayOffloadingWorker(OffloadingWorker):
             flying = flying_job(job_id, direction, blocks, chunks, self.layout, by_layer=by_layer)
             if flying.torn and not flying.job.keys:
                 self._ended.append(transfer_result(flying, copies.CopyResult(job_id, 0, 0)))
-                return True
-            self._link.submit(JobRequest(flying.job))
+                return None
+            return flying
         except Exception:
             report("RayOffloadingWorker.submit")
-            self._ended.append(all_failed(job_id, direction, blocks, chunks))
-        else:
-            self._flying[job_id] = flying
-        return True
+            self.refuse(job_id, direction, blocks, chunks)
+            return None
 
     def refuse(
         self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec

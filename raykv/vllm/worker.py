@@ -31,6 +31,8 @@ from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
 
+_NOTHING_ENDED = transfers.RayKVWorkerMetadata()
+
 NO_LINE = WorkerReport(0, BreakerReport())
 """Of a worker that reaches no NodeActor."""
 
@@ -135,6 +137,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_unfit_stores(kv_connector_metadata)
+        if self._vllm.unsubmitted and self._raykv is not None:
+            # vLLM would submit them one by one.
+            self._submit_left(self._raykv)
         super().handle_preemptions(kv_connector_metadata)
 
     def _refuse_unsubmitted(self) -> None:
@@ -153,11 +158,15 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._store_unsubmitted(self._raykv)
 
     def _store_unsubmitted(self, worker: transfers.RayOffloadingWorker) -> None:
-        jobs = list(self._vllm.unsubmitted)
-        self._vllm.unsubmitted.clear()
-        for job_id, blocks, pool in jobs:
-            worker.submit_store(job_id, blocks, pool)
-        worker.finish({job_id for job_id, _, _ in jobs})
+        worker.finish(self._submit_left(worker))
+
+    def _submit_left(self, worker: transfers.RayOffloadingWorker) -> set[int]:
+        """Submit the stores of the last step, which are returned."""
+        jobs = self._vllm.unsubmitted
+        worker.submit_stores(jobs)
+        job_ids = {job_id for job_id, _, _ in jobs}
+        jobs.clear()
+        return job_ids
 
     def refuse_submissions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all jobs fail that should have been submitted in this step, and were not."""
@@ -202,7 +211,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
-        if not self._vllm.is_store_writer or self._raykv is None:
+        if not (metadata.store_jobs and self._vllm.is_store_writer) or self._raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
@@ -232,11 +241,13 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             # What is not there is to be known before anybody sees what was computed with it.
             self._raykv.wait_layers(self._unseen, ALL_LAYERS)
             self._check_that_all_waited()
-        self._receive_stranded()
+        if self._stranded:
+            self._receive_stranded()
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
-        self.end_loads()
+        if self._unseen or self._waited:
+            self.end_loads()
         return set(), self._take_received()
 
     def end_badly(self) -> set[str]:
@@ -358,11 +369,14 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     def take_meta(self) -> transfers.RayKVWorkerMetadata | None:
         """What has ended, and what else there was to report; it counts as reported."""
-        meta, self._meta = self._meta, transfers.RayKVWorkerMetadata()
         # Of jobs with which this rank has nothing to do.
-        meta.completed_jobs |= self._vllm.confirmed.completed_jobs
-        self._vllm.confirmed.completed_jobs.clear()
-        return None if meta == transfers.RayKVWorkerMetadata() else meta
+        if confirmed := self._vllm.confirmed.completed_jobs:
+            self._meta.completed_jobs |= confirmed
+            confirmed.clear()
+        if self._meta == _NOTHING_ENDED:
+            return None
+        meta, self._meta = self._meta, transfers.RayKVWorkerMetadata()
+        return meta
 
     @guarded(take_meta)
     def build_connector_worker_meta(self) -> transfers.RayKVWorkerMetadata | None:
@@ -371,7 +385,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return self.take_meta()
 
     def _line_report(self) -> WorkerReport:
-        return NO_LINE if self._raykv is None else self._raykv.line_report()
+        worker = self._raykv
+        return NO_LINE if worker is None else worker.line_report()
 
     def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:
         """Only when it leads elsewhere, a breaker has opened or closed, or it has failed in another

@@ -27,7 +27,7 @@ class Link(Protocol):
     def set_target(self, target: LinkTarget) -> None:
         """See `WorkerLink.set_target`."""
 
-    def submit(self, request: JobRequest) -> None:
+    def submit(self, *requests: JobRequest) -> None:
         """See `WorkerLink.submit`."""
 
     def drain(self) -> list[CopyResult]:
@@ -65,8 +65,8 @@ class FrontLink(Generic[L]):
     def set_target(self, target: LinkTarget) -> None:
         self._link.set_target(target)
 
-    def submit(self, request: JobRequest) -> None:
-        self._link.submit(request)
+    def submit(self, *requests: JobRequest) -> None:
+        self._link.submit(*requests)
 
     def drain(self) -> list[CopyResult]:
         return self._link.drain()

@@ -100,16 +100,18 @@ class DeviceLink(WorkerLink):
         self._stream = stream
         self._unsent: list[CopyResult] = []
 
-    def submit(self, request: job.JobRequest) -> None:
-        """See `WorkerLink.submit`. The copy waits for all that was queued for the GPU before."""
+    def submit(self, *requests: job.JobRequest) -> None:
+        """See `WorkerLink.submit`. The copies wait for all that was queued for the GPU before."""
         try:
             self._exported.record(self._stream())
         except Exception:
-            # Without its event a copy would run ahead of what it depends on.
+            # Without their event copies would run ahead of what they depend on.
             guard.report("DeviceLink.submit")
-            self._unsent.append(not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED))
+            self._unsent += [
+                not_done(each.job_id, each.num_chunks, Refusal.COPY_FAILED) for each in requests
+            ]
             return
-        super().submit(request)
+        super().submit(*requests)
 
     def drain(self) -> list[CopyResult]:
         failed, self._unsent = self._unsent, []
@@ -134,9 +136,9 @@ class AutoLink(front.FrontLink[DeviceLink | staging.StagedLink]):
         self._change_if_unsuited()
         self._link.set_target(target)
 
-    def submit(self, request: job.JobRequest) -> None:
-        self._submitted.add(request.job_id)
-        self._link.submit(request)
+    def submit(self, *requests: job.JobRequest) -> None:
+        self._submitted.update(each.job_id for each in requests)
+        self._link.submit(*requests)
 
     def drain(self) -> list[CopyResult]:
         results = self._link.drain()

@@ -74,6 +74,8 @@ LINK_HALT_S = 1.0
 # hundreds of GiB. After that the engine ends, since its memory is not its own any more.
 LINK_LAST_S = 60.0
 
+_NEVER_FAILED = measures.BreakerReport()
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -162,22 +164,25 @@ class WorkerLink:
             self._breakers.worked(measures.OWN_NODE)
         self._nudge()
 
-    def submit(self, request: JobRequest) -> None:
-        """Hand over a job. Its result comes through `drain`, whatever happens. Raises for a job
-        that was not accepted, of which nothing is done.
+    def submit(self, *requests: JobRequest) -> None:
+        """Hand over jobs. Their results come through `drain`, whatever happens. Raises for jobs
+        that were not accepted, of which nothing is done.
         """
-        settings = self._settings
-        is_load = request.direction is Direction.LOAD
-        allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+        settings, now = self._settings, time.monotonic()
+        jobs = {}
+        for request in requests:
+            is_load = request.direction is Direction.LOAD
+            allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+            jobs[request.job_id] = PendingJob(request, now + allowed_s)
         with self._lock:
-            assert request.job_id not in self._pending, request.job_id
-            self._pending[request.job_id] = PendingJob(request, time.monotonic() + allowed_s)
-            self._outbox.append(request.job_id)
+            assert jobs.keys().isdisjoint(self._pending), jobs.keys()
+            self._pending.update(jobs)
+            self._outbox.extend(jobs)
         try:
             self._revive()
             self._nudge()
         except Exception:
-            # The job was accepted: the next look for its result tries again.
+            # The jobs were accepted: the next look for their results tries again.
             logger.exception("the line to the NodeActor could not be woken")
 
     def drain(self) -> list[copies.CopyResult]:
@@ -241,7 +246,9 @@ class WorkerLink:
         self._thread.join(timeout_s)
 
     def breaker_report(self) -> measures.BreakerReport:
-        """Whether the NodeActor is left alone."""
+        """Whether the NodeActor is left alone; each step asks, mostly where nothing has failed."""
+        if not self._breakers.num_failed:
+            return _NEVER_FAILED
         with self._lock:
             return self._breakers.report(time.monotonic())
 

@@ -203,8 +203,12 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         self._results: list[copies.CopyResult] = []
         self._num_parts = 0
 
-    def submit(self, request: JobRequest) -> None:
-        """See `WorkerLink.submit`. A store has left its blocks when this returns."""
+    def submit(self, *requests: JobRequest) -> None:
+        """See `WorkerLink.submit`. Stores have left their blocks when this returns."""
+        for request in requests:
+            self._begin(request)
+
+    def _begin(self, request: JobRequest) -> None:
         deadline = time.monotonic() + self._settings.load_deadline_s
         job = self._jobs[request.job_id] = _Staged(request.job, deadline)
         self._submit_more(job)

@@ -224,9 +224,10 @@ class Line:
     def num_loaded(self) -> int:
         return self.place.num_loaded
 
-    def submit(self, request: JobRequest) -> None:
-        assert request.job_id not in self.waiting
-        self.waiting[request.job_id] = request
+    def submit(self, *requests: JobRequest) -> None:
+        for request in requests:
+            assert request.job_id not in self.waiting
+            self.waiting[request.job_id] = request
 
     def drain(self) -> list[CopyResult]:
         if not self.is_closed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from raykv.protocol.descriptions import ChunkGroup
@@ -105,7 +105,7 @@ class SchedulerTables:
         found: dict[int, int] = getattr(self.owner, "_reset_fence", {})
         return found
 
-    @property
+    @cached_property
     def groups(self) -> list[ChunkGroup]:
         """Those that are offloaded."""
         return [
@@ -202,13 +202,15 @@ class SchedulerTables:
 
     def ended(self, scheduled: Any) -> set[str]:
         """Requests that have ended before this step, but for those whose id a new one has."""
-        names = scheduled.finished_req_ids or set()
+        names = scheduled.finished_req_ids
+        if not names:
+            return set()
         known = {name: self.find(name) for name in names}
         return {name for name, each in known.items() if each is None or each.request.is_finished()}
 
-    def seen(self, scheduled: Any) -> Any:
-        """What was scheduled, without the ends of requests whose id a new one has, and without the
-        preempted requests of which a load has not ended.
+    def seen(self, scheduled: Any, ended: Set[str]) -> Any:
+        """What was scheduled, where those have `ended`, without the ends of requests whose id a new
+        one has, and without the preempted requests of which a load has not ended.
 
         Of the latter vLLM asserts that there are none: 0.32 of those that load again in the same
         step, as after a reset, and both of those that were preempted with the step of their load
@@ -216,25 +218,21 @@ class SchedulerTables:
         step, or has not begun.
         """
         preempted = scheduled.preempted_req_ids or ()
-        loading = {name for name in preempted if self.is_loading(name)}
-        ended = self.ended(scheduled)
+        loading = set(filter(self.is_loading, preempted))
         if not loading and ended == (scheduled.finished_req_ids or set()):
             return scheduled
         preempted = {*preempted} - loading
         return replace(scheduled, preempted_req_ids=preempted, finished_req_ids=ended)
 
-    @contextmanager
-    def nothing_stored_of(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Have vLLM offer nothing of these requests for now; it offers it later."""
-        found = [each for each in map(self.find, request_ids) if each is not None]
-        allowed = [each.most_stored for each in found]
+    def hold_stores(self, request_ids: Iterable[str]) -> list[tuple[OffloadedRequest, int | None]]:
+        """Have vLLM offer nothing of these requests for now, with what was allowed them; what it
+        offers not it offers later.
+        """
+        found = [*filter(None, map(self.find, request_ids))]
+        held = [(each, each.most_stored) for each in found]
         for each in found:
             each.most_stored = 0
-        try:
-            yield
-        finally:
-            for each, most in zip(found, allowed, strict=True):
-                each.most_stored = most
+        return held
 
     def adopt(self, request: Any) -> None:
         """Make a request known, if it is not yet, as one without wishes."""

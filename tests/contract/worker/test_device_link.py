@@ -132,6 +132,35 @@ def test_store_has_what_was_computed_after_it_was_submitted(world: World) -> Non
     assert worker.block(8) == [b"\xab" * PAGE_BYTES] * NUM_LAYERS
 
 
+def test_stores_that_are_submitted_together_wait_for_one_event(world: World) -> None:
+    worker = world.worker(num_ranks=1)
+    stream = worker.cuda.stream(7)
+    stream.submit(lambda: worker.overwrite(1, 0xAB))
+    stream.submit(lambda: worker.overwrite(3, 0xCD))
+    numbers = [next(job_ids) for _ in range(2)]
+    blocks = ([1, 2], [3, 4])
+    worker.link.submit(
+        *(
+            JobRequest(named_job(Direction.STORE, [numbered_key(at)], [some], job_id=number))
+            for at, (number, some) in enumerate(zip(numbers, blocks, strict=True))
+        )
+    )
+    assert worker.cuda.calls.count("record_event") == 1
+    wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copies wait")
+    assert worker.link.drain() == []
+    stream.run()
+    ended: list[int] = []
+
+    def have_ended() -> bool:
+        ended.extend(result.job_id for result in worker.link.drain())
+        return sorted(ended) == numbers
+
+    wait_until(have_ended, LONG_S, "both end")
+    assert worker.run(Direction.LOAD, [0, 1], [8, 9, 10, 11]) == []
+    assert worker.block(8) == [b"\xab" * PAGE_BYTES] * NUM_LAYERS
+    assert worker.block(10) == [b"\xcd" * PAGE_BYTES] * NUM_LAYERS
+
+
 def test_load_does_not_run_ahead_of_what_was_queued_before_it(world: World) -> None:
     worker = world.worker(num_ranks=1)
     assert worker.run(Direction.STORE, [0], [1, 2]) == []

@@ -31,10 +31,12 @@ class PlayedLink:
 
     def __init__(self) -> None:
         self.submitted: list[JobRequest] = []
+        self.together: list[list[int]] = []
         self.ended: list[CopyResult] = []
 
-    def submit(self, request: JobRequest) -> None:
-        self.submitted.append(request)
+    def submit(self, *requests: JobRequest) -> None:
+        self.submitted.extend(requests)
+        self.together.append([each.job_id for each in requests])
 
     def drain(self) -> list[CopyResult]:
         ended, self.ended = self.ended, []
@@ -236,6 +238,39 @@ def test_store_of_nothing_but_a_chunk_with_a_gap_is_not_even_sent() -> None:
     (result,) = worker.get_finished()
     assert failures(result) == {b"a": Refusal.COPY_FAILED}
     assert not link.submitted
+
+
+@pytest.mark.expects_failures
+def test_stores_are_sent_together_and_each_that_can_not_be_fails_alone() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(1, 0))
+    stores = {1: [b"a"], 2: [b"b", b"c"], 3: [b"d"], 4: []}
+    worker.submit_stores(
+        (number, GPULoadStoreSpec([number], [1], [0]), ChunkSpec(keys, "model" if keys else ""))
+        for number, keys in stores.items()
+    )
+    assert link.together == [[1, 3]]
+    assert [result.job_id for result in worker.get_finished()] == [2, 4]
+    link.ended += [CopyResult(number, 1, 1) for number in (1, 3)]
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [
+        (1, True),
+        (3, True),
+    ]
+
+
+@pytest.mark.expects_failures
+def test_stores_whose_line_fails_have_failed() -> None:
+    class FailingLink(PlayedLink):
+        def submit(self, *requests: JobRequest) -> None:
+            raise OSError(len(requests))
+
+    worker = worker_of(FailingLink(), layout(1, 0))
+    blocks = GPULoadStoreSpec([1], [1], [0])
+    worker.submit_stores((number, blocks, ChunkSpec([b"a"], "model")) for number in (1, 2))
+    ended = worker.get_finished()
+    assert [result.job_id for result in ended] == [1, 2]
+    assert [set(failures(result)) for result in ended] == [{b"a"}, {b"a"}]
+    assert not worker.is_flying(1)
 
 
 def test_job_without_a_namespace_is_not_even_sent() -> None:

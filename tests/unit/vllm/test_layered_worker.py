@@ -68,9 +68,9 @@ class Link:
         self.breakers = BreakerReport()
         self._results: list[CopyResult] = []
 
-    def submit(self, request: JobRequest) -> None:
+    def submit(self, *requests: JobRequest) -> None:
         self._fail_at("submit")
-        self.submitted.append(request)
+        self.submitted.extend(requests)
 
     def finish(self, job_ids: Collection[int]) -> None:
         self.waits.append((set(job_ids), 0))
