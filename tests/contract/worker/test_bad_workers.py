@@ -362,15 +362,16 @@ def test_chunks_that_were_admitted_are_given_up_when_a_later_one_fails(
 ) -> None:
     service = make_service()
     worker = Worker(service)
-    forget, seen = service.keeper.pool.forget, list[int]()
+    pool, seen = service.keeper.pool, list[int]()
 
-    def fail_at_two(slot: Any, slot_bytes: int) -> None:
+    def fail_at_two(slot: Any, _slot_bytes: int) -> bool:
         seen.append(slot)
         assert len(seen) != 2
-        forget(slot, slot_bytes)
+        return True
 
     try:
-        monkeypatch.setattr(service.keeper.pool, "forget", fail_at_two)
+        monkeypatch.setattr(pool, "is_short", True)
+        monkeypatch.setattr(pool, "may_touch", fail_at_two)
         assert worker.run(Direction.STORE, [1, 2]) == [Refusal.COPY_FAILED] * 2
         monkeypatch.undo()
         assert worker.run(Direction.STORE, [1, 2]) == [Refusal.NONE] * 2
