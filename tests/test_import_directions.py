@@ -56,7 +56,7 @@ SPANNING = {
     "base/test_hashes", "base/test_without_extras", "cli/test_commands", "cli/test_silent_commands",
     "cluster/test_silent_actors", "engine/test_miss_reasons", "lab/bench/test_eviction_orders",
     "lab/test_chaos", "protocol/test_bad_events", "protocol/test_bad_messages",
-    "protocol/test_named",
+    "protocol/test_messages",
 }  # fmt: skip
 """Unit tests of what several modules do together."""
 

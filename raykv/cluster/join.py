@@ -21,11 +21,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import ray
@@ -211,23 +211,35 @@ def _start_lock() -> Iterator[None]:
         yield
 
 
+def begin_ray_start(
+    arguments: Sequence[str], more: Mapping[str, str], output: IO[str], inside: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """`ray start`, in a session of its own; `output` gets what it prints.
+
+    Args:
+        arguments: of the command.
+        more: what its environment has more than ours.
+        output: an open file.
+        inside: a command that runs another one, such as in a namespace.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start"]
+    return subprocess.Popen(
+        [*command, "--disable-usage-stats", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**environment, **more},
+    )
+
+
 def _start_local(own_ip: str) -> str:
     """`ray start --head` on a free port, detached from us."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
-    command += ["--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--node-ip-address={own_ip}"]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment |= _token_of_new_cluster()
-    before = joined_by_others()
+    arguments = ["--head", "--port=0", "--include-dashboard=false", f"--node-ip-address={own_ip}"]
+    token, before = _token_of_new_cluster(), joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
-        starter = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
+        starter = begin_ray_start(arguments, token, output)
         try:
             code = starter.wait(RAY_START_S)
         except subprocess.TimeoutExpired as error:

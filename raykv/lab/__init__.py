@@ -1,1 +1,1 @@
-"""Instruments: benchmarks, chaos, the demo. The product never imports them."""
+"""Instruments: benchmarks, chaos, the demo, hosts for them. The product never imports them."""

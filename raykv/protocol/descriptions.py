@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -73,7 +74,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 class Descriptions(msgspec.Struct, frozen=True, array_like=True):
     """Those of some chunks, in the order in which these were asked for."""
 
-    rows: list[Description] = []
+    rows: Annotated[list[Description], msgspec.Meta(max_length=columns.MAX_KEYS)] = []
 
 
 def check_description(row: Description) -> None:
@@ -81,7 +82,8 @@ def check_description(row: Description) -> None:
     columns.check_keys("keys of descriptions", [row.key])
     columns.check_names("a name", (row.namespace, row.model, row.kind, row.lora or ""))
     columns.check_numbers("block sizes", [row.block_size], 1, columns.MAX_BLOCK_TOKENS)
-    columns.check_numbers("lengths of parents", [len(row.parent or b"")], 0, MAX_KEY_BYTES)
+    if row.parent is not None:
+        columns.check_numbers("lengths of parents", [len(row.parent)], 1, MAX_KEY_BYTES)
     columns.require(is_whole(row), "a description whose parts don't fit together")
 
 

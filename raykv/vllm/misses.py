@@ -255,8 +255,12 @@ class MissReporter:
         """What has been counted since the last call; None: nothing."""
         if not self._tokens:
             return None
-        tokens = +self._tokens
+        # What was counted too much is taken off what comes.
+        tokens, owed = +self._tokens, -self._tokens
         self._tokens.clear()
+        self._tokens.subtract(owed)
+        if not tokens:
+            return None
         stats = OffloadingConnectorStats()
         for (label, value), count in tokens.items():
             name = PROMPT_TOKENS if label == "source" else MISSED_TOKENS

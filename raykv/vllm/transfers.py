@@ -320,7 +320,9 @@ class RayOffloadingWorker(OffloadingWorker):
                 self._link.submit(*[JobRequest(each.job) for each in flying.values()])
         except Exception:
             report("RayOffloadingWorker.submit")
-            self._ended += map(distrusted, flying.values())
+            for job_id, blocks, chunks in jobs:
+                if job_id in flying:
+                    self.refuse(job_id, direction, blocks, chunks)
         else:
             self._flying.update(flying)
         return True

@@ -137,8 +137,8 @@ class AutoLink(front.FrontLink[DeviceLink | staging.StagedLink]):
         self._link.set_target(target)
 
     def submit(self, *requests: job.JobRequest) -> None:
-        self._submitted.update(each.job_id for each in requests)
         self._link.submit(*requests)
+        self._submitted.update(each.job_id for each in requests)
 
     def drain(self) -> list[CopyResult]:
         results = self._link.drain()

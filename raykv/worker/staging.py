@@ -204,9 +204,17 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         self._num_parts = 0
 
     def submit(self, *requests: JobRequest) -> None:
-        """See `WorkerLink.submit`. Stores have left their blocks when this returns."""
+        """See `WorkerLink.submit`. Stores have left their blocks when this returns.
+
+        A job that can't begin ends as failed; the others go on.
+        """
         for request in requests:
-            self._begin(request)
+            try:
+                self._begin(request)
+            except Exception:
+                guard.report("StagedLink.submit")
+                failed = worker.not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED)
+                self._results.append(failed)
 
     def _begin(self, request: JobRequest) -> None:
         deadline = time.monotonic() + self._settings.load_deadline_s

@@ -1,1 +1,1 @@
-"""Copies on GPUs: streams, batches, the gathering kernel, what a device was measured to do."""
+"""Copies on GPUs: streams, batches, and the kernel that gathers small pages."""

@@ -49,10 +49,6 @@ MOST_DONE = 4096
 DRAWN_BITS = 32
 """Of a history; above them is how many there were before it."""
 
-NO_STAMP = Stamp(0, 0)
-"""Of who has seen none."""
-
-
 FIRST_NUMBER = 1
 """Of a history: its floors are those of the histories before."""
 
@@ -95,7 +91,7 @@ class Orders:
     def confirm(self, draft: OrdersDocument, now: float) -> None:
         """The store has kept a draft, the latest one: it is in force."""
         assert self.stamp is None or draft.stamp > self.stamp, (self.stamp, draft)
-        if draft.stamp.history != (self.stamp or NO_STAMP).history:
+        if draft.stamp.history != (self.stamp or NOTHING_ORDERED).history:
             # What is not in that document was perhaps not done in its history.
             self._done.clear()
         self._done |= draft.done
@@ -212,7 +208,7 @@ class Orders:
         """A member shows the number of the latest document that it has seen; True: it is to be
         asked for that document.
         """
-        self._shown[node_id] = stamp or NO_STAMP
+        self._shown[node_id] = stamp or NOTHING_ORDERED
         return stamp is not None and self._is_newer(stamp)
 
     def _is_newer(self, stamp: Stamp) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,15 @@ import ray
 
 from raykv.base.deadlines import RAY_LOOK_S
 from raykv.base.errors import ClusterError
-from raykv.cluster.join import AUTH_MODE, RAY_START_S, TOKEN, join, joined_by_others, withdraw
+from raykv.cluster.join import (
+    AUTH_MODE,
+    RAY_START_S,
+    TOKEN,
+    begin_ray_start,
+    join,
+    joined_by_others,
+    withdraw,
+)
 from raykv.cluster.processes import stop_group
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -51,29 +57,16 @@ def add_local_node(
     """
     join(address)
     before = _alive()
-    command = [
-        *inside,
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
+    arguments = [
         f"--address={address}",
+        f"--object-store-memory={object_store_bytes}",
+        f"--resources={json.dumps(dict(resources or {}))}",
     ]
-    command += ["--disable-usage-stats", f"--object-store-memory={object_store_bytes}"]
-    command += [f"--resources={json.dumps(dict(resources or {}))}"]
-    command += [f"--node-ip-address={own_ip}"] if own_ip else []
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment.setdefault(AUTH_MODE, TOKEN)
+    arguments += [f"--node-ip-address={own_ip}"] if own_ip else []
+    mode = {AUTH_MODE: os.environ.get(AUTH_MODE, TOKEN)}
     others = joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
-        starter = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
+        starter = begin_ray_start(arguments, mode, output, inside)
         give_up_at = time.monotonic() + RAY_START_S
         while time.monotonic() < give_up_at and starter.poll() in (None, 0):
             new = _alive() - before

@@ -454,8 +454,8 @@ class PoolIndex:
         READY now.
         """
         mask, finished = 1 << rank, list[ChunkRecord]()
+        assert all(record.writers & mask for record in records), (rank, records)
         for record, stored in zip(records, blocks, strict=True):
-            assert record.writers & mask, (rank, record)
             record.writers ^= mask
             parts = self._parts.get(record)
             if parts is None:
@@ -477,7 +477,7 @@ class PoolIndex:
         return finished
 
     def _make_ready(self, records: Sequence[ChunkRecord]) -> None:
-        """Chunks of a job are there."""
+        """Chunks of a job are there, all of one namespace."""
         part, namespace = self._parts[records[0]].part, records[0].namespace
         # A store goes from a prompt's head to its tail.
         latest = self._jobs[part.life][part.job_id].latest

@@ -203,11 +203,13 @@ class Jobs:
         """A rank has stopped copying these, those of them that it was copying; others were refused,
         or have ended. Returns what is READY now by its store.
         """
+        if made.is_load:
+            for at in numbers:
+                if (read := made.under_way.pop(at, None)) is not None:
+                    self._index.end_load(read)
+            return []
         ended = {at: made.under_way.pop(at) for at in numbers if at in made.under_way}
         records = list(ended.values())
-        if made.is_load:
-            self._index.end_load(*records)
-            return []
         blocks = [made.blocks[at] for at in ended]
         stored = self._index.end_stores(records, made.rank, ok=ok, blocks=blocks)
         if len(stored) < len(ended):

@@ -1,1 +1,4 @@
-"""All of vLLM that RayKV touches beyond its interfaces: see `names`."""
+"""All of vLLM that RayKV touches beyond its interfaces.
+
+`names` has what it does not start without.
+"""

@@ -1,4 +1,4 @@
-"""Messages about names: what is received is sound, whatever was sent."""
+"""Messages: what is received is sound, whatever was sent."""
 
 from __future__ import annotations
 
