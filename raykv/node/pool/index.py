@@ -181,16 +181,19 @@ class PoolIndex:
             here = self.room.by_space
             if not any(each in here or self.shelf.has_any(each) for each in wanted):
                 place = told.ALL_READ
-        if place != told.ALL_READ:
-            some, place = self.page(place, most)
-            for each in some:
-                if not isinstance(each, ChunkRecord) or each.state is not VOID:
-                    reasons.setdefault((each.namespace, each.key), Reason.STORED)
         rows = [
             self._row(*name, reason)
             for name, reason in reasons.items()
             if wanted is None or name[0] in wanted
         ]
+        if place != told.ALL_READ:
+            some, place = self.page(place, most)
+            rows += self._page_rows(
+                each
+                for each in some
+                if (wanted is None or each.namespace in wanted)
+                and (each.namespace, each.key) not in reasons
+            )
         end = Position(life, number, place, position.reader)
         return ListingPart(begins, start, end, ListedRows.of(rows))
 
@@ -211,6 +214,17 @@ class PoolIndex:
             return kept, place if place == told.ALL_READ else disk + place
         records, place = self.places.records_from(place, most)
         return records, disk if place == told.ALL_READ and len(self.shelf) else place
+
+    def _page_rows(self, page: Iterable[ChunkRecord | shelf.ShelvedChunk]) -> Iterator[ListedRow]:
+        """How chunks of a page are, each name once: a million of them are mostly just READY."""
+        writing, on_disk = self._writing, self.shelf.find
+        for each in page:
+            name = namespace, key = each.namespace, each.key
+            is_in_ram = isinstance(each, ChunkRecord)
+            if is_in_ram and each.state is READY and name not in writing and not on_disk(*name):
+                yield ListedRow(namespace, key, Where.RAM, each.blocks, Reason.STORED)
+            elif not is_in_ram or each.state is READY or self.find(*name) is None:
+                yield self._row(namespace, key, Reason.STORED)
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
