@@ -24,6 +24,7 @@ def named_job(
     keys: Sequence[Key],
     block_ids: Sequence[int],
     *,
+    namespace: str = SPACE,
     orders: Stamp = ORDERED,
     by_layer: bool = False,
 ) -> CopyJob:
@@ -32,7 +33,7 @@ def named_job(
     return CopyJob(
         job_id,
         int(direction),
-        SPACE,
+        namespace,
         Keys.of(keys),
         Numbers.of([len(block_ids) // count] * count),
         Numbers.of([0] * count),

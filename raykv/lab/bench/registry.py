@@ -56,6 +56,7 @@ BENCHMARKS = {
         Benchmark("routing", "what it costs a request to be placed, beside its tokenising"),
         Benchmark("serve_routing", "conversations over two replicas: routers, with and without"),
         Benchmark("disaggregated", "prefill and decode engines apart, beside one that does both"),
+        Benchmark("feed", "how soon engines know what others have stored, and what that costs"),
         Benchmark("footprint", "memory, CPU, threads and descriptors of RayKV's processes"),
         Benchmark("pool", "what a NodeActor's index does when its pool is full, and a chunk takes"),
         Benchmark("directory", "the scheduler actor's chunks: rates, and bytes of memory for each"),

@@ -48,7 +48,7 @@ class _Traffic:
     core_seconds: float = 0.0
 
 
-class _Node(ReportingNode):
+class PlayedNode(ReportingNode):
     """With engines, and chunks that make room for others. `pause_s`: between two reports."""
 
     def __init__(self, number: int) -> None:
@@ -58,7 +58,14 @@ class _Node(ReportingNode):
         ]
         super().__init__(f"{number:056d}", [ReportedEngine(each) for each in self.engines])
         self.pause_s = PAUSE_MS[0] / 1000
-        self.held: deque[Key] = deque()
+        self._held: deque[Key] = deque()
+
+    def next_report(self, came: list[Key]) -> Report:
+        """The next report, with what has gone for that."""
+        self._held += came
+        return self.report(
+            came, [self._held.popleft() for _ in range(len(self._held) - POOL_CHUNKS)]
+        )
 
 
 class _Cluster:
@@ -70,12 +77,10 @@ class _Cluster:
         self._now = 1000.0
         self._numbers = count()
         self._recent: deque[Key] = deque(maxlen=256)
-        self._nodes = [_Node(number) for number in range(num_nodes)]
+        self._nodes = [PlayedNode(number) for number in range(num_nodes)]
 
-    def _report(self, node: _Node, came: list[Key]) -> None:
-        node.held += came
-        went = [node.held.popleft() for _ in range(len(node.held) - POOL_CHUNKS)]
-        raw = encode(node.report(came, went))
+    def _report(self, node: PlayedNode, came: list[Key]) -> None:
+        raw = encode(node.next_report(came))
         answered = exchange(raw, Report, self._take)
         known = self._directory
         known.cost_s += (answered.core_s + answered.messages_s - known.cost_s) * COST_SHARE
@@ -85,7 +90,7 @@ class _Cluster:
     def _take(self, report: Report) -> ReportAnswer:
         return self._directory.report(report, self._now)
 
-    def _ask(self, node: _Node, engine: EngineHello, coming: list[Key]) -> None:
+    def _ask(self, node: PlayedNode, engine: EngineHello, coming: list[Key]) -> None:
         asked = Keys.of(list(self._recent)[:ASKED])
         ask = Ask(
             PROTOCOL_VERSION,
@@ -109,7 +114,7 @@ class _Cluster:
         self._traffic.seconds += core_s + messages_s
         self._traffic.core_seconds += core_s
 
-    def _second_of(self, node: _Node) -> None:
+    def _second_of(self, node: PlayedNode) -> None:
         came: list[Key] = []
         for engine in node.engines:
             stored = [key(next(self._numbers)) for _ in range(STORED)]

@@ -1,0 +1,148 @@
+"""Engines without a model, for `feed`: RayKV's part in EngineCore, and a worker that stores."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from raykv.base.errors import ClusterError
+from raykv.base.ids import Direction, Key, Lookup
+from raykv.base.settings import Settings
+from raykv.cluster import ask, names
+from raykv.engine.requests import RequestOptions
+from raykv.engine.runtime import EngineRuntime, new_life
+from raykv.engine.view import EngineView
+from raykv.lab.bench.named_jobs import named_job
+from raykv.memory.region import Region
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import NOTHING_ORDERED, EngineHello
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import KVLayout, TensorLayout
+from raykv.worker.job import JobRequest
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+
+DEADLINE_S = 60.0
+LOOK_S = 0.0002
+"""Short beside what is measured, long enough to leave the processor to others."""
+
+READ, ASKED = 1, 2
+
+
+def wait(condition: Callable[[], bool], what: str, pause_s: float = LOOK_S) -> None:
+    """Until a condition holds.
+
+    Raises:
+        ClusterError: it does not within a minute.
+    """
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise ClusterError(f"not within {DEADLINE_S:.0f} s: {what}")
+        time.sleep(pause_s)
+
+
+class ModellessEngine:
+    """What vLLM's scheduler would call, called by a benchmark.
+
+    Args:
+        address: of the Ray cluster.
+        node_id: where the engine is.
+        namespace: of its chunks.
+        chunk_bytes: of each chunk, which has one block.
+        pool_bytes: of a pool that is not there yet.
+    """
+
+    def __init__(
+        self, address: str, node_id: str, namespace: str, chunk_bytes: int, pool_bytes: int
+    ) -> None:
+        self._life = new_life()
+        self._namespace, self._sizes = namespace, {0: chunk_bytes}
+        self._name = f"engine-{self._life:x}"
+        hello = EngineHello(
+            PROTOCOL_VERSION, self._name, self._life, namespace, slot_bytes=self._sizes
+        )
+        self.view = EngineView(DEADLINE_S)
+        settings = Settings(ray_address=address, node_id=node_id, pool_bytes=pool_bytes)
+        self._runtime = EngineRuntime(settings, self.view, hello)
+        self._runtime.start()
+        self._address, self._node_id = address, node_id
+        self._numbers = itertools.count(1)
+        self._link: WorkerLink | None = None
+
+    def with_worker(self) -> ModellessEngine:
+        """Have a worker of one block."""
+        (chunk_bytes,) = self._sizes.values()
+        self._memory = Region.anonymous(chunk_bytes, "raykv-bench")
+        tensor = TensorLayout(0, 1, chunk_bytes, chunk_bytes)
+        layout = KVLayout("memfd", chunk_bytes, 1, [tensor], [0], [[0]])
+        link = self._link = WorkerLink(0, layout, [self._memory.fd], LinkSettings())
+        socket = names.node_socket(self._address, self._node_id)
+        link.set_target(LinkTarget(socket, self._name, self._life, self._namespace, 1, self._sizes))
+        wait(lambda: link.node_life != 0, "the NodeActor takes the worker")
+
+        def has_orders() -> bool:
+            self._runtime.session.drain()
+            return self.view.orders != NOTHING_ORDERED
+
+        wait(has_orders, "the NodeActor has orders")
+        return self
+
+    def submit(self, keys: Sequence[Key]) -> None:
+        """Begin to store chunks."""
+        assert self._link is not None
+        self._runtime.session.drain()
+        orders = self.view.orders
+        job = named_job(next(self._numbers), Direction.STORE, keys, [0] * len(keys), orders=orders)
+        self._link.submit(JobRequest(job))
+
+    def ended(self) -> list[CopyResult]:
+        """Stores that have ended since the last call.
+
+        Raises:
+            ClusterError: one was refused.
+        """
+        assert self._link is not None
+        results = self._link.drain()
+        for result in results:
+            if any(result.refusals):
+                raise ClusterError(f"a store was refused: {set(result.refusals)}")
+        return results
+
+    def store(self, keys: Sequence[Key]) -> None:
+        """Store chunks, and wait for their end."""
+        self.submit(keys)
+        wait(lambda: bool(self.ended()), "the chunks are stored")
+
+    def has(self, key: Key) -> bool:
+        """Whether its node's listing, as far as it has come, has a chunk: what every step does."""
+        self._runtime.session.drain()
+        return self.view.reach("", [key]) == READ
+
+    def finds(self, key: Key) -> bool:
+        """Whether a new request hears of a chunk from its node or from the scheduler actor."""
+        request_id = f"request {next(self._numbers)}"
+        self.view.start_request(request_id, RequestOptions())
+        self.view.ask(request_id, [key])
+        self._runtime.session.nudge()
+
+        def is_answered() -> bool:
+            self._runtime.session.drain()
+            return self.view.lookup(request_id, key, time.monotonic()) is not Lookup.RETRY
+
+        wait(is_answered, "the scheduler actor answers")
+        found = self.view.reach(request_id, [key]) > 0
+        self.view.finish_request(request_id)
+        return found
+
+    def stop(self) -> None:
+        """Be gone."""
+        if self._link is not None:
+            self._link.close(5.0)
+        self._runtime.stop()
+
+
+def end_pools(node_ids: Sequence[str]) -> None:
+    """The NodeActors of nodes end."""
+    for node_id in node_ids:
+        ask.end_node_actor(node_id)
