@@ -92,8 +92,14 @@ class ModellessEngine:
         """Begin to store chunks."""
         assert self._link is not None
         self._runtime.session.drain()
-        orders = self.view.orders
-        job = named_job(next(self._numbers), Direction.STORE, keys, [0] * len(keys), orders=orders)
+        job = named_job(
+            next(self._numbers),
+            Direction.STORE,
+            keys,
+            [0] * len(keys),
+            namespace=self._namespace,
+            orders=self.view.orders,
+        )
         self._link.submit(JobRequest(job))
 
     def ended(self) -> list[CopyResult]:
