@@ -44,8 +44,8 @@ def demo(
 
     Example: raykv demo --tiny --nodes 2
     """
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.demo import run_demo
+    from raykv.lab.warden import ending_what_it_starts
 
     with ending_what_it_starts() as warden:
         code = run_demo(
@@ -101,9 +101,9 @@ def bench(  # noqa: PLR0913 - a command's options
 
     Example: raykv bench lookup copy --json results.json
     """
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.bench.command import list_benchmarks, run_benchmarks
     from raykv.lab.bench.report import ClientOptions, ClusterOptions, Options
+    from raykv.lab.warden import ending_what_it_starts
 
     if list_only:
         list_benchmarks()
@@ -170,8 +170,8 @@ def chaos(  # noqa: PLR0913 - a command's options
     """
     from rich.console import Console
 
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.chaos.run import ChaosOptions, kinds_named, run_chaos
+    from raykv.lab.warden import ending_what_it_starts
 
     loses_head = minutes >= 3 if lose_head is None else lose_head
     options = ChaosOptions(
