@@ -255,7 +255,7 @@ class ReportAnswer(msgspec.Struct, frozen=True):
     orders: Stamp = engine.NOTHING_ORDERED
     wants_orders: bool = False
     marks: Marks = Marks()
-    pause_ms: Annotated[int, msgspec.Meta(ge=PAUSE_MS[0], le=PAUSE_MS[1])] = PAUSE_MS[0]
+    pause_ms: Annotated[int, msgspec.Meta(ge=0, le=PAUSE_MS[1])] = PAUSE_MS[0]
     alone: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
     left: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
     words: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_GROUPS)] = []

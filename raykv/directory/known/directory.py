@@ -86,6 +86,8 @@ class Directory:
         self.introduced: dict[Namespace, EngineHello] = {}
         # Engines that ask and are introduced by no node: where each is, and when it asked last.
         self._strangers: dict[members.EngineLife, tuple[NodeId, float]] = {}
+        # Nodes whose last report was full.
+        self._full: set[NodeId] = set()
 
     # Reports
 
@@ -121,6 +123,7 @@ class Directory:
         self.sessions.lose(node_id)
         self._use.lose(node_id, now)
         self._orders.lose(node_id)
+        self._full.discard(node_id)
         self._end_engines(member.engines)
 
     def _end_engines(self, engines: Iterable[members.EngineLife]) -> None:
@@ -192,13 +195,23 @@ class Directory:
             orders=self._watch.stamp,
             wants_orders=wants_orders,
             marks=self._marks.marks(node_id, read.number),
-            pause_ms=node.PAUSE_MS[0] if _is_full(part) else self.pause_ms,
+            pause_ms=self._pause_of(node_id, part),
             alone=self._use.alone(node_id) if self._knows_others(now) else [],
             left=self._use.left(node_id, now),
             words=words,
             words_number=words_number,
             namings=self._watch.namings(self.members[node_id].engines.values()),
         )
+
+    def _pause_of(self, node_id: NodeId, part: listing.ListingPart | None) -> int:
+        """A node that has much to tell waits as long as others that have take with theirs: a
+        scheduler actor that is new knows a million chunks within seconds.
+        """
+        if part is None or len(part.rows.keys) < FULL_ROWS:
+            self._full.discard(node_id)
+            return self.pause_ms
+        self._full.add(node_id)
+        return min(int(1000 * (len(self._full) - 1) * self.cost_s), node.PAUSE_MS[1])
 
     @property
     def pause_ms(self) -> int:
@@ -268,10 +281,6 @@ class Directory:
         for part in (self.members, self.events, self._coming, self._marks, self.sessions):
             part.check()
         self._use.check()
-
-
-def _is_full(part: listing.ListingPart | None) -> bool:
-    return part is not None and len(part.rows.keys) >= FULL_ROWS
 
 
 def _within(part: listing.ListingPart, room: int) -> listing.ListingPart:

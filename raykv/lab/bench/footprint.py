@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import ray
 
-from raykv.cluster.ask import find_node_actor, find_scheduler_actor
+from raykv.cluster.ask import detached, find_node_actor, find_scheduler_actor
+from raykv.directory.launch import scheduler_actor
 from raykv.lab.bench import directory, pool
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
@@ -37,13 +38,16 @@ PROMPT_BLOCKS = 8
 KV_BLOCKS = 32
 """Few: the KV of an engine with RayKV is shared memory, which is not counted."""
 
-MOST_SCHEDULER_MB = 150.0
+MOST_SCHEDULER_MB = 30.0
 MOST_NODE_MB = 60.0
 """Of memory, beyond that of a bare Ray actor."""
 
 MOST_ENGINE_MB = 80.0
 MOST_IDLE_CPU = 1.0
 """Per cent of a core, of both actors together, beyond that of two bare ones."""
+
+MOST_START_S = 0.3
+"""From its creation to its first answer, beyond a bare Ray actor."""
 
 MOST_CHUNK_MB = 1000.0
 """Of memory for a million chunks in all processes of one node and one engine."""
@@ -75,6 +79,7 @@ def run(options: Options) -> Result:
     """See the module's docstring."""
     result = Result("footprint", BENCHMARKS["footprint"].summary)
     with Bed(quick=True, max_tokens=PROMPT_BLOCKS * BLOCK * 2, pool_bytes=POOL_BYTES) as bed:
+        _measure_start(result, bed, options)
         actors = _start_actors(bed)
         pids = {name: [_pid_of(actor)] for name, actor in actors.items()}
         bed.wait_for_pools()
@@ -102,6 +107,23 @@ def run(options: Options) -> Result:
     _measure_chunks(result, options)
     _judge(result)
     return result
+
+
+def _measure_start(result: Result, bed: Bed, options: Options) -> None:
+    """From an actor's creation to its first answer; each gets a process of its own."""
+    address, times = bed.cluster.address, dict[str, list[float]]({BARE: [], SCHEDULER: []})
+    environment = {"RAY_worker_niceness": "0"}
+    for number in range(options.repeats_or(9)):
+        began = time.monotonic()
+        bare = detached(ray.remote(_Bare), f"bare {number}", environment).remote()
+        _pid_of(bare)
+        answered = time.monotonic()
+        ray.get(scheduler_actor(address).ping.remote(), timeout=60.0)
+        times[BARE].append(answered - began)
+        times[SCHEDULER].append(time.monotonic() - answered)
+        ray.kill(bare)
+        bed.cluster.down()
+    result.rows += [Row("start", name, "s", tuple(some)) for name, some in times.items()]
 
 
 def _start_actors(bed: Bed) -> dict[str, Any]:
@@ -190,14 +212,16 @@ def _judge(result: Result) -> None:
         case = f"{IDLE}, {what}"
         return result.row(case, name).median - result.row(case, BARE).median
 
+    start_s = result.row("start", SCHEDULER).median - result.row("start", BARE).median
     cpu = more(SCHEDULER, "CPU") + more(NODE, "CPU")
     chunks = [row.median for row in result.rows if row.case.endswith("chunks")]
     result.verdicts = [
         Verdict(
-            "the scheduler actor: at most 150 MB beyond a bare actor",
+            f"the scheduler actor: at most {MOST_SCHEDULER_MB:.0f} MB beyond a bare actor",
             more(SCHEDULER),
             MOST_SCHEDULER_MB,
         ),
+        Verdict("the scheduler actor starts at most 0.3 s later", start_s, MOST_START_S),
         Verdict("a NodeActor: at most 60 MB beyond a bare actor", more(NODE), MOST_NODE_MB),
         Verdict("an engine: at most 80 MB more", result.row(IDLE, ENGINE).median, MOST_ENGINE_MB),
         Verdict("both actors idle: at most 1 % of a core beyond bare ones", cpu, MOST_IDLE_CPU),

@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -166,7 +166,7 @@ class PoolIndex:
 
         Where `end` is not the listing's number there is more at once.
         """
-        most = min(most, MAX_KEYS // 2)
+        most = min(most, MAX_KEYS)
         life, newest = self.listing.life, self.listing.number
         found = None
         if position.life == life and position.place >= told.ALL_READ:
@@ -216,15 +216,19 @@ class PoolIndex:
         return records, disk if place == told.ALL_READ and len(self.shelf) else place
 
     def _page_rows(self, page: Iterable[ChunkRecord | shelf.ShelvedChunk]) -> Iterator[ListedRow]:
-        """How chunks of a page are, each name once: a million of them are mostly just READY."""
+        """How chunks of a page are, each name once: of a million most are just READY."""
         writing, on_disk = self._writing, self.shelf.find
         for each in page:
-            name = namespace, key = each.namespace, each.key
-            is_in_ram = isinstance(each, ChunkRecord)
-            if is_in_ram and each.state is READY and name not in writing and not on_disk(*name):
-                yield ListedRow(namespace, key, Where.RAM, each.blocks, Reason.STORED)
-            elif not is_in_ram or each.state is READY or self.find(*name) is None:
-                yield self._row(namespace, key, Reason.STORED)
+            name = each.namespace, each.key
+            if isinstance(each, ChunkRecord):
+                if each.state is READY and name not in writing and on_disk(*name) is None:
+                    yield ListedRow(*name, Where.RAM, each.blocks, Reason.STORED)
+                    continue
+                if each.state is VOID or (
+                    each.state is ChunkState.WRITING and self.find(*name) is not None
+                ):
+                    continue
+            yield self._row(*name, Reason.STORED)
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""

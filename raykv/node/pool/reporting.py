@@ -32,8 +32,9 @@ from raykv.protocol.sessions import check_news
 
 """Of rows that a check is for."""
 
-MOST_ROWS = 1024
-"""Names that have changed, and slots of a page, in one report."""
+MOST_ROWS = 1500
+"""Names that have changed, and slots of a page, in one report: a page of them is just below 100 KB,
+which Ray takes along with the call."""
 
 MOST_WORDS = 1024
 """Of sessions, that wait to be said."""

@@ -107,7 +107,7 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (Report, {"life": 0}),
     (Report, {"node_id": ""}),
     (Report, {"orders": Stamp(-1, 0)}),
-    (ReportAnswer, {"pause_ms": 0}),
+    (ReportAnswer, {"pause_ms": -1}),
     (ReportAnswer, {"pause_ms": 5000}),
     (ReportAnswer, {"left": ["a"] * 300}),
     (CopyJob, {"direction": 2}),

@@ -363,7 +363,10 @@ def test_pause_grows_with_nodes_and_their_cost_and_is_short_while_much_is_left()
     assert pauses[9] == 200
     assert pauses[-1] == PAUSE_MS[1]
     assert nodes[0].report(0.0, *map(row_of, range(999))).pause_ms == PAUSE_MS[1]
-    assert nodes[1].report(0.0, *map(row_of, range(1000))).pause_ms == PAUSE_MS[0]
+    full = [*map(row_of, range(1000))]
+    assert [node.report(0.0, *full).pause_ms for node in nodes[:4]] == [0, 5, 10, 15]
+    assert nodes[0].report(0.0).pause_ms == PAUSE_MS[1]
+    assert nodes[1].report(0.0, *full).pause_ms == 10
     directory.cost_s = 0.0
     assert nodes[0].report(0.0).pause_ms == PAUSE_MS[0]
 
