@@ -17,7 +17,6 @@ from typing import Any
 
 from raykv.base import errors, guard
 from raykv.base.ids import Refusal
-from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
@@ -31,7 +30,7 @@ def export_from_gpu(
     kv_caches: Any,
     group_ids: list[int],
     blocks_per_chunk: int,
-    load: Callable[[], driver.MemoryDriver] = cuda_bindings.load,
+    load: Callable[[], driver.MemoryDriver] = driver.load,
     canonical: CanonicalPages = NOT_CANONICAL,
 ) -> kv.ExportedKV:
     """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
@@ -164,7 +163,7 @@ def _never(reason: str) -> staging.StagedLink:
 
 
 def device_link(
-    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[DeviceLink, KVLayout]:
     """The NodeActor maps the GPU memory of the KV cache.
 
@@ -191,7 +190,7 @@ def device_link(
 
 
 def make_link(
-    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[Any, KVLayout]:
     """The line of a worker whose KV cache is in no shared memory of the host.
 

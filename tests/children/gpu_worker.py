@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raykv.memory.cuda.bindings import load
+from raykv.memory.cuda.driver import load
 from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
 from raykv.protocol.framing import encode
 

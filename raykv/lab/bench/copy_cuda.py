@@ -39,7 +39,7 @@ from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
-from raykv.memory.cuda import bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -301,7 +301,7 @@ def run(options: Options) -> Result:
         SettingError: there is no GPU that this process could use.
     """
     try:
-        uuids = bindings.load().devices()
+        uuids = cuda_driver.load().devices()
         if not uuids:
             raise CUDAError("this process sees no GPU: see CUDA_VISIBLE_DEVICES")
         driver = MeasuredGPU(uuids[0])
