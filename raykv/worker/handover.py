@@ -19,7 +19,7 @@ from raykv.base import errors, guard
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout, not_done
 from raykv.worker import front, job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
@@ -46,7 +46,7 @@ def export_from_gpu(
         raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
     groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
     where = [
-        kv.DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
         for tensor in tensors
     ]
     return kv.export_kv(load(), where, kv.Grouping(blocks_per_chunk, group_ids, groups, canonical))

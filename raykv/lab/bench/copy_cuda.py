@@ -30,7 +30,7 @@ from raykv.base.ids import Direction
 from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import BatchRows, ChooseRoute, Route, direct, rows_of, usual_route
-from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency
+from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
@@ -161,7 +161,7 @@ class DeviceSides:
             self.by_route = {
                 route: CUDABackend(device(partial(_always, route)), place) for route in Route
             }
-            self.stream = driver.make_stream(Urgency.STORE)
+            self.stream = driver.make_stream(Direction.STORE)
             stack.callback(driver.drop_stream, self.stream)
             self.event = driver.make_event()
             stack.callback(driver.drop_event, self.event)
