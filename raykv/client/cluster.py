@@ -253,7 +253,7 @@ class Cluster:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
         self._scheduler.find()
-        return accounts.why_miss(ask.ask_each, request_id)
+        return accounts.why_miss(request_id)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
         """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
@@ -266,7 +266,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         self._scheduler.find()
-        return accounts.more_room(ask.ask_each)
+        return accounts.more_room()
 
     def requests(self, after: str | int = "") -> reader.EndedRequests:
         """Requests that have ended, all over the cluster, and what became of their tokens; some of
@@ -280,7 +280,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer, or that is no place.
         """
         self._scheduler.find()
-        return accounts.ended_requests(ask.ask_each, str(after or ""))
+        return accounts.ended_requests(str(after or ""))
 
     # Events
 
