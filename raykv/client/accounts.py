@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.cluster.ask import ask_each
+from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
 
@@ -18,7 +18,7 @@ def why_miss(beginning: str) -> list[Explanation]:
         NotFoundError: no node knows one.
         ClusterError: no node answers.
     """
-    told = ask_each(Explanations, lambda _, actor: actor.why_miss.remote(beginning)).values()
+    told = ask.ask_each(Explanations, lambda _, actor: actor.why_miss.remote(beginning)).values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
         raise NotFoundError(
@@ -35,7 +35,7 @@ def more_room() -> MoreRoom:
     Raises:
         ClusterError: no node answers.
     """
-    told = list(ask_each(MoreRoom, lambda _, actor: actor.more_room.remote()).values())
+    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.more_room.remote()).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -73,7 +73,7 @@ def ended_requests(after: str) -> EndedRequests:
     def question(node_id: str, actor: Any) -> Any:
         return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
 
-    pages = ask_each(RequestPage, question)
+    pages = ask.ask_each(RequestPage, question)
     anew = {
         node_id
         for node_id, page in pages.items()
@@ -81,7 +81,7 @@ def ended_requests(after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
+        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last
