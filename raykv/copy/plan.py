@@ -48,6 +48,11 @@ class CopyRuns:
         """Bytes of all runs."""
         return int(self.size.sum())
 
+    def some(self, first: int, last: int) -> CopyRuns:
+        """Rows [first, last) of runs in one slab."""
+        size = self.size[first:last]
+        return CopyRuns(self.kv[first:last], self.pool[first:last], size, _column([len(size)]))
+
 
 @dataclass(frozen=True)
 class _Group:

@@ -310,9 +310,7 @@ class Capturing:
         """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
-            some = slice(first, first + step)
-            size = runs.size[some]
-            yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
+            yield runs.some(first, first + step)
 
     # The threads that write
 

@@ -20,13 +20,13 @@ import raykv.node.copying
 import raykv.node.lanes
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId, Refusal
-from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route
 from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.copy.rows import CPUBackend
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
@@ -483,12 +483,10 @@ class Gate:
         gate = self
 
         class Gated(CPUBackend):
-            def copy(
-                self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
-            ) -> bool:
+            def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
                 gate.before(direction)
-                done = super().copy(direction, runs, first, last, stop)
-                gate.done.append((direction, last - first))
+                done = super().copy(direction, runs, stop)
+                gate.done.append((direction, len(runs.size)))
                 return done
 
         monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)

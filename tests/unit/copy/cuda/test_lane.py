@@ -31,6 +31,7 @@ from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
+from tests.fixtures.copy.memories import carried_out
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
 from tests.house import ROOT
 
@@ -70,7 +71,7 @@ class Memory:
         self.backend = CUDABackend(self.device, place)
 
     def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign = NEVER) -> bool:
-        return self.backend.copy(direction, runs, 0, len(runs.size), stop)
+        return carried_out(self.backend, direction, runs, stop)
 
     def after(self, direction: Direction, runs: CopyRuns) -> tuple[bytes, bytes]:
         """KV cache and pool as they should be after a copy."""
@@ -250,7 +251,7 @@ def test_worker_whose_step_takes_long_holds_up_no_other_worker() -> None:
         with pytest.raises(CUDAError, match=r"not finished the step .* given up"):
             memory.copy(STORE, SCATTERED)
         assert submissions(driver) == 0
-        assert other.copy(STORE, SCATTERED, 0, len(SCATTERED.size), NEVER)
+        assert carried_out(other, STORE, SCATTERED, NEVER)
     assert memory.now == expected
 
 
@@ -647,7 +648,7 @@ def test_batches_of_the_usual_limits_are_small() -> None:
     limits = Limits()
     size = np.full(100, 20 << 20, np.int64)
     runs = CopyRuns(np.cumsum(size), np.cumsum(size), size, np.array([100]))
-    cut = rows_of(runs, 0, 100, limits.cut_bytes)
+    cut = rows_of(runs, limits.cut_bytes)
     largest = max(each.num_bytes for each in batches(cut, limits.batch_bytes, limits.batch_runs))
     assert largest * limits.in_flight / 12e9 < 0.010
 
