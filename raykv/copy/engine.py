@@ -7,7 +7,6 @@ submission is kept.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -51,13 +50,13 @@ class StopSign:
     """
 
     def __init__(self, words: Sequence[Word] = ()) -> None:
-        self._words = [(ctypes.c_uint64.from_address(at), value) for at, value in words]
+        self._words = words
         self.rows = np.array(words, np.uint64).reshape(-1, 2)
         """Address and value of each word, shape [number of words, 2]."""
 
     def __call__(self) -> bool:
         """Whether a word is set."""
-        return any(memory.value == value for memory, value in self._words)
+        return any(word.is_set for word in self._words)
 
 
 class CopyBackend(Protocol):

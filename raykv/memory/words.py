@@ -22,6 +22,11 @@ class Word(NamedTuple):
     address: int
     value: int
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it has the value now."""
+        return ctypes.c_uint64.from_address(self.address).value == self.value
+
 
 class CancelWords:
     """A page of 64-bit words that a worker writes and its NodeActor reads."""

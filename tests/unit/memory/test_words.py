@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from raykv.base.errors import HandleError
-from raykv.memory.words import NUM_WORDS, CancelWords, Word
+from raykv.memory.words import NUM_WORDS, CancelWords
 
 
 @pytest.fixture
@@ -22,15 +21,11 @@ def ends() -> Iterator[tuple[CancelWords, CancelWords]]:
     node.close()
 
 
-def is_set(word: Word) -> bool:
-    return ctypes.c_uint64.from_address(word.address).value == word.value
-
-
 def test_no_job_is_cancelled_at_first(ends: tuple[CancelWords, CancelWords]) -> None:
     worker, node = ends
     for job_id in (0, 1, NUM_WORDS - 1, NUM_WORDS, 10**12):
-        assert not is_set(worker.word(job_id))
-        assert not is_set(node.word(job_id))
+        assert not worker.word(job_id).is_set
+        assert not node.word(job_id).is_set
 
 
 @pytest.mark.parametrize("job_id", [0, 1, NUM_WORDS - 1, NUM_WORDS, 10**12])
@@ -39,22 +34,22 @@ def test_cancelled_job_is_seen_through_the_other_mapping(
 ) -> None:
     worker, node = ends
     worker.cancel(job_id)
-    assert is_set(node.word(job_id))
+    assert node.word(job_id).is_set
 
 
 def test_cancelling_one_job_cancels_no_other(ends: tuple[CancelWords, CancelWords]) -> None:
     worker, node = ends
     worker.cancel(7)
     others = (6, 8, 7 + NUM_WORDS, 7 + 2 * NUM_WORDS)
-    assert not any(is_set(node.word(other)) for other in others)
+    assert not any(node.word(other).is_set for other in others)
 
 
 def test_job_at_the_same_word_takes_it_over(ends: tuple[CancelWords, CancelWords]) -> None:
     worker, node = ends
     worker.cancel(7)
     worker.cancel(7 + NUM_WORDS)
-    assert is_set(node.word(7 + NUM_WORDS))
-    assert not is_set(node.word(7))
+    assert node.word(7 + NUM_WORDS).is_set
+    assert not node.word(7).is_set
 
 
 def test_received_words_are_refused_when_the_memory_is_too_short() -> None:
