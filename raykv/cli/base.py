@@ -127,7 +127,7 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         show(found)
 
 
-def done(facts: dict[str, Any], sentence: str, *, as_json: bool) -> None:
+def done(facts: Any, sentence: str, *, as_json: bool) -> None:
     """Print what a command has done: as JSON, or as a sentence."""
     answer(facts, lambda _: say(sentence), as_json=as_json)
 

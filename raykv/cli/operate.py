@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.parsing import parse_size
-from raykv.cli.base import Address, AsJson, answer, app, console, print_json, table_of
+from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, table_of
 from raykv.cli.chunks import Form, read_prompt
 from raykv.memory.room import human_bytes
 
@@ -185,13 +185,11 @@ def pin(
             priority=priority,
             pin_id=pin_id,
         )
-    if as_json:
-        print_json(made)
-        return
-    typer.echo(
+    sentence = (
         f"pin {made.pin_id}: {made.held_chunks} of {made.chunks} chunks are stored and kept "
         f"({human_bytes(made.kept_bytes)}), for {ttl}"
     )
+    done(made, sentence, as_json=as_json)
 
 
 @app.command()
@@ -333,28 +331,26 @@ def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
 
 def report(found: TransferResult, *, as_json: bool) -> None:
     """What became of a transfer; ends the command, with exit code 1 if not all chunks are there."""
-    if as_json:
-        print_json({**msgspec.to_builtins(found), "failed": found.failed})
-    else:
-        typer.echo(_sentence(found))
+    facts = {**msgspec.to_builtins(found), "failed": found.failed}
+    done(facts, _sentence(found), as_json=as_json)
     raise typer.Exit(found.failed > 0)
 
 
 def _sentence(found: TransferResult) -> str:
     speed = f"{human_bytes(found.num_bytes)} in {found.seconds:.1f} s"
     parts = [
-        f"{found.came} of {found.asked} chunks came ({speed})",
-        f"{found.there} were there already",
+        f"{found.came:,} of {found.asked:,} chunks came ({speed})",
+        f"{found.there:,} were there already",
     ]
     for count, what in (
         (found.nowhere, "are stored nowhere"),
-        (found.no_room, "found no room"),
+        (found.no_room, "found no room: the pool can give up no more"),
         (found.dropped, "copies were given up elsewhere"),
         (found.kept, "copies stay, because they are pinned there"),
     ):
         if count:
-            parts.append(f"{count} {what}")
-    parts += [f"{count} failed ({reason})" for reason, count in sorted(found.refusals.items())]
+            parts.append(f"{count:,} {what}")
+    parts += [f"{count:,} failed ({reason})" for reason, count in sorted(found.refusals.items())]
     return ", ".join(parts)
 
 
