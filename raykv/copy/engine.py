@@ -50,9 +50,8 @@ class StopSign:
     """
 
     def __init__(self, words: Sequence[Word] = ()) -> None:
-        self._words = tuple(words)
-        pairs = [(word.address, word.value) for word in words]
-        self.rows = np.array(pairs, np.uint64).reshape(-1, 2)
+        self._words = words
+        self.rows = np.array(words, np.uint64).reshape(-1, 2)
         """Address and value of each word, shape [number of words, 2]."""
 
     def __call__(self) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from raykv.base.geometry import PoolGeometry
 from raykv.copy.cuda.backend import backend
 from raykv.copy.engine import CopyBackend
-from raykv.memory.cuda import bindings as cuda_bindings
-from raykv.memory.cuda.driver import MemoryDriver
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.pool import Pool
@@ -43,13 +42,13 @@ class Devices:
 
     def __init__(
         self,
-        load: Callable[[], MemoryDriver] = cuda_bindings.load,
+        load: Callable[[], cuda_driver.MemoryDriver] = cuda_driver.load,
         make_backend: MakeBackend = backend,
     ) -> None:
         self._load = load
         self._make_backend = make_backend
         self._lock = threading.Lock()
-        self._driver: MemoryDriver | None = None
+        self._driver: cuda_driver.MemoryDriver | None = None
         self._locker: PoolLocker | None = None
         self._is_closed = False
 
@@ -58,7 +57,7 @@ class Devices:
         """Bytes of the pool that are page-locked, from its start."""
         return 0 if self._locker is None else self._locker.locked_bytes
 
-    def driver(self) -> MemoryDriver:
+    def driver(self) -> cuda_driver.MemoryDriver:
         """CUDA in this process.
 
         Raises:

@@ -21,7 +21,7 @@ from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.batches import Route
-from raykv.copy.cuda.driver import CUDADriver, Urgency
+from raykv.copy.cuda.driver import CUDADriver
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.pages import mover_of
 from raykv.copy.engine import SPAN_BYTES, CopyBackend, StopSign
@@ -366,7 +366,7 @@ class TestOnGPU:
         mover = mover_of(0)
         assert mover is not None
         driver = CUDADriver(first_uuid())
-        stream, event = driver.make_stream(Urgency.LOAD), driver.make_event()
+        stream, event = driver.make_stream(Direction.LOAD), driver.make_event()
         source = torch.randint(0, 1 << 60, (64, 512), device="cuda")
         to = torch.zeros_like(source)
         torch.cuda.synchronize()

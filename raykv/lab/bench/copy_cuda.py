@@ -30,7 +30,7 @@ from raykv.base.ids import Direction
 from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import BatchRows, ChooseRoute, Route, direct, rows_of, usual_route
-from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency
+from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
@@ -39,7 +39,7 @@ from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
-from raykv.memory.cuda import bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -161,7 +161,7 @@ class DeviceSides:
             self.by_route = {
                 route: CUDABackend(device(partial(_always, route)), place) for route in Route
             }
-            self.stream = driver.make_stream(Urgency.STORE)
+            self.stream = driver.make_stream(Direction.STORE)
             stack.callback(driver.drop_stream, self.stream)
             self.event = driver.make_event()
             stack.callback(driver.drop_event, self.event)
@@ -301,7 +301,7 @@ def run(options: Options) -> Result:
         SettingError: there is no GPU that this process could use.
     """
     try:
-        uuids = bindings.load().devices()
+        uuids = cuda_driver.load().devices()
         if not uuids:
             raise CUDAError("this process sees no GPU: see CUDA_VISIBLE_DEVICES")
         driver = MeasuredGPU(uuids[0])

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route, batches, rows_of
-from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, SourceOrder
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
@@ -469,7 +469,7 @@ def test_neighbouring_slots_in_two_pinned_pieces_are_copied(
 def test_device_that_hangs_ends_the_process() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=0.1))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     with frozen(driver, stream), pytest.raises(LostError, match="the GPU hangs"):
         memory.copy(STORE, SCATTERED)
     assert driver.num_pending
@@ -580,20 +580,19 @@ def test_gathered_pages_cross_to_the_host_in_one_piece() -> None:
 
 def test_loads_have_a_stream_of_their_own_above_the_stores() -> None:
     memory = Memory(FakeDriver())
-    assert Urgency.LOAD > Urgency.STORE
-    for direction, urgency in ((STORE, Urgency.STORE), (LOAD, Urgency.LOAD)):
+    for direction in (STORE, LOAD):
         memory.driver.calls.clear()
         assert memory.copy(direction, SCATTERED)
         used = {call.stream for call in memory.driver.calls_of("copy_batch")}
         (stream,) = used
         assert stream is not None
-        assert memory.driver.streams[stream].urgency is urgency
+        assert memory.driver.streams[stream].direction is direction
 
 
 def test_load_passes_a_store_that_is_on_its_way() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=300))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     store = threading.Thread(target=memory.copy, args=(STORE, runs_of([0])))
     with frozen(driver, stream):
         store.start()
@@ -609,7 +608,7 @@ def test_load_passes_a_store_that_is_on_its_way() -> None:
 def test_copy_that_waits_for_another_one_of_its_direction_can_be_stopped() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=300))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     first = threading.Thread(target=memory.copy, args=(STORE, SCATTERED))
     with frozen(driver, stream):
         first.start()
