@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from queue import Empty, Full, Queue
 
 import msgspec
@@ -28,6 +27,7 @@ from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.cluster import ask, logs
 from raykv.protocol import descriptions, framing
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
+from raykv.protocol.status import ClusterStatus
 from raykv.stream import connections, readers
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication
@@ -79,7 +79,7 @@ MAX_QUEUED = 256
 """Messages between the two threads."""
 
 MAX_EVENTS_AT_ONCE = 4096
-"""Events of the log that are taken in before they are published."""
+"""Events of the log that are taken in before they are published; the last report is not cut."""
 
 MAX_ASKED = 512
 """Chunks in one question for descriptions."""
@@ -340,7 +340,7 @@ class PublisherActor:
 
     def _take_events(self) -> None:
         log = readers.read_events(ask.find_scheduler_actor, self._publication.place, follow=False)
-        events = list(islice(log, MAX_EVENTS_AT_ONCE))
+        events = list(readers.whole_reports(log, MAX_EVENTS_AT_ONCE))
         if any(isinstance(event, EventsMissed) for event in events):
             self._restart()
             return
@@ -400,5 +400,6 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
 
 def _models() -> Mapping[Namespace, str]:
     """The model that engines serve in each namespace."""
-    status = ask.status(ask.find_scheduler_actor(), CLIENT_S)
-    return {Namespace(engine.namespace): engine.model for engine in status.engines}
+    scheduler = ask.find_scheduler_actor()
+    known = ask.answer_as(ClusterStatus, scheduler, "status", timeout_s=CLIENT_S)
+    return {Namespace(engine.namespace): engine.model for engine in known.engines}
