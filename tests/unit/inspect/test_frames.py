@@ -381,4 +381,4 @@ def test_all_public_names_are_there() -> None:
     for name in inspect.__all__:
         assert getattr(inspect, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = inspect.nothing
+        _ = inspect.nothing  # type: ignore[attr-defined]
