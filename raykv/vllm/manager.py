@@ -184,7 +184,7 @@ class RayOffloadingManager(OffloadingManager):
         None while a layered load of the request is under way: vLLM offers the chunks again with the
         next step.
         """
-        if self.layered.is_under_way(req_context.req_id):
+        if req_context.req_id in self.layered.held:
             return None
         if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
             return PrepareStoreOutput([], self._named([], req_context), [])

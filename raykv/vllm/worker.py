@@ -23,11 +23,10 @@ from raykv.base.guard import guarded
 from raykv.base.ids import Direction
 from raykv.engine.session import WorkerReport
 from raykv.protocol.measures import BreakerReport
-from raykv.vllm import kv_form, layered, transfers
+from raykv.vllm import kv_form, transfers
 from raykv.vllm.identity import adapters, weight_watch
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.spec import RayKVOffloadingSpec
-from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
 
@@ -50,14 +49,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._vllm = WorkerTables(self)
         self._meta = transfers.RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
-        self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
-        if self._is_layerwise:
-            layered.refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
-        # With `layerwise_loads`: blocks of loads of this step whose end has not been seen.
-        self._unseen: dict[int, list[int]] = {}
-        # The layers that have waited for these loads.
-        self._waited: set[str] = set()
-        self._numbers: dict[str, int] | None = None
         # The life of the place, as the engine knows it, and how often the line had failed by then;
         # and what was reported of the line, last the life of the place in which it had failed.
         self._place_life = self._failed_before = 0
@@ -113,9 +104,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             if metadata.place_life != self._place_life:
                 self._place_life = metadata.place_life
                 self._failed_before = self._line_report().breakers.failed
-            if self._is_layerwise:
-                for job_id, load in metadata.load_jobs.items():
-                    self._unseen[job_id] = load.dst_spec.block_ids.tolist()
             self._adapters.end(self._ended)
             self._ended.clear()
             self._stranded.update(metadata.stranded)
@@ -237,17 +225,11 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
         self._ended |= finished_req_ids
-        if self._unseen and self._raykv is not None:
-            # What is not there is to be known before anybody sees what was computed with it.
-            self._raykv.wait_layers(self._unseen, ALL_LAYERS)
-            self._check_that_all_waited()
         if self._stranded:
             self._receive_stranded()
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
-        if self._unseen or self._waited:
-            self.end_loads()
         return set(), self._take_received()
 
     def end_badly(self) -> set[str]:
@@ -257,7 +239,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         for result in self._results:
             self._take_end_badly(result)
         self._results.clear()
-        self.end_loads()
         return self._take_received()
 
     def _receive_stranded(self) -> None:
@@ -275,72 +256,34 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         tells.
         """
         self._meta.mark_completed(result.job_id)
-        self._invalid_block_ids.update(self._unseen.pop(result.job_id, ()))
         request_id = self._vllm.loads.pop(result.job_id, None)
-        if request_id is not None and not self._is_layerwise:
-            # By layer vLLM does not wait for the request, which is told by its blocks.
-            self._meta.barred.add(request_id)
-            self._failed_recving.add(request_id)
-            self._received.add(request_id)
+        if request_id is not None:
+            self._end_load_badly(result.job_id, request_id)
+
+    def _end_load_badly(self, job_id: int, request_id: str) -> None:
+        del job_id
+        self._meta.barred.add(request_id)
+        self._failed_recving.add(request_id)
+        self._received.add(request_id)
 
     @guarded(_take_end_badly)
     def _take_end(self, result: TransferResult) -> None:
         request_id = self._vllm.loads.get(result.job_id)
         self._take_result(result, request_id)
-        if request_id is not None and not self._is_layerwise:
-            self._received.add(request_id)
+        if request_id is not None:
+            self._end_load(result.job_id, request_id)
         self._meta.mark_completed(result.job_id)
-        self._unseen.pop(result.job_id, None)
         self._vllm.loads.pop(result.job_id, None)
 
+    def _end_load(self, job_id: int, request_id: str) -> None:
+        del job_id
+        self._received.add(request_id)
+
     def wait_for_layer(self, layer_name: str) -> None:
-        """Wait until the KV of a layer is there, of all prompts that are being loaded."""
-        if not self._unseen:
-            return
-        self._waited.add(layer_name)
-        if not self._unseen.keys() <= self._vllm.loads.keys():
-            # A load begins behind a layer that wants it: vLLM is not the one that we know.
-            self.distrust_loads()
-        if self._raykv is not None:
-            self._raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
-
-    def _check_that_all_waited(self) -> None:
-        """A layer that does not call the hook was computed with what was not there yet."""
-        missing = {*self.kv_cache_config.kv_cache_groups[0].layer_names} - self._waited
-        if missing:
-            logger.warning(
-                "layerwise_loads: %d layers (%s) did not wait for their KV, so that the prompt is "
-                "computed anew: if this comes often, leave layerwise_loads out with this model",
-                len(missing),
-                min(missing),
-            )
-            self.distrust_loads()
-
-    def _layer_numbers(self) -> dict[str, int]:
-        """How many layers of a load are to be there before a layer is computed.
-
-        Empty where the NodeActor's layers are not vLLM's: then all have to be there.
-        """
-        if self._numbers is None:
-            assert self._raykv is not None
-            names = self.kv_cache_config.kv_cache_groups[0].layer_names
-            is_known = len(self._raykv.layout.groups[0]) == len(names)
-            self._numbers = {name: at for at, name in enumerate(names, 1)} if is_known else {}
-        return self._numbers
+        """A layer is about to be computed: vLLM waits for loads between steps."""
 
     def distrust_loads(self) -> None:
         """Report as not loaded what is to be loaded in this step, whatever becomes of it."""
-        self._invalid_block_ids.update(*self._unseen.values())
-
-    def end_loads(self) -> None:
-        """At the end of a step: loads that were never submitted, or whose end got lost, failed."""
-        self.distrust_loads()
-        for job_id in self._unseen:
-            if self._raykv is None or not self._raykv.is_flying(job_id):
-                self._vllm.loads.pop(job_id, None)
-                self._meta.mark_completed(job_id)
-        self._unseen.clear()
-        self._waited.clear()
 
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:
         assert isinstance(result, transfers.RayKVTransferResult), result

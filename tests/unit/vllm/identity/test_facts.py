@@ -403,7 +403,7 @@ def test_weights_in_a_file_go_by_content(tmp_path: Path) -> None:
         info = (1).to_bytes(8, "little") + b"w" + (1).to_bytes(4, "little")
         info += len(text).to_bytes(8, "little") + bytes(4) + bytes(8)
         head = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8) + info
-        file.write_bytes(head + bytes(-len(head) % 32) + text)
+        file.write_bytes(head + bytes(-len(head) % 32) + text * 4)
     found = [content(load("gguf"), model=str(file)) for file in files]
     assert found[0] == found[1] != found[2]
 
