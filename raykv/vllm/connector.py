@@ -429,9 +429,9 @@ class RayKVConnector(OffloadingConnector):
 
     def _bare_meta(self, scheduler_output: Any) -> transfers.RayKVConnectorMetadata:
         """Loads of all requests go out, except where the content of their adapter is unknown."""
-        step = self._mender.give_up_step(scheduler_output, may_load=self._adapters is None)
-        self._loading.strand_step(step.stranded)
-        base = OffloadingConnectorMetadata(step.loads, {}, step.flushed)
+        may_load = self._adapters is None
+        base, stranded = self._mender.give_up_step(scheduler_output, may_load=may_load)
+        self._loading.strand_step(stranded)
         return self._meta_of(base, scheduler_output)
 
     @guarded(_bare_meta)

@@ -304,7 +304,7 @@ def test_what_a_step_ahead_computed_leaves_the_cache_with_what_did_not_come(
     model: Path, monkeypatch: pytest.MonkeyPatch, is_second: bool
 ) -> None:
     play_tail_ahead(model, is_second=is_second)
-    monkeypatch.setattr(LayeredScheduling, "grow", lambda *_: None)
+    monkeypatch.setattr(LayeredLoads, "grow", lambda *_: None)
     with pytest.raises(WrongAnswerError):
         play_tail_ahead(model, is_second=is_second)
 
