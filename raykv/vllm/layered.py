@@ -451,8 +451,8 @@ class LayeredConnectorWorker(RayKVConnectorWorker):
         sees what was computed with it.
         """
         self._ended |= finished_req_ids
-        if self._unseen and self._raykv is not None:
-            self._raykv.wait_layers(self._unseen, ALL_LAYERS)
+        if self._unseen and self.raykv is not None:
+            self.raykv.wait_layers(self._unseen, ALL_LAYERS)
             self._check_that_all_waited()
         finished = super().get_finished(finished_req_ids)
         self._end_loads()
@@ -478,8 +478,8 @@ class LayeredConnectorWorker(RayKVConnectorWorker):
         if not self._unseen.keys() <= self._vllm.loads.keys():
             # A load begins behind a layer that wants it: vLLM is not the one that we know.
             self.distrust_loads()
-        if self._raykv is not None:
-            self._raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
+        if self.raykv is not None:
+            self.raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
 
     def _check_that_all_waited(self) -> None:
         """A layer that does not call the hook was computed with what was not there yet."""
@@ -499,9 +499,9 @@ class LayeredConnectorWorker(RayKVConnectorWorker):
         Empty where the NodeActor's layers are not vLLM's: then all have to be there.
         """
         if self._numbers is None:
-            assert self._raykv is not None
+            assert self.raykv is not None
             names = self.kv_cache_config.kv_cache_groups[0].layer_names
-            is_known = len(self._raykv.layout.groups[0]) == len(names)
+            is_known = len(self.raykv.layout.groups[0]) == len(names)
             self._numbers = {name: at for at, name in enumerate(names, 1)} if is_known else {}
         return self._numbers
 
@@ -512,7 +512,7 @@ class LayeredConnectorWorker(RayKVConnectorWorker):
         """At the end of a step: loads that were never submitted, or whose end got lost, failed."""
         self.distrust_loads()
         for job_id in self._unseen:
-            if self._raykv is None or not self._raykv.is_flying(job_id):
+            if self.raykv is None or not self.raykv.is_flying(job_id):
                 self._vllm.loads.pop(job_id, None)
                 self._meta.mark_completed(job_id)
         self._unseen.clear()

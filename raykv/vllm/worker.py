@@ -77,7 +77,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._weights.before_sleep = self.store_before_sleep
 
     @property
-    def _raykv(self) -> transfers.RayOffloadingWorker | None:
+    def raykv(self) -> transfers.RayOffloadingWorker | None:
+        """Ours, once there is a KV cache."""
         worker = self.worker
         return worker if isinstance(worker, transfers.RayOffloadingWorker) else None
 
@@ -99,8 +100,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """
         if isinstance(metadata, transfers.RayKVConnectorMetadata):
             self._look_at_weights(metadata.weights_seen)
-            if self._raykv is not None:
-                self._raykv.set_target(metadata.target)
+            if self.raykv is not None:
+                self.raykv.set_target(metadata.target)
             if metadata.place_life != self._place_life:
                 self._place_life = metadata.place_life
                 self._failed_before = self._line_report().breakers.failed
@@ -114,27 +115,27 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def _flush_bare(self, metadata: OffloadingConnectorMetadata) -> None:
         """What has not begun to read the blocks that vLLM is about to reuse does not begin."""
         self._refuse_unsubmitted()
-        if metadata.jobs_to_flush and self._raykv is not None:
+        if metadata.jobs_to_flush and self.raykv is not None:
             late = {i: job for i, job in metadata.store_jobs.items() if i in metadata.jobs_to_flush}
             self.refuse_stores(replace(metadata, store_jobs=late))
             for job_id in late:
                 del metadata.store_jobs[job_id]
-            self._raykv.wait(metadata.jobs_to_flush)
+            self.raykv.wait(metadata.jobs_to_flush)
 
     @guarded(_flush_bare)
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_unfit_stores(kv_connector_metadata)
-        if self._vllm.unsubmitted and self._raykv is not None:
+        if self._vllm.unsubmitted and self.raykv is not None:
             # vLLM would submit them one by one.
-            self._submit_left(self._raykv)
+            self._submit_left(self.raykv)
         super().handle_preemptions(kv_connector_metadata)
 
     def _refuse_unsubmitted(self) -> None:
         """Let the stores of the last step fail that have not been submitted."""
         for job_id, blocks, pool in self._vllm.unsubmitted:
-            if self._raykv is not None and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
+            if self.raykv is not None and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.STORE, blocks, pool)
         self._vllm.unsubmitted.clear()
 
     @guarded(lambda self: self._refuse_unsubmitted())
@@ -142,8 +143,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """Submit what was left to the next step: the memory that it lies in is about to be given
         back.
         """
-        if self._raykv is not None:
-            self._store_unsubmitted(self._raykv)
+        if self.raykv is not None:
+            self._store_unsubmitted(self.raykv)
 
     def _store_unsubmitted(self, worker: transfers.RayOffloadingWorker) -> None:
         worker.finish(self._submit_left(worker))
@@ -161,8 +162,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._refuse_unsubmitted()
         for job_id, job in metadata.load_jobs.items():
             self._vllm.loads[job_id] = job.req_id
-            if self._raykv is not None and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+            if self.raykv is not None and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
 
     def refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all stores fail that are neither submitted nor going to be."""
@@ -170,17 +171,17 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         for job_id, job in metadata.store_jobs.items():
             if not self._vllm.is_store_writer:
                 self._vllm.confirmed.completed_jobs[job_id] = 1
-            elif self._raykv is not None and job_id not in waiting and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
+            elif self.raykv is not None and job_id not in waiting and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         for job_id, job in list(metadata.load_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_load = use is None or self._adapters.may_load(use)
-            if self._raykv is not None and not (self._are_named and may_load):
+            if self.raykv is not None and not (self._are_named and may_load):
                 # Last: what is left in it has no end yet.
                 self._vllm.loads[job_id] = job.req_id
-                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+                self.raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
                 del metadata.load_jobs[job_id]
         super().start_kv_transfers(metadata)
 
@@ -191,21 +192,21 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         watch = self._weights
         if watch.count != self._noticed:
             self._noticed = watch.count
-            if self._raykv is not None:
-                self._raykv.distrust_loads()
+            if self.raykv is not None:
+                self.raykv.distrust_loads()
         self._are_named = seen.get(watch.name, 0) == watch.count
         if not self._are_named:
             self._meta.weights[watch.name] = watch.count, watch.what
 
     def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
-        if not (metadata.store_jobs and self._vllm.is_store_writer) or self._raykv is None:
+        if not (metadata.store_jobs and self._vllm.is_store_writer) or self.raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_store = use is None or self._adapters.may_store(job.req_id, use)
             if not (self._are_named and may_store):
-                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
+                self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
                 del metadata.store_jobs[job_id]
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -219,8 +220,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._adapters.begin(metadata.beginning)
             self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
-        if self._is_durable and self._raykv is not None and self._vllm.unsubmitted:
-            self._store_unsubmitted(self._raykv)
+        if self._is_durable and self.raykv is not None and self._vllm.unsubmitted:
+            self._store_unsubmitted(self.raykv)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
@@ -235,7 +236,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def end_badly(self) -> set[str]:
         """Take the results of a step that were not understood, as failures; whose loads ended."""
         self._receive_stranded()
-        self._results += [] if self._raykv is None else self._raykv.give_up()
+        self._results += [] if self.raykv is None else self.raykv.give_up()
         for result in self._results:
             self._take_end_badly(result)
         self._results.clear()
@@ -328,7 +329,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return self.take_meta()
 
     def _line_report(self) -> WorkerReport:
-        worker = self._raykv
+        worker = self.raykv
         return NO_LINE if worker is None else worker.line_report()
 
     def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:
