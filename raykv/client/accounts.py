@@ -1,36 +1,29 @@
-"""What NodeActors say of their engines' requests, put together: for people."""
+"""What NodeActors have of their engines' requests: their accounts, and their hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from raykv.base.errors import ClusterError, NotFoundError
-from raykv.protocol.framing import S
+from raykv.base.deadlines import CLIENT_S
+from raykv.base.errors import ClusterError, HiddenStatesError, NotFoundError
+from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
 
-
-class AskEach(Protocol):
-    """`raykv.cluster.ask.ask_each`."""
-
-    def __call__(
-        self, kind: type[S], question: Callable[[str, Any], Any], of: Collection[str] | None = None
-    ) -> dict[str, S]: ...
+# Between two rounds of asking which node has a request's states.
+STATES_FIND_PAUSE_S = 0.05
 
 
-def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
+def why_miss(beginning: str) -> list[Explanation]:
     """What became of requests whose ids begin so, newest first.
 
     Raises:
         NotFoundError: no node knows one.
         ClusterError: no node answers.
     """
-
-    def question(_: str, actor: Any) -> Any:
-        return actor.why_miss.remote(beginning)
-
-    told = ask_each(Explanations, question).values()
+    told = ask.ask_each(Explanations, lambda _, actor: actor.why_miss.remote(beginning)).values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
         raise NotFoundError(
@@ -41,17 +34,13 @@ def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
     return found
 
 
-def more_room(ask_each: AskEach) -> MoreRoom:
+def more_room() -> MoreRoom:
     """What more room in each pool would have saved, over all nodes.
 
     Raises:
         ClusterError: no node answers.
     """
-
-    def question(_: str, actor: Any) -> Any:
-        return actor.more_room.remote()
-
-    told = list(ask_each(MoreRoom, question).values())
+    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.more_room.remote()).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -78,7 +67,7 @@ class _AccountPlace(NamedTuple):
     number: int = 0
 
 
-def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
+def ended_requests(after: str) -> EndedRequests:
     """The requests that have ended behind a place in all nodes' accounts.
 
     Raises:
@@ -89,7 +78,7 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     def question(node_id: str, actor: Any) -> Any:
         return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
 
-    pages = ask_each(RequestPage, question)
+    pages = ask.ask_each(RequestPage, question)
     anew = {
         node_id
         for node_id, page in pages.items()
@@ -97,14 +86,12 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
+        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last
-        following[node_id], last[node_id] = (
-            _AccountPlace(page.life, end),
-            _AccountPlace(page.life, page.last),
-        )
+        following[node_id] = _AccountPlace(page.life, end)
+        last[node_id] = _AccountPlace(page.life, page.last)
     found = sorted((e for page in pages.values() for e in page.found), key=lambda each: -each.age_s)
     return EndedRequests(found, _text(following), _text(last))
 
@@ -119,3 +106,39 @@ def _places(text: str) -> dict[str, _AccountPlace]:
         return {node_id: _AccountPlace(int(life), int(number)) for node_id, life, number in parts}
     except ValueError:
         raise ClusterError(f"requests after {text[:64]!r}: give what an answer has") from None
+
+
+def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> Any:
+    """A ray.ObjectRef of the hidden states of a request; see `raykv.hidden_states`.
+
+    Raises:
+        HiddenStatesError: no node knows the request in time, or the node has no NodeActor.
+        ClusterError: Ray does not answer.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    if node_id is not None:
+        actor = ask.ask_ray(ask.find_node_actor, node_id)
+        if actor is None:
+            raise HiddenStatesError(
+                f"the NodeActor of node {node_id} is gone, and with it the hidden states that it "
+                "kept in memory; a file that is written stays"
+            )
+        return actor.hidden_states.remote(request_id, deadline_s)
+    while True:
+        actors = ask.node_actors()
+        left = give_up_at - time.monotonic()
+        questions = {
+            name: lambda actor: actor.has_hidden_states.remote(request_id) for name in actors
+        }
+        answers = ask.ask_all(actors, questions, min(CLIENT_S, max(left, STATES_FIND_PAUSE_S)))
+        for name, answer in answers.items():
+            if answer.value is True:
+                return actors[name].hidden_states.remote(request_id, max(left, 0.0))
+        if left <= 0:
+            asked = ", ".join(actors) or "none"
+            raise HiddenStatesError(
+                f"no node knows hidden states of request {request_id} (NodeActors: {asked}): it "
+                "has not ended, its engine has no RayKVHiddenStatesConnector, or they have expired "
+                "or made room for others (hidden_states_ttl_s, hidden_states_bytes)"
+            )
+        time.sleep(STATES_FIND_PAUSE_S)

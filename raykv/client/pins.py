@@ -12,7 +12,6 @@ from typing import Any
 from raykv.base.deadlines import TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.client.listing import Reader, sources_of
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
@@ -33,22 +32,39 @@ class Pinning:
     """Pins of a cluster: ordered, ended, listed."""
 
     scheduler: Scheduler
-    reader: Reader
 
     def pin(
         self,
         keys: Sequence[bytes | str],
-        namespace: str,
-        ttl_s: float,
-        priority: int | None,
-        pin_id: str | None,
+        *,
+        namespace: str = "",
+        ttl_s: float = PIN_S,
+        priority: int | None = None,
+        pin_id: str | None = None,
     ) -> operator.PinStatus:
+        """Keep chunks in the cache, wherever they are and come to; those too that are not stored
+        yet. All of them or, with an error, none.
+
+        Args:
+            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
+                of a prompt are `cluster.lookup(text=…).keys`.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is
+                one only.
+            ttl_s: for so many seconds, at most 30 days.
+            priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
+                without a priority, or with a lower one, is left.
+            pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
+            SettingError: an argument is not allowed.
+        """
         check_pin(ttl_s, priority)
         order = operator.PinOrder(
             version=PROTOCOL_VERSION,
             order_id=uuid.uuid4().hex,
             pin_id=pin_id or uuid.uuid4().hex[:8],
-            namespace=self.reader.full_namespace(namespace),
+            namespace=self.scheduler.full_namespace(namespace),
             keys=columns.Keys.of(ordered(keys)),
             ttl_s=ttl_s,
             priority=priority,
@@ -91,7 +107,7 @@ class Pinning:
         chunk_bytes = space.num_bytes // space.chunks
         pinned = self._pinned(order)
         needed: Counter[str] = Counter()
-        found = sources_of(self.scheduler, order.namespace, list(order.keys))
+        found = self.scheduler.sources_of(order.namespace, list(order.keys))
         for key, sources in zip(order.keys, found, strict=True):
             if key not in pinned:
                 needed.update(source.node_id for source in sources if not source.is_disk)
@@ -120,6 +136,11 @@ class Pinning:
         }
 
     def unpin(self, pin_id: str) -> None:
+        """End a pin; its chunks are evicted in their turn again.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+        """
         known = sorted(self._told())
         if pin_id not in known:
             raise NotFoundError(
@@ -128,6 +149,11 @@ class Pinning:
         self.scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
 
     def pins(self) -> operator.Pinned:
+        """All pins, and what they take of each node.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
         told = self._told()
         nodes = list(ask_each(operator.PinsHere, _question).values())
         return operator.Pinned(

@@ -1,11 +1,13 @@
 """What a NodeActor does, without Ray: the copy threads, and the socket of engines and workers.
 
 Threads: one accepts connections, one per connected worker reads its jobs, two serve each connected
-EngineCore (`raykv.node.lines`), one notices that peers have died, two copy for each device and for
-the host (`raykv.node.lanes`), those of `raykv.node.states.capturing` look after hidden states where
-an engine has any, one looks after checksums and what has expired, one touches the pool's pages, and
-one loads the copy kernel while copies already run without it. The pool and the queue are guarded by
-one lock, which nobody holds while bytes are copied or a socket is waited for.
+EngineCore and some carry out what these order (`raykv.node.lines`), one notices that peers have
+died, two copy for each device and for the host (`raykv.node.lanes`), those of
+`raykv.node.states.capturing` look after hidden states where an engine has any, one looks after
+checksums and what has expired, and one touches the pool's pages. For the first worker whose KV
+cache is in CPU memory one loads the copy kernel, while copies already run without it. The pool and
+the queue are guarded by one lock, which nobody holds while bytes are copied or a socket is waited
+for.
 
 A worker's memory is mapped here only as long as its process lives, whatever its children keep open.
 """
@@ -17,6 +19,7 @@ import logging
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +42,7 @@ from raykv.node.lanes import CopyLanes
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import columns, copies, framing, node, wire
 from raykv.protocol.engine import EngineHello, EngineWelcome
-from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached
+from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached, not_done
 
 logger = logging.getLogger("raykv.node")
 
@@ -62,6 +65,11 @@ class ServiceSettings:
     loads_per_check: int = integrity.LOADS_PER_CHECK
 
 
+def fetch_nothing(order: copies.Fetch) -> copies.CopyResult:
+    """The answer to a fetch where there are no other nodes."""
+    return not_done(order.number, len(order.keys), Refusal.NODE_LOST)
+
+
 class NodeService:
     """All copies between engines and the pool run here; the pool itself is the keeper's.
 
@@ -69,10 +77,15 @@ class NodeService:
         settings: see there.
         keeper: the pool.
         devices: access to GPUs.
+        fetch: see `EngineLines`.
     """
 
     def __init__(
-        self, settings: ServiceSettings, keeper: PoolKeeper, devices: Devices | None = None
+        self,
+        settings: ServiceSettings,
+        keeper: PoolKeeper,
+        devices: Devices | None = None,
+        fetch: Callable[[copies.Fetch], copies.CopyResult] = fetch_nothing,
     ) -> None:
         self.settings = settings
         self.keeper = keeper
@@ -88,12 +101,13 @@ class NodeService:
         # Guards the queue, the counters and the meter too.
         self._lock = keeper.lock
         self._workers: set[attached.AttachedWorker] = set()
-        self._lines = lines.EngineLines(keeper)
+        self._lines = lines.EngineLines(keeper, fetch)
         self.forms = kv_form.Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
         self._threads: list[threads.SupervisedThread] = []
         self._has_complained = False
+        self._has_kernel = False
         self._stopping = False
 
     # Life
@@ -111,8 +125,8 @@ class NodeService:
         for target, on_failure in (
             (self._accept, threads.OnFailure.END_PROCESS),
             (self._look_after, threads.OnFailure.END_PROCESS),
-            (self.rows.load, threads.OnFailure.GIVE_UP),
             (self._prefault, threads.OnFailure.GIVE_UP),
+            *[(self._lines.carry_out, threads.OnFailure.END_PROCESS)] * lines.FETCH_THREADS,
         ):
             name = f"raykv-{target.__name__.lstrip('_')}"
             self._threads.append(threads.start_thread(name, target, on_failure))
@@ -274,11 +288,13 @@ class NodeService:
 
     def _prepare_device(self, worker: attached.AttachedWorker) -> None:
         """Find out now, and not with the first job, whether a GPU can be used; page-lock the pool.
+        For the first worker without a GPU load the copy kernel.
 
         Raises:
-            HandleError: it can't.
+            HandleError: a GPU can't be used.
         """
         if not worker.device:
+            self._load_kernel()
             return
         try:
             worker.backend(self.keeper.pool.address, self.rows)
@@ -286,6 +302,15 @@ class NodeService:
             raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
         self._lanes.open(worker.device)
         self.devices.lock_pool(worker.device, self.keeper.pool, self.keeper.geometry)
+
+    def _load_kernel(self) -> None:
+        """Begin to load it, once. Without a thread for it copies take longer."""
+        with self._lock:
+            if self._has_kernel:
+                return
+            self._has_kernel = True
+        with contextlib.suppress(ThreadError):
+            self._threads.append(threads.start_thread("raykv-load", self.rows.load))
 
     def _read_jobs(
         self, watch: Watch, worker: attached.AttachedWorker, reader: wire.FrameReader

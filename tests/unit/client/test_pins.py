@@ -9,7 +9,6 @@ import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
-from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.protocol.columns import NamedKeys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
@@ -69,7 +68,7 @@ class PlayedPins:
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
         scheduler = play(patches, methods, self.nodes)
-        self.pins = Pinning(scheduler, Reader(scheduler))
+        self.pins = Pinning(scheduler)
 
     def _where(self, raw: bytes) -> bytes:
         keys = decode(raw, WhereQuery).keys
@@ -99,7 +98,9 @@ class PlayedPins:
         return encode(PinsHere(PROTOCOL_VERSION, sums, self.held[node_id], 2, 1))
 
     def pin(self, *numbers: int, pin_id: str = "new", priority: int | None = None) -> PinStatus:
-        return self.pins.pin([key(at) for at in numbers], "", 5.0, priority, pin_id)
+        return self.pins.pin(
+            [key(at) for at in numbers], ttl_s=5.0, priority=priority, pin_id=pin_id
+        )
 
 
 def test_pin_is_told_with_what_all_nodes_keep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
