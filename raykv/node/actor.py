@@ -353,13 +353,10 @@ class NodeActor:
             return [build, *self._service.meter.families(stats, self._keeper.owner)]
 
     def _stats(self) -> node.NodeStats:
-        fetched = self._fetching.counters
         metrics = self._metrics
         return msgspec.structs.replace(
             self._service.stats(),
-            bytes_fetched=fetched.bytes_fetched,
-            chunks_fetched=fetched.chunks_fetched,
-            fetches_failed=fetched.fetches_failed,
+            **self._fetching.counters,
             bytes_nixl=0 if self._nixl_reads is None else self._nixl_reads.bytes_read,
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
