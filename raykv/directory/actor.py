@@ -22,6 +22,7 @@ import ray
 
 from raykv.base import settings, version
 from raykv.base.ids import Key, Namespace
+from raykv.cluster import ask, names
 from raykv.cluster.logs import read_log, set_up_logging
 from raykv.directory import answers, meter, steward
 from raykv.directory.known import desk, directory, prefixes
@@ -229,6 +230,17 @@ class SchedulerActor:
         draft = self._desk.next(now)
         if draft is not None:
             self._steward.keep(draft)
+
+
+def scheduler_actor(address: str, metrics: settings.MetricsPlace = settings.ANY_PORT) -> Any:
+    """The scheduler actor, created if there is none; creators that race get the same one.
+
+    It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
+    of any other node does not cost the directory.
+    """
+    kind, environment = ray.remote(SchedulerActor), {"RAY_worker_niceness": "0"}
+    made = ask.detached(kind, names.SCHEDULER, environment, resources=names.ON_HEAD)
+    return made.remote(address, metrics)
 
 
 def _collected(here: Any) -> list[measures.MetricFamily]:

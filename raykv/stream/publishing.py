@@ -47,8 +47,8 @@ def publisher_actor(settings: PublisherSettings) -> Any:
         from raykv.stream.publisher import PublisherActor
     except ImportError as error:
         raise ClusterError(f"{error}: publishing needs pyzmq: {with_extra('events')}") from error
-    head = {names.HEAD_RESOURCE: names.SHARE_OF_HEAD}
-    made = ask.detached(ray.remote(PublisherActor), names.PUBLISHER, {}, resources=head)
+    kind = ray.remote(PublisherActor)
+    made = ask.detached(kind, names.PUBLISHER, {}, resources=names.ON_HEAD)
     return made.remote(settings)
 
 
