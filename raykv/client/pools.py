@@ -212,6 +212,6 @@ def stop_actors(timeout_s: float) -> int:
             ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
-        time.sleep(deadlines.RAY_LOOK_S)
+        time.sleep(deadlines.LOOK_S)
     bequest.forget_orders()
     return len(ours)

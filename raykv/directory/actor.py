@@ -27,7 +27,7 @@ from raykv.cluster.logs import read_log, set_up_logging
 from raykv.directory import answers, meter, steward
 from raykv.directory.known import desk, directory, prefixes
 from raykv.directory.known.document import DRAWN_BITS, Orders
-from raykv.metrics.discovery import Discovery, TargetsFile, default_path
+from raykv.metrics.discovery import TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
 from raykv.protocol import columns, engine, measures, node, operator, reader, sessions, status
@@ -77,8 +77,7 @@ class SchedulerActor:
         path = Path(place.sd_path) if place.sd_path else default_path()
         if place.port != "off" and path is not None:
             own = [server.address] if server.address else []
-            file = TargetsFile(path, self._address)
-            Discovery(file, lambda: own + _targets(here)).start()
+            TargetsFile(path, self._address, lambda: own + _targets(here)).start()
 
     # NodeActors
 
@@ -90,7 +89,7 @@ class SchedulerActor:
 
     def orders(self) -> bytes:
         """→ `OrdersDocument` that is in force; empty: none is yet."""
-        told = self._told(self._tick())
+        told = self._orders.told(self._tick())
         return b"" if told is None else encode(told)
 
     def pin_keys(self, digest: bytes) -> bytes:
@@ -161,7 +160,7 @@ class SchedulerActor:
         base = status.ClusterStatus(
             self._address, self._directory.life, version.__version__, paused=False, metrics=metrics
         )
-        return encode(answers.cluster_status(self._directory, self._told(now), base, now))
+        return encode(answers.cluster_status(self._directory, self._orders.told(now), base, now))
 
     def where(self, raw: bytes) -> bytes:
         """`WhereQuery` → `WherePage`."""
@@ -185,7 +184,9 @@ class SchedulerActor:
         """→ `ClusterMetrics`."""
         now = self._tick()
         build = numbers("raykv_build_info", {(version.__version__, "scheduler"): 1})
-        return encode(measures.ClusterMetrics([build, *self._meter.families(self._told(now), now)]))
+        return encode(
+            measures.ClusterMetrics([build, *self._meter.families(self._orders.told(now), now)])
+        )
 
     def targets(self) -> list[str]:
         """Where the NodeActors show their metrics."""
@@ -202,9 +203,6 @@ class SchedulerActor:
         return version.__version__
 
     # Time
-
-    def _told(self, now: float) -> operator.OrdersDocument | None:
-        return self._orders.told(now)
 
     @contextmanager
     def _measured(self, call: str) -> Iterator[float]:

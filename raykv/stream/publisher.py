@@ -20,7 +20,7 @@ import msgspec
 import ray
 import zmq
 
-from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S, READER_PAUSE_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
@@ -37,10 +37,6 @@ logger = logging.getLogger("raykv.publisher")
 # Between two looks at how much each subscriber has sent: about 50 MB in between, from one that
 # floods the sockets, and 1 ms for a process with some hundred open files.
 PUBLISH_CUT_S = 0.25
-
-# The publisher's sockets are looked at so often when nothing is published: for questions for what
-# was missed, and for the end.
-PUBLISH_LOOK_S = 0.1
 
 # For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile.
 PUBLISH_ASK_S = 1.0
@@ -190,7 +186,8 @@ class Sockets:
                 if self._settings.replay_endpoint and questions.poll(0):
                     self._answer(questions)
                 try:
-                    message = self._queue.get(timeout=PUBLISH_LOOK_S)
+                    # Questions for what was missed, and the end, are looked for in between.
+                    message = self._queue.get(timeout=LOOK_S)
                 except Empty:
                     continue
                 self._send(out, message)
