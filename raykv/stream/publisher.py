@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from queue import Empty, Full, Queue
 
 import msgspec
@@ -285,7 +286,6 @@ class PublisherActor:
         sockets, settings = self._sockets, self._settings
         with self._lock:
             publication = self._publication
-            counters = publication.counters
             status = PublisherStatus(
                 endpoint=sockets.endpoint,
                 replay_endpoint=sockets.replay_endpoint,
@@ -296,10 +296,7 @@ class PublisherActor:
                 streams=publication.num_streams,
                 held=publication.num_held,
                 waiting=publication.num_waiting,
-                messages=counters.messages,
-                undescribed=counters.undescribed,
-                skipped=counters.skipped,
-                restarts=counters.restarts,
+                **asdict(publication.counters),
                 dropped=sockets.num_dropped,
                 replays=sockets.num_replays,
                 error=sockets.error or self._error,
