@@ -69,7 +69,7 @@ DISK_READ_S = 10.0
 
 
 HERE = "the NodeActor"
-ENGINE, OTHER_NODE, OPERATOR = "the engine", "another NodeActor", "the operator"
+OTHER_NODE, OPERATOR = "another NodeActor", "the operator"
 
 CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
 """Threads of the actor for each kind of call; further calls wait their turn."""
@@ -159,7 +159,8 @@ class NodeActor:
             keeper = PoolKeeper(
                 *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
             )
-            self._service = NodeService(ServiceSettings(self._socket_name), keeper)
+            service = ServiceSettings(self._socket_name)
+            self._service = NodeService(service, keeper, fetch=self._fetch)
         except errors.RayKVError as error:
             return str(error)
         self._keeper = keeper
@@ -270,10 +271,13 @@ class NodeActor:
     def fetch(self, raw: bytes) -> bytes:
         """`Fetch` → `CopyResult`: chunks of other nodes into the pool."""
         self._refuse_without_pool()
-        result = self._fetching.fetch(receive(raw, copies.Fetch, ENGINE, HERE))
+        return encode(self._fetch(receive(raw, copies.Fetch, OPERATOR, HERE)))
+
+    def _fetch(self, order: copies.Fetch) -> copies.CopyResult:
+        result = self._fetching.fetch(order)
         with self._measuring:
             self._service.meter.fetch.observe(result.seconds)
-        return encode(result)
+        return result
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
@@ -349,13 +353,10 @@ class NodeActor:
             return [build, *self._service.meter.families(stats, self._keeper.owner)]
 
     def _stats(self) -> node.NodeStats:
-        fetched = self._fetching.counters
         metrics = self._metrics
         return msgspec.structs.replace(
             self._service.stats(),
-            bytes_fetched=fetched.bytes_fetched,
-            chunks_fetched=fetched.chunks_fetched,
-            fetches_failed=fetched.fetches_failed,
+            **self._fetching.counters,
             bytes_nixl=0 if self._nixl_reads is None else self._nixl_reads.bytes_read,
             bytes_sent=self._reading.bytes_sent,
             reading=self._reading.reading,
