@@ -28,7 +28,7 @@ def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
     """
 
     def question(_: str, actor: Any) -> Any:
-        return actor.why_miss.remote(beginning)
+        return actor.ask.remote("why_miss", beginning)
 
     told = ask_each(Explanations, question).values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
@@ -49,7 +49,7 @@ def more_room(ask_each: AskEach) -> MoreRoom:
     """
 
     def question(_: str, actor: Any) -> Any:
-        return actor.more_room.remote()
+        return actor.ask.remote("more_room")
 
     told = list(ask_each(MoreRoom, question).values())
     if not told:
@@ -87,7 +87,7 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     known = _places(after)
 
     def question(node_id: str, actor: Any) -> Any:
-        return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
+        return actor.ask.remote("requests", known.get(node_id, _AccountPlace()).number)
 
     pages = ask_each(RequestPage, question)
     anew = {
@@ -97,7 +97,7 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
+        pages |= ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last

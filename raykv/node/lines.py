@@ -194,9 +194,9 @@ class EngineLines:
                     keeper.owner.bye(life)
                 keeper.lock.notify_all()
 
-    def _welcome(self, hello: engine.EngineHello) -> engine.EngineWelcome:
+    def _welcome(self, hello: engine.EngineHello) -> engine.Welcome:
         if len(self._lines) >= node.MOST_ENGINES:
-            return engine.EngineWelcome(
+            return engine.Welcome(
                 self._keeper.life, f"{node.MOST_ENGINES} engines are connected already"
             )
         return self._keeper.owner.hello(hello, self._keeper.now())

@@ -15,7 +15,7 @@ from raykv.copy.engine import StopSign
 from raykv.copy.rows import RowCopier, Side, by_memmove, kernel
 from raykv.memory.words import Word
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from tests.fixtures.waiting import wait_until
 
 SIZE = 3 << 20
@@ -77,7 +77,7 @@ def test_kernel_is_compiled_when_its_cache_has_no_place(monkeypatch: pytest.Monk
 def test_service_copies_with_the_kernel_soon_after_its_start() -> None:
     geometry = PoolGeometry(64 * 4096, 16 * 4096)
     keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
-    service = NodeService(ServiceSettings(f"raykv-test/{uuid4().hex}"), keeper)
+    service = NodeService(f"raykv-test/{uuid4().hex}", keeper)
     service.start()
     try:
         wait_until(lambda: service.rows.copy is not by_memmove, 60, "the kernel is loaded")
