@@ -72,9 +72,9 @@ HOUSE = {
     "memory": Room(
         3,
         "cuda msgspec numpy torch",
-        "handles limits pages pool region words cuda.bindings cuda.kv cuda.page_lock",
+        "handles limits pages pool region words cuda.driver cuda.kv cuda.page_lock",
     ),
-    "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes warden"),
+    "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes"),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
     "prompts": Room(3, "numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum, StrEnum
-from typing import Annotated, NamedTuple, NewType
-
-import msgspec
+from typing import NamedTuple, NewType
 
 NodeId = NewType("NodeId", str)
 """Ray's node id, hex."""
@@ -230,5 +228,5 @@ class Stamp(NamedTuple):
     Numbers rise within a history, which begins anew with the store of Ray's head.
     """
 
-    history: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    number: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    history: int
+    number: int

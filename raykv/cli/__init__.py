@@ -1,6 +1,7 @@
 """The command `raykv`: thin faces of the client, a module for each topic.
 
 A topic is one more module here, whose commands say `@app.command()`, and its name in the import.
+`raykv.lab` has its own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from raykv.base.errors import (
 )
 from raykv.base.extras import complaint
 from raykv.base.settings import log_level
-from raykv.cli import (
+from raykv.cli import (  # noqa: F401 - each adds its commands to `app`
     chunks,
     events,
-    measure,
     operate,
     plan,
     publish,
@@ -41,28 +41,15 @@ from raykv.cli import (
 )
 from raykv.cli.base import ExitCode, app, print_json
 from raykv.cluster.logs import set_up_logging
+from raykv.lab import commands
 
-TOPICS = (
-    status,
-    top,
-    chunks,
-    events,
-    trouble,
-    switch,
-    operate,
-    quota,
-    sessions,
-    ship,
-    plan,
-    publish,
-    serve,
-    measure,
-)
+for command in (commands.demo, commands.bench, commands.chaos):
+    app.command()(command)
 
 UsageError: Any = typer.BadParameter.__base__
 """Of all wrong uses that the parser finds; typer shows it by its child alone."""
 
-__all__ = ["TOPICS", "app", "main"]
+__all__ = ["app", "main"]
 
 
 def main() -> None:

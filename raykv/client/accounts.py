@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.protocol.framing import S
+from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
 
 
-class AskEach(Protocol):
-    """`raykv.cluster.ask.ask_each`."""
-
-    def __call__(
-        self, kind: type[S], question: Callable[[str, Any], Any], of: Collection[str] | None = None
-    ) -> dict[str, S]: ...
-
-
-def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
+def why_miss(beginning: str) -> list[Explanation]:
     """What became of requests whose ids begin so, newest first.
 
     Raises:
         NotFoundError: no node knows one.
         ClusterError: no node answers.
     """
-
-    def question(_: str, actor: Any) -> Any:
-        return actor.ask.remote("why_miss", beginning)
-
-    told = ask_each(Explanations, question).values()
+    answers = ask.ask_each(Explanations, lambda _, each: each.ask.remote("why_miss", beginning))
+    told = answers.values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
         raise NotFoundError(
@@ -41,17 +30,13 @@ def why_miss(ask_each: AskEach, beginning: str) -> list[Explanation]:
     return found
 
 
-def more_room(ask_each: AskEach) -> MoreRoom:
+def more_room() -> MoreRoom:
     """What more room in each pool would have saved, over all nodes.
 
     Raises:
         ClusterError: no node answers.
     """
-
-    def question(_: str, actor: Any) -> Any:
-        return actor.ask.remote("more_room")
-
-    told = list(ask_each(MoreRoom, question).values())
+    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.ask.remote("more_room")).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -78,7 +63,7 @@ class _AccountPlace(NamedTuple):
     number: int = 0
 
 
-def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
+def ended_requests(after: str) -> EndedRequests:
     """The requests that have ended behind a place in all nodes' accounts.
 
     Raises:
@@ -89,7 +74,7 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     def question(node_id: str, actor: Any) -> Any:
         return actor.ask.remote("requests", known.get(node_id, _AccountPlace()).number)
 
-    pages = ask_each(RequestPage, question)
+    pages = ask.ask_each(RequestPage, question)
     anew = {
         node_id
         for node_id, page in pages.items()
@@ -97,14 +82,12 @@ def ended_requests(ask_each: AskEach, after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
+        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last
-        following[node_id], last[node_id] = (
-            _AccountPlace(page.life, end),
-            _AccountPlace(page.life, page.last),
-        )
+        following[node_id] = _AccountPlace(page.life, end)
+        last[node_id] = _AccountPlace(page.life, page.last)
     found = sorted((e for page in pages.values() for e in page.found), key=lambda each: -each.age_s)
     return EndedRequests(found, _text(following), _text(last))
 

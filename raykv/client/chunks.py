@@ -5,7 +5,6 @@ A node reads them as for another node: by name, with a checksum. Nothing here se
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +13,6 @@ import numpy as np
 import ray
 import xxhash
 
-from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.cluster import ask
@@ -48,17 +46,11 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> worker.KVForm:
     A node knows it when an engine of the namespace has attached there since its NodeActor began.
     One that does not answer in time is left out.
     """
-    actors = [ask.ask_ray(ask.find_node_actor, node_id) for node_id in dict.fromkeys(node_ids)]
-    asked = [actor.kv_form.remote(namespace) for actor in actors if actor is not None]
-    if not asked:
-        return worker.KVForm()
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=CLIENT_S)
-    for ref in answered:
-        with contextlib.suppress(ClusterError), ask.answering(ask.NODE_ACTOR):
-            form = receive(ray.get(ref, timeout=CLIENT_S), worker.KVForm, ask.NODE_ACTOR, ask.HERE)
-            if form.groups and not objection(form):
-                return form
-    return worker.KVForm()
+    found, _ = ask.ask_nodes(
+        worker.KVForm, lambda _, actor: actor.kv_form.remote(namespace), set(node_ids)
+    )
+    known = (form for form in found.values() if form.groups and not objection(form))
+    return next(known, worker.KVForm())
 
 
 def read_chunks(

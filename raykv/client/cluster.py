@@ -11,26 +11,25 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S, TRANSFER_S
+from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
-from raykv.client import accounts, import_source, listing, pools, quotas, scheduler, ship, states
-from raykv.client.pins import PIN_S, Pinning
+from raykv.client import accounts, listing, pools, quotas, scheduler, ship, states
+from raykv.client.pins import Pinning
 from raykv.client.sessions import ClientSession, SessionDesk
-from raykv.client.transfers import Moving, Watch
+from raykv.client.transfers import Moving
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
-from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.protocol import descriptions, findings, operator, reader
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -49,6 +48,23 @@ CLIENT_LEAVE_S = 2.0
 
 WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""
+
+
+Part = TypeVar("Part")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of(
+    part: Callable[[Cluster], Part], method: Callable[Concatenate[Part, P], R]
+) -> Callable[Concatenate[Cluster, P], R]:
+    """A method of a part of the cluster as the cluster's own: its signature, its docstring."""
+
+    @wraps(method)
+    def call(cluster: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(part(cluster), *args, **kwargs)
+
+    return call
 
 
 class Cluster:
@@ -172,72 +188,11 @@ class Cluster:
 
     # Chunks
 
-    def chunks(
-        self,
-        *,
-        namespace: str | None = None,
-        node: str | None = None,
-        key: bytes | str = b"",
-        group: int | None = None,
-        order: str = "",
-        limit: int | None = None,
-        tier: str = "",
-    ) -> Iterator[reader.Chunk]:
-        """The chunks that are held, one for each pool and disk that has it, page by page.
+    chunks = _of(lambda self: self._reader, listing.Reader.chunks)
 
-        A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
-        or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+    chunk = _of(lambda self: self._reader, listing.Reader.chunk)
 
-        Args:
-            namespace: only of this one, which may be the beginning of a name.
-            node: only on this one; the same.
-            key: only those whose key, or its hexadecimal digits, begins so.
-            group: only of this KV group.
-            order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
-                turn, each node's disk after its pool.
-            limit: the first ones only. An order without a limit has all in memory here.
-            tier: only in pools ("ram"), or on disks ("disk").
-
-        Raises:
-            ClusterError: RayKV does not run here or does not answer, or an argument is invalid.
-        """
-        return self._reader.chunks(namespace, node, key, group, order, limit, tier)
-
-    def chunk(self, key: bytes | str) -> list[reader.Chunk]:
-        """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
-
-        Raises:
-            ClusterError: several keys begin so, or RayKV does not run here or does not answer.
-        """
-        return self._reader.chunk(key)
-
-    def lookup(
-        self,
-        tokens: Sequence[int] | None = None,
-        *,
-        text: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        model: str | None = None,
-        namespace: str | None = None,
-        traits: PromptTraits = PLAIN,
-    ) -> reader.PromptLookup:
-        """Where the chunks of a prompt are, and how much of it each node could load.
-
-        Args:
-            tokens: the prompt; or
-            text: that, as `/v1/completions` takes it; or
-            messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
-                the tokenizer of `model`, by default that of the namespace's engines.
-            model: as its engines call it, or the last part of that.
-            namespace: or the beginning of one. Needed only if a model has several.
-            traits: what separates the prompt from others with the same tokens: salt, adapter.
-
-        Raises:
-            ClusterError: RayKV does not run here or does not answer; there is not exactly one such
-                namespace; or none of its engines is known.
-            SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
-        """
-        return self._reader.lookup(tokens, text, messages, model, namespace, traits)
+    lookup = _of(lambda self: self._reader, listing.Reader.lookup)
 
     def why_miss(self, request_id: str) -> list[reader.Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
@@ -253,11 +208,9 @@ class Cluster:
             ClusterError: RayKV does not run here, does not answer, or knows no such request.
         """
         self._scheduler.find()
-        return accounts.why_miss(ask.ask_each, request_id)
+        return accounts.why_miss(request_id)
 
-    def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
-        """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
-        return self._scheduler.log(node_id, follow=follow)
+    log = _of(lambda self: self._scheduler, scheduler.Scheduler.log)
 
     def more_room(self) -> MoreRoom:
         """What more room in each pool would have saved in the last hour, in computed tokens.
@@ -266,7 +219,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer.
         """
         self._scheduler.find()
-        return accounts.more_room(ask.ask_each)
+        return accounts.more_room()
 
     def requests(self, after: str | int = "") -> reader.EndedRequests:
         """Requests that have ended, all over the cluster, and what became of their tokens; some of
@@ -280,7 +233,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer, or that is no place.
         """
         self._scheduler.find()
-        return accounts.ended_requests(ask.ask_each, str(after or ""))
+        return accounts.ended_requests(str(after or ""))
 
     # Events
 
@@ -380,49 +333,11 @@ class Cluster:
 
     # Pins
 
-    def pin(
-        self,
-        keys: Sequence[bytes | str],
-        *,
-        namespace: str = "",
-        ttl_s: float = PIN_S,
-        priority: int | None = None,
-        pin_id: str | None = None,
-    ) -> operator.PinStatus:
-        """Keep chunks in the cache, wherever they are and come to; those too that are not stored
-        yet. All of them or, with an error, none.
+    pin = _of(lambda self: self._pins, Pinning.pin)
 
-        Args:
-            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
-                of a prompt are `cluster.lookup(text=…).keys`.
-            namespace: as `status` shows it, or the beginning of it; may be left out if there is
-                one only.
-            ttl_s: for so many seconds, at most 30 days.
-            priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
-                without a priority, or with a lower one, is left.
-            pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
+    unpin = _of(lambda self: self._pins, Pinning.unpin)
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
-            SettingError: an argument is not allowed.
-        """
-        return self._pins.pin(keys, namespace, ttl_s, priority, pin_id)
-
-    def unpin(self, pin_id: str) -> None:
-        """End a pin; its chunks are evicted in their turn again.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-        """
-        self._pins.unpin(pin_id)
-
-    def pins(self) -> operator.Pinned:
-        """All pins, and what they take of each node.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer.
-        """
-        return self._pins.pins()
+    pins = _of(lambda self: self._pins, Pinning.pins)
 
     # Sessions
 
@@ -452,104 +367,13 @@ class Cluster:
 
     # Transfers
 
-    def prefetch(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> operator.TransferResult:
-        """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
-        from other pools, or from disks what is in none.
+    prefetch = _of(lambda self: self._transfers, Moving.prefetch)
 
-        The first chunks come first. What does not come is no error: the result counts it.
+    move = _of(lambda self: self._transfers, Moving.move)
 
-        Args:
-            keys: as for `pin`.
-            node_id: Ray's, or the beginning of it.
-            namespace: as for `pin`.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
+    export_chunks = _of(lambda self: self._shipping, ship.Shipping.export_chunks)
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer; the node has no pool.
-        """
-        return self._transfers.prefetch(keys, node_id, namespace, deadline_s, watch)
-
-    def move(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> operator.TransferResult:
-        """`prefetch`, then give up the copies that other nodes have of what is there now.
-
-        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
-        more blocks. What is on disks stays there.
-
-        Raises:
-            ClusterError: as for `prefetch`.
-        """
-        return self._transfers.move(keys, node_id, namespace, deadline_s, watch)
-
-    def export_chunks(
-        self,
-        path: str | Path,
-        *,
-        keys: Sequence[bytes | str] | None = None,
-        pin_id: str = "",
-        namespace: str = "",
-        most_bytes: int | None = None,
-    ) -> operator.Exported:
-        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
-        import.
-
-        Args:
-            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
-                then all of it is in memory for a while.
-            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
-            pin_id: those of a pin instead. Default: all of the namespace.
-            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
-                only.
-            most_bytes: no more than so many; the most used chunks are taken then.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-            SettingError: the path is in use or can't be written (the files that are there are
-                whole), a key is invalid, or no chunk was found.
-        """
-        return self._shipping.export_chunks(path, keys, pin_id, namespace, most_bytes)
-
-    def import_chunks(
-        self,
-        path: str | Path,
-        node_id: str = "",
-        *,
-        deadline_s: float = import_source.IMPORT_S,
-        watch: Watch = lambda _: None,
-    ) -> operator.TransferResult:
-        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
-        for beside what is pinned or in use there. Others are evicted for them; what the import has
-        brought is not, also for a minute after it, in which others may find no room. What does not
-        come is no error: the result counts it, as `no_room` what is beyond that.
-
-        Args:
-            path: what `export_chunks` has written, where this process can read it.
-            node_id: Ray's, or the beginning of it. Default: the node with the most room.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
-
-        Raises:
-            ChunkFileError: a file is damaged, or none of these.
-            ClusterError: RayKV does not run here, or does not answer.
-            SettingError: there are no files, or the engines here can't use such KV.
-        """
-        return self._shipping.import_chunks(path, node_id, deadline_s, watch)
+    import_chunks = _of(lambda self: self._shipping, ship.Shipping.import_chunks)
 
     # Pools
 

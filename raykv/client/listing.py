@@ -17,7 +17,8 @@ from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
 from raykv.client.scheduler import Scheduler
 from raykv.cluster.ask import ask_each
-from raykv.prompts import adapters, block_hashes, lookup
+from raykv.prompts import adapters, lookup
+from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol import listing, reader
 from raykv.protocol.columns import MAX_KEYS, Source
@@ -43,6 +44,7 @@ class Reader:
 
     def chunks(
         self,
+        *,
         namespace: str | None = None,
         node: str | None = None,
         key: bytes | str = b"",
@@ -51,6 +53,24 @@ class Reader:
         limit: int | None = None,
         tier: str = "",
     ) -> Iterator[reader.Chunk]:
+        """The chunks that are held, one for each pool and disk that has it, page by page.
+
+        A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
+        or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+
+        Args:
+            namespace: only of this one, which may be the beginning of a name.
+            node: only on this one; the same.
+            key: only those whose key, or its hexadecimal digits, begins so.
+            group: only of this KV group.
+            order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
+                turn, each node's disk after its pool.
+            limit: the first ones only. An order without a limit has all in memory here.
+            tier: only in pools ("ram"), or on disks ("disk").
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer, or an argument is invalid.
+        """
         if tier not in ("", *reader.TIERS):
             raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(reader.TIERS)}")
         if order not in ("", *reader.ORDERS):
@@ -140,6 +160,11 @@ class Reader:
                 )
 
     def chunk(self, key: bytes | str) -> list[reader.Chunk]:
+        """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+
+        Raises:
+            ClusterError: several keys begin so, or RayKV does not run here or does not answer.
+        """
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
         found: list[reader.Chunk] = []
         whole = whole_bytes(wanted)
@@ -148,7 +173,7 @@ class Reader:
             for space in sorted({*known.namespaces, *known.disk_chunks}):
                 for source in sorted(sources_of(self.scheduler, space, [whole])[0]):
                     tier = reader.DISK if source.is_disk else reader.RAM
-                    found += self.chunks(space, source.node_id, whole, tier=tier)
+                    found += self.chunks(namespace=space, node=source.node_id, key=whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
         keys = sorted({chunk.key.hex() for chunk in found})
         if len(keys) > 1:
@@ -162,13 +187,30 @@ class Reader:
 
     def lookup(
         self,
-        tokens: Sequence[int] | None,
-        text: str | None,
-        messages: Sequence[Mapping[str, Any]] | None,
-        model: str | None,
-        namespace: str | None,
-        traits: block_hashes.PromptTraits = block_hashes.PLAIN,
+        tokens: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        model: str | None = None,
+        namespace: str | None = None,
+        traits: PromptTraits = PLAIN,
     ) -> reader.PromptLookup:
+        """Where the chunks of a prompt are, and how much of it each node could load.
+
+        Args:
+            tokens: the prompt; or
+            text: that, as `/v1/completions` takes it; or
+            messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
+                the tokenizer of `model`, by default that of the namespace's engines.
+            model: as its engines call it, or the last part of that.
+            namespace: or the beginning of one. Needed only if a model has several.
+            traits: what separates the prompt from others with the same tokens: salt, adapter.
+
+        Raises:
+            ClusterError: RayKV does not run here or does not answer; there is not exactly one such
+                namespace; or none of its engines is known.
+            SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
+        """
         if sum(given is not None for given in (tokens, text, messages)) != 1:
             raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
         space = lookup.choose_namespace(self.scheduler.status().spaces, model, namespace)

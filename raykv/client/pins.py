@@ -38,11 +38,29 @@ class Pinning:
     def pin(
         self,
         keys: Sequence[bytes | str],
-        namespace: str,
-        ttl_s: float,
-        priority: int | None,
-        pin_id: str | None,
+        *,
+        namespace: str = "",
+        ttl_s: float = PIN_S,
+        priority: int | None = None,
+        pin_id: str | None = None,
     ) -> operator.PinStatus:
+        """Keep chunks in the cache, wherever they are and come to; those too that are not stored
+        yet. All of them or, with an error, none.
+
+        Args:
+            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
+                of a prompt are `cluster.lookup(text=…).keys`.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is
+                one only.
+            ttl_s: for so many seconds, at most 30 days.
+            priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
+                without a priority, or with a lower one, is left.
+            pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
+            SettingError: an argument is not allowed.
+        """
         check_pin(ttl_s, priority)
         order = operator.PinOrder(
             version=PROTOCOL_VERSION,
@@ -120,6 +138,11 @@ class Pinning:
         }
 
     def unpin(self, pin_id: str) -> None:
+        """End a pin; its chunks are evicted in their turn again.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+        """
         known = sorted(self._told())
         if pin_id not in known:
             raise NotFoundError(
@@ -128,6 +151,11 @@ class Pinning:
         self.scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
 
     def pins(self) -> operator.Pinned:
+        """All pins, and what they take of each node.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer.
+        """
         told = self._told()
         nodes = list(ask_each(operator.PinsHere, _question).values())
         return operator.Pinned(

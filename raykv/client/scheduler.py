@@ -90,8 +90,8 @@ class Scheduler:
                 watch(state.behind)
             time.sleep(deadlines.TRANSFER_LOOK_S)
 
-    def log(self, node_id: str, *, follow: bool) -> Iterator[bytes]:
-        """The log of a node's NodeActor, or of the scheduler actor, piece by piece."""
+    def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
+        """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""
         actor, who = self.find(), ask.SCHEDULER
         if node_id:
             who = ask.NODE_ACTOR

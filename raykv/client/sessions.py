@@ -159,7 +159,7 @@ class ClientSession:
         node_id = self._node(to or known.node_id)
         keys = self._desk.keys(known)
         give_up_at = time.monotonic() + deadline_s
-        return self._desk.transfers.bring(keys, node_id, known.namespace, give_up_at, watch)
+        return self._desk.transfers.bring(keys, node_id, known.namespace, give_up_at, watch).result
 
     def _known(self, of: Collection[str] | None = None) -> SessionStatus:
         found = self._desk.found(self._desk.whole(self.namespace), self.name, of)

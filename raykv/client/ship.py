@@ -21,7 +21,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
 from raykv.client import listing, transfers
 from raykv.client.chunks import in_pieces, read_from
-from raykv.client.import_source import import_source
+from raykv.client.import_source import IMPORT_S, import_source
 from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
@@ -56,11 +56,29 @@ class Shipping:
     def export_chunks(
         self,
         path: str | Path,
-        keys: Sequence[bytes | str] | None,
-        pin_id: str,
-        namespace: str,
-        most_bytes: int | None,
+        *,
+        keys: Sequence[bytes | str] | None = None,
+        pin_id: str = "",
+        namespace: str = "",
+        most_bytes: int | None = None,
     ) -> operator.Exported:
+        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
+        import.
+
+        Args:
+            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
+                then all of it is in memory for a while.
+            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
+            pin_id: those of a pin instead. Default: all of the namespace.
+            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
+                only.
+            most_bytes: no more than so many; the most used chunks are taken then.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+            SettingError: the path is in use or can't be written (the files that are there are
+                whole), a key is invalid, or no chunk was found.
+        """
         target = Path(path)
         if pin_id:
             space, keys = self.pins.chunks_of(pin_id)
@@ -101,7 +119,7 @@ class Shipping:
         chunks first.
         """
         copies: dict[bytes, list[Chunk]] = {}
-        for chunk in self.reader.chunks(space):
+        for chunk in self.reader.chunks(namespace=space):
             if wanted is None or chunk.key in wanted:
                 copies.setdefault(chunk.key, []).append(chunk)
         for each in copies.values():
@@ -152,8 +170,29 @@ class Shipping:
     # In
 
     def import_chunks(
-        self, path: str | Path, node_id: str, deadline_s: float, watch: transfers.Watch
+        self,
+        path: str | Path,
+        node_id: str = "",
+        *,
+        deadline_s: float = IMPORT_S,
+        watch: transfers.Watch = lambda _: None,
     ) -> operator.TransferResult:
+        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
+        for beside what is pinned or in use there. Others are evicted for them; what the import has
+        brought is not, also for a minute after it, in which others may find no room. What does not
+        come is no error: the result counts it, as `no_room` what is beyond that.
+
+        Args:
+            path: what `export_chunks` has written, where this process can read it.
+            node_id: Ray's, or the beginning of it. Default: the node with the most room.
+            deadline_s: for all of them.
+            watch: called after every page with the result so far.
+
+        Raises:
+            ChunkFileError: a file is damaged, or none of these.
+            ClusterError: RayKV does not run here, or does not answer.
+            SettingError: there are no files, or the engines here can't use such KV.
+        """
         files = files_at(path)
         refuse_foreign(files, self.scheduler.status().spaces)
         target = self.scheduler.node(node_id) if node_id else self._roomiest()

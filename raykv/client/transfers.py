@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -49,44 +49,64 @@ class Moving:
         self,
         keys: Sequence[bytes | str],
         node_id: str,
-        namespace: str,
-        deadline_s: float,
-        watch: Watch,
+        *,
+        namespace: str = "",
+        deadline_s: float = TRANSFER_S,
+        watch: Watch = lambda _: None,
     ) -> TransferResult:
+        """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
+        from other pools, or from disks what is in none.
+
+        The first chunks come first. What does not come is no error: the result counts it.
+
+        Args:
+            keys: as for `pin`.
+            node_id: Ray's, or the beginning of it.
+            namespace: as for `pin`.
+            deadline_s: for all of them.
+            watch: called after every page with the result so far.
+
+        Raises:
+            ClusterError: RayKV does not run here, or does not answer; the node has no pool.
+        """
         target = self.scheduler.node(node_id)
         asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
-        return self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
+        return self.bring(asked, target, space, time.monotonic() + deadline_s, watch).result
 
     def move(
         self,
         keys: Sequence[bytes | str],
         node_id: str,
-        namespace: str,
-        deadline_s: float,
-        watch: Watch,
+        *,
+        namespace: str = "",
+        deadline_s: float = TRANSFER_S,
+        watch: Watch = lambda _: None,
     ) -> TransferResult:
+        """`prefetch`, then give up the copies that other nodes have of what is there now.
+
+        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
+        more blocks. What is on disks stays there.
+
+        Raises:
+            ClusterError: as for `prefetch`.
+        """
         target = self.scheduler.node(node_id)
         asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
-        give_up_at = time.monotonic() + deadline_s
-        pages = _Pages(target, space, give_up_at, watch, TransferResult(asked=len(asked)))
-        self._bring(asked, pages)
-        dropped, kept = self._drop(space, pages.there, target)
+        pages = self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
+        dropped, kept = self._drop(pages, pages.there)
         if kept:
-            pinned = pins.Pinning(self.scheduler, self.reader).pinned_on(target, space)
+            pinning = pins.Pinning(self.scheduler, self.reader)
+            pinned = pinning.pinned_on(target, space)
             there = {key: pages.there[key] for key in pinned & pages.there.keys()}
-            also, _ = self._drop(space, there, target, with_pinned=True)
+            also, _ = self._drop(pages, there, with_pinned=True)
             dropped, kept = dropped + also, kept - also
         return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
 
     def bring(
         self, keys: list[bytes], node_id: str, namespace: str, give_up_at: float, watch: Watch
-    ) -> TransferResult:
+    ) -> Pages:
         """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
-        pages = _Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
-        self._bring(keys, pages)
-        return pages.result
-
-    def _bring(self, keys: list[bytes], pages: _Pages) -> None:
+        pages = Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
         sizes: dict[int, int] = {}
         silent: set[str] = set()
         if not all(listing.sources_of(self.scheduler, pages.namespace, keys)):
@@ -107,31 +127,27 @@ class Moving:
             here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
             pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
             pages.fetch(wanted, known, here)
+        return pages
 
     def _drop(
-        self,
-        namespace: str,
-        there: Mapping[bytes, Blocks],
-        target: str,
-        *,
-        with_pinned: bool = False,
+        self, pages: Pages, there: Mapping[bytes, Blocks], *, with_pinned: bool = False
     ) -> tuple[int, int]:
         """Give up what others have in their pools of chunks that are there with these blocks;
         returns how many copies were given up, and how many were not.
         """
         asked = list(there)
         elsewhere: dict[str, list[bytes]] = {}
-        found = listing.sources_of(self.scheduler, namespace, asked)
+        found = listing.sources_of(self.scheduler, pages.namespace, asked)
         for key, sources in zip(asked, found, strict=True):
             for source in sources:
-                if source.node_id != target and not source.is_disk:
+                if source.node_id != pages.node_id and not source.is_disk:
                     elsewhere.setdefault(source.node_id, []).append(key)
 
         def question(node_id: str, actor: Any) -> Any:
             keys = elsewhere[node_id]
             order = DropOrder(
                 framing.PROTOCOL_VERSION,
-                namespace,
+                pages.namespace,
                 Keys.of(keys),
                 Numbers.of(there[key].first for key in keys),
                 Numbers.of(there[key].length for key in keys),
@@ -143,7 +159,8 @@ class Moving:
         return sum(each.dropped for each in released), sum(each.kept for each in released)
 
 
-class _Pages:
+@dataclass
+class Pages:
     """A transfer to a node, page by page.
 
     Args:
@@ -152,22 +169,21 @@ class _Pages:
         give_up_at: on this process's monotonic clock.
         watch: is called with the result so far.
         result: to begin with.
+        there: the chunks that the node has said that it has in its pool, and with which blocks.
     """
 
-    def __init__(
-        self, node_id: str, namespace: str, give_up_at: float, watch: Watch, result: TransferResult
-    ) -> None:
-        self.node_id = node_id
-        self.namespace = namespace
-        self._give_up_at = give_up_at
-        self._watch = watch
+    node_id: str
+    namespace: str
+    give_up_at: float
+    watch: Watch
+    result: TransferResult
+    there: dict[bytes, Blocks] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._began_at = time.monotonic()
         self._series = uuid.uuid4().hex
         self._number = 0
         self._refusals: Counter[str] = Counter()
-        self.result = result
-        self.there: dict[bytes, Blocks] = {}
-        """Chunks that the node has said that it has in its pool, and with which blocks."""
 
     def lost(self, *, nowhere: int, gone: int) -> None:
         """So many of the next page's chunks are stored nowhere, or not where they were."""
@@ -180,7 +196,7 @@ class _Pages:
         """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
         to have some already.
         """
-        left_s = min(self._give_up_at - time.monotonic(), TRANSFER_S)
+        left_s = min(self.give_up_at - time.monotonic(), TRANSFER_S)
         if sizes and left_s <= 0:
             self._refusals[Refusal.TOO_LATE.name] += len(sizes)
         elif sizes:
@@ -192,7 +208,7 @@ class _Pages:
         self.result = msgspec.structs.replace(
             self.result, refusals=dict(self._refusals), seconds=seconds
         )
-        self._watch(self.result)
+        self.watch(self.result)
 
     def _ordered(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
@@ -250,7 +266,7 @@ def fetch_files(
         result: to begin with.
     """
     give_up_at = time.monotonic() + deadline_s
-    transfer = _Pages(node_id, "", give_up_at, watch, result)
+    transfer = Pages(node_id, "", give_up_at, watch, result)
     for namespace, sizes in pages:
         transfer.namespace = namespace
         known = zip(sizes, listing.sources_of(scheduler, namespace, list(sizes)), strict=True)

@@ -50,9 +50,8 @@ class StopSign:
     """
 
     def __init__(self, words: Sequence[Word] = ()) -> None:
-        self._words = tuple(words)
-        pairs = [(word.address, word.value) for word in words]
-        self.rows = np.array(pairs, np.uint64).reshape(-1, 2)
+        self._words = words
+        self.rows = np.array(words, np.uint64).reshape(-1, 2)
         """Address and value of each word, shape [number of words, 2]."""
 
     def __call__(self) -> bool:
@@ -63,31 +62,20 @@ class StopSign:
 class CopyBackend(Protocol):
     """Moves bytes between one worker's KV cache and the pool."""
 
-    def copy(
-        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
-    ) -> bool:
-        """Carry out the rows [first, last) of `runs`.
-
-        `stop` is looked at before every run, and a large run may be cut into pieces with a look
-        before each; when it is set nothing more is begun and the answer is False. A device is
-        given bounded batches of runs, with a look before each. All bytes have arrived when the
-        call returns True, and nothing is on its way when it returns or raises at all.
-        """
-
     def copy_each(
         self, direction: Direction, parts: Iterable[CopyRuns], stop: StopSign
     ) -> Generator[bool]:
-        """Carry out whole parts in order, with an answer for each as `copy` gives it.
+        """Carry out parts in order, with an answer for each; after a False there is none.
 
-        After a False there is none. A device may begin the next part before it answers for one: a
-        part without a True may or may not have been copied, but nothing is on its way any more when
-        the answer is False, and when the generator ends or is closed.
+        `stop` is looked at before every run, and a large run may be cut into pieces with a look
+        before each; when it is set nothing more is begun and the answer is False. A device is
+        given bounded batches of runs, with a look before each.
+
+        All bytes of a part have arrived when its answer is True. A device may begin the next part
+        before it answers for one: a part without a True may or may not have been copied, but
+        nothing is on its way any more when the answer is False, and when the generator raises,
+        ends or is closed.
         """
-        for runs in parts:
-            done = self.copy(direction, runs, 0, len(runs.size), stop)
-            yield done
-            if not done:
-                return
 
 
 J = TypeVar("J")

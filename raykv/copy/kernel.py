@@ -169,7 +169,7 @@ def _is_set(stop: Any) -> bool:
 _column = types.Array(types.int64, 1, "C", readonly=True)
 _words = types.Array(types.uint64, 2, "C", readonly=True)
 _int = types.int64
-SIGNATURE = types.boolean(_int, _column, _int, _column, _column, _int, _int, _words)
+SIGNATURE = types.boolean(_int, _column, _int, _column, _column, _words)
 
 
 def compiled(function: Callable[..., bool]) -> Callable[..., bool]:
@@ -185,20 +185,13 @@ def compiled(function: Callable[..., bool]) -> Callable[..., bool]:
 
 
 @compiled
-def copy_rows(  # noqa: PLR0913  # flat, as the compiler wants it
-    to: int,
-    to_offsets: Any,
-    source: int,
-    source_offsets: Any,
-    sizes: Any,
-    first: int,
-    last: int,
-    stop: Any,
+def copy_rows(
+    to: int, to_offsets: Any, source: int, source_offsets: Any, sizes: Any, stop: Any
 ) -> bool:
     """See `raykv.copy.rows.CopyRows` and `StopSign.rows`."""
-    for row in range(first, last):
+    for row in range(len(sizes)):
         target, place, left = to + to_offsets[row], source + source_offsets[row], sizes[row]
-        later = min(row + RUNS_AHEAD, last - 1)
+        later = min(row + RUNS_AHEAD, len(sizes) - 1)
         for offset in range(0, min(sizes[later], AHEAD_BYTES), LINE_BYTES):
             _prefetch(source + source_offsets[later] + offset)
         while True:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.ids import GROUP_BYTES, SLOT_ALIGNMENT, Blocks, Direction, Key, Slot, group_of
-from raykv.memory.canonical import clipped, fragments_of, shares
+from raykv.memory.canonical import Fragments, clipped, fragments_of, shares
 from raykv.memory.handles import part_bytes
 from raykv.protocol import columns, copies, worker
 
@@ -48,6 +48,11 @@ class CopyRuns:
         """Bytes of all runs."""
         return int(self.size.sum())
 
+    def some(self, first: int, last: int) -> CopyRuns:
+        """Rows [first, last) of runs in one slab."""
+        size = self.size[first:last]
+        return CopyRuns(self.kv[first:last], self.pool[first:last], size, _column([len(size)]))
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -73,29 +78,26 @@ class _Group:
         return int(self.size.sum())
 
 
-@dataclass(frozen=True)
-class _ChunkSizes:
-    """Sizes of a chunk of a KV group: a rank's pages, and all canonical pages if it has such."""
-
-    part: int
-    whole: int | None
-
-
 class Planner:
     """Plans the jobs of one worker, whose layout it was made for."""
 
     def __init__(self, layout: worker.KVLayout, rank: int) -> None:
         self._blocks_per_chunk = layout.blocks_per_chunk
-        self._chunks: dict[int, _ChunkSizes] = {}
+        # Of a rank's pages of a chunk, and of all canonical ones where a group has such.
+        self._part_bytes: dict[int, int] = {}
+        self._canonical_bytes: dict[int, int] = {}
         self._tensors: dict[int, list[worker.TensorLayout]] = {}
         # What is copied of a block, by direction: of what several ranks have each stores a share.
         self._groups: dict[Direction, dict[int, _Group]] = {way: {} for way in Direction}
         for index, group_id in enumerate(layout.group_ids):
-            self._chunks[group_id] = _chunk(layout, index)
+            self._part_bytes[group_id] = part_bytes(layout, index)
+            if layout.canonical.groups:
+                maps = _maps(layout, index)
+                pages = sum(page.page_bytes for page in maps)
+                self._canonical_bytes[group_id] = pages * layout.blocks_per_chunk
             self._tensors[group_id] = [layout.tensors[i] for i in layout.groups[index]]
-            plain = None if layout.canonical.groups else _group(layout, index, rank)
             for way in Direction:
-                self._groups[way][group_id] = plain or _canonical_group(layout, index, way)
+                self._groups[way][group_id] = _group(layout, index, rank, way)
 
     def is_whole(self, blocks: Blocks) -> bool:
         """Whether these are all blocks of a chunk."""
@@ -119,7 +121,9 @@ class Planner:
         Raises:
             PlanError: there is no such group.
         """
-        return self._chunk_of(group_id).part
+        if group_id not in self._part_bytes:
+            raise PlanError(f"no KV group {group_id}; there are {sorted(self._part_bytes)}")
+        return self._part_bytes[group_id]
 
     def chunk_bytes(self, group_id: int, num_ranks: int) -> int:
         """Bytes of a chunk of the group, the parts of all ranks.
@@ -127,13 +131,8 @@ class Planner:
         Raises:
             PlanError: there is no such group.
         """
-        chunk = self._chunk_of(group_id)
-        return chunk.part * num_ranks if chunk.whole is None else chunk.whole
-
-    def _chunk_of(self, group_id: int) -> _ChunkSizes:
-        if group_id not in self._chunks:
-            raise PlanError(f"no KV group {group_id}; there are {sorted(self._chunks)}")
-        return self._chunks[group_id]
+        parts = self.part_bytes(group_id) * num_ranks
+        return self._canonical_bytes.get(group_id, parts)
 
     def layer(self, group_id: int, index: int) -> worker.TensorLayout:
         """Where the pages of one layer of a group are.
@@ -141,7 +140,7 @@ class Planner:
         Raises:
             PlanError: there is no such group, or no such layer in it.
         """
-        self._chunk_of(group_id)
+        self.part_bytes(group_id)
         tensors = self._tensors[group_id]
         if not 0 <= index < len(tensors):
             raise PlanError(f"no layer {index} in KV group {group_id}: it has {len(tensors)}")
@@ -329,42 +328,32 @@ def _groups_of(keys: columns.Keys) -> Column:
     return np.ascontiguousarray(ends).view(">u4").ravel().astype(np.int64)
 
 
-def _chunk(layout: worker.KVLayout, index: int) -> _ChunkSizes:
-    maps = layout.canonical.maps
-    whole = None
-    if layout.canonical.groups:
-        pages = sum(maps[number].page_bytes for number in layout.canonical.groups[index])
-        whole = pages * layout.blocks_per_chunk
-    return _ChunkSizes(part_bytes(layout, index), whole)
+def _maps(layout: worker.KVLayout, index: int) -> list[worker.PageMap]:
+    """The maps of a group's pages; none if these are not canonical."""
+    groups = layout.canonical.groups
+    return [layout.canonical.maps[number] for number in groups[index]] if groups else []
 
 
-def _group(layout: worker.KVLayout, index: int, rank: int) -> _Group:
-    """Whole pages, in the rank's own part."""
+def _group(layout: worker.KVLayout, index: int, rank: int, direction: Direction) -> _Group:
+    """Whole pages in the rank's own part, or fragments of canonical pages. Of these a store has the
+    rank's share of what several ranks have.
+    """
     tensors = [layout.tensors[i] for i in layout.groups[index]]
-    page = _column([tensor.page_bytes for tensor in tensors])
-    regions = page * layout.blocks_per_chunk
-    return _Group(
-        offset=_column([tensor.offset for tensor in tensors]),
-        stride=_column([tensor.block_stride for tensor in tensors]),
-        size=page,
-        base=np.cumsum(regions) - regions + rank * part_bytes(layout, index),
-        pitch=page,
-        num_blocks=min(tensor.num_blocks for tensor in tensors),
-        per_layer=1,
-        num_layers=len(tensors),
-    )
-
-
-def _canonical_group(layout: worker.KVLayout, index: int, direction: Direction) -> _Group:
-    """Fragments of canonical pages; a store has the rank's share of what several ranks have."""
-    tensors = [layout.tensors[i] for i in layout.groups[index]]
-    maps = [layout.canonical.maps[number] for number in layout.canonical.groups[index]]
-    pieces = [fragments_of(page) for page in maps]
-    if direction is Direction.STORE:
-        pieces = [clipped(piece, span) for piece, span in zip(pieces, shares(maps), strict=True)]
-    pages = _column([page.page_bytes for page in maps])
+    own_pages = [tensor.page_bytes for tensor in tensors]
+    if maps := _maps(layout, index):
+        begin, pages = 0, _column([page.page_bytes for page in maps])
+        pieces = [fragments_of(page) for page in maps]
+        if direction is Direction.STORE:
+            spans = zip(pieces, shares(maps), strict=True)
+            pieces = [clipped(piece, span) for piece, span in spans]
+    else:
+        begin, pages = rank * part_bytes(layout, index), _column(own_pages)
+        zero = np.zeros(1, np.int64)
+        pieces = [Fragments(zero, zero, _column([size])) for size in own_pages]
     regions = pages * layout.blocks_per_chunk
     counts = [len(piece.size) for piece in pieces]
+    # Of some layers there may be more fragments than of others: then all of them together.
+    is_even = len(set(counts)) == 1
 
     def repeated(column: Column) -> Column:
         return np.repeat(column, counts)
@@ -374,13 +363,12 @@ def _canonical_group(layout: worker.KVLayout, index: int, direction: Direction) 
         + np.concatenate([piece.own for piece in pieces]),
         stride=repeated(_column([tensor.block_stride for tensor in tensors])),
         size=np.concatenate([piece.size for piece in pieces]),
-        base=repeated(np.cumsum(regions) - regions)
+        base=repeated(np.cumsum(regions) - regions + begin)
         + np.concatenate([piece.whole for piece in pieces]),
         pitch=repeated(pages),
         num_blocks=min(tensor.num_blocks for tensor in tensors),
-        per_layer=counts[0] if len(set(counts)) == 1 else 1,
-        # Of some layers there are more fragments than of others: all of them together.
-        num_layers=len(tensors) if len(set(counts)) == 1 else 1,
+        per_layer=counts[0] if is_even else 1,
+        num_layers=len(tensors) if is_even else 1,
     )
 
 

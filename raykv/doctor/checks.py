@@ -7,10 +7,11 @@ or that all is well. Nothing here asks anybody; `raykv/doctor/gather.py` gathers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from raykv.base.ids import MissReason
-from raykv.doctor.facts import ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
 from raykv.memory import room
 from raykv.memory.room import RESERVE_BYTES, human_bytes
 from raykv.protocol.findings import Finding, HostFacts, MemoryLimit, Severity
@@ -43,11 +44,12 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
     """All findings, in the order of `CHECKS`."""
     findings = []
     for name, check in CHECKS.items():
-        found = list(check(facts))
+        faults = list(check.look(facts))
         missing = _missing(name, facts)
-        if missing and not any(each.severity is Severity.FAIL for each in found):
-            found.append(_warn(name, f"not all is known: {missing}", "mend that first"))
-        findings += found or [Finding(name, Severity.OK, _FINE[name])]
+        if missing and not any(each.severity is Severity.FAIL for each in faults):
+            faults.append(_warn(f"not all is known: {missing}", "mend that first"))
+        found = [Finding(name, *fault) for fault in faults]
+        findings += found or [Finding(name, Severity.OK, check.fine)]
     return findings
 
 
@@ -65,51 +67,53 @@ def _missing(check: str, facts: ClusterFacts) -> str:
     return ""
 
 
-def _fail(check: str, what: str, mend: str) -> Finding:
-    return Finding(check, Severity.FAIL, what, mend)
+class Fault(NamedTuple):
+    """What a check has found wrong, and how to mend it."""
+
+    severity: Severity
+    what: str
+    mend: str
 
 
-def _warn(check: str, what: str, mend: str) -> Finding:
-    return Finding(check, Severity.WARN, what, mend)
+def _fail(what: str, mend: str) -> Fault:
+    return Fault(Severity.FAIL, what, mend)
+
+
+def _warn(what: str, mend: str) -> Fault:
+    return Fault(Severity.WARN, what, mend)
 
 
 # Actors
 
 
-def _scheduler(facts: ClusterFacts) -> Iterator[Finding]:
+def _scheduler(facts: ClusterFacts) -> Iterator[Fault]:
     actor = facts.scheduler
-    state = f" (Ray says {actor.ray_state})" if actor.ray_state else ""
     if actor.presence is Presence.MISSING:
         if any(node.actor.presence is not Presence.MISSING for node in facts.nodes):
             yield _fail(
-                "scheduler",
                 "there are NodeActors, but no scheduler actor",
                 "engines that run make a new one within seconds; if none does, see why in their "
                 "logs, or end what is left with `raykv down`",
             )
         else:
             yield _warn(
-                "scheduler",
                 "RayKV does not run in this cluster",
                 "start an engine with RayKVConnector: it starts the actors",
             )
     elif actor.presence is Presence.SILENT and actor.ray_state in _UNPLACED:
         yield _fail(
-            "scheduler",
-            f"the scheduler actor is not placed{state}: {actor.why}",
+            f"the scheduler actor is not placed{_state(actor)}: {actor.why}",
             "it runs on Ray's head node; see whether that lives, and `ray list actors` for why "
             "Ray does not start it",
         )
     elif actor.presence is Presence.SILENT:
         yield _fail(
-            "scheduler",
-            f"the scheduler actor does not answer{state}: {actor.why}",
+            f"the scheduler actor does not answer{_state(actor)}: {actor.why}",
             "engines go on with what their own nodes hold; if its process hangs, end it: Ray "
             "starts another, which asks all nodes what they have",
         )
     if facts.status is not None and facts.status.paused:
         yield _warn(
-            "scheduler",
             "the cache is paused: engines neither load nor store",
             "`raykv resume` switches it on",
         )
@@ -118,7 +122,7 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Finding]:
 _UNPLACED = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
 
 
-def _placement(facts: ClusterFacts) -> Iterator[Finding]:
+def _placement(facts: ClusterFacts) -> Iterator[Fault]:
     known = {node.node_id: node for node in facts.nodes}
     for node in facts.nodes:
         yield from _placed(node, facts)
@@ -126,7 +130,6 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
         at = known.get(engine.node_id)
         if at is None or at.actor.presence is Presence.MISSING:
             yield _fail(
-                "placement",
                 f"{_engine(engine)} is attached at node {_short(engine.node_id)}, which has no "
                 "NodeActor: it can neither load nor store",
                 "the engine makes one within seconds; if that does not happen, see its log and "
@@ -134,62 +137,54 @@ def _placement(facts: ClusterFacts) -> Iterator[Finding]:
             )
     for engine_id, node_id in facts.status.waiting.items() if facts.status else ():
         yield _waiting(engine_id, node_id, facts)
-    reporting = {node.node_id for node in facts.status.nodes} if facts.status else set()
     for engine in facts.engines:
-        if engine.node_id not in reporting:
+        if engine.node_id not in facts.reports:
             yield _fail(
-                "placement",
                 f"{_engine(engine)} is attached, but the NodeActor of its node "
                 f"{_short(engine.node_id)} does not report",
                 "see the log of that node's NodeActor (`ray logs`)",
             )
 
 
-def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Finding:
+def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Fault:
     """An engine is not attached: nothing is heard of its node."""
     host = facts.hostnames.get(node_id, "")
     node = f"{_short(node_id)} ({host})" if host else _short(node_id)
     if any(each.node_id == node_id and each.is_alive for each in facts.nodes):
         return _fail(
-            "placement",
             f"engine {_short(engine_id)} has no cache: the NodeActor of its node {node} does not "
             "report",
             "a new one reports within seconds; if it does not, see the engine's log and whether "
             "Ray can start an actor on that node",
         )
     return _fail(
-        "placement",
         f"engine {_short(engine_id)} has no cache: its Ray node {node} is gone",
         "start Ray on that host again (`ray start --address=...`): the engine goes on there by "
         "itself; or end the engine",
     )
 
 
-def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
+def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Fault]:
     """What is wrong with a node's NodeActor as such."""
     actor = node.actor
     if actor.presence is Presence.MISSING:
         return
     if not node.is_alive:
         yield _warn(
-            "placement",
             f"a NodeActor waits for node {_short(node.node_id)}, which is gone",
             "nothing is lost by ending it: `raykv down` ends all, the engines make theirs again",
         )
     elif actor.presence is Presence.SILENT:
-        state = f" (Ray says {actor.ray_state})" if actor.ray_state else ""
         yield _fail(
-            "placement",
-            f"the NodeActor of {_node(node)} does not answer{state}: {actor.why}",
+            f"the NodeActor of {_node(node)} does not answer{_state(actor)}: {actor.why}",
             "engines there compute everything; if its process hangs, end it (Ray starts another); "
             "if Ray has not placed it, see `ray list actors` for why",
         )
     elif facts.status is not None and not (node.description and node.description.refusal):
-        report = {each.node_id: each for each in facts.status.nodes}.get(node.node_id)
+        report = facts.reports.get(node.node_id)
         if report is None or report.age_s > SILENT_S:
             since = "has never reported" if report is None else f"last did {report.age_s:.0f} s ago"
             yield _fail(
-                "placement",
                 f"the NodeActor of {_node(node)} answers, but does not report to the scheduler "
                 f"actor: it {since}",
                 "see its log for 'no report to the scheduler actor'; the two can't reach each "
@@ -197,12 +192,11 @@ def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
             )
 
 
-def _orders(facts: ClusterFacts) -> Iterator[Finding]:
+def _orders(facts: ClusterFacts) -> Iterator[Fault]:
     status = facts.status
-    for node in status.nodes if status else ():
+    for node in facts.reports.values():
         if status and node.orders < status.orders and node.age_s <= SILENT_S:
             yield _warn(
-                "orders",
                 f"node {_short(node.node_id)} goes by orders number {node.orders.number} of "
                 f"operators, and number {status.orders.number} is in force: what was cleared, "
                 "pinned or switched since does not hold there yet",
@@ -214,12 +208,11 @@ def _orders(facts: ClusterFacts) -> Iterator[Finding]:
 # Versions, hashes
 
 
-def _versions(facts: ClusterFacts) -> Iterator[Finding]:
+def _versions(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         told = node.description
         if told is not None and told.version != facts.protocol:
             yield _fail(
-                "versions",
                 f"the NodeActor of {_node(node)} runs RayKV {told.raykv_version} (protocol "
                 f"{told.version}); this is RayKV {facts.raykv_version} (protocol "
                 f"{facts.protocol}): engines of one can't use the other",
@@ -244,22 +237,17 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
     yield from _several("engines'", {_engine(each): each.versions for each in facts.engines})
 
 
-def _several(of_what: str, versions: dict[str, str]) -> Iterator[Finding]:
+def _several(of_what: str, versions: dict[str, str]) -> Iterator[Fault]:
     """One line if not all have one version; those without a version do not count."""
-    by_version: dict[str, list[str]] = {}
-    for who, version in versions.items():
-        if version:
-            by_version.setdefault(version, []).append(who)
-    if len(by_version) > 1:
-        told = "; ".join(f"{version}: {_some(who)}" for version, who in sorted(by_version.items()))
+    known = {who: version for who, version in versions.items() if version}
+    if len(set(known.values())) > 1:
         yield _warn(
-            "versions",
-            f"{of_what} versions differ: {told}",
+            f"{of_what} versions differ: {_who_has_what(known)}",
             "install the same version everywhere; an upgrade that is under way may take its time",
         )
 
 
-def _hashes(facts: ClusterFacts) -> Iterator[Finding]:
+def _hashes(facts: ClusterFacts) -> Iterator[Fault]:
     by_model: dict[str, list[EngineStatus]] = {}
     for engine in facts.engines:
         by_model.setdefault(engine.model, []).append(engine)
@@ -267,12 +255,11 @@ def _hashes(facts: ClusterFacts) -> Iterator[Finding]:
         yield from _shared(model, engines)
 
 
-def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Finding]:
+def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Fault]:
     """Why engines of one model don't share their chunks."""
     random = [engine for engine in engines if engine.traits.get("hash_seed") == "random"]
     if random:
         yield _fail(
-            "hashes",
             f"{_some([_engine(each) for each in random])} (model {model}) uses "
             f"{random[0].traits.get('hash_algorithm', 'a hash')} with a random seed: no other "
             "engine can use its chunks, nor can it after a restart",
@@ -293,40 +280,35 @@ def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Finding]:
         yield _difference(model, name, told)
     if not differing:
         yield _warn(
-            "hashes",
             f"the {len(engines)} engines of model {model} are in several namespaces, and do not "
             "say why",
             "give all engines the same RayKV",
         )
 
 
-def _difference(model: str, name: str, engines: list[EngineStatus]) -> Finding:
-    by_value: dict[str, list[str]] = {}
-    for engine in engines:
-        by_value.setdefault(engine.traits.get(name, "unknown"), []).append(_engine(engine))
-    values = "; ".join(f"{value}: {_some(who)}" for value, who in sorted(by_value.items()))
+def _difference(model: str, name: str, engines: list[EngineStatus]) -> Fault:
+    values = _who_has_what({_engine(each): each.traits.get(name, "unknown") for each in engines})
     what = f"engines of model {model} share nothing, since their {name} differs: {values}"
     if name == "hash_seed":
-        return _fail("hashes", what, "set PYTHONHASHSEED to the same number for every engine")
+        return _fail(what, "set PYTHONHASHSEED to the same number for every engine")
     if name == "hash_algorithm":
-        return _fail("hashes", what, "give every engine the same --prefix-caching-hash-algo")
+        return _fail(what, "give every engine the same --prefix-caching-hash-algo")
     if name in MEANT:
         mend = "they serve different weights, and must not share; if not so, start them alike"
-        return _warn("hashes", what, mend)
-    return _warn("hashes", what, "give every engine the same configuration, if they should share")
+        return _warn(what, mend)
+    return _warn(what, "give every engine the same configuration, if they should share")
 
 
 # Memory
 
 
-def _memory(facts: ClusterFacts) -> Iterator[Finding]:
+def _memory(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         refusal = (node.description.refusal if node.description else "") or (
             node.host.refusal if node.host else ""
         )
         if refusal:
             yield _fail(
-                "memory",
                 f"{_node(node)} gives no pool: {refusal}",
                 "free the memory (the NodeActor looks again every few seconds), or name a size "
                 "that fits with `raykv up --pool-bytes`",
@@ -335,11 +317,10 @@ def _memory(facts: ClusterFacts) -> Iterator[Finding]:
             yield from _room(node, node.host)
 
 
-def _room(node: NodeFacts, host: HostFacts) -> Iterator[Finding]:
+def _room(node: NodeFacts, host: HostFacts) -> Iterator[Fault]:
     """Whether the rest of a pool that is there can still be touched."""
     if host.is_short:
         yield _fail(
-            "memory",
             f"{_node(node)} is short of memory: {human_bytes(host.left_bytes)} of its pool of "
             f"{human_bytes(host.pool_bytes)} are not touched, and nothing is stored there; "
             f"{_limits(host)}",
@@ -357,14 +338,12 @@ def _room(node: NodeFacts, host: HostFacts) -> Iterator[Finding]:
     wrong = room.objection(needs, limits, None)
     if wrong:
         yield _fail(
-            "memory",
             f"{_node(node)} can't give what is left of its pool: {human_bytes(host.left_bytes)} "
             f"of {human_bytes(host.pool_bytes)} are not touched yet, but {_limits(host)}",
             "free memory on that node, raise the limit, or start with a smaller pool_bytes",
         )
     elif host.is_memory and any(each.free_bytes < room.NEAR_BYTES for each in host.limits):
         yield _warn(
-            "memory",
             f"{_node(node)} has hardly any memory left: {_limits(host)}",
             "Ray or the kernel will end processes there, perhaps the NodeActor, and with it the "
             "pool: free memory on that node, or start with a smaller pool_bytes",
@@ -382,11 +361,10 @@ def _limits(host: HostFacts) -> str:
     )
 
 
-def _shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
+def _shared_memory(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         if node.host is not None and 0 < node.host.shm_bytes < SMALL_SHM_BYTES:
             yield _warn(
-                "shm",
                 f"/dev/shm of {_node(node)} has {human_bytes(node.host.shm_bytes)}: vLLM starts no "
                 f"engine with worker processes below about {human_bytes(SMALL_SHM_BYTES)} (its CPU "
                 "build always has them)",
@@ -399,7 +377,6 @@ def _shared_memory(facts: ClusterFacts) -> Iterator[Finding]:
         if host is None or not host.plasma_folder or host.plasma_folder.startswith("/dev/shm"):
             continue
         yield _warn(
-            "shm",
             f"Ray keeps the objects of {_node(node)} in {host.plasma_folder}, not in /dev/shm, "
             f"which has {human_bytes(host.shm_bytes)}: what is fetched goes through a disk",
             "give the container a larger /dev/shm (docker: --shm-size), or start Ray there with an "
@@ -413,11 +390,10 @@ LONG_UNOWNED_S = 3600.0
 """What nobody has held for a shorter time may belong to a cluster that is just starting."""
 
 
-def _disks(facts: ClusterFacts) -> Iterator[Finding]:
-    for status in facts.status.nodes if facts.status else ():
+def _disks(facts: ClusterFacts) -> Iterator[Fault]:
+    for status in facts.reports.values():
         if status.disk.path and status.disk.problem:
             yield _warn(
-                "disks",
                 f"node {_short(status.node_id)} writes nothing to {status.disk.path}: "
                 f"{status.disk.problem}",
                 "it is tried again every 15 s; what its pool evicts meanwhile is forgotten",
@@ -432,7 +408,6 @@ def _disks(facts: ClusterFacts) -> Iterator[Finding]:
     for folders, nodes in seen.items():
         num_bytes = sum(size for _, size in folders)
         yield _warn(
-            "disks",
             f"{_some(nodes)} sees {human_bytes(num_bytes)} that no node holds, in "
             f"{_some([path for path, _ in folders])}",
             "a node that starts takes over the first one; delete them, if they are of no cluster "
@@ -443,51 +418,47 @@ def _disks(facts: ClusterFacts) -> Iterator[Finding]:
 # Between the nodes
 
 
-def _ports(facts: ClusterFacts) -> Iterator[Finding]:
+def _ports(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         for place, why in node.host.unreached if node.host is not None else ():
             yield _fail(
-                "ports",
                 f"{_node(node)} can't reach {place.what} at {place.host}:{place.port}: {why}",
                 "open that port between the nodes, or fix Ray's ports with --node-manager-port "
                 "and --object-manager-port: without it nothing is fetched",
             )
 
 
-def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
+def _clocks(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         if node.host is None:
             continue
         skew = max(0.0, abs(node.skew_s) - node.skew_error_s)
         if skew > MAX_SKEW_S[0]:
             way = "ahead of" if node.skew_s > 0 else "behind"
-            yield Finding(
-                "clocks",
+            yield Fault(
                 Severity.FAIL if skew > MAX_SKEW_S[1] else Severity.WARN,
                 f"the clock of {_node(node)} is {abs(node.skew_s):.1f} s {way} this host's",
                 "have both set by NTP (chrony, systemd-timesyncd)",
             )
 
 
-def _breakers(facts: ClusterFacts) -> Iterator[Finding]:
-    for each in facts.breakers:
-        if each.state == "closed":
-            continue
-        severity = Severity.FAIL if each.state == "open" else Severity.WARN
-        reason = f": {each.reason}" if each.reason else ""
-        yield Finding(
-            "breakers",
-            severity,
-            f"{each.owner} does not ask {each.peer}, its breaker is {each.state}{reason}",
-            "see what is wrong with the peer; the breaker closes by itself when it answers again",
-        )
+def _breakers(facts: ClusterFacts) -> Iterator[Fault]:
+    owners = [(f"node {_short(id_)}", report.breakers) for id_, report in facts.reports.items()]
+    owners += [(_engine(each), each.breakers) for each in facts.engines]
+    for owner, told in owners:
+        for peer, state, why in zip(told.peers, told.states, told.reasons, strict=True):
+            yield Fault(
+                Severity.FAIL if state == "open" else Severity.WARN,
+                f"{owner} does not ask {peer}, its breaker is {state}{f': {why}' if why else ''}",
+                "see what is wrong with the peer; the breaker closes by itself when it answers "
+                "again",
+            )
 
 
-def _threads(facts: ClusterFacts) -> Iterator[Finding]:
+def _threads(facts: ClusterFacts) -> Iterator[Fault]:
     for node in facts.nodes:
         if node.host is not None and node.host.threads_failed:
             yield _warn(
-                "threads",
                 f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
                 f"{node.host.threads_failed} times; they were begun anew",
                 "see in its log why: a limit of processes (`ulimit -u`, pids.max of the container) "
@@ -495,7 +466,7 @@ def _threads(facts: ClusterFacts) -> Iterator[Finding]:
             )
 
 
-def _use(facts: ClusterFacts) -> Iterator[Finding]:
+def _use(facts: ClusterFacts) -> Iterator[Fault]:
     """Judge a namespace as a whole: an engine that only prefills stores for others to load."""
     spaces: dict[str, list[EngineStatus]] = {}
     for engine in facts.engines:
@@ -512,7 +483,6 @@ def _use(facts: ClusterFacts) -> Iterator[Finding]:
             yield _never_loaded(names, stored, counters)
         elif missed >= MANY_MISSED and missed > counters["loaded_tokens"]:
             yield _warn(
-                "use",
                 f"{names} have loaded {counters['loaded_tokens']:,} prompt tokens, and {missed:,} "
                 "that are known not, since no window or state is stored with which they could be",
                 _MORE_WINDOWS,
@@ -532,7 +502,7 @@ def _num_groups(engine: EngineStatus) -> int:
     return max(1, len(engine.traits.get("chunks", "").split()))
 
 
-def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
+def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Fault:
     reasons = {
         name.removeprefix(_MISSED): count
         for name, count in counters.items()
@@ -545,41 +515,37 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Finding:
         "pool_full need a larger pool_bytes; never_stored means that no two prompts begin alike"
     )
     what = f"{names} have stored {stored:,} chunks and loaded none{why}"
-    return _warn("use", what, _MORE_WINDOWS if most == MissReason.WINDOW_MISSING else mend)
+    return _warn(what, _MORE_WINDOWS if most == MissReason.WINDOW_MISSING else mend)
+
+
+class Check(NamedTuple):
+    """What looks for faults, and what is said if it finds none."""
+
+    look: Callable[[ClusterFacts], Iterator[Fault]]
+    fine: str
 
 
 CHECKS = {
-    "scheduler": _scheduler,
-    "placement": _placement,
-    "orders": _orders,
-    "versions": _versions,
-    "hashes": _hashes,
-    "memory": _memory,
-    "shm": _shared_memory,
-    "disks": _disks,
-    "ports": _ports,
-    "clocks": _clocks,
-    "breakers": _breakers,
-    "threads": _threads,
-    "use": _use,
+    "scheduler": Check(_scheduler, "the scheduler actor answers"),
+    "placement": Check(_placement, "every engine has its NodeActor, and all of them report"),
+    "orders": Check(_orders, "every node goes by the operators' latest orders"),
+    "versions": Check(_versions, "all parts are of one version"),
+    "hashes": Check(_hashes, "engines of the same model share their chunks"),
+    "memory": Check(_memory, "every pool fits into what limits its node"),
+    "shm": Check(
+        _shared_memory,
+        "/dev/shm is large enough for vLLM, and no fetch goes through a disk for want of it",
+    ),
+    "disks": Check(
+        _disks, "every disk tier that there is can be written, and all of its folders are held"
+    ),
+    "ports": Check(_ports, "every node reaches the others"),
+    "clocks": Check(_clocks, "all clocks agree"),
+    "breakers": Check(_breakers, "no breaker is open"),
+    "threads": Check(_threads, "no thread of a NodeActor has failed"),
+    "use": Check(_use, "what engines have stored is loaded again, or is too little to tell"),
 }
 """Each by its name, in the order in which they are said."""
-
-_FINE = {
-    "scheduler": "the scheduler actor answers",
-    "placement": "every engine has its NodeActor, and all of them report",
-    "orders": "every node goes by the operators' latest orders",
-    "versions": "all parts are of one version",
-    "hashes": "engines of the same model share their chunks",
-    "memory": "every pool fits into what limits its node",
-    "shm": "/dev/shm is large enough for vLLM, and no fetch goes through a disk for want of it",
-    "disks": "every disk tier that there is can be written, and all of its folders are held",
-    "ports": "every node reaches the others",
-    "clocks": "all clocks agree",
-    "breakers": "no breaker is open",
-    "threads": "no thread of a NodeActor has failed",
-    "use": "what engines have stored is loaded again, or is too little to tell",
-}
 
 
 def _short(name: str) -> str:
@@ -591,8 +557,20 @@ def _node(node: NodeFacts) -> str:
     return f"node {_short(node.node_id)}{host}"
 
 
+def _state(actor: ActorFacts) -> str:
+    return f" (Ray says {actor.ray_state})" if actor.ray_state else ""
+
+
 def _engine(engine: EngineStatus) -> str:
     return f"engine {_short(engine.engine_id)}"
+
+
+def _who_has_what(values: Mapping[str, str]) -> str:
+    """Each value, with a few of those that have it."""
+    who: dict[str, list[str]] = {}
+    for name, value in values.items():
+        who.setdefault(value, []).append(name)
+    return "; ".join(f"{value}: {_some(names)}" for value, names in sorted(who.items()))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from raykv.protocol.findings import HostFacts
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.status import ClusterStatus, EngineStatus
+from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 
 class Presence(StrEnum):
@@ -49,18 +49,6 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class BreakerFact:
-    """A breaker: which part has stopped asking which, and why. `state` is closed, open or
-    half-open.
-    """
-
-    owner: str
-    peer: str
-    state: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class ClusterFacts:
     """All that the doctor looks at. `raykv_version` and `protocol` are its own process's."""
 
@@ -69,7 +57,6 @@ class ClusterFacts:
     scheduler: ActorFacts
     status: ClusterStatus | None
     nodes: Sequence[NodeFacts] = ()
-    breakers: Sequence[BreakerFact] = ()
     # Of all nodes that Ray remembers, by their ids.
     hostnames: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,3 +64,8 @@ class ClusterFacts:
     def engines(self) -> list[EngineStatus]:
         """All that are attached."""
         return [] if self.status is None else self.status.engines
+
+    @property
+    def reports(self) -> dict[str, NodeStatus]:
+        """What the directory has of each node that has reported, by the node's id."""
+        return {} if self.status is None else {each.node_id: each for each in self.status.nodes}

@@ -14,7 +14,7 @@ import ray
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, find, named_actors
-from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeDescription
@@ -60,7 +60,6 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
         protocol=PROTOCOL_VERSION,
         scheduler=_actor_facts(names.SCHEDULER, named, first, states),
         status=status,
-        breakers=[] if status is None else _breakers(status),
         hostnames={node["NodeID"]: str(node["NodeManagerHostname"]) for node in nodes},
         nodes=[
             NodeFacts(
@@ -92,17 +91,6 @@ def node_answers(deadline_s: float = DOCTOR_S) -> dict[str, NodeDescription | st
         if described is not None:
             found[name.removeprefix(names.NODE_PREFIX)] = described
     return found
-
-
-def _breakers(status: ClusterStatus) -> list[BreakerFact]:
-    """The breakers of nodes and engines that are not closed."""
-    owners = [(f"node {node.node_id[:12]}", node.breakers) for node in status.nodes]
-    owners += [(f"engine {engine.engine_id[:12]}", engine.breakers) for engine in status.engines]
-    return [
-        BreakerFact(owner, peer, state, reason)
-        for owner, told in owners
-        for peer, state, reason in zip(told.peers, told.states, told.reasons, strict=True)
-    ]
 
 
 def _find_all(wanted: list[str]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _sizes(most: int, chunk_bytes: int) -> list[int]:
     return [int(count) * chunk_bytes for count in dict.fromkeys(counts.tolist())]
 
 
-def _size_row(trace: Trace, size: int, policy: str, hits: Sequence[int]) -> dict[str, Any]:
+def _size_row(trace: Trace, size: int, policy: str, hits: Iterable[int]) -> dict[str, Any]:
     found = sum(map(min, hits, trace.num_asked))
     return {
         "pool_bytes": size,

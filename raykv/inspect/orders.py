@@ -36,9 +36,6 @@ class EvictionPolicy(Protocol[N]):
     def candidates(self) -> Iterator[N]:
         """All names, the first to give up first. Not valid after a change of the order."""
 
-    def __len__(self) -> int:
-        """How many names are held."""
-
 
 class LRU(Generic[N]):
     """Least recently used first."""
@@ -60,9 +57,6 @@ class LRU(Generic[N]):
 
     def candidates(self) -> Iterator[N]:
         return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class NodeOrder:
@@ -92,9 +86,6 @@ class NodeOrder:
 
     def candidates(self) -> Iterator[int]:
         return (int.from_bytes(record.key, "big") for record in self._order)
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 DEFAULT_POLICY = "node"

@@ -84,7 +84,7 @@ class Recorder:
         self.stop()
 
     def chunks_at_start(self) -> pd.DataFrame:
-        """The chunks that were there when recording began; see `occupancy`."""
+        """The chunks that were there when recording began: `occupancy` takes them too."""
         return frame("chunks", self._start_rows)
 
     def events(self) -> pd.DataFrame:

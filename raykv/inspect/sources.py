@@ -1,7 +1,8 @@
-"""What the frames are made of: rows out of a `Cluster`, from the best source that it has."""
+"""What the frames are made of: rows out of a `Cluster`."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,47 +24,16 @@ Row = dict[str, Any]
 
 
 def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[Row]:
-    """Chunks in pools, those of one namespace or node only if their beginnings are given.
-
-    Where the cluster lists its chunks their ages, hits and sizes too; else what a snapshot has.
-    """
-    listed = getattr(cluster, "chunks", None)
-    if listed is not None:
-        yield from map(_listed_row, listed(namespace=namespace, node=node, tier=reader.RAM))
-        return
-    for row in _snapshot_rows(cluster):
-        in_space = row["namespace"].startswith(namespace or "")
-        if in_space and row["node_id"].startswith(node or ""):
-            yield row
+    """Chunks in pools, those of one namespace or node only if their beginnings are given."""
+    for chunk in cluster.chunks(namespace=namespace, node=node, tier=reader.RAM):
+        row = msgspec.structs.asdict(chunk)
+        yield {**row, "key": chunk.key.hex(), "bytes": chunk.num_bytes}
 
 
-def _snapshot_rows(cluster: Cluster) -> Iterator[Row]:
-    replay = cluster.snapshot()
-    order = {node_id: at for at, node_id in enumerate(replay.nodes)}
-    for node_id, space, key in sorted(replay.chunks, key=lambda place: order[place[0]]):
-        yield {
-            "key": key.hex(),
-            "group": group_of(key),
-            "namespace": space,
-            "node_id": node_id,
-        }
-
-
-def _listed_row(chunk: Any) -> Row:
-    row = msgspec.structs.asdict(chunk)
-    return {**row, "key": row["key"].hex(), "bytes": row["num_bytes"]}
-
-
-def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> list[ChunkPlace]:
+def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[ChunkPlace]:
     """The same chunks as `chunk_rows`, for callers that read them."""
-    return [
-        ChunkPlace(
-            namespace=Namespace(row["namespace"]),
-            key=Key(bytes.fromhex(row["key"])),
-            node_id=NodeId(row["node_id"]),
-        )
-        for row in chunk_rows(cluster, namespace, node)
-    ]
+    for chunk in cluster.chunks(namespace=namespace, node=node, tier=reader.RAM):
+        yield ChunkPlace(Namespace(chunk.namespace), Key(chunk.key), NodeId(chunk.node_id))
 
 
 def node_rows(cluster: Cluster) -> Iterator[Row]:
@@ -75,23 +45,25 @@ def node_rows(cluster: Cluster) -> Iterator[Row]:
 def namespace_rows(cluster: Cluster, chunks: Iterable[Row]) -> Iterator[Row]:
     """The namespaces that have chunks or engines; `chunks` are the rows of all chunks."""
     known = cluster.status()
-    rows: dict[str, Row] = {}
-    nodes: dict[str, set[str]] = {}
-    for name in [*known.namespaces, *(engine.namespace for engine in known.engines)]:
-        rows[name] = {"namespace": name, "chunks": 0, "bytes": 0, "engines": 0}
-    for engine in known.engines:
-        rows[engine.namespace]["engines"] += 1
-        rows[engine.namespace]["model"] = engine.model
+    models = {engine.namespace: engine.model for engine in known.engines}
+    engines = Counter(engine.namespace for engine in known.engines)
+    counts: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
+    nodes: dict[str, set[str]] = defaultdict(set)
     for chunk in chunks:
-        row = rows.setdefault(chunk["namespace"], {"namespace": chunk["namespace"], "chunks": 0})
-        row["chunks"] += 1
-        size = chunk.get("bytes")
-        # One size that is not known makes the sum unknown.
-        has_sum = size is not None and row.get("bytes") is not None
-        row["bytes"] = row["bytes"] + size if has_sum else None
-        nodes.setdefault(chunk["namespace"], set()).add(chunk["node_id"])
-    for name, row in rows.items():
-        yield {"engines": 0, **row, "nodes": len(nodes.get(name, ()))}
+        name = chunk["namespace"]
+        counts[name] += 1
+        sums[name] += chunk["bytes"]
+        nodes[name].add(chunk["node_id"])
+    for name in dict.fromkeys([*known.namespaces, *models, *counts]):
+        yield {
+            "namespace": name,
+            "model": models.get(name),
+            "engines": engines[name],
+            "nodes": len(nodes[name]),
+            "chunks": counts[name],
+            "bytes": sums[name],
+        }
 
 
 def request_rows(found: Iterable[reader.Explanation]) -> Iterator[Row]:
@@ -154,13 +126,10 @@ def known_tokens(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) ->
     Of windows and states engines say nothing: they have the tokens of the chunks of full attention
     at the same places.
     """
-    tokens_of = getattr(cluster, "tokens_of", None)
-    if tokens_of is None:
-        return None
-    known = tokens_of(list(keys), namespace=namespace)
+    known = cluster.tokens_of(keys, namespace=namespace)
     if not known.keys() >= set(keys):
         keys = _described(cluster, namespace, keys)
-        known = tokens_of(list(keys), namespace=namespace)
+        known = cluster.tokens_of(keys, namespace=namespace)
     if not known.keys() >= set(keys):
         return None
     return [token for key in keys for token in known[key].token_ids]

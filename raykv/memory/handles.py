@@ -119,11 +119,10 @@ def check_layout(layout: KVLayout) -> None:
     for tensor in layout.tensors:
         sizes_ok = tensor.page_bytes > 0 and tensor.num_blocks > 0
         sizes_ok &= max(tensor.block_stride, tensor.num_blocks) <= MAX_KV_BYTES
-        last = tensor.offset + (tensor.num_blocks - 1) * tensor.block_stride + tensor.page_bytes
         if not sizes_ok or tensor.offset < 0 or tensor.block_stride < tensor.page_bytes:
             raise HandleError(f"malformed KV tensor: {tensor}")
-        if last > layout.num_bytes:
-            raise HandleError(f"{tensor} ends at {last}, outside of {layout.num_bytes} bytes")
+        if tensor.end > layout.num_bytes:
+            raise HandleError(f"{tensor} ends at {tensor.end}, outside of {layout.num_bytes} bytes")
     for group in layout.groups:
         if not group:
             raise HandleError("a KV group has no tensor")

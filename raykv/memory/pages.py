@@ -10,8 +10,7 @@ import ctypes
 import logging
 import os
 import platform
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -24,33 +23,15 @@ _HUGE_PAGE_BYTES = 2 << 20
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
-class Placing(Enum):
-    """The advice that the kernel gets about a pool's pages."""
-
-    ANYWHERE = "anywhere"
-    PREFER = "prefer"
-    INTERLEAVE = "interleave"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The NUMA nodes on which a pool's pages should be."""
-
-    placing: Placing
-    nodes: tuple[int, ...] = ()
-
-
-def placement(gpu_nodes: Collection[int], memory_nodes: Collection[int]) -> Placement:
-    """Near the GPUs: on their NUMA node, or spread over those that have some.
+def placement(gpu_nodes: Collection[int], memory_nodes: Collection[int]) -> list[int]:
+    """NUMA nodes for a pool's pages: those of the GPUs that have memory; none: anywhere.
 
     Args:
         gpu_nodes: NUMA node of each GPU.
         memory_nodes: NUMA nodes that have memory.
     """
-    near = tuple(sorted(set(gpu_nodes) & set(memory_nodes)))
-    if not near or len(set(memory_nodes)) == 1:
-        return Placement(Placing.ANYWHERE)
-    return Placement(Placing.PREFER if len(near) == 1 else Placing.INTERLEAVE, near)
+    near = sorted(set(gpu_nodes) & set(memory_nodes))
+    return near if len(set(memory_nodes)) > 1 else []
 
 
 class HugePages(Enum):
@@ -78,7 +59,7 @@ def huge_pages(pool_bytes: int, page_bytes: int, free_pages: int, shared_mode: s
 
 
 # From the kernel's include/uapi/linux/mempolicy.h.
-_MPOL = {Placing.PREFER: 1, Placing.INTERLEAVE: 3}
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Numbers of the system call, from the kernel's tables."""
 
@@ -137,31 +118,31 @@ def memory_nodes(root: Path = Path("/")) -> list[int]:
     return nodes
 
 
-def place_near_gpus(region: Region, root: Path = Path("/")) -> Placement:
-    """Have pages that are touched from now on come from where they should be; see `placement`."""
-    wanted = placement(gpu_nodes(root), memory_nodes(root))
-    if wanted.placing is Placing.ANYWHERE:
-        return wanted
-    if (error := _bind(region, wanted)) is not None:
+def place_near_gpus(region: Region, root: Path = Path("/")) -> list[int]:
+    """Have pages that are touched from now on come from the GPUs' NUMA nodes, of several in turn;
+    returns these. None: they come from anywhere.
+    """
+    nodes = placement(gpu_nodes(root), memory_nodes(root))
+    if nodes and (error := _bind(region, nodes)) is not None:
         logger.info("the pool's memory is not placed near the GPUs: %s", error)
-        return Placement(Placing.ANYWHERE)
-    return wanted
+        return []
+    return nodes
 
 
-def _bind(region: Region, wanted: Placement) -> str | None:
+def _bind(region: Region, nodes: Sequence[int]) -> str | None:
     """None if it worked, else why not."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how on {platform.machine()}"
-    words = max(wanted.nodes) // 64 + 1
+    words = max(nodes) // 64 + 1
     mask = (ctypes.c_uint64 * words)()
-    for node in wanted.nodes:
+    for node in nodes:
         mask[node // 64] |= 1 << (node % 64)
     refused = _libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(region.address),
         ctypes.c_ulong(region.num_bytes),
-        ctypes.c_int(_MPOL[wanted.placing]),
+        ctypes.c_int(_MPOL_INTERLEAVE if len(nodes) > 1 else _MPOL_PREFERRED),
         ctypes.byref(mask),
         # The kernel reads one bit less than it is told.
         ctypes.c_ulong(words * 64 + 1),

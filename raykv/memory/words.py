@@ -7,8 +7,7 @@ declares a chunk READY. A message alone would not do: the NodeActor could be bet
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from raykv.memory.region import Region
 
@@ -17,8 +16,7 @@ NUM_WORDS = 4096
 lost, its cancellation is not acknowledged, and the worker falls back to ending the NodeActor."""
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """An aligned 64-bit word at an address, and the value that says "yes"."""
 
     address: int
@@ -27,11 +25,7 @@ class Word:
     @property
     def is_set(self) -> bool:
         """Whether it has the value now."""
-        return self._memory.value == self.value
-
-    @cached_property
-    def _memory(self) -> ctypes.c_uint64:
-        return ctypes.c_uint64.from_address(self.address)
+        return ctypes.c_uint64.from_address(self.address).value == self.value
 
 
 class CancelWords:

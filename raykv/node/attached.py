@@ -17,8 +17,7 @@ from raykv.base import deadlines, errors
 from raykv.base.ids import Direction, Refusal
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.copy import engine, plan
-from raykv.copy.cpu import CPUBackend
-from raykv.copy.rows import RowCopier
+from raykv.copy.rows import CPUBackend, RowCopier
 from raykv.memory import handles, limits, region, room
 from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.words import CancelWords, Word

@@ -6,16 +6,15 @@ some hundred MiB of that GPU. The pool is page-locked from then on.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
 from collections.abc import Callable
 
 from raykv.base.geometry import PoolGeometry
+from raykv.copy.cuda.backend import backend
 from raykv.copy.engine import CopyBackend
-from raykv.memory.cuda import bindings as cuda_bindings
-from raykv.memory.cuda.driver import MemoryDriver
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.kv import DeviceKV
 from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.pool import Pool
@@ -38,26 +37,18 @@ def see_all_gpus() -> None:
         os.environ.pop(VISIBLE, None)
 
 
-def cuda_backend(
-    device: str, kv_address: int, pool_address: int, compute_event: int | None
-) -> CopyBackend:
-    """Copies between a KV cache on a GPU and the pool."""
-    make: MakeBackend = importlib.import_module("raykv.copy.cuda.backend").backend
-    return make(device, kv_address, pool_address, compute_event)
-
-
 class Devices:
     """A NodeActor's use of GPUs. Any thread may call."""
 
     def __init__(
         self,
-        load: Callable[[], MemoryDriver] = cuda_bindings.load,
-        make_backend: MakeBackend = cuda_backend,
+        load: Callable[[], cuda_driver.MemoryDriver] = cuda_driver.load,
+        make_backend: MakeBackend = backend,
     ) -> None:
         self._load = load
         self._make_backend = make_backend
         self._lock = threading.Lock()
-        self._driver: MemoryDriver | None = None
+        self._driver: cuda_driver.MemoryDriver | None = None
         self._locker: PoolLocker | None = None
         self._is_closed = False
 
@@ -66,7 +57,7 @@ class Devices:
         """Bytes of the pool that are page-locked, from its start."""
         return 0 if self._locker is None else self._locker.locked_bytes
 
-    def driver(self) -> MemoryDriver:
+    def driver(self) -> cuda_driver.MemoryDriver:
         """CUDA in this process.
 
         Raises:

@@ -3,9 +3,10 @@
 Threads: one accepts connections, one per connected worker reads its jobs, two serve each connected
 EngineCore (`raykv.node.lines`), one notices that peers have died, two copy for each device and for
 the host (`raykv.node.lanes`), those of `raykv.node.states.capturing` look after hidden states where
-an engine has any, one looks after checksums and what has expired, one touches the pool's pages, and
-one loads the copy kernel while copies already run without it. The pool and the queue are guarded by
-one lock, which nobody holds while bytes are copied or a socket is waited for.
+an engine has any, one looks after checksums and what has expired, and one touches the pool's pages.
+For the first worker whose KV cache is in CPU memory one loads the copy kernel, while copies already
+run without it. The pool and the queue are guarded by one lock, which nobody holds while bytes are
+copied or a socket is waited for.
 
 A worker's memory is mapped here only as long as its process lives, whatever its children keep open.
 """
@@ -90,6 +91,7 @@ class NodeService:
         self._listener: socket.socket | None = None
         self._threads: list[threads.SupervisedThread] = []
         self._has_complained = False
+        self._has_kernel = False
         self._stopping = False
 
     # Life
@@ -107,7 +109,6 @@ class NodeService:
         for target, on_failure in (
             (self._accept, threads.OnFailure.END_PROCESS),
             (self._look_after, threads.OnFailure.END_PROCESS),
-            (self.rows.load, threads.OnFailure.GIVE_UP),
             (self._prefault, threads.OnFailure.GIVE_UP),
         ):
             name = f"raykv-{target.__name__.lstrip('_')}"
@@ -267,11 +268,13 @@ class NodeService:
 
     def _prepare_device(self, worker: attached.AttachedWorker) -> None:
         """Find out now, and not with the first job, whether a GPU can be used; page-lock the pool.
+        For the first worker without a GPU load the copy kernel.
 
         Raises:
-            HandleError: it can't.
+            HandleError: a GPU can't be used.
         """
         if not worker.device:
+            self._load_kernel()
             return
         try:
             worker.backend(self.keeper.pool.address, self.rows)
@@ -279,6 +282,15 @@ class NodeService:
             raise HandleError(f"GPU {worker.device} can't be copied from: {error}") from error
         self._lanes.open(worker.device)
         self.devices.lock_pool(worker.device, self.keeper.pool, self.keeper.geometry)
+
+    def _load_kernel(self) -> None:
+        """Begin to load it, once. Without a thread for it copies take longer."""
+        with self._lock:
+            if self._has_kernel:
+                return
+            self._has_kernel = True
+        with contextlib.suppress(ThreadError):
+            self._threads.append(threads.start_thread("raykv-load", self.rows.load))
 
     def _read_jobs(
         self, watch: Watch, worker: attached.AttachedWorker, reader: wire.FrameReader

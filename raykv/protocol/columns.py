@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar, overload
 import msgspec
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import GROUP_BYTES, MAX_KEY_BYTES, SLOT_ALIGNMENT, Key, Namespace, Refusal
+from raykv.base.ids import GROUP_BYTES, MAX_KEY_BYTES, SLOT_ALIGNMENT, Key, Namespace, Refusal, Stamp
 
 N = TypeVar("N", bound=Hashable)
 R = TypeVar("R")
@@ -258,6 +258,10 @@ def check_numbers(what: str, numbers: Collection[int], least: int, most: int) ->
     if numbers:
         low, high = min(numbers), max(numbers)
         require(least <= low and high <= most, f"{what} from {low} to {high}")
+
+
+def check_stamps(*stamps: Stamp) -> None:
+    check_numbers("numbers of orders", [*chain.from_iterable(stamps)], 0, MAX_NUMBER)
 
 
 def check_rows(what: str, first: Sized, *others: Sized) -> None:

@@ -109,6 +109,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
             least, most = columns.Numbers(self.num_blocks.raw + self.first_block.raw).span()
             is_sound = 0 <= least <= most <= columns.MAX_NUMBER >> 1
             columns.require(is_sound, "blocks that no chunk has")
+        columns.check_stamps(self.orders)
         result_bytes = len(self.keys.raw) + MOST_ROW_BYTES * len(self.keys)
         columns.require(result_bytes <= MOST_RESULT_BYTES, f"{len(self.keys)} chunks in one job")
         is_store = (len(self.keys), self.direction) == (1, Direction.STORE)

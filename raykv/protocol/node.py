@@ -199,6 +199,7 @@ class Report(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         is_own = self.part is None or self.part.end.life == self.life
         columns.require(is_own, "a part of another life's listing")
+        columns.check_stamps(self.orders)
 
 
 class Marks(msgspec.Struct, frozen=True, array_like=True):

@@ -397,6 +397,10 @@ class OrdersDocument(msgspec.Struct, frozen=True):
     pins: Annotated[dict[columns.Text, OrderedPin], msgspec.Meta(max_length=MAX_TOLD_PINS)] = {}
     done: Annotated[dict[columns.Text, Stamp], msgspec.Meta(max_length=MAX_TOLD_DONE)] = {}
 
+    def __post_init__(self) -> None:
+        names = (each.stamp for each in self.namings.values())
+        columns.check_stamps(self.stamp, *self.done.values(), *names)
+
     def later(self, passed_s: float) -> OrdersDocument:
         """The same after so many seconds: pins have less time left, or are over."""
         pins = {

@@ -34,6 +34,11 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
     block_stride: int
     page_bytes: int
 
+    @property
+    def end(self) -> int:
+        """The offset behind its last page."""
+        return self.offset + (self.num_blocks - 1) * self.block_stride + self.page_bytes
+
 
 class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
     """First message of a connection; the KV memory and the cancel words come with it as fds.

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from queue import Empty, Full, Queue
 
 import msgspec
@@ -79,7 +78,7 @@ MAX_QUEUED = 256
 """Messages between the two threads."""
 
 MAX_EVENTS_AT_ONCE = 4096
-"""Events of the log that are taken in before they are published."""
+"""Events of the log that are taken in before they are published; the last report is not cut."""
 
 MAX_ASKED = 512
 """Chunks in one question for descriptions."""
@@ -340,7 +339,7 @@ class PublisherActor:
 
     def _take_events(self) -> None:
         log = readers.read_events(ask.find_scheduler_actor, self._publication.place, follow=False)
-        events = list(islice(log, MAX_EVENTS_AT_ONCE))
+        events = list(readers.whole_reports(log, MAX_EVENTS_AT_ONCE))
         if any(isinstance(event, EventsMissed) for event in events):
             self._restart()
             return

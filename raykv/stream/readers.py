@@ -20,7 +20,14 @@ from raykv.base.ids import EventKind, Key, Namespace, NodeId
 from raykv.cluster.ask import HERE, NODE_ACTOR, SCHEDULER, answering, ask_all
 from raykv.cluster.breaker import Breakers, Pauses
 from raykv.protocol import columns, descriptions, status
-from raykv.protocol.events import Event, EventPage, EventsMissed, ListingQuery, events_of
+from raykv.protocol.events import (
+    Event,
+    EventPage,
+    EventsMissed,
+    ListingQuery,
+    NodeEvent,
+    events_of,
+)
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.stream.descriptions import ANSWER_BYTES
@@ -66,6 +73,23 @@ def read_events(
             if not follow:
                 return
             time.sleep(deadlines.READER_PAUSE_S)
+
+
+def whole_reports(log: Iterable[Event], most: int) -> Iterator[Event]:
+    """The next `most` events, and what is left of the last one's report.
+
+    A report's chunks come by how they have changed: a prompt's later chunk may come before an
+    earlier one. Whoever has the whole report has both.
+    """
+    last = None
+    for count, event in enumerate(log):
+        report = None
+        if isinstance(event, NodeEvent):
+            report = event.node_id, event.node_life, event.number
+        if count >= most and (report is None or report != last):
+            return
+        last = report
+        yield event
 
 
 def _place(find: Callable[[], Any], since: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -187,11 +211,11 @@ class Insides:
         self, keys: Iterable[bytes], namespace: str | None = None
     ) -> dict[bytes, descriptions.Description]:
         """By key, nothing for those that nobody has described. None for the namespace: any in which
-        the key is known.
+        the key is known. A description that is invalid is left out.
 
         Raises:
             ClusterError: Ray does not answer.
-            MessageError: a node sent something invalid.
+            MessageError: what a node sent is no message of descriptions.
         """
         nodes = self._find_nodes()
         found: dict[bytes, descriptions.Description] = {}
@@ -218,10 +242,8 @@ class Insides:
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)
-                rows = receive(answer.value, descriptions.Descriptions, NODE_ACTOR, HERE).rows
-                for row in rows:
-                    descriptions.check_description(row)
-                yield rows
+                told = receive(answer.value, descriptions.Descriptions, NODE_ACTOR, HERE)
+                yield columns.valid(told.rows, descriptions.check_description)
             elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
                 logger.warning(
                     "what node %s knows of chunks' insides is left out: %s",

@@ -50,11 +50,6 @@ class Replay:
         """All chunks by node, namespace and key."""
         return {(node_id, *name) for node_id, node in self._nodes.items() for name in node.names}
 
-    def nodes_with(self, namespace: Namespace, key: Key) -> list[NodeId]:
-        """The nodes that have a chunk."""
-        name = (namespace, key)
-        return [node_id for node_id, node in self._nodes.items() if name in node.names]
-
     def apply(self, event: events.Event) -> Moved:
         """Take in the next event. `EventsMissed` changes nothing: take a snapshot then."""
         if isinstance(event, events.EventsMissed):

@@ -17,10 +17,9 @@ from typing import Any
 
 from raykv.base import errors, guard
 from raykv.base.ids import Refusal
-from raykv.memory.cuda import bindings as cuda_bindings
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, not_done
+from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout, not_done
 from raykv.worker import front, job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
@@ -31,7 +30,7 @@ def export_from_gpu(
     kv_caches: Any,
     group_ids: list[int],
     blocks_per_chunk: int,
-    load: Callable[[], driver.MemoryDriver] = cuda_bindings.load,
+    load: Callable[[], driver.MemoryDriver] = driver.load,
     canonical: CanonicalPages = NOT_CANONICAL,
 ) -> kv.ExportedKV:
     """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
@@ -47,7 +46,7 @@ def export_from_gpu(
         raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
     groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
     where = [
-        kv.DeviceTensor(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
         for tensor in tensors
     ]
     return kv.export_kv(load(), where, kv.Grouping(blocks_per_chunk, group_ids, groups, canonical))
@@ -164,7 +163,7 @@ def _never(reason: str) -> staging.StagedLink:
 
 
 def device_link(
-    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[DeviceLink, KVLayout]:
     """The NodeActor maps the GPU memory of the KV cache.
 
@@ -191,7 +190,7 @@ def device_link(
 
 
 def make_link(
-    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = cuda_bindings.load
+    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[Any, KVLayout]:
     """The line of a worker whose KV cache is in no shared memory of the host.
 

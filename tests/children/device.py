@@ -11,11 +11,11 @@ import socket
 import sys
 
 from raykv.base.ids import Direction
-from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.memory.cuda.kv import ExportedKV, Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.worker import AttachWorker
+from raykv.protocol.worker import AttachWorker, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.cuda.memory import FakeCuda
@@ -36,7 +36,7 @@ def main() -> None:
     cuda = FakeCuda()
     total = NUM_BLOCKS * slot_bytes
     base = cuda.allocate(total, pieces=[total // 2] * 2 if kind == "cuda-fd" else None)
-    tensor = DeviceTensor(base, NUM_BLOCKS, slot_bytes, slot_bytes)
+    tensor = TensorLayout(base, NUM_BLOCKS, slot_bytes, slot_bytes)
     exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
     assert exported.layout.kind == kind
     if stage == "half attached":

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from raykv.memory.cuda.bindings import load
-from raykv.memory.cuda.kv import DeviceTensor, ExportedKV, Grouping, export_kv
+from raykv.memory.cuda.driver import load
+from raykv.memory.cuda.kv import ExportedKV, Grouping, export_kv
 from raykv.protocol.framing import encode
+from raykv.protocol.worker import TensorLayout
 
 NUM_LAYERS = 32
 PAGE_BYTES = 16 * 2 * 8 * 128 * 2
@@ -39,7 +40,7 @@ def allocate(num_blocks: int, is_split: bool) -> list[torch.Tensor]:
 def export(layers: list[torch.Tensor]) -> ExportedKV:
     """As `raykv.worker.handover` does it, without vLLM."""
     tensors = [
-        DeviceTensor(each.data_ptr(), each.shape[0], each.stride(0), each.shape[1])
+        TensorLayout(each.data_ptr(), each.shape[0], each.stride(0), each.shape[1])
         for each in layers
     ]
     return export_kv(load(), tensors, Grouping(1, [0], [list(range(len(layers)))]))

@@ -19,9 +19,9 @@ import msgspec
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, NodeId, Refusal, Stamp
-from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.copy.rows import CPUBackend
 from raykv.node import attached
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
@@ -37,12 +37,10 @@ POOL = "pool="
 class EndlessBackend(CPUBackend):
     """Copies the same runs again and again."""
 
-    def copy(
-        self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
-    ) -> bool:
-        """See `CopyBackend.copy`."""
+    def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
+        """See `CPUBackend.copy`."""
         print("copying", flush=True)
-        while super().copy(direction, runs, first, last, stop):
+        while super().copy(direction, runs, stop):
             time.sleep(0.001)
         return False
 

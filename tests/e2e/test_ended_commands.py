@@ -16,7 +16,7 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from raykv.cluster.names import RAY_NAMESPACE
-from raykv.cluster.warden import MARK
+from raykv.lab.warden import MARK
 from tests.fixtures.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(300)]

@@ -21,7 +21,7 @@ from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.batches import Route
-from raykv.copy.cuda.driver import CUDADriver, Urgency
+from raykv.copy.cuda.driver import CUDADriver
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.cuda.pages import mover_of
 from raykv.copy.engine import SPAN_BYTES, CopyBackend, StopSign
@@ -31,6 +31,7 @@ from raykv.lab.bench.report import Options
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from raykv.protocol.worker import KVLayout, TensorLayout
+from tests.fixtures.copy.memories import carried_out
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import named_key
@@ -197,7 +198,7 @@ class Cache:
             self.runs(plan, chunks[first : first + at_once])
             for first in range(0, len(chunks), at_once)
         )
-        return all(self.backend.copy(direction, runs, 0, len(runs.size), stop) for runs in parts)
+        return all(carried_out(self.backend, direction, runs, stop) for runs in parts)
 
     def on_host(self) -> npt.NDArray[np.uint8]:
         """The KV cache as [layer, block, byte]."""
@@ -330,7 +331,7 @@ def test_load_and_store_at_once_do_not_mix(made: AnyRig, rig: str) -> None:
     ends: list[bool] = []
     thread = threading.Thread(target=lambda: ends.append(cache.copy(stored, STORE)))
     thread.start()
-    assert cache.backend.copy(LOAD, load, 0, len(load.size), NEVER)
+    assert carried_out(cache.backend, LOAD, load, NEVER)
     thread.join(60)
     assert ends == [True]
     kept = before[:, stored].reshape(NUM_LAYERS, half, BLOCKS_PER_CHUNK, cache.page)
@@ -353,7 +354,7 @@ class TestOnGPU:
         rig.launch(lambda: None)
         store = threading.Thread(target=cache.copy, args=(some_blocks(cache, 2), STORE))
         store.start()
-        assert other_worker.copy(LOAD, load, 0, len(load.size), NEVER)
+        assert carried_out(other_worker, LOAD, load, NEVER)
         assert store.is_alive()
         store.join(60)
         assert not store.is_alive()
@@ -365,7 +366,7 @@ class TestOnGPU:
         mover = mover_of(0)
         assert mover is not None
         driver = CUDADriver(first_uuid())
-        stream, event = driver.make_stream(Urgency.LOAD), driver.make_event()
+        stream, event = driver.make_stream(Direction.LOAD), driver.make_event()
         source = torch.randint(0, 1 << 60, (64, 512), device="cuda")
         to = torch.zeros_like(source)
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.memory.cuda import bindings as cuda_bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
 from raykv.memory.cuda.page_lock import PoolLocker
@@ -49,7 +49,7 @@ def needs_a_gpu() -> None:
 
 @pytest.fixture
 def cuda() -> Any:
-    return cuda_bindings.load()
+    return cuda_driver.load()
 
 
 class Worker:
@@ -202,11 +202,11 @@ def test_memory_of_a_dead_worker_is_free_once_it_is_closed(
 
 OPENER = """
 import os, signal, sys
-from raykv.memory.cuda import bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.handles import open_kv
 from raykv.protocol.framing import decode
 from raykv.protocol.worker import KVLayout
-kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], bindings.load)
+kv = open_kv(decode(bytes.fromhex(sys.argv[1]), KVLayout), [], cuda_driver.load)
 print("there", flush=True)
 signal.pause()
 """

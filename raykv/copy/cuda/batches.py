@@ -78,14 +78,13 @@ def usual_route(direction: Direction, rows: BatchRows) -> Route:
     return Route.GATHER if is_small and direction is Direction.LOAD else Route.BATCH
 
 
-def rows_of(runs: CopyRuns, first: int, last: int, cut_bytes: int = CUT_BYTES) -> BatchRows:
-    """Rows [first, last) of a plan, which has merged those of a slab."""
-    some = slice(first, last)
+def rows_of(runs: CopyRuns, cut_bytes: int = CUT_BYTES) -> BatchRows:
+    """The rows of a plan, which has merged those of a slab."""
     if len(runs.slab_ends) == 1:
-        slab = np.zeros(last - first, np.int64)
+        slab = np.zeros(len(runs.size), np.int64)
     else:
-        slab = np.searchsorted(runs.slab_ends, np.arange(first, last), side="right")
-    return cut(BatchRows(runs.kv[some], runs.pool[some], runs.size[some], slab), cut_bytes)
+        slab = np.searchsorted(runs.slab_ends, np.arange(len(runs.size)), side="right")
+    return cut(BatchRows(runs.kv, runs.pool, runs.size, slab), cut_bytes)
 
 
 def merged(rows: BatchRows) -> BatchRows:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raykv.base.ids import Direction
 from raykv.copy.cuda.pages import mover_of
 from raykv.memory.cuda.driver import CUDAError
 
@@ -33,13 +34,6 @@ class SourceOrder(IntEnum):
     """After what the stream was given before: needed for a KV cache that is being computed."""
     ANY = 3
     """At once: for sources that nobody writes."""
-
-
-class Urgency(IntEnum):
-    """A stream's priority. CUDA lets it decide between kernels; its copy engines take no notice."""
-
-    STORE = 0
-    LOAD = 1
 
 
 @dataclass(frozen=True)
@@ -70,8 +64,10 @@ class CopyDriver(Protocol):
     def mover(self) -> object | None:
         """What `move_pages` is done by; None: it can't be called, or has raised `MoverError`."""
 
-    def make_stream(self, urgency: Urgency) -> int:
-        """A stream that does not wait for the default one."""
+    def make_stream(self, direction: Direction) -> int:
+        """A stream that does not wait for the default one. Those of loads have a higher priority,
+        which CUDA lets decide between kernels; its copy engines take no notice.
+        """
 
     def make_event(self) -> int:
         """An event, which counts as done until it is recorded."""
@@ -136,9 +132,9 @@ class CUDADriver:
         self._first = ctypes.c_size_t(0)
         self.mover = mover_of(self._device)
 
-    def make_stream(self, urgency: Urgency) -> int:
+    def make_stream(self, direction: Direction) -> int:
         least, greatest = self._priorities
-        priority = greatest if urgency is Urgency.LOAD else least
+        priority = greatest if direction is Direction.LOAD else least
         flags = self._runtime.cudaStreamNonBlocking
         return int(self._call("cudaStreamCreateWithPriority", flags, priority))
 
@@ -157,7 +153,8 @@ class CUDADriver:
         (error,) = self._runtime.cudaEventQuery(event)
         if error == self._runtime.cudaError_t.cudaErrorNotReady:
             return False
-        self._check("cudaEventQuery", error)
+        if error != self._runtime.cudaError_t.cudaSuccess:
+            raise _failure("cudaEventQuery", error)
         return True
 
     def copy_batch(self, stream: int, copies: Copies, order: SourceOrder) -> None:
@@ -236,17 +233,12 @@ class CUDADriver:
 
     def _use(self) -> None:
         """CUDA's current device is the thread's, and other code may have changed it."""
-        (error,) = self._runtime.cudaSetDevice(self._device)
-        self._check("cudaSetDevice", error)
+        checked(self._runtime, "cudaSetDevice", self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """What a call returns besides its error."""
         self._use()
         return checked(self._runtime, name, *arguments)
-
-    def _check(self, name: str, error: Any) -> None:
-        if error != self._runtime.cudaError_t.cudaSuccess:
-            raise _failure(name, error)
 
 
 def checked(runtime: Any, name: str, *arguments: Any) -> Any:

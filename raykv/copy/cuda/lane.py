@@ -40,7 +40,7 @@ from typing import NoReturn
 from raykv.base.ids import Direction
 from raykv.copy.cuda import batches
 from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, ChooseRoute, Route, direct, staged
-from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder, Urgency
+from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
 from raykv.memory.cuda.driver import CUDAError
@@ -140,8 +140,7 @@ class Lane:
         bounds = zip(*self._at_once.values(), strict=True)
         self._most_bytes, self._most_runs = map(max, bounds)
         self._lock = threading.Lock()
-        self._urgency = Urgency.LOAD if direction is Direction.LOAD else Urgency.STORE
-        self._stream = driver.make_stream(self._urgency)
+        self._stream = driver.make_stream(direction)
         self._events = [driver.make_event() for _ in range(limits.in_flight)]
         self._end = driver.make_event()
         self._part_ends = [driver.make_event() for _ in range(PARTS_IN_FLIGHT)]
@@ -238,7 +237,7 @@ class Lane:
 
     def _renew_stream(self) -> None:
         """The copies of other workers shall not wait for the step of this one."""
-        waiting, self._stream = self._stream, self._driver.make_stream(self._urgency)
+        waiting, self._stream = self._stream, self._driver.make_stream(self.direction)
         self._driver.drop_stream(waiting)
 
     @contextlib.contextmanager

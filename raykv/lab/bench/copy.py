@@ -28,10 +28,9 @@ import psutil
 
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
-from raykv.copy.cpu import CPUBackend
 from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
 from raykv.copy.plan import JobPlan, Planner
-from raykv.copy.rows import RowCopier, Side, by_memmove
+from raykv.copy.rows import CPUBackend, RowCopier, Side, by_memmove
 from raykv.lab.bench.named_jobs import key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, short
@@ -141,7 +140,7 @@ class Sides:
         def streamed(first: int, last: int) -> None:
             where, size = np.array([first]), np.array([last - first])
             pool, kv = Side(self.pool.address, where), Side(self.kv.address, where)
-            self.rows.copy(pool, kv, size, range(1), self.stop)
+            self.rows.copy(pool, kv, size, self.stop)
 
         ways: dict[str, Callable[[int, int], object]] = {
             MEMMOVE: lambda first, last: ctypes.memmove(
@@ -217,9 +216,7 @@ class PagedCopy:
             chunks = range(begin, min(last, begin + at_once))
             slots = [Slot(first_slot + at * self._slot_pages) for at in chunks]
             rows = plan.runs(chunks, slots, MAX_SLAB_BYTES)
-            done = self._backend.copy(
-                self._case.direction, rows, 0, len(rows.size), self._sides.stop
-            )
+            done = self._backend.copy(self._case.direction, rows, self._sides.stop)
             assert done, "it was not cancelled"
 
     def torch(self, torch: ModuleType) -> Measure:

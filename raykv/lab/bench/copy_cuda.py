@@ -30,7 +30,7 @@ from raykv.base.ids import Direction
 from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import BatchRows, ChooseRoute, Route, direct, rows_of, usual_route
-from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder, Urgency
+from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
@@ -39,7 +39,7 @@ from raykv.lab.bench.copy_jobs import BIG
 from raykv.lab.bench.matrices import MatrixProcess
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
-from raykv.memory.cuda import bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -161,7 +161,7 @@ class DeviceSides:
             self.by_route = {
                 route: CUDABackend(device(partial(_always, route)), place) for route in Route
             }
-            self.stream = driver.make_stream(Urgency.STORE)
+            self.stream = driver.make_stream(Direction.STORE)
             stack.callback(driver.drop_stream, self.stream)
             self.event = driver.make_event()
             stack.callback(driver.drop_event, self.event)
@@ -185,10 +185,7 @@ class DeviceSides:
 
         def copy() -> None:
             parts = (
-                CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
-                for first in range(0, case.num_pages, at_once)
-                for some in (slice(first, first + at_once),)
-                for size in (runs.size[some],)
+                runs.some(first, first + at_once) for first in range(0, case.num_pages, at_once)
             )
             with closing(backend.copy_each(case.direction, parts, StopSign())) as answers:
                 assert all(answers), "it was not cancelled"
@@ -197,7 +194,7 @@ class DeviceSides:
 
     def in_one_call(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s of all pages in one call."""
-        return self._speed(case, partial(self._copy, case, runs, 0, case.num_pages))
+        return self._speed(case, partial(self._copy, case, runs))
 
     def by_chunk(self, case: DeviceCase, runs: CopyRuns) -> float:
         """GB/s with a call for each chunk."""
@@ -205,7 +202,7 @@ class DeviceSides:
 
         def copy() -> None:
             for first in range(0, case.num_pages, in_chunk):
-                self._copy(case, runs, first, min(case.num_pages, first + in_chunk))
+                self._copy(case, runs.some(first, first + in_chunk))
 
         return self._speed(case, copy)
 
@@ -238,7 +235,7 @@ class DeviceSides:
         """What the submission of a batch costs a copy thread, in microseconds."""
         page = min(SMALL_PAGE, self.num_bytes // SUBMITTED // KIB * KIB)
         runs = self.runs(DeviceCase(page, SUBMITTED, Direction.STORE))
-        copies = direct(rows_of(runs, 0, SUBMITTED), Direction.STORE, self.kv, self.pool)
+        copies = direct(rows_of(runs), Direction.STORE, self.kv, self.pool)
         began = time.perf_counter()
         self.driver.copy_batch(self.stream, copies, SourceOrder.STREAM)
         took = time.perf_counter() - began
@@ -253,7 +250,7 @@ class DeviceSides:
 
         def copy() -> None:
             while not is_over.is_set():
-                self._copy(case, runs, 0, case.num_pages)
+                self._copy(case, runs)
 
         thread = threading.Thread(target=copy)
         thread.start()
@@ -263,9 +260,9 @@ class DeviceSides:
             is_over.set()
             thread.join(COPIES_S)
 
-    def _copy(self, case: DeviceCase, runs: CopyRuns, first: int, last: int) -> None:
-        done = self.backend.copy(case.direction, runs, first, last, StopSign())
-        assert done, "it was not cancelled"
+    def _copy(self, case: DeviceCase, runs: CopyRuns) -> None:
+        with closing(self.backend.copy_each(case.direction, [runs], StopSign())) as answers:
+            assert all(answers), "it was not cancelled"
 
     @staticmethod
     def _speed(case: copy_jobs.Amount, copy: Callable[[], object]) -> float:
@@ -304,7 +301,7 @@ def run(options: Options) -> Result:
         SettingError: there is no GPU that this process could use.
     """
     try:
-        uuids = bindings.load().devices()
+        uuids = cuda_driver.load().devices()
         if not uuids:
             raise CUDAError("this process sees no GPU: see CUDA_VISIBLE_DEVICES")
         driver = MeasuredGPU(uuids[0])

@@ -30,7 +30,7 @@ from raykv.copy.engine import CopyBackend
 from raykv.copy.rows import RowCopier
 from raykv.lab.bench.named_jobs import ORDERED, SPACE, key_of, named_job
 from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
-from raykv.memory.cuda import bindings
+from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
@@ -143,7 +143,7 @@ def page_locking() -> Lock:
     Raises:
         CUDAError: CUDA can't be used here.
     """
-    memory = bindings.load()
+    memory = cuda_driver.load()
     device = memory.devices()[0]
 
     def lock(address: int, num_bytes: int) -> Callable[[], None]:

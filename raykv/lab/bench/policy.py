@@ -14,13 +14,14 @@ hits, and no policy has more of these. "unlimited" is a pool in which all have r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from raykv.inspect.hits import held_prefix, replay, unlimited_hits
+from raykv.inspect.hits import held_prefix, prefix_hits, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.trace_files import Request, read_prompts, read_trace
 from raykv.lab.bench.arc import ARC
@@ -120,13 +121,73 @@ def read_endings(path: str, requests: Sequence[Request]) -> list[Request]:
     return endings
 
 
+class Releasing:
+    """A policy that is told what is over: that is the next to be given up, unless it is used again.
+
+    Args:
+        policy: which order the others go in; it may remember what is released.
+    """
+
+    def __init__(self, policy: EvictionPolicy[int]) -> None:
+        self._policy = policy
+        self._held: set[int] = set()
+        self._released: dict[int, None] = {}
+
+    def add(self, name: int) -> None:
+        """See `EvictionPolicy`, for `touch`, `evicted` and `candidates` too."""
+        self._held.add(name)
+        self._policy.add(name)
+
+    def touch(self, name: int) -> None:
+        if name in self._released:
+            del self._released[name]
+            self._policy.add(name)
+        else:
+            self._policy.touch(name)
+
+    def evicted(self, name: int) -> None:
+        self._held.discard(name)
+        self._released.pop(name, None)
+        self._policy.evicted(name)
+
+    def candidates(self) -> Iterator[int]:
+        return chain(self._released, self._policy.candidates())
+
+    def release(self, names: Sequence[int]) -> None:
+        """Those that are held are the next to be given up, from the last to the first."""
+        for name in reversed(names):
+            if name in self._held:
+                self._policy.evicted(name)
+                self._released[name] = None
+
+
+def replay(requests: Sequence[Request], policy: EvictionPolicy[int], capacity: int) -> float:
+    """The prefix hit rate of a policy."""
+    return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
+
+
+def released_hits(
+    requests: Sequence[Request],
+    policy: EvictionPolicy[int],
+    capacity: int,
+    endings: Sequence[Request],
+) -> Iterator[int]:
+    """`prefix_hits`, where after each request the chunks of one of `endings` are released."""
+    releasing = Releasing(policy)
+    hits = prefix_hits(requests, releasing, capacity)
+    for found, released in zip(hits, endings, strict=True):
+        yield found
+        releasing.release(released)
+
+
 def _measure(result: Result, trace: TraceFile, percent: int) -> None:
     """Rows and verdicts of one capacity."""
     case, requests = f"{trace.name}, {percent} %", trace.requests
     capacity = max(1, num_distinct(requests) * percent // 100)
     rates = {name: replay(requests, make(), capacity) for name, make in COMPARED.items()}
     if trace.endings:
-        rates[RELEASED] = replay(requests, COMPARED[DEFAULT_POLICY](), capacity, trace.endings)
+        hits = released_hits(requests, COMPARED[DEFAULT_POLICY](), capacity, trace.endings)
+        rates[RELEASED] = sum(hits) / sum(map(len, requests))
     rates |= {"optimum": optimal_rate(requests, capacity), "unlimited": unlimited_rate(requests)}
     tokens, lru = sum(map(len, requests)) * CHUNK_TOKENS, rates["lru"]
     gap = rates["optimum"] - lru

@@ -38,21 +38,6 @@ CHANGE_ALLOCATOR = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 
 
 @dataclass(frozen=True)
-class DeviceTensor:
-    """A KV tensor of this process: page of block b begins at address + b * block_stride."""
-
-    address: int
-    num_blocks: int
-    block_stride: int
-    page_bytes: int
-
-    @property
-    def end(self) -> int:
-        """The address behind its last page."""
-        return self.address + (self.num_blocks - 1) * self.block_stride + self.page_bytes
-
-
-@dataclass(frozen=True)
 class Grouping:
     """How tensors make chunks; see `KVLayout`."""
 
@@ -97,14 +82,14 @@ class ExportedKV:
 
 
 def export_kv(
-    driver: MemoryDriver, tensors: Sequence[DeviceTensor], grouping: Grouping
+    driver: MemoryDriver, tensors: Sequence[TensorLayout], grouping: Grouping
 ) -> ExportedKV:
-    """Hand over the memory that tensors of one GPU lie in.
+    """Hand over the memory that tensors of one GPU lie in; their offsets are addresses here.
 
     Raises:
         HandleError: it can't be handed over; the text says which setting to change.
     """
-    devices = {driver.device_of(tensor.address) for tensor in tensors}
+    devices = {driver.device_of(tensor.offset) for tensor in tensors}
     if len(devices) != 1:
         raise HandleError(f"the KV cache of a worker is on {len(devices)} GPUs, not on one")
     pieces = _pieces(driver, tensors)
@@ -131,11 +116,11 @@ def export_kv(
     return _with_event(driver, layout, _descriptors(driver, pieces))
 
 
-def _pieces(driver: MemoryDriver, tensors: Sequence[DeviceTensor]) -> list[Extent]:
+def _pieces(driver: MemoryDriver, tensors: Sequence[TensorLayout]) -> list[Extent]:
     """The allocations or mappings that the tensors lie in, in order of their addresses."""
     found: dict[int, Extent] = {}
     for tensor in tensors:
-        address = tensor.address
+        address = tensor.offset
         while address < tensor.end:
             piece = driver.extent(address)
             found[piece.base] = piece
@@ -148,17 +133,15 @@ def _pieces(driver: MemoryDriver, tensors: Sequence[DeviceTensor]) -> list[Exten
     return [found[base] for base in sorted(found)]
 
 
-def _tensor_layouts(pieces: list[Extent], tensors: Sequence[DeviceTensor]) -> list[TensorLayout]:
+def _tensor_layouts(pieces: list[Extent], tensors: Sequence[TensorLayout]) -> list[TensorLayout]:
     """Offsets through all pieces, back to back: pieces that are neighbours here stay neighbours."""
     bases = [piece.base for piece in pieces]
     starts = [0, *accumulate(piece.num_bytes for piece in pieces)]
     layouts = []
     for tensor in tensors:
-        index = bisect_right(bases, tensor.address) - 1
-        offset = starts[index] + tensor.address - bases[index]
-        layouts.append(
-            TensorLayout(offset, tensor.num_blocks, tensor.block_stride, tensor.page_bytes)
-        )
+        index = bisect_right(bases, tensor.offset) - 1
+        offset = starts[index] + tensor.offset - bases[index]
+        layouts.append(msgspec.structs.replace(tensor, offset=offset))
     return layouts
 
 
@@ -289,8 +272,7 @@ def check_pieces(layout: KVLayout) -> None:
         return
     pieces = list(pairwise([0, *accumulate(layout.piece_bytes)]))
     for tensor in layout.tensors:
-        last = tensor.offset + (tensor.num_blocks - 1) * tensor.block_stride + tensor.page_bytes
-        if not any(start <= tensor.offset and last <= end for start, end in pieces):
+        if not any(start <= tensor.offset and tensor.end <= end for start, end in pieces):
             raise HandleError(f"{tensor} is in no single piece of {layout.piece_bytes}")
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.memory.cuda.driver import CUDAError, MemoryDriver
+from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
@@ -36,25 +35,14 @@ LEAST_PIECE_BYTES = 1 << 30
 TARGET_PIECES = 256
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of the pool that is page-locked as a whole, in bytes."""
-
-    offset: int
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        """The offset behind it."""
-        return self.offset + self.num_bytes
-
-
-def lock_pieces(geometry: PoolGeometry) -> list[Piece]:
-    """All slabs of the pool, in pieces of about equal size, lowest first."""
+def lock_pieces(geometry: PoolGeometry) -> list[Extent]:
+    """All slabs of the pool, in pieces of about equal size, lowest first; their bases are offsets
+    from its beginning.
+    """
     wanted = min(max(geometry.pool_bytes // TARGET_PIECES, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
     size = max(1, wanted // geometry.slab_bytes) * geometry.slab_bytes
     total = geometry.num_slabs * geometry.slab_bytes
-    pieces = [Piece(offset, min(size, total - offset)) for offset in range(0, total, size)]
+    pieces = [Extent(offset, min(size, total - offset)) for offset in range(0, total, size)]
     assert sum(piece.num_bytes for piece in pieces) == total, pieces
     return pieces
 
@@ -93,7 +81,7 @@ class PoolLocker:
                     return
             if self._stopped.is_set():
                 return
-            address = self._pool.address + piece.offset
+            address = self._pool.address + piece.base
             try:
                 self._driver.register_host(self._device, address, piece.num_bytes)
             except CUDAError as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import dataclass, field
+from collections import Counter
+from concurrent.futures import Future
 
 import msgspec
 
@@ -28,6 +29,8 @@ DISK_READERS = 2
 MAX_READS = 64
 """Reads that wait for a thread; beyond it they fail at once."""
 
+_Answer = Future[tuple[copies.ReadReply, Bytes]]
+
 OPENING = "it is being opened"
 """The problem of a disk tier that has just begun."""
 
@@ -43,32 +46,30 @@ class DiskState:
         self.index = DiskIndex(place.most_bytes or 0, self._shelf)
         self.folder: TierFolder | None = None
         self.is_open = False
-        self._stats = node.DiskStats(path=place.path, problem=OPENING)
-
-    @property
-    def problem(self) -> str:
+        self.problem = OPENING
         """Why nothing is written; empty if that works."""
-        return self._stats.problem
+        self._path = place.path
+        # Of `DiskStats`.
+        self._counters: Counter[str] = Counter()
 
     def has_problem(self, problem: str) -> bool:
         """Note why it does not work, or that it works again; True if that is new."""
         with self.lock:
-            is_new = self._stats.problem != problem
-            self._stats = msgspec.structs.replace(self._stats, problem=problem)
+            is_new, self.problem = self.problem != problem, problem
         return is_new
 
     def count(self, **more: int) -> None:
         """Add to the counters of `DiskStats`."""
         with self.lock:
-            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
-            self._stats = msgspec.structs.replace(self._stats, **sums)
+            self._counters.update(more)
 
     def stats(self) -> node.DiskStats:
         """Counters and gauges."""
         with self.lock:
             index = self.index
-            return msgspec.structs.replace(
-                self._stats,
+            return node.DiskStats(
+                path=self._path,
+                problem=self.problem,
                 most_bytes=index.most_bytes,
                 used_bytes=index.used_bytes,
                 num_files=index.num_files,
@@ -76,14 +77,8 @@ class DiskState:
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
                 is_full=self._shelf.is_full,
                 tenant_bytes=index.tenant_bytes,
+                **self._counters,
             )
-
-
-@dataclass(slots=True)
-class _Read:
-    request: copies.Read
-    done: threading.Event = field(default_factory=threading.Event)
-    answer: tuple[copies.ReadReply, Bytes] | None = None
 
 
 class DiskReads:
@@ -93,7 +88,7 @@ class DiskReads:
         self._state = state
         self._keeper = keeper
         self._stopped = threading.Event()
-        self._reads: queue.Queue[_Read] = queue.Queue(MAX_READS)
+        self._reads: queue.Queue[tuple[copies.Read, _Answer]] = queue.Queue(MAX_READS)
 
     def start(self) -> None:
         """Begin to read, in threads."""
@@ -157,36 +152,37 @@ class DiskReads:
         Raises:
             PeerError: too many wait already.
         """
-        read = _Read(request)
+        answer = _Answer()
         try:
-            self._reads.put_nowait(read)
+            self._reads.put_nowait((request, answer))
         except queue.Full:
             raise PeerError("too many reads wait for the disk") from None
-        return _PendingDiskRead(read)
+        return _PendingDiskRead(answer)
 
     def _read_for_ever(self) -> None:
         while not self._stopped.is_set():
             try:
-                read = self._reads.get(timeout=deadlines.DISK_LOOK_S)
+                request, answer = self._reads.get(timeout=deadlines.DISK_LOOK_S)
             except queue.Empty:
                 continue
             try:
-                read.answer = self.read(read.request)
-            except Exception:
+                answer.set_result(self.read(request))
+            except Exception as error:
                 logger.exception("a read from the disk failed")
-            read.done.set()
+                answer.set_exception(error)
 
 
 class _PendingDiskRead:
-    def __init__(self, read: _Read) -> None:
-        self._read = read
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
 
     def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
-        if not self._read.done.wait(max(0.0, timeout_s)):
-            raise PeerError("the disk does not answer in time")
-        if self._read.answer is None:
-            raise PeerError("the disk can't be read")
-        return self._read.answer
+        try:
+            return self._answer.result(max(0.0, timeout_s))
+        except TimeoutError:
+            raise PeerError("the disk does not answer in time") from None
+        except Exception as error:
+            raise PeerError("the disk can't be read") from error
 
     def abandon(self) -> None:
         """It is read all the same."""

@@ -103,11 +103,9 @@ class Capturing:
         """Of captures; one for each device that has any."""
         self._lock = threading.Condition()
         self._index = index.CaptureIndex()
-        self._kept: dict[str, file.HiddenStates] = {}
         self._unwritten: deque[_Copied] = deque()
-        # Counters, see `CaptureStats`.
-        self._copied: Counter[str] = Counter()
-        self._files: Counter[str] = Counter()
+        # Of `CaptureStats`.
+        self._counters: Counter[str] = Counter()
         # By folder, how long files are kept there.
         self._folders: dict[Path, float] = {}
         self._threads: list[SupervisedThread] = []
@@ -130,14 +128,17 @@ class Capturing:
             return False
         return self.lanes.push(queued)
 
-    def refuse(self, queued: attached.QueuedJob, reason: str) -> None:
+    def refuse(self, queued: attached.QueuedJob, reason: str, *, is_admitted: bool = False) -> None:
         """A capture is not made; its reader gets the reason. The lock is not held meanwhile: the
         message to the reader may go to a slow disk.
         """
-        capture = _capture(queued)
+        capture, now = _capture(queued), time.monotonic()
         with self._lock:
-            self._copied["failed"] += 1
-            self._index.refuse(capture.request_id, capture.ttl_s, reason, time.monotonic())
+            self._counters["failed"] += 1
+            if is_admitted:
+                self._index.fail(capture.request_id, reason, now)
+            else:
+                self._index.refuse(capture.request_id, capture.ttl_s, reason, now)
             self._lock.notify_all()
         _let_go(queued.lock_fd, reason)
 
@@ -156,14 +157,7 @@ class Capturing:
     def stats(self) -> node.CaptureStats:
         """Counters, and what is in memory now."""
         with self._lock:
-            return node.CaptureStats(
-                self._index.num_bytes,
-                self._copied["captured"],
-                self._copied["bytes"],
-                self._copied["failed"],
-                self._files["written"],
-                self._files["failed"],
-            )
+            return node.CaptureStats(self._index.num_bytes, **self._counters)
 
     def has(self, name: str) -> bool:
         """Whether a request is known by that name, captured or failed."""
@@ -199,7 +193,7 @@ class Capturing:
         entry = self._index[request_id]
         if entry.state is index.CaptureState.FAILED:
             raise HiddenStatesError(f"no hidden states of request {request_id}: {entry.reason}")
-        return self._kept.get(request_id)
+        return entry.states
 
     def _begin(self) -> None:
         for name, work in [("write", self._write_all)] * NUM_WRITERS + [
@@ -239,18 +233,10 @@ class Capturing:
                 refused = _RefusedError(
                     Refusal.COPY_FAILED, f"the copy failed: {first_line(error)}"
                 )
-            if is_admitted:
-                with self._lock:
-                    self._copied["failed"] += 1
-                    self._index.fail(capture.request_id, str(refused), time.monotonic())
-                    self._lock.notify_all()
-                _let_go(queued.lock_fd, str(refused))
-            else:
-                self.refuse(queued, str(refused))
+            self.refuse(queued, str(refused), is_admitted=is_admitted)
             raise refused from error
         with self._lock:
-            self._copied.update(captured=1, bytes=pages.nbytes)
-            self._index.copied(capture.request_id)
+            self._counters.update(captured=1, bytes_captured=pages.nbytes)
             self._unwritten.append(_Copied(capture, pages, queued.lock_fd))
             self._lock.notify_all()
         return pages.nbytes
@@ -284,10 +270,7 @@ class Capturing:
                 raise _RefusedError(Refusal.BAD_HANDLE, "a request of that name has been captured")
             while True:
                 now = time.monotonic()
-                forgotten = self._index.admit(name, num_bytes, most, capture.ttl_s, now)
-                if forgotten is not None:
-                    for other in forgotten:
-                        self._kept.pop(other, None)
+                if self._index.admit(name, num_bytes, most, capture.ttl_s, now):
                     return
                 if now >= give_up_at or queued.is_cancelled or self._stopping:
                     raise _RefusedError(
@@ -310,9 +293,7 @@ class Capturing:
         """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
-            some = slice(first, first + step)
-            size = runs.size[some]
-            yield CopyRuns(runs.kv[some], runs.pool[some], size, np.array([len(size)]))
+            yield runs.some(first, first + step)
 
     # The threads that write
 
@@ -323,7 +304,7 @@ class Capturing:
             try:
                 states = arranged(copied.pages, capture)
                 with self._lock:
-                    self._kept[capture.request_id] = states
+                    self._index[capture.request_id].states = states
                     self._lock.notify_all()
                 if capture.path:
                     file.write_states(capture.path, states)
@@ -344,12 +325,12 @@ class Capturing:
     def _written(self, capture: copies.Capture, problem: str) -> None:
         name, now = capture.request_id, time.monotonic()
         with self._lock:
-            if name in self._kept:
+            if self._index[name].states is not None:
                 self._index.written(name, now, problem)
             else:
                 self._index.fail(name, problem, now)
             if capture.path:
-                self._files["failed" if problem else "written"] += 1
+                self._counters["files_failed" if problem else "files_written"] += 1
             folder = Path(capture.path).parent
             if capture.path and (folder in self._folders or len(self._folders) < MAX_FOLDERS):
                 self._folders[folder] = capture.ttl_s
@@ -360,8 +341,7 @@ class Capturing:
     def _expire_all(self) -> None:
         while not self._stopping:
             with self._lock:
-                for name in self._index.expire(time.monotonic()):
-                    self._kept.pop(name, None)
+                self._index.expire(time.monotonic())
                 folders = dict(self._folders)
                 self._lock.notify_all()
             for folder, ttl_s in folders.items():

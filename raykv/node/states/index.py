@@ -1,12 +1,12 @@
 """Which hidden states a NodeActor keeps in memory: bounded in bytes and in time.
 
-    admit ──► COPYING ──► WRITING ──► KEPT ──► forgotten (time, or others need the room)
-                 │           │
-                 └───────────┴── fail ──► FAILED ──► forgotten (time)
+    admit ──► COMING (copied, then written) ──► KEPT ──► forgotten (time, or others need the room)
+                 │
+                 └── fail ──► FAILED ──► forgotten (time)
 
 1. The bytes of all that are not FAILED never exceed the `most_bytes` of the last admission, unless
    one alone does that.
-2. What is COPYING or WRITING is never forgotten: a thread holds its memory.
+2. What is COMING is never forgotten: a thread holds its memory.
 3. A request has one entry; its number of bytes does not change.
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+
+from raykv.node.states.file import HiddenStates
 
 _APPENDED = re.compile(r"-[0-9a-f]{8}")
 """What vLLM appends to the id that a client knows, to make it unique."""
@@ -29,24 +31,23 @@ MAX_ENTRIES = 1 << 16
 class CaptureState(Enum):
     """See the module's docstring."""
 
-    COPYING = "copying"
-    WRITING = "writing"
+    COMING = "coming"
     KEPT = "kept"
     FAILED = "failed"
 
 
 @dataclass(slots=True)
 class CaptureEntry:
-    """What is known of one request. `reason`: why it is FAILED, or why it has no file."""
+    """What is known of one request. `reason`: why it is FAILED, or why it has no file. `states` are
+    there before they are written.
+    """
 
     num_bytes: int
     ttl_s: float
-    state: CaptureState = CaptureState.COPYING
+    state: CaptureState = CaptureState.COMING
     since: float = 0.0
     reason: str = ""
-
-
-_FIXED = (CaptureState.COPYING, CaptureState.WRITING)
+    states: HiddenStates | None = None
 
 
 class CaptureIndex:
@@ -73,9 +74,9 @@ class CaptureIndex:
 
     def admit(
         self, request_id: str, num_bytes: int, most_bytes: int, ttl_s: float, now: float
-    ) -> list[str] | None:
-        """Begin with a request, if there is room or can be made; returns those that were forgotten
-        for it. None: its states may not be copied now; nothing has changed.
+    ) -> bool:
+        """Begin with a request, if there is room or can be made: the oldest are forgotten for it.
+        False: its states may not be copied now; nothing has changed.
 
         One that is larger than `most_bytes` is admitted when nothing else is in memory.
         """
@@ -90,39 +91,30 @@ class CaptureIndex:
                     if left + num_bytes <= most_bytes:
                         break
         if left and left + num_bytes > most_bytes:
-            return None
-        surplus = len(self._entries) - len(forgotten) + 1 - MAX_ENTRIES
-        if surplus > 0:
-            free = [
-                other
-                for other, entry in self._entries.items()
-                if entry.state not in _FIXED and other not in forgotten
-            ]
-            if len(free) < surplus:
-                return None
-            forgotten += free[:surplus]
+            return False
+        if len(self._entries) == MAX_ENTRIES and not forgotten:
+            for other, entry in self._entries.items():
+                if entry.state is not CaptureState.COMING:
+                    forgotten.append(other)
+                    break
+            else:
+                return False
         for other in forgotten:
             self._forget(other)
         self._entries[request_id] = CaptureEntry(num_bytes, ttl_s, since=now)
         self._num_bytes += num_bytes
-        return forgotten
-
-    def copied(self, request_id: str) -> None:
-        """All bytes have arrived."""
-        entry = self._entries[request_id]
-        assert entry.state is CaptureState.COPYING, entry
-        entry.state = CaptureState.WRITING
+        return True
 
     def written(self, request_id: str, now: float, problem: str = "") -> None:
         """Its file is written, or is not because of `problem`; its time begins."""
         entry = self._entries[request_id]
-        assert entry.state is CaptureState.WRITING, entry
+        assert entry.state is CaptureState.COMING, entry
         entry.state, entry.since, entry.reason = CaptureState.KEPT, now, problem
 
     def fail(self, request_id: str, reason: str, now: float) -> None:
         """The states will not come."""
         entry = self._entries[request_id]
-        assert entry.state in _FIXED, entry
+        assert entry.state is CaptureState.COMING, entry
         self._num_bytes -= entry.num_bytes
         entry.state, entry.since, entry.reason = CaptureState.FAILED, now, reason
         entry.num_bytes = 0
@@ -132,21 +124,20 @@ class CaptureIndex:
         if request_id in self._entries:
             return False
         # It takes no memory, whatever is in it.
-        if self.admit(request_id, 0, self._num_bytes, ttl_s, now) is None:
+        if not self.admit(request_id, 0, self._num_bytes, ttl_s, now):
             return False
         self.fail(request_id, reason, now)
         return True
 
-    def expire(self, now: float) -> list[str]:
-        """Forget what has been kept for its time; returns those requests."""
+    def expire(self, now: float) -> None:
+        """Forget what has been kept for its time."""
         old = [
             request_id
             for request_id, entry in self._entries.items()
-            if entry.state not in _FIXED and now - entry.since >= entry.ttl_s
+            if entry.state is not CaptureState.COMING and now - entry.since >= entry.ttl_s
         ]
         for request_id in old:
             self._forget(request_id)
-        return old
 
     def find(self, name: str) -> list[str]:
         """Requests with that id, or whose id vLLM has made of it by appending to it."""

@@ -29,6 +29,7 @@ from tests.fixtures.copy.memories import (
     NEVER,
     Bytes,
     Memory,
+    carried_out,
 )
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import named_key
@@ -156,7 +157,7 @@ def test_store_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: in
     with filled(kind, of) as memory:
         kv, pool = copied(of, parts, rank, STORE, memory.kvs[rank], memory.pool)
         assert not np.array_equal(pool, memory.pool)
-        assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), NEVER)
+        assert carried_out(memory.backend(rank), STORE, runs, NEVER)
         assert np.array_equal(memory.pool, pool)
         assert np.array_equal(memory.kvs[rank], kv)
 
@@ -171,7 +172,7 @@ def test_load_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: int
     with filled(kind, of) as memory:
         kv, pool = copied(of, parts, rank, LOAD, memory.kvs[rank], memory.pool)
         assert not np.array_equal(kv, memory.kvs[rank])
-        assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), NEVER)
+        assert carried_out(memory.backend(rank), LOAD, runs, NEVER)
         assert np.array_equal(memory.pool, pool)
         assert np.array_equal(memory.kvs[rank], kv)
 
@@ -185,13 +186,13 @@ def test_load_brings_back_what_both_ranks_have_stored(kind: str, name: str) -> N
         before = [kv.copy() for kv in memory.kvs]
         for rank in (0, 1):
             runs = runs_of(of, parts, rank, STORE)
-            assert memory.backend(rank).copy(STORE, runs, 0, len(runs.size), NEVER)
+            assert carried_out(memory.backend(rank), STORE, runs, NEVER)
         for rank in (0, 1):
             for kv, _, size in pages(of, parts, rank):
                 memory.kvs[rank][kv : kv + size] = 0
             assert not np.array_equal(memory.kvs[rank], before[rank])
             runs = runs_of(of, parts, rank, LOAD)
-            assert memory.backend(rank).copy(LOAD, runs, 0, len(runs.size), NEVER)
+            assert carried_out(memory.backend(rank), LOAD, runs, NEVER)
             assert np.array_equal(memory.kvs[rank], before[rank])
 
 
@@ -223,7 +224,7 @@ def test_copy_carries_out_the_rows_that_are_named_and_no_others(
         for last in range(first, count + 1):
             with filled(kind, of, seed=first) as memory:
                 kv, pool = after_rows(memory, direction, runs, first, last)
-                assert memory.backend(0).copy(direction, runs, first, last, NEVER)
+                assert carried_out(memory.backend(0), direction, runs.some(first, last), NEVER)
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
@@ -257,7 +258,7 @@ def test_copy_looks_before_every_run_and_writes_nothing_after_it_was_stopped(
             with filled(kind, of, seed=row) as memory:
                 kv, pool = after_rows(memory, direction, runs, first, row + 1)
                 stop = StopSign([set_by_row(memory, direction, runs, first, row)])
-                assert not memory.backend(0).copy(direction, runs, first, count, stop)
+                assert not carried_out(memory.backend(0), direction, runs.some(first, count), stop)
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
@@ -272,11 +273,11 @@ def test_copy_that_is_stopped_before_it_begins_writes_nothing(kind: str, number:
     stop = StopSign([Word(ctypes.addressof(words) + 8 * i, 7 + (i != number)) for i in range(2)])
     with filled(kind, of) as memory:
         kv, pool = memory.kvs[0].copy(), memory.pool.copy()
-        assert not memory.backend(0).copy(STORE, runs, 0, len(runs.size), stop)
+        assert not carried_out(memory.backend(0), STORE, runs, stop)
         assert np.array_equal(memory.kvs[0], kv)
         assert np.array_equal(memory.pool, pool)
         words[number] = 0
-        assert memory.backend(0).copy(STORE, runs, 0, len(runs.size), stop)
+        assert carried_out(memory.backend(0), STORE, runs, stop)
 
 
 @every_backend
@@ -299,7 +300,7 @@ def test_copy_is_stopped_by_another_thread_while_it_runs(kind: str, direction: D
         thread = threading.Thread(target=stop_it)
         thread.start()
         stop = StopSign([Word(ctypes.addressof(word), 5)])
-        assert not memory.backend(0).copy(direction, runs, 0, len(some), stop)
+        assert not carried_out(memory.backend(0), direction, runs, stop)
         thread.join()
 
 
@@ -337,7 +338,7 @@ def test_copy_of_long_runs_keeps_to_their_bytes(
     with MEMORIES[kind](1, *ends) as memory:
         fill(memory, seed)
         kv, pool = after_rows(memory, direction, runs, 0, len(runs.size))
-        assert memory.backend(0).copy(direction, runs, 0, len(runs.size), NEVER)
+        assert carried_out(memory.backend(0), direction, runs, NEVER)
         assert np.array_equal(memory.kvs[0], kv)
         assert np.array_equal(memory.pool, pool)
 
@@ -350,7 +351,7 @@ def test_copy_of_a_run_in_pieces_is_whole(kind: str, offset: int) -> None:
     with MEMORIES[kind](1, size + 8192, size + 8192) as memory:
         fill(memory, offset)
         _, pool = after_rows(memory, STORE, runs, 0, 1)
-        assert memory.backend(0).copy(STORE, runs, 0, 1, NEVER)
+        assert carried_out(memory.backend(0), STORE, runs, NEVER)
         assert np.array_equal(memory.pool, pool)
 
 
@@ -403,7 +404,7 @@ def test_copy_of_any_job_is_that_of_its_pages(
     runs = runs_of(of, parts, rank, direction)
     with filled(kind, of, seed) as memory:
         kv, pool = copied(of, parts, rank, direction, memory.kvs[rank], memory.pool)
-        assert memory.backend(rank).copy(direction, runs, 0, len(runs.size), NEVER)
+        assert carried_out(memory.backend(rank), direction, runs, NEVER)
         assert np.array_equal(memory.kvs[rank], kv)
         assert np.array_equal(memory.pool, pool)
         assert runs.num_bytes == sum(size for _, _, size in pages(of, parts, rank))

@@ -27,7 +27,7 @@ from raykv.copy.plan import Planner
 from raykv.memory.handles import check_layout
 from raykv.protocol.worker import CanonicalPages, KVLayout, TensorLayout
 from raykv.vllm.kv_form import block_bytes, pages_of
-from tests.fixtures.copy.memories import MEMORIES, NEVER, Memory
+from tests.fixtures.copy.memories import MEMORIES, NEVER, Memory, carried_out
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import named_key
 
@@ -208,7 +208,7 @@ class Rank:
         keys = [named_key("k", group) for group in groups]
         plan = self.planner.plan(named_job(direction, keys, blocks))
         runs = plan.runs(range(len(slots)), list(map(Slot, slots)), MAX_SLAB_BYTES)
-        assert self._backend.copy(direction, runs, 0, len(runs.size), NEVER)
+        assert carried_out(self._backend, direction, runs, NEVER)
         return runs.num_bytes
 
 

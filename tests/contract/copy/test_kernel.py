@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from uuid import uuid4
 
 import numpy as np
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import NodeId
 from raykv.copy.engine import StopSign
 from raykv.copy.rows import RowCopier, Side, by_memmove, kernel
 from raykv.memory.words import Word
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
+from tests.fixtures.node import honest_worker
 from tests.fixtures.waiting import wait_until
 
 SIZE = 3 << 20
@@ -29,7 +25,7 @@ def test_long_run_is_given_up_between_two_pieces() -> None:
     zero = np.zeros(1, np.int64)
     stop = StopSign([Word(to.ctypes.data + PIECE_BYTES, int.from_bytes(b"\7" * 8, sys.byteorder))])
     sides = Side(to.ctypes.data, zero), Side(source.ctypes.data, zero)
-    assert not kernel()(*sides, zero + SIZE, range(1), stop)
+    assert not kernel()(*sides, zero + SIZE, stop)
     assert np.count_nonzero(to) == 2 * PIECE_BYTES
     assert not to[2 * PIECE_BYTES :].any()
 
@@ -70,16 +66,19 @@ def test_kernel_is_compiled_when_its_cache_has_no_place(monkeypatch: pytest.Monk
     source, to = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     zero = np.zeros(1, np.int64)
     rows = StopSign().rows
-    assert fresh(to.ctypes.data, zero, source.ctypes.data, zero, zero + 100, 0, 1, rows)
+    assert fresh(to.ctypes.data, zero, source.ctypes.data, zero, zero + 100, rows)
     assert np.array_equal(to, source)
 
 
-def test_service_copies_with_the_kernel_soon_after_its_start() -> None:
-    geometry = PoolGeometry(64 * 4096, 16 * 4096)
-    keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
-    service = NodeService(f"raykv-test/{uuid4().hex}", keeper)
-    service.start()
+def test_service_loads_the_kernel_for_the_first_worker_in_host_memory() -> None:
+    """A node whose engines are on GPUs does without it, and without the memory that it takes."""
+    service = honest_worker.make_service()
     try:
-        wait_until(lambda: service.rows.copy is not by_memmove, 60, "the kernel is loaded")
+        assert service.rows.copy is by_memmove
+        worker = honest_worker.Worker(service)
+        try:
+            wait_until(lambda: service.rows.copy is not by_memmove, 60, "the kernel is loaded")
+        finally:
+            worker.close()
     finally:
         service.stop()

@@ -20,13 +20,13 @@ import raykv.node.copying
 import raykv.node.lanes
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId, Refusal
-from raykv.copy.cpu import CPUBackend
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route
-from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, SourceOrder
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import HOST, CopyBackend, StopSign
 from raykv.copy.plan import CopyRuns
+from raykv.copy.rows import CPUBackend
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
@@ -170,8 +170,8 @@ class Driven:
         act()
         return [call.num_copies for call in self.driver.calls_of("copy_batch")[before:]]
 
-    def stream(self, urgency: Urgency) -> Any:
-        return next(each for each in self.driver.streams.values() if each.urgency is urgency)
+    def stream(self, direction: Direction) -> Any:
+        return next(each for each in self.driver.streams.values() if each.direction is direction)
 
     def where(self, chunk: int) -> Where:
         """At this node, as its listing says."""
@@ -428,12 +428,12 @@ def test_store_that_is_cancelled_after_a_part_makes_no_further_chunk_ready(
     assert [driven.where(chunk) for chunk in range(3)] == [Where.RAM, NOWHERE, NOWHERE]
 
 
-@pytest.mark.parametrize("urgency", [Urgency.STORE, Urgency.LOAD])
-def test_batch_that_fails_leaves_no_chunk_admitted(driven: Driven, urgency: Urgency) -> None:
+@pytest.mark.parametrize("way", [STORE, LOAD])
+def test_batch_that_fails_leaves_no_chunk_admitted(driven: Driven, way: Direction) -> None:
     worker = driven.world.worker(num_ranks=1)
     assert worker.run(STORE, [0, 1, 2], BLOCKS[:6]) == []
     driven.driver.fail_at["copy_batch", 1] = "cudaErrorInvalidValue"
-    way, chunks = (STORE, [4, 5, 6]) if urgency is Urgency.STORE else (LOAD, [0, 1, 2])
+    chunks = [4, 5, 6] if way is STORE else [0, 1, 2]
     assert worker.run(way, chunks, BLOCKS[:6]) == [Refusal.COPY_FAILED] * 3
     states = [driven.where(chunk) for chunk in chunks]
     assert states == [NOWHERE if way is STORE else Where.RAM] * 3
@@ -446,7 +446,7 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 ) -> None:
     """Nothing is on its way to or from memory that is mapped no more."""
     worker = driven.world.worker(num_ranks=1)
-    stream = driven.stream(Urgency.STORE)
+    stream = driven.stream(Direction.STORE)
     stream.is_frozen = True
     before = driven.world.cuda.num_open
     child = driven.world.spawn("waiting", "cuda-ipc")
@@ -483,12 +483,10 @@ class Gate:
         gate = self
 
         class Gated(CPUBackend):
-            def copy(
-                self, direction: Direction, runs: CopyRuns, first: int, last: int, stop: StopSign
-            ) -> bool:
+            def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
                 gate.before(direction)
-                done = super().copy(direction, runs, first, last, stop)
-                gate.done.append((direction, last - first))
+                done = super().copy(direction, runs, stop)
+                gate.done.append((direction, len(runs.size)))
                 return done
 
         monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)

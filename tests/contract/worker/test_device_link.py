@@ -15,7 +15,7 @@ from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import DeviceTensor, Grouping, export_kv
+from raykv.memory.cuda.kv import Grouping, export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
 from raykv.node.keeper import PoolKeeper
@@ -24,6 +24,7 @@ from raykv.protocol import wire
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.worker import TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.cuda.memory import (
@@ -292,7 +293,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     world.cuda.visible = (OTHER_GPU,)
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)
-    tensor = DeviceTensor(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
+    tensor = TensorLayout(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
     exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
     kv = torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
     caches = SimpleNamespace(
@@ -387,7 +388,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
     try:
         assert loads == []
         cuda = FakeCuda()
-        tensor = DeviceTensor(cuda.allocate(PAGE), 4, 512, 512)
+        tensor = TensorLayout(cuda.allocate(PAGE), 4, 512, 512)
         exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
         link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
         link.set_target(LinkTarget(name, "e", 9, "ns", 1, {0: PAGE}))

@@ -24,8 +24,9 @@ from raykv.base.ids import Key, Namespace, Stamp
 from raykv.cli import app, main
 from raykv.client import pools as deployment
 from raykv.client.cluster import Cluster
-from raykv.cluster import ask, warden
+from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.lab import warden
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import RayNode
 from raykv.protocol.events import PublisherSettings

@@ -10,7 +10,6 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.client import accounts
-from raykv.cluster.ask import ask_each
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.framing import encode
 from raykv.protocol.reader import Explanation, RequestPage
@@ -44,18 +43,18 @@ def test_pages_of_all_nodes_have_each_request_once(monkeypatch: pytest.MonkeyPat
     two = Account(request("b0", 8.5))
     nodes = {name: {"requests": each.requests} for name, each in (("one", one), ("two", two))}
     play(monkeypatch, {}, nodes)
-    page = accounts.ended_requests(ask_each, "")
+    page = accounts.ended_requests("")
     assert ids(page) == ["a0", "a1", "b0"]
     assert page.following != page.last
     behind_all = page.last
     seen = ids(page)
     while page.following != page.last:
-        page = accounts.ended_requests(ask_each, page.following)
+        page = accounts.ended_requests(page.following)
         seen += ids(page)
     assert seen == ["a0", "a1", "b0", "a2", "a3", "a4"]
-    assert ids(accounts.ended_requests(ask_each, behind_all)) == []
+    assert ids(accounts.ended_requests(behind_all)) == []
     two.ended.append(request("b1", 1.0))
-    assert ids(accounts.ended_requests(ask_each, behind_all)) == ["b1"]
+    assert ids(accounts.ended_requests(behind_all)) == ["b1"]
 
 
 def test_account_of_another_life_is_read_from_its_beginning(
@@ -63,9 +62,9 @@ def test_account_of_another_life_is_read_from_its_beginning(
 ) -> None:
     node = Account(request("a0", 2.0), request("a1", 1.0))
     play(monkeypatch, {}, {"one": {"requests": node.requests}})
-    place = accounts.ended_requests(ask_each, "").last
+    place = accounts.ended_requests("").last
     node.life, node.ended = 2, [request("c0", 1.0)]
-    assert ids(accounts.ended_requests(ask_each, place)) == ["c0"]
+    assert ids(accounts.ended_requests(place)) == ["c0"]
 
 
 def test_node_that_does_not_answer_is_named(
@@ -74,18 +73,18 @@ def test_node_that_does_not_answer_is_named(
     node = Account(request("a0", 2.0))
     play(monkeypatch, {}, {"one": {"requests": node.requests}, "two": {}})
     with caplog.at_level(logging.WARNING, "raykv"):
-        assert ids(accounts.ended_requests(ask_each, "")) == ["a0"]
+        assert ids(accounts.ended_requests("")) == ["a0"]
     assert "node two" in caplog.text
     play(monkeypatch, {}, {"two": {}})
     with pytest.raises(ClusterError, match="not answer: node two"):
-        accounts.ended_requests(ask_each, "")
+        accounts.ended_requests("")
 
 
 @pytest.mark.parametrize("place", ["x", "one:1", "one:a:b", "3"])
 def test_what_is_no_place_is_refused(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     play(monkeypatch, {}, {})
     with pytest.raises(ClusterError, match="requests after"):
-        accounts.ended_requests(ask_each, place)
+        accounts.ended_requests(place)
 
 
 def test_more_room_is_summed_over_nodes() -> None:

@@ -99,7 +99,9 @@ class PlayedPins:
         return encode(PinsHere(PROTOCOL_VERSION, sums, self.held[node_id], 2, 1))
 
     def pin(self, *numbers: int, pin_id: str = "new", priority: int | None = None) -> PinStatus:
-        return self.pins.pin([key(at) for at in numbers], "", 5.0, priority, pin_id)
+        return self.pins.pin(
+            [key(at) for at in numbers], ttl_s=5.0, priority=priority, pin_id=pin_id
+        )
 
 
 def test_pin_is_told_with_what_all_nodes_keep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,9 @@ class PlayedNodes:
         return encode(Released(PROTOCOL_VERSION, len(gone), len(order.keys) - len(gone)))
 
     def prefetch(self, *keys: bytes, deadline_s: float = 5.0, watch: Any = print) -> TransferResult:
-        return self.moving.prefetch(list(keys), "target", SPACE, deadline_s, watch)
+        return self.moving.prefetch(
+            list(keys), "target", namespace=SPACE, deadline_s=deadline_s, watch=watch
+        )
 
 
 def test_pools_are_asked_before_disks_and_what_is_nowhere_is_counted(
@@ -171,7 +173,7 @@ def test_move_drops_elsewhere_only_what_the_target_says_that_it_has(
 ) -> None:
     places = {A: [FAR], B: [FAR, DISK], C: [FAR], D: [DISK]}
     played = PlayedNodes(monkeypatch, places, c=Refusal.NO_ROOM)
-    result = played.moving.move([A, B, C, D], "target", SPACE, 5.0, lambda _: None)
+    result = played.moving.move([A, B, C, D], "target", namespace=SPACE, deadline_s=5.0)
     assert played.dropped == [A, B]
     assert list(played.drops[0].num_blocks) == [1, 1]
     assert (result.came, result.dropped) == (3, 2)
@@ -189,7 +191,7 @@ def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
         return {A, D}
 
     monkeypatch.setattr(Pinning, "pinned_on", pinned_on)
-    result = played.moving.move([A, B, C], "target", SPACE, 5.0, lambda _: None)
+    result = played.moving.move([A, B, C], "target", namespace=SPACE, deadline_s=5.0)
     assert asked == [("target", SPACE)]
     assert [(list(each.keys), each.with_pinned) for each in played.drops] == [
         ([A, B, C], False),

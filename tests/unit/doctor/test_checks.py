@@ -13,7 +13,7 @@ from rich.console import Console
 from raykv.base.ids import Stamp
 from raykv.cli.trouble import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_MISSED, MANY_STORED, diagnose
-from raykv.doctor.facts import ActorFacts, BreakerFact, ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
 from raykv.memory.room import RESERVE_BYTES
 from raykv.protocol.findings import (
     Endpoint,
@@ -23,6 +23,7 @@ from raykv.protocol.findings import (
     Severity,
     UnownedFolder,
 )
+from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import DiskStats, NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
@@ -75,7 +76,12 @@ def node(node_id: str, **changes: Any) -> NodeFacts:
 def node_status(node_id: str, age_s: float = 0.5) -> NodeStatus:
     values: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0)
     texts = {"node_id": node_id, "hostname": "box", "raykv_version": "1.0"}
-    others = {"age_s": age_s, "disk": DiskStats(), "orders": Stamp(1, 4)}
+    others = {
+        "age_s": age_s,
+        "disk": DiskStats(),
+        "orders": Stamp(1, 4),
+        "breakers": BreakerReport(),
+    }
     return NodeStatus(**{**values, **texts, **others})
 
 
@@ -117,6 +123,12 @@ def with_second(**changes: Any) -> ClusterFacts:
 def with_engines(**changes: Any) -> ClusterFacts:
     """The second engine differs."""
     return with_status(engines=[engine("e1", "one"), engine("e2", "two", **changes)])
+
+
+def with_breaker(state: str, reason: str) -> ClusterFacts:
+    """The first engine has left the second node alone."""
+    report = BreakerReport(["node two"], [state], [1], [1.0], [reason])
+    return with_status(engines=[engine("e1", "one", breakers=report), engine("e2", "two")])
 
 
 def wrong(facts: ClusterFacts) -> list[Finding]:
@@ -426,14 +438,14 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
     ),
     (
         "open breaker",
-        replace(HEALTHY, breakers=[BreakerFact("engine e1", "node two", "open", "time-out")]),
+        with_breaker("open", "time-out"),
         "breakers",
         Severity.FAIL,
         ["engine e1", "node two", "is open: time-out"],
     ),
     (
         "half-open breaker",
-        replace(HEALTHY, breakers=[BreakerFact("engine e1", "node two", "half-open")]),
+        with_breaker("half-open", ""),
         "breakers",
         Severity.WARN,
         ["half-open"],

@@ -29,9 +29,10 @@ from raykv.inspect.sources import chunk_places, known_tokens
 from raykv.inspect.traces import Trace
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
-from raykv.protocol.reader import EndedRequests, Explanation
+from raykv.protocol.reader import Chunk, EndedRequests, Explanation
 from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 from raykv.stream.replay import Replay
+from tests.fixtures.listed import listed
 from tests.fixtures.waiting import wait_until
 
 KEY = Key(bytes(range(32)) + b"\0\0\0\1")
@@ -89,6 +90,13 @@ class PlayedCluster:
             replay.apply(event)
         return replay
 
+    def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:
+        assert tier == "ram"
+        return listed(self.snapshot(), namespace, node)
+
+    def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:
+        return {}
+
     def events(self, since: int | tuple[int, int], *, follow: bool) -> Iterator[Event]:
         assert not follow
         after = since if isinstance(since, int) else since[1]
@@ -100,17 +108,6 @@ class PlayedCluster:
         return EndedRequests(found, str(first + len(found)), str(len(self.told)))
 
 
-class Listed(msgspec.Struct):
-    """What a cluster that lists its chunks says of one."""
-
-    key: bytes
-    node_id: str
-    namespace: str
-    num_bytes: int
-    age_s: float
-    hits: int
-
-
 @dataclass
 class Described:
     """What a cluster that knows what is inside of chunks says of one."""
@@ -118,12 +115,8 @@ class Described:
     token_ids: list[int]
 
 
-class ListingCluster(PlayedCluster):
-    """Knows sizes, ages, hits and tokens."""
-
-    def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Listed]:
-        assert (namespace, node, tier) == ("sp", None, "ram")
-        yield Listed(KEY, "node", "space", 4096, 1.5, 7)
+class DescribingCluster(PlayedCluster):
+    """Knows tokens."""
 
     def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:
         assert namespace == "space"
@@ -163,7 +156,7 @@ def test_frames_of_a_cluster(played: PlayedCluster, cluster: Cluster) -> None:
     chunks = inspect.chunks(cluster)
     assert chunks["key"].tolist() == [KEY.hex()]
     assert chunks["group"].tolist() == [1]
-    assert chunks["hits"].isna().all()
+    assert chunks["hits"].tolist() == [7]
     assert inspect.nodes(cluster)["pool_bytes"].tolist() == [1 << 20]
     (space,) = inspect.namespaces(cluster).itertuples(index=False)
     assert (space.namespace, space.model) == ("space", "tiny")
@@ -182,23 +175,23 @@ def test_chunks_of_a_namespace_or_node_only(played: PlayedCluster, cluster: Clus
     assert len(inspect.chunks(cluster, node="other")) == 0
 
 
-def test_cluster_that_lists_its_chunks_gives_sizes_ages_and_hits() -> None:
-    listing = cast("Cluster", ListingCluster())
-    (row,) = inspect.chunks(listing, namespace="sp").itertuples(index=False)
+def test_chunks_have_sizes_ages_and_hits(played: PlayedCluster, cluster: Cluster) -> None:
+    played.log.append(block(2))
+    (row,) = inspect.chunks(cluster, namespace="sp").itertuples(index=False)
     assert (row.key, row.bytes, row.age_s, row.hits) == (KEY.hex(), 4096, 1.5, 7)
-    (place,) = chunk_places(listing, "sp", None)
+    (place,) = chunk_places(cluster, "sp", None)
     assert (place.namespace, place.key, place.node_id) == ("space", KEY, "node")
 
 
 def test_tokens_are_known_of_all_chunks_or_of_none(cluster: Cluster) -> None:
-    listing = cast("Cluster", ListingCluster())
+    describing = cast("Cluster", DescribingCluster())
     space = Namespace("space")
-    assert known_tokens(listing, space, [Key(KEY), Key(KEY)]) == [4, 5, 4, 5]
-    assert known_tokens(listing, space, [Key(KEY), Key(b"other")]) is None
+    assert known_tokens(describing, space, [Key(KEY), Key(KEY)]) == [4, 5, 4, 5]
+    assert known_tokens(describing, space, [Key(KEY), Key(b"other")]) is None
     assert known_tokens(cluster, space, [Key(KEY)]) is None
 
 
-class WindowedCluster(ListingCluster):
+class WindowedCluster(DescribingCluster):
     """Its engines have told what their KV groups are; of windows they describe nothing."""
 
     def status(self) -> ClusterStatus:
@@ -207,11 +200,11 @@ class WindowedCluster(ListingCluster):
 
 
 def test_tokens_of_a_window_are_those_of_full_attention_at_its_place() -> None:
-    listing = cast("Cluster", WindowedCluster())
+    describing = cast("Cluster", WindowedCluster())
     space = Namespace("space")
-    assert known_tokens(listing, space, [in_group(KEY, 2)]) == [4, 5]
+    assert known_tokens(describing, space, [in_group(KEY, 2)]) == [4, 5]
     # Its chunks have other tokens.
-    assert known_tokens(listing, space, [in_group(KEY, 3)]) is None
+    assert known_tokens(describing, space, [in_group(KEY, 3)]) is None
 
 
 def test_requests_of_all_pages_in_order(played: PlayedCluster, cluster: Cluster) -> None:
@@ -381,4 +374,4 @@ def test_all_public_names_are_there() -> None:
     for name in inspect.__all__:
         assert getattr(inspect, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = inspect.nothing
+        _ = inspect.nothing  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,9 +27,11 @@ from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.events import BlockStored, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
+from raykv.protocol.reader import Chunk
 from raykv.protocol.status import ClusterStatus, NamespaceStatus, NodeStatus
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
+from tests.fixtures.listed import listed
 
 SLOT_BYTES = 4096
 
@@ -74,8 +76,12 @@ class PlayedPools:
             )
         )
 
-    def snapshot(self) -> Replay:
-        return self.directory
+    def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:
+        assert tier == "ram"
+        return listed(self.directory, namespace, node)
+
+    def tokens_of(self, keys: Sequence[bytes], namespace: str) -> dict[bytes, Any]:
+        return {}
 
     def status(self) -> ClusterStatus:
         nodes = [

@@ -1,19 +1,29 @@
-"""What a reader of the event stream asks NodeActors."""
+"""What a reader of the event stream asks the scheduler actor and NodeActors."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 
+from raykv.base.ids import Key
 from raykv.cluster import ask
+from raykv.directory.answers import event_page
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import Orders
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import Description, Descriptions
+from raykv.protocol.events import BlockEvent
 from raykv.protocol.framing import encode
-from raykv.stream.readers import Insides
+from raykv.stream.format import WireFormat
+from raykv.stream.publication import Publication
+from raykv.stream.readers import Insides, read_events, whole_reports
+from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.played_cluster import Methods, play
+from tests.fixtures.wire_index import WireIndex
 
 
 class PlayedInsides:
@@ -22,6 +32,7 @@ class PlayedInsides:
     def __init__(self, patches: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
         self.num_silent = 0
+        self.invalid: list[Description] = []
         self.nodes: dict[str, Methods] = {
             "one": {"descriptions": self._descriptions},
             "two": {"descriptions": self._silent},
@@ -32,7 +43,7 @@ class PlayedInsides:
     def _descriptions(self, keys: list[bytes], namespace: str | None) -> bytes:
         self.asked.append(len(keys))
         row = Description(namespace or "a", keys[0], None, b"", bytes(8), 2)
-        return encode(Descriptions([row]))
+        return encode(Descriptions([*self.invalid, row]))
 
     def _silent(self, *_: Any) -> bytes:
         self.num_silent += 1
@@ -54,3 +65,48 @@ def test_many_chunks_are_asked_for_page_by_page(monkeypatch: pytest.MonkeyPatch)
     found = played.insides.describe(map(key, [*range(MAX_KEYS + 1), 0]))
     assert list(found) == [key(0), key(MAX_KEYS)]
     assert played.asked == [MAX_KEYS, 1]
+
+
+def test_invalid_description_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = PlayedInsides(monkeypatch)
+    played.invalid = [Description("b", key(7), None, b"", bytes(7), 2)]
+    assert list(played.insides.describe([key(1), key(7)], "b")) == [key(1)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 100])
+def test_chunk_is_published_after_the_one_before_it_however_many_events_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    directory = Directory(1, Orders(None, 1, 0.0))
+    one, two = ReportingNode(directory, "one"), ReportingNode(directory, "two")
+    one.report(0.0, row_of(1))
+    two.report(0.0, row_of(7), row_of(1), row_of(2))
+    methods = {"events": lambda life, after: encode(event_page(directory, life, after, 0.0))}
+    play(monkeypatch, methods)
+    log = list(read_events(ask.find_scheduler_actor, 0, follow=False))
+    keys = [each.key for each in log if isinstance(each, BlockEvent)]
+    assert keys == [key_of(number) for number in (1, 7, 2, 1)], "a later chunk comes first"
+
+    publication = Publication(WireFormat(), "{node}", 1, msgspec.msgpack.encode)
+    index = WireIndex()
+    while publication.place[1] < directory.events.last_seq:
+        following = read_events(ask.find_scheduler_actor, publication.place, follow=False)
+        for event in whole_reports(following, most):
+            publication.apply(event, 0.0)
+        asked = publication.questions(10.0, MAX_KEYS)
+        publication.answer(asked, {(SPACE, Key(row.key)): row for row in prompt()}, 10.0)
+        for message in publication.take_messages(0.0):
+            index.take(message.topic, message.seq, message.payload)
+    assert len(index.blocks["two"]) == 3
+    assert not index.orphans
+
+
+def prompt() -> list[Description]:
+    """Chunk 7 stands alone; chunk 2 follows on chunk 1."""
+    parents = {7: None, 1: None, 2: key_of(1)[:-4]}
+    return [
+        Description(SPACE, key_of(number), parent, b"", bytes(8), 2, "tiny")
+        for number, parent in parents.items()
+    ]

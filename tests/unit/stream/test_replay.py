@@ -70,7 +70,7 @@ def test_chunks_come_and_go_with_their_nodes() -> None:
     assert stream.stored(1).came == []
     stream.stored(1, B)
     stream.stored(2, B)
-    assert stream.replay.nodes_with(SPACE, key_of(1)) == [A, B]
+    assert stream.replay.chunks == {place(1), place(1, B), place(2, B)}
     assert stream.removed(1).went == [place(1)]
     assert stream.removed(1).went == []
     assert set(stream.lost(B).went) == {place(1, B), place(2, B)}

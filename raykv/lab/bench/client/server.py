@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from raykv.base.errors import RayKVError
-from raykv.cluster.warden import MARK
 from raykv.lab.bench.client.figures import counter
+from raykv.lab.warden import MARK
 
 READY_S = 240.0
 """For a server's start: 20 s on a quiet machine, and 80 s on a busy one."""

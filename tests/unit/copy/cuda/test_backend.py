@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.copy.cuda.backend import OpenDevices
+from raykv.copy.cuda import driver
+from raykv.copy.cuda.backend import CUDABackend, backend
 from raykv.copy.cuda.lane import Device
 from raykv.memory.cuda.driver import CUDAError
 from tests.fixtures.cuda.copies import FakeDriver
 from tests.fixtures.cuda.memory import UUID
 
 
-def test_device_is_opened_once_however_its_uuid_is_written() -> None:
+def device_of(uuid: str) -> Device:
+    made = backend(uuid, 0, 0, None)
+    assert isinstance(made, CUDABackend)
+    return made.device
+
+
+def test_device_is_opened_once_however_its_uuid_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened = []
 
-    def open_device(uuid: str) -> Device:
+    def open_device(uuid: str) -> FakeDriver:
         opened.append(uuid)
         if len(opened) == 1:
             raise CUDAError("not yet")
-        return Device(FakeDriver())
+        return FakeDriver()
 
-    devices = OpenDevices(open_device)
+    monkeypatch.setattr(driver, "CUDADriver", open_device)
     with pytest.raises(CUDAError, match="not yet"):
-        devices.get(UUID)
-    first = devices.get(UUID)
+        device_of(UUID)
+    first = device_of(UUID)
     for same in (UUID, UUID[4:], UUID[4:].upper(), UUID[4:].replace("-", "")):
-        assert devices.get(same) is first
-    assert devices.get(UUID.replace("3f", "4f")) is not first
+        assert device_of(same) is first
+    assert device_of(UUID.replace("3f", "4f")) is not first
     assert len(opened) == 3
 
 
 @pytest.mark.parametrize("uuid", ["", "GPU-", "0", UUID + "0", UUID.replace("3", "x")])
 def test_text_that_is_no_uuid_is_refused(uuid: str) -> None:
-    devices = OpenDevices(lambda _: Device(FakeDriver()))
     with pytest.raises(CUDAError, match="no UUID of a GPU"):
-        devices.get(uuid)
+        backend(uuid, 0, 0, None)

@@ -70,13 +70,13 @@ def test_rows_know_their_slab_and_neighbours_of_two_slabs_stay_apart(
     """They may lie in two pieces of page-locked memory."""
     columns = ([0, 64, 128], [0, 64, 128], [64, 64, 9], slab_ends)
     runs = CopyRuns(*(np.array(column) for column in columns))
-    rows = rows_of(runs, 0, 3)
+    rows = rows_of(runs)
     assert tuples(rows) == [(0, 0, 64), (64, 64, 64), (128, 128, 9)]
     sizes = [sum([64, 64, 9][first:last]) for first, last in pairwise([0, *slab_ends])]
     assert merged(rows).size.tolist() == sizes
     assert staged(rows, STORE, 1000, 2000, 3000).blocks.size.tolist() == sizes
-    assert tuples(rows_of(runs, 1, 2)) == [(64, 64, 64)]
-    assert tuples(rows_of(runs, 1, 1)) == []
+    assert tuples(rows_of(runs.some(1, 2))) == [(64, 64, 64)]
+    assert tuples(rows_of(runs.some(1, 1))) == []
 
 
 @given(st.one_of(some_rows, blocks()), st.integers(1, 30))

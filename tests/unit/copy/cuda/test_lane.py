@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route, batches, rows_of
-from raykv.copy.cuda.driver import Copies, SourceOrder, Urgency
+from raykv.copy.cuda.driver import Copies, SourceOrder
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
+from tests.fixtures.copy.memories import carried_out
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
 from tests.house import ROOT
 
@@ -70,7 +71,7 @@ class Memory:
         self.backend = CUDABackend(self.device, place)
 
     def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign = NEVER) -> bool:
-        return self.backend.copy(direction, runs, 0, len(runs.size), stop)
+        return carried_out(self.backend, direction, runs, stop)
 
     def after(self, direction: Direction, runs: CopyRuns) -> tuple[bytes, bytes]:
         """KV cache and pool as they should be after a copy."""
@@ -250,7 +251,7 @@ def test_worker_whose_step_takes_long_holds_up_no_other_worker() -> None:
         with pytest.raises(CUDAError, match=r"not finished the step .* given up"):
             memory.copy(STORE, SCATTERED)
         assert submissions(driver) == 0
-        assert other.copy(STORE, SCATTERED, 0, len(SCATTERED.size), NEVER)
+        assert carried_out(other, STORE, SCATTERED, NEVER)
     assert memory.now == expected
 
 
@@ -468,7 +469,7 @@ def test_neighbouring_slots_in_two_pinned_pieces_are_copied(
 def test_device_that_hangs_ends_the_process() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=0.1))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     with frozen(driver, stream), pytest.raises(LostError, match="the GPU hangs"):
         memory.copy(STORE, SCATTERED)
     assert driver.num_pending
@@ -579,20 +580,19 @@ def test_gathered_pages_cross_to_the_host_in_one_piece() -> None:
 
 def test_loads_have_a_stream_of_their_own_above_the_stores() -> None:
     memory = Memory(FakeDriver())
-    assert Urgency.LOAD > Urgency.STORE
-    for direction, urgency in ((STORE, Urgency.STORE), (LOAD, Urgency.LOAD)):
+    for direction in (STORE, LOAD):
         memory.driver.calls.clear()
         assert memory.copy(direction, SCATTERED)
         used = {call.stream for call in memory.driver.calls_of("copy_batch")}
         (stream,) = used
         assert stream is not None
-        assert memory.driver.streams[stream].urgency is urgency
+        assert memory.driver.streams[stream].direction is direction
 
 
 def test_load_passes_a_store_that_is_on_its_way() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=300))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     store = threading.Thread(target=memory.copy, args=(STORE, runs_of([0])))
     with frozen(driver, stream):
         store.start()
@@ -608,7 +608,7 @@ def test_load_passes_a_store_that_is_on_its_way() -> None:
 def test_copy_that_waits_for_another_one_of_its_direction_can_be_stopped() -> None:
     driver = FakeDriver()
     memory = Memory(driver, Limits(hang_s=300))
-    stream = next(h for h, s in driver.streams.items() if s.urgency is Urgency.STORE)
+    stream = next(h for h, s in driver.streams.items() if s.direction is Direction.STORE)
     first = threading.Thread(target=memory.copy, args=(STORE, SCATTERED))
     with frozen(driver, stream):
         first.start()
@@ -647,7 +647,7 @@ def test_batches_of_the_usual_limits_are_small() -> None:
     limits = Limits()
     size = np.full(100, 20 << 20, np.int64)
     runs = CopyRuns(np.cumsum(size), np.cumsum(size), size, np.array([100]))
-    cut = rows_of(runs, 0, 100, limits.cut_bytes)
+    cut = rows_of(runs, limits.cut_bytes)
     largest = max(each.num_bytes for each in batches(cut, limits.batch_bytes, limits.batch_runs))
     assert largest * limits.in_flight / 12e9 < 0.010
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.inspect import traces
-from raykv.inspect.hits import prefix_hits, replay
+from raykv.inspect.hits import prefix_hits
 from raykv.inspect.orders import DEFAULT_POLICY, LRU, POLICIES
 from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.policy import (
@@ -25,6 +25,8 @@ from raykv.lab.bench.policy import (
     num_distinct,
     optimal_rate,
     read_endings,
+    released_hits,
+    replay,
     run,
     unlimited_rate,
 )
@@ -244,10 +246,11 @@ def test_session_trace_that_is_unclear_is_refused(
 
 def test_release_gives_up_first_what_is_over_unless_it_is_used_again() -> None:
     requests = [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
-    assert prefix_hits(requests, LRU(), 4) == [0, 0, 0, 0, 0]
-    assert prefix_hits(requests, LRU(), 4, [[], [3, 4], [], [], []]) == [0, 0, 0, 2, 0]
+    assert list(prefix_hits(requests, LRU(), 4)) == [0, 0, 0, 0, 0]
+    endings: list[Request] = [[], [3, 4], [], [], []]
+    assert list(released_hits(requests, LRU(), 4, endings)) == [0, 0, 0, 2, 0]
     again = [[1, 2], [3, 4], [3, 4], [5, 6], [1, 2]]
-    assert prefix_hits(again, LRU(), 4, [[], [3, 4], [], [], []]) == [0, 0, 2, 0, 0]
+    assert list(released_hits(again, LRU(), 4, endings)) == [0, 0, 2, 0, 0]
 
 
 def test_benchmark_of_one_trace_refuses_two() -> None:

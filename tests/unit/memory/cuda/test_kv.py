@@ -17,7 +17,6 @@ from raykv.memory.cuda.kv import (
     CUDA_FD,
     CUDA_IPC,
     DeviceKV,
-    DeviceTensor,
     ExportedKV,
     Grouping,
     export_kv,
@@ -41,7 +40,7 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def export(cuda: FakeCuda, *tensors: DeviceTensor) -> ExportedKV:
+def export(cuda: FakeCuda, *tensors: TensorLayout) -> ExportedKV:
     indices = list(range(len(tensors)))
     return export_kv(cuda, tensors, Grouping(1, [0], [indices]))
 
@@ -55,10 +54,10 @@ def opened(cuda: FakeCuda, exported: ExportedKV) -> DeviceKV:
     return kv
 
 
-def fill(tensor: DeviceTensor, seed: int) -> None:
+def fill(tensor: TensorLayout, seed: int) -> None:
     for block in range(tensor.num_blocks):
         page = bytes([(seed + block) % 256]) * tensor.page_bytes
-        ctypes.memmove(tensor.address + block * tensor.block_stride, page, tensor.page_bytes)
+        ctypes.memmove(tensor.offset + block * tensor.block_stride, page, tensor.page_bytes)
 
 
 def page_at(kv: DeviceKV, index: int, block: int) -> bytes:
@@ -68,7 +67,7 @@ def page_at(kv: DeviceKV, index: int, block: int) -> bytes:
     )
 
 
-def check_bytes(kv: DeviceKV, tensors: list[DeviceTensor]) -> None:
+def check_bytes(kv: DeviceKV, tensors: list[TensorLayout]) -> None:
     for index, tensor in enumerate(tensors):
         for block in range(tensor.num_blocks):
             expected = bytes([(index + block) % 256]) * tensor.page_bytes
@@ -77,7 +76,7 @@ def check_bytes(kv: DeviceKV, tensors: list[DeviceTensor]) -> None:
 
 def test_layers_in_one_allocation_go_by_one_handle_and_offsets(cuda: FakeCuda) -> None:
     base = cuda.allocate(8 * PAGE)
-    layers = [DeviceTensor(base + 64 + layer * 2 * PAGE, 4, 512, 512) for layer in range(3)]
+    layers = [TensorLayout(base + 64 + layer * 2 * PAGE, 4, 512, 512) for layer in range(3)]
     exported = export(cuda, *layers)
     assert exported.layout.kind == CUDA_IPC
     assert exported.layout.device == GPU
@@ -95,7 +94,7 @@ def test_layers_in_one_allocation_go_by_one_handle_and_offsets(cuda: FakeCuda) -
     check_bytes(kv, layers)
     # What is loaded arrives where the worker computes.
     ctypes.memset(kv.address + kv.layout.tensors[1].offset, 0xEE, 512)
-    assert ctypes.string_at(layers[1].address, 512) == b"\xee" * 512
+    assert ctypes.string_at(layers[1].offset, 512) == b"\xee" * 512
     kv.close()
     exported.close()
     assert cuda.num_open == 0
@@ -103,7 +102,7 @@ def test_layers_in_one_allocation_go_by_one_handle_and_offsets(cuda: FakeCuda) -
 
 def test_layers_in_several_allocations_have_offsets_from_one_address(cuda: FakeCuda) -> None:
     bases = [cuda.allocate(2 * PAGE) for _ in range(3)]
-    layers = [DeviceTensor(base, 4, 1024, 1000) for base in (bases[2], bases[0], bases[1])]
+    layers = [TensorLayout(base, 4, 1024, 1000) for base in (bases[2], bases[0], bases[1])]
     exported = export(cuda, *layers)
     assert exported.layout.piece_bytes == [2 * PAGE] * 3
     for index, layer in enumerate(layers):
@@ -119,7 +118,7 @@ def test_layers_in_several_allocations_have_offsets_from_one_address(cuda: FakeC
 def test_mapped_memory_goes_by_descriptors_and_tensors_may_cross_its_pieces(cuda: FakeCuda) -> None:
     before = num_fds()
     base = cuda.allocate(4 * PAGE, pieces=[PAGE, 2 * PAGE, PAGE])
-    layers = [DeviceTensor(base, 4, 1024, 1024), DeviceTensor(base + PAGE - 100, 5, 2000, 2000)]
+    layers = [TensorLayout(base, 4, 1024, 1024), TensorLayout(base + PAGE - 100, 5, 2000, 2000)]
     exported = export(cuda, *layers)
     assert exported.layout.kind == CUDA_FD
     assert (exported.layout.piece_bytes, len(exported.fds)) == ([PAGE, 2 * PAGE, PAGE], 3)
@@ -135,7 +134,7 @@ def test_mapped_memory_goes_by_descriptors_and_tensors_may_cross_its_pieces(cuda
 
 def test_pieces_without_a_tensor_are_not_handed_over(cuda: FakeCuda) -> None:
     base = cuda.allocate(4 * PAGE, pieces=[PAGE] * 4)
-    exported = export(cuda, DeviceTensor(base + PAGE, 8, 1024, 1024))
+    exported = export(cuda, TensorLayout(base + PAGE, 8, 1024, 1024))
     assert exported.layout.piece_bytes == [PAGE, PAGE]
     assert exported.layout.tensors[0].offset == 0
     exported.close()
@@ -168,14 +167,14 @@ def test_every_page_is_found_wherever_it_was_allocated(
         # Other bytes everywhere, so that no wrong place has the right ones.
         raw = bytes((seed + i * 7 + base // PAGE) % 251 for i in range(pages * PAGE))
         ctypes.memmove(base, raw, len(raw))
-        tensors += [DeviceTensor(base + offset, *rest) for offset, *rest in shapes]
+        tensors += [TensorLayout(base + offset, *rest) for offset, *rest in shapes]
     exported = export(cuda, *tensors)
     check_layout(exported.layout)
     kv = opened(cuda, exported)
     for index, tensor in enumerate(tensors):
         for block in range(tensor.num_blocks):
             expected = ctypes.string_at(
-                tensor.address + block * tensor.block_stride, tensor.page_bytes
+                tensor.offset + block * tensor.block_stride, tensor.page_bytes
             )
             assert page_at(kv, index, block) == expected
     kv.close()
@@ -185,7 +184,7 @@ def test_every_page_is_found_wherever_it_was_allocated(
 
 
 def test_event_is_the_workers_own(cuda: FakeCuda) -> None:
-    exported = export(cuda, DeviceTensor(cuda.allocate(PAGE), 4, 512, 512))
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
     kv = opened(cuda, exported)
     stream = cuda.stream(3)
     stream.submit(lambda: None)
@@ -205,7 +204,7 @@ def test_memory_of_sleep_mode_is_refused_with_the_settings_to_change(cuda: FakeC
     before = num_fds()
     base = cuda.allocate(2 * PAGE, pieces=[2 * PAGE], is_shareable=False)
     with pytest.raises(HandleError, match=r"enable_sleep_mode.*expandable_segments:False"):
-        export(cuda, DeviceTensor(base, 4, 512, 512))
+        export(cuda, TensorLayout(base, 4, 512, 512))
     assert num_fds() == before + 1
     assert cuda.num_open == 0
 
@@ -214,13 +213,13 @@ def test_memory_in_too_many_pieces_is_refused_with_the_setting_to_change(cuda: F
     count = MAX_PIECES + 1
     base = cuda.allocate(count * PAGE, pieces=[PAGE] * count)
     with pytest.raises(HandleError, match=r"more than 240 pieces.*expandable_segments:False"):
-        export(cuda, DeviceTensor(base, count, PAGE, PAGE))
+        export(cuda, TensorLayout(base, count, PAGE, PAGE))
 
 
 def test_memory_of_both_kinds_is_refused_with_the_setting_to_change(cuda: FakeCuda) -> None:
     tensors = [
-        DeviceTensor(cuda.allocate(PAGE), 4, 512, 512),
-        DeviceTensor(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512),
+        TensorLayout(cuda.allocate(PAGE), 4, 512, 512),
+        TensorLayout(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512),
     ]
     with pytest.raises(HandleError, match=r"partly.*expandable_segments:False"):
         export(cuda, *tensors)
@@ -228,8 +227,8 @@ def test_memory_of_both_kinds_is_refused_with_the_setting_to_change(cuda: FakeCu
 
 def test_memory_of_two_gpus_is_refused(cuda: FakeCuda) -> None:
     tensors = [
-        DeviceTensor(cuda.allocate(PAGE), 4, 512, 512),
-        DeviceTensor(cuda.allocate(PAGE, OTHER_GPU), 4, 512, 512),
+        TensorLayout(cuda.allocate(PAGE), 4, 512, 512),
+        TensorLayout(cuda.allocate(PAGE, OTHER_GPU), 4, 512, 512),
     ]
     with pytest.raises(HandleError, match="on 2 GPUs"):
         export(cuda, *tensors)
@@ -240,7 +239,7 @@ def test_nothing_stays_open_whichever_call_of_the_export_is_refused(
     cuda: FakeCuda, is_mapped: bool
 ) -> None:
     base = cuda.allocate(2 * PAGE, pieces=[PAGE, PAGE] if is_mapped else None)
-    tensor = DeviceTensor(base, 4, 2048, 2048)
+    tensor = TensorLayout(base, 4, 2048, 2048)
     before = num_fds()
     export(cuda, tensor).close()
     num_calls = len(cuda.calls) - 1
@@ -261,7 +260,7 @@ def test_nothing_stays_open_whichever_call_of_the_opening_is_refused(
 ) -> None:
     sizes = [PAGE, PAGE]
     bases = [cuda.allocate(PAGE, pieces=[PAGE] if is_mapped else None) for _ in sizes]
-    exported = export(cuda, *(DeviceTensor(base, 4, 512, 512) for base in bases))
+    exported = export(cuda, *(TensorLayout(base, 4, 512, 512) for base in bases))
     before, open_before = num_fds(), cuda.num_open
     first = len(cuda.calls)
     opened(cuda, exported).close()
@@ -277,7 +276,7 @@ def test_nothing_stays_open_whichever_call_of_the_opening_is_refused(
 
 
 def test_gpu_that_is_not_visible_is_refused_with_its_name(cuda: FakeCuda) -> None:
-    exported = export(cuda, DeviceTensor(cuda.allocate(PAGE), 4, 512, 512))
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
     elsewhere = FakeCuda((OTHER_GPU,))
     with pytest.raises(CUDAError, match=f"does not see GPU {GPU}"):
         opened(elsewhere, exported)
@@ -285,7 +284,7 @@ def test_gpu_that_is_not_visible_is_refused_with_its_name(cuda: FakeCuda) -> Non
 
 
 def test_memory_that_is_smaller_than_was_said_is_refused(cuda: FakeCuda) -> None:
-    exported = export(cuda, DeviceTensor(cuda.allocate(PAGE), 4, 512, 512))
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
     layout = replace(exported.layout, piece_bytes=[PAGE + 1], num_bytes=PAGE + 1)
     open_before = cuda.num_open
     with pytest.raises(HandleError, match=f"has {PAGE} bytes, not {PAGE + 1}"):
@@ -295,7 +294,7 @@ def test_memory_that_is_smaller_than_was_said_is_refused(cuda: FakeCuda) -> None
 
 
 def test_tensor_that_crosses_two_allocations_is_refused(cuda: FakeCuda) -> None:
-    exported = export(cuda, *(DeviceTensor(cuda.allocate(PAGE), 4, 512, 512) for _ in range(2)))
+    exported = export(cuda, *(TensorLayout(cuda.allocate(PAGE), 4, 512, 512) for _ in range(2)))
     tensors = [TensorLayout(PAGE - 512, 2, 512, 512)]
     layout = replace(exported.layout, tensors=tensors, groups=[[0]])
     with pytest.raises(HandleError, match="in no single piece"):
@@ -306,7 +305,7 @@ def test_tensor_that_crosses_two_allocations_is_refused(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_descriptors_are_closed_when_their_number_is_wrong(cuda: FakeCuda, is_mapped: bool) -> None:
     base = cuda.allocate(PAGE, pieces=[PAGE] if is_mapped else None)
-    exported = export(cuda, DeviceTensor(base, 4, 512, 512))
+    exported = export(cuda, TensorLayout(base, 4, 512, 512))
     before = num_fds()
     fds = [os.memfd_create("test") for _ in range(2)]
     with pytest.raises(HandleError, match="descriptors, not 2"):
@@ -316,7 +315,7 @@ def test_descriptors_are_closed_when_their_number_is_wrong(cuda: FakeCuda, is_ma
 
 
 def test_descriptors_are_closed_when_cuda_can_not_be_used(cuda: FakeCuda) -> None:
-    exported = export(cuda, DeviceTensor(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512))
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512))
 
     def load() -> FakeCuda:
         raise CUDAError("CUDA can't be used here")
@@ -333,7 +332,7 @@ def test_descriptors_are_closed_when_cuda_can_not_be_used(cuda: FakeCuda) -> Non
 def test_close_goes_on_when_cuda_refuses_and_says_so(
     cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exported = export(cuda, DeviceTensor(cuda.allocate(PAGE), 4, 512, 512))
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
     kv = opened(cuda, exported)
     cuda.refused = {"close_memory"}
     kv.close()

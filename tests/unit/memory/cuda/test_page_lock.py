@@ -133,15 +133,15 @@ def test_no_slot_crosses_the_border_of_a_piece(
     slot_bytes = slot_units * SLOT_ALIGNMENT
     geometry = PoolGeometry.for_pool(max(pool_bytes, slot_bytes), slot_bytes)
     pieces = lock_pieces(geometry)
-    assert pieces[0].offset == 0
-    assert all(a.end == b.offset for a, b in pairwise(pieces))
+    assert pieces[0].base == 0
+    assert all(a.end == b.base for a, b in pairwise(pieces))
     assert pieces[-1].end == geometry.num_slabs * geometry.slab_bytes
     assert all(piece.num_bytes <= MOST_PIECE_BYTES for piece in pieces)
     assert len(pieces) <= 2 * TARGET_PIECES
     slab = data.draw(st.integers(0, geometry.num_slabs - 1))
     for slot in (geometry.slots_of(slab, slot_bytes) or [])[:3]:
         start, end = slot * SLOT_ALIGNMENT, slot * SLOT_ALIGNMENT + slot_bytes
-        assert any(piece.offset <= start and end <= piece.end for piece in pieces)
+        assert any(piece.base <= start and end <= piece.end for piece in pieces)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,13 @@ TTL_S = 10.0
 
 
 def kept(index: CaptureIndex, name: str, num_bytes: int, most: int, now: float = 0.0) -> None:
-    assert index.admit(name, num_bytes, most, TTL_S, now) is not None
-    index.copied(name)
+    assert index.admit(name, num_bytes, most, TTL_S, now)
     index.written(name, now)
+
+
+def names(index: CaptureIndex) -> list[str]:
+    """Of all requests that may be known here."""
+    return [name for name in "abcd" if name in index]
 
 
 def capture(**changes: object) -> Capture:
@@ -39,44 +43,47 @@ def test_oldest_make_room_for_new_ones_in_the_order_of_their_coming() -> None:
     index = CaptureIndex()
     for name in "abc":
         kept(index, name, 30, 100)
-    admission = index.admit("d", 50, 100, TTL_S, 1.0)
-    assert admission == ["a", "b"]
-    assert "a" not in index
+    assert index.admit("d", 50, 100, TTL_S, 1.0)
+    assert names(index) == ["c", "d"]
     assert index.num_bytes == 80
 
 
 def test_nothing_changes_while_all_is_still_being_written() -> None:
     index = CaptureIndex()
-    assert index.admit("a", 60, 100, TTL_S, 0.0) is not None
-    index.copied("a")
+    assert index.admit("a", 60, 100, TTL_S, 0.0)
     kept(index, "b", 10, 100)
-    refused = index.admit("c", 90, 100, TTL_S, 1.0)
-    assert refused is None
+    assert not index.admit("c", 90, 100, TTL_S, 1.0)
     assert "b" in index
     assert index.num_bytes == 70
     index.written("a", 2.0)
-    assert index.admit("c", 90, 100, TTL_S, 3.0) == ["a"]
+    assert index.admit("c", 90, 100, TTL_S, 3.0)
+    assert names(index) == ["b", "c"]
 
 
 def test_request_that_is_larger_than_all_room_is_admitted_alone() -> None:
     index = CaptureIndex()
     kept(index, "a", 10, 100)
-    assert index.admit("b", 500, 100, TTL_S, 0.0) == ["a"]
-    assert index.admit("c", 1, 100, TTL_S, 0.0) is None
+    assert index.admit("b", 500, 100, TTL_S, 0.0)
+    assert names(index) == ["b"]
+    assert not index.admit("c", 1, 100, TTL_S, 0.0)
 
 
 def test_states_are_forgotten_when_their_time_is_over_but_never_while_they_are_written() -> None:
     index = CaptureIndex()
     kept(index, "a", 10, 100, now=0.0)
     kept(index, "b", 10, 100, now=5.0)
-    assert index.admit("c", 10, 100, TTL_S, 0.0) is not None
-    assert index.expire(TTL_S) == ["a"]
-    assert index.expire(5.0 + TTL_S) == ["b"]
-    assert index.expire(1e6) == []
+    assert index.admit("c", 10, 100, TTL_S, 0.0)
+    index.expire(TTL_S)
+    assert names(index) == ["b", "c"]
+    index.expire(5.0 + TTL_S)
+    assert names(index) == ["c"]
+    index.expire(1e6)
+    assert names(index) == ["c"]
     index.fail("c", "the disk is full", 1e6)
     assert index.num_bytes == 0
     assert index["c"].reason == "the disk is full"
-    assert index.expire(1e6 + TTL_S) == ["c"]
+    index.expire(1e6 + TTL_S)
+    assert names(index) == []
 
 
 def test_failed_request_is_known_by_its_reason_and_takes_no_memory() -> None:
@@ -108,7 +115,7 @@ def test_request_is_found_by_the_name_that_vllm_has_appended_to() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["admit", "copied", "written", "fail", "expire"]),
+            st.sampled_from(["admit", "written", "fail", "expire"]),
             st.integers(0, 7),
             st.integers(0, 60),
         ),
@@ -124,21 +131,17 @@ def test_bytes_are_those_of_what_is_known_and_never_too_many(
         name = str(number)
         state = index[name].state if name in index else None
         if step == "admit" and state is None:
-            forgotten = index.admit(name, size, most, TTL_S, now)
-            for other in forgotten or ():
-                sizes.pop(other)
-            if forgotten is not None:
+            if index.admit(name, size, most, TTL_S, now):
+                sizes = {other: sizes[other] for other in sizes if other in index}
                 sizes[name] = size
-        elif step == "copied" and state is CaptureState.COPYING:
-            index.copied(name)
-        elif step == "written" and state is CaptureState.WRITING:
+        elif step == "written" and state is CaptureState.COMING:
             index.written(name, now)
-        elif step == "fail" and state in (CaptureState.COPYING, CaptureState.WRITING):
+        elif step == "fail" and state is CaptureState.COMING:
             index.fail(name, "why", now)
             sizes[name] = 0
         elif step == "expire":
-            for other in index.expire(now):
-                sizes.pop(other)
+            index.expire(now)
+            sizes = {other: sizes[other] for other in sizes if other in index}
         assert index.num_bytes == sum(sizes.values()) <= most
         assert len(index) == len(sizes)
 

@@ -1,4 +1,4 @@
-"""Commands that try RayKV out: demo, bench, chaos."""
+"""The commands `demo`, `bench` and `chaos`, which the command `raykv` has as its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from raykv.base.errors import SettingError
-from raykv.cli.base import Address, app
 from raykv.lab.bench import options as benches
 
 
-@app.command()
 def demo(
     *,
     tiny: Annotated[
@@ -33,7 +31,12 @@ def demo(
     pool_bytes: Annotated[
         str | None, typer.Option("--pool-bytes", help='Size of a pool, like "2GiB".')
     ] = None,
-    ray_address: Address = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="The Ray cluster. Default: RAY_ADDRESS, else this user's one on this host."
+        ),
+    ] = None,
 ) -> None:
     """Ask a real model about long documents, with and without RayKV, and compare.
 
@@ -41,8 +44,8 @@ def demo(
 
     Example: raykv demo --tiny --nodes 2
     """
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.demo import run_demo
+    from raykv.lab.warden import ending_what_it_starts
 
     with ending_what_it_starts() as warden:
         code = run_demo(
@@ -58,7 +61,6 @@ def demo(
     raise typer.Exit(code)
 
 
-@app.command()
 def bench(  # noqa: PLR0913 - a command's options
     names: Annotated[
         list[str] | None, typer.Argument(help="Benchmarks to run. Default: all.")
@@ -99,9 +101,9 @@ def bench(  # noqa: PLR0913 - a command's options
 
     Example: raykv bench lookup copy --json results.json
     """
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.bench.command import list_benchmarks, run_benchmarks
     from raykv.lab.bench.report import ClientOptions, ClusterOptions, Options
+    from raykv.lab.warden import ending_what_it_starts
 
     if list_only:
         list_benchmarks()
@@ -129,7 +131,6 @@ def bench(  # noqa: PLR0913 - a command's options
         run_benchmarks(names or [], options, json_path)
 
 
-@app.command()
 def chaos(  # noqa: PLR0913 - a command's options
     *,
     minutes: Annotated[float, typer.Option(help="Minutes of load and faults.", min=0.1)] = 5.0,
@@ -169,8 +170,8 @@ def chaos(  # noqa: PLR0913 - a command's options
     """
     from rich.console import Console
 
-    from raykv.cluster.warden import ending_what_it_starts
     from raykv.lab.chaos.run import ChaosOptions, kinds_named, run_chaos
+    from raykv.lab.warden import ending_what_it_starts
 
     loses_head = minutes >= 3 if lose_head is None else lose_head
     options = ChaosOptions(

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from raykv.memory.cuda.bindings import CudaMemoryDriver, load
-from raykv.memory.cuda.driver import CUDAError, Extent
+from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver, load
 
 GPUS = [uuid.UUID(int=n + 1) for n in range(2)]
 UUIDS = [str(each) for each in GPUS]
@@ -106,11 +105,11 @@ def cuda() -> Bindings:
 
 
 def test_devices_are_known_by_their_uuids(cuda: Bindings) -> None:
-    assert CudaMemoryDriver(cuda).devices() == UUIDS
+    assert MemoryDriver(cuda).devices() == UUIDS
 
 
 def test_refused_call_is_named_with_cudas_error(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     cuda.refused_at["cuMemHostRegister"] = 0
     with pytest.raises(CUDAError, match=r"cuMemHostRegister.*refused: CUDA_ERROR_OUT_OF_MEMORY"):
         driver.register_host(UUIDS[0], 4096, 4096)
@@ -119,11 +118,11 @@ def test_refused_call_is_named_with_cudas_error(cuda: Bindings) -> None:
 def test_cuda_that_does_not_start_is_refused(cuda: Bindings) -> None:
     cuda.refused_at["cuInit"] = 0
     with pytest.raises(CUDAError, match="cuInit"):
-        CudaMemoryDriver(cuda)
+        MemoryDriver(cuda)
 
 
 def test_every_call_enters_its_devices_context_which_is_taken_once(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     for device in (UUIDS[1], UUIDS[0], UUIDS[1]):
         driver.register_host(device, 4096, 4096)
     assert [arguments for _, arguments in cuda.named("cuDevicePrimaryCtxRetain")] == [(1,), (0,)]
@@ -134,13 +133,13 @@ def test_every_call_enters_its_devices_context_which_is_taken_once(cuda: Binding
 def test_gpu_that_this_process_does_not_see_is_named_with_those_that_it_sees(
     cuda: Bindings,
 ) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     with pytest.raises(CUDAError, match=f"does not see GPU other, only .*{UUIDS[0]}"):
         driver.open_memory("other", bytes(64))
 
 
 def test_handles_cross_as_bytes(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     cuda.answers["cuPointerGetAttribute"] = 1
     assert driver.export_memory(0x5000) == bytes(range(64))
     assert driver.export_event(5) == bytes(range(64))
@@ -151,7 +150,7 @@ def test_handles_cross_as_bytes(cuda: Bindings) -> None:
 
 
 def test_exported_descriptor_is_closed_in_programs_that_are_started(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     fd = os.memfd_create("test", 0)
     os.set_inheritable(fd, True)
     cuda.answers |= {
@@ -166,7 +165,7 @@ def test_exported_descriptor_is_closed_in_programs_that_are_started(cuda: Bindin
 
 
 def test_opened_memory_is_closed_when_its_size_can_not_be_had(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     cuda.refused_at["cuMemGetAddressRange"] = 0
     with pytest.raises(CUDAError, match="cuMemGetAddressRange"):
         driver.open_memory(UUIDS[0], bytes(64))
@@ -174,7 +173,7 @@ def test_opened_memory_is_closed_when_its_size_can_not_be_had(cuda: Bindings) ->
 
 
 def test_descriptors_are_mapped_back_to_back_and_unmapped_one_by_one(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     assert driver.map_fds(UUIDS[1], [8, 9], [0x1000, 0x3000]) == 0x7000000
     maps = [arguments for _, arguments in cuda.named("cuMemMap")]
     assert maps == [
@@ -206,7 +205,7 @@ def test_descriptors_are_mapped_back_to_back_and_unmapped_one_by_one(cuda: Bindi
 def test_mapping_that_fails_on_the_way_is_undone(
     cuda: Bindings, name: str, number: int, num_unmapped: int
 ) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     cuda.refused_at[name] = number
     with pytest.raises(CUDAError, match=name):
         driver.map_fds(UUIDS[0], [8, 9], [0x1000, 0x3000])
@@ -218,7 +217,7 @@ def test_mapping_that_fails_on_the_way_is_undone(
 
 
 def test_extent_of_mapped_memory_is_that_of_its_one_mapping(cuda: Bindings) -> None:
-    driver = CudaMemoryDriver(cuda)
+    driver = MemoryDriver(cuda)
     names = {"MAPPING_SIZE": 18, "MAPPING_BASE_ADDR": 19, "DEVICE_ORDINAL": 9}
     names["IS_LEGACY_CUDA_IPC_CAPABLE"] = 13
     vars(cuda)["CUpointer_attribute"] = SimpleNamespace(
@@ -244,7 +243,7 @@ def test_machine_without_cuda_is_told_what_to_install() -> None:
     """In a process of its own: CUDA must not start in this one, even where it could."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "from raykv.memory.cuda.bindings import load\n"
+        "from raykv.memory.cuda.driver import load\n"
         "from raykv.memory.cuda.driver import CUDAError\n"
         "try:\n    load()\nexcept CUDAError as error:\n    print(error)"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raykv.cluster.warden import MARK, ending_what_it_starts
+from raykv.lab.warden import MARK, ending_what_it_starts
 from tests.fixtures.waiting import wait_until
 
 ENDS_S = 10.0
@@ -33,7 +33,7 @@ time.sleep(60)
 
 COMMAND = f"""
 import subprocess, sys
-from raykv.cluster.warden import ending_what_it_starts
+from raykv.lab.warden import ending_what_it_starts
 STARTER = '''import subprocess, sys
 daemon = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 print(daemon.pid, flush=True)'''
@@ -61,7 +61,7 @@ class Run:
 
     def _has_looked(self) -> Callable[[], bool]:
         children = psutil.Process(self.command.pid).children()
-        warden = next(each for each in children if "raykv.cluster.warden" in each.cmdline())
+        warden = next(each for each in children if "raykv.lab.warden" in each.cmdline())
         before = warden.num_ctx_switches().voluntary
         return lambda: warden.num_ctx_switches().voluntary > before + 2
 

@@ -1,0 +1,31 @@
+from raykv.inspect.curves import ages_at_eviction as ages_at_eviction
+from raykv.inspect.curves import occupancy as occupancy
+from raykv.inspect.curves import prefix_tree as prefix_tree
+from raykv.inspect.curves import reuse_distances as reuse_distances
+from raykv.inspect.curves import sizing as sizing
+from raykv.inspect.curves import transfer_rates as transfer_rates
+from raykv.inspect.frames import chunks as chunks
+from raykv.inspect.frames import columns as columns
+from raykv.inspect.frames import events as events
+from raykv.inspect.frames import namespaces as namespaces
+from raykv.inspect.frames import nodes as nodes
+from raykv.inspect.frames import requests as requests
+from raykv.inspect.frames import transfers as transfers
+from raykv.inspect.plots import plot_ages_at_eviction as plot_ages_at_eviction
+from raykv.inspect.plots import plot_heat_map as plot_heat_map
+from raykv.inspect.plots import plot_occupancy as plot_occupancy
+from raykv.inspect.plots import plot_prefix_tree as plot_prefix_tree
+from raykv.inspect.plots import plot_reuse_distances as plot_reuse_distances
+from raykv.inspect.plots import plot_sizing as plot_sizing
+from raykv.inspect.plots import plot_sources as plot_sources
+from raykv.inspect.plots import plot_transfers as plot_transfers
+from raykv.inspect.recorder import Recorder as Recorder
+from raykv.inspect.tensors import ChunkKV as ChunkKV
+from raykv.inspect.tensors import LayerKV as LayerKV
+from raykv.inspect.tensors import bytes_per_chunk as bytes_per_chunk
+from raykv.inspect.tensors import kv as kv
+from raykv.inspect.traces import Trace as Trace
+from raykv.inspect.traces import read_trace as read_trace
+from raykv.inspect.traces import trace as trace
+
+__all__: list[str]
