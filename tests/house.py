@@ -47,7 +47,8 @@ HOUSE = {
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers xxhash",
-        "chunks cluster import_source listing pins pools scheduler sessions ship states transfers",
+        "accounts chunks cluster import_source listing pins pools scheduler sessions ship "
+        "transfers",
     ),
     "directory": Room(
         6,

@@ -7,14 +7,17 @@ anything that moves are for terminals only. Exit codes are those of `EXIT_CODES`
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import raykv
+
+T = TypeVar("T")
 
 
 class ExitCode(IntEnum):
@@ -88,11 +91,6 @@ def confirm(sentence: str) -> None:
     typer.confirm(f"{sentence}. Go on?", abort=True, err=True)
 
 
-def connected(ray_address: str | None) -> raykv.Cluster:
-    """The cluster that a command is about."""
-    return raykv.connect(ray_address)
-
-
 def print_json(value: Any) -> None:
     """One JSON document on standard output; bytes, which keys are, as hexadecimal digits."""
     import msgspec
@@ -121,11 +119,33 @@ def _with_hex(value: Any) -> Any:
     return value
 
 
+def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
+    """Print what a command has found: as JSON, or as `show` does it for people."""
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
+
+
+def done(facts: Any, sentence: str, *, as_json: bool) -> None:
+    """Print what a command has done: as JSON, or as a sentence."""
+    answer(facts, lambda _: say(sentence), as_json=as_json)
+
+
 def table(*columns: str) -> Table:
     """An empty table that folds what does not fit."""
     made = Table(box=None, header_style="bold")
     for column in columns:
         made.add_column(column, overflow="fold")
+    return made
+
+
+def table_of(rows: Iterable[T], columns: Mapping[str, Callable[[T], str] | None]) -> Table:
+    """A row for each: its columns by their heads. None: there is no such column this time."""
+    cells = {head: cell for head, cell in columns.items() if cell is not None}
+    made = table(*cells)
+    for row in rows:
+        made.add_row(*(cell(row) for cell in cells.values()))
     return made
 
 

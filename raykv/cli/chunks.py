@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import raykv
 from raykv.base import errors, tenants
 from raykv.cli.base import (
     Address,
     AsJson,
     ExitCode,
     ago,
+    answer,
     app,
-    connected,
     console,
     print_json,
     say,
-    table,
+    table_of,
 )
 from raykv.memory.room import human_bytes
 from raykv.prompts.block_hashes import PromptTraits
@@ -70,7 +71,7 @@ def ls(  # noqa: PLR0913 - a command's options
 
     Example: raykv ls --namespace 5f0c --sort hits --limit 20
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = list(
             cluster.chunks(
                 namespace=namespace,
@@ -94,34 +95,26 @@ def ls(  # noqa: PLR0913 - a command's options
 
 def _chunk_table(chunks: Sequence[Chunk]) -> Table:
     has_tenants = any(chunk.tenant not in ("", tenants.OTHERS) for chunk in chunks)
-    made = table(
-        "key",
-        "group",
-        "namespace",
-        "node",
-        *["tenant"] * has_tenants,
-        "tier",
-        "size",
-        "age",
-        "unused for",
-        "hits",
-        "copies",
+
+    def in_pool(chunk: Chunk, known: str) -> str:
+        return "" if chunk.tier == reader.DISK else known
+
+    return table_of(
+        chunks,
+        {
+            "key": lambda chunk: chunk.key.hex()[:SHOWN_DIGITS],
+            "group": lambda chunk: str(chunk.group),
+            "namespace": lambda chunk: chunk.namespace[:12],
+            "node": lambda chunk: chunk.node_id[:12],
+            "tenant": (lambda chunk: chunk.tenant) if has_tenants else None,
+            "tier": lambda chunk: chunk.tier,
+            "size": lambda chunk: human_bytes(chunk.num_bytes),
+            "age": lambda chunk: in_pool(chunk, ago(chunk.age_s)),
+            "unused for": lambda chunk: in_pool(chunk, ago(chunk.idle_s)),
+            "hits": lambda chunk: in_pool(chunk, f"{chunk.hits:,}"),
+            "copies": lambda chunk: "more" if chunk.is_replicated else "1",
+        },
     )
-    for chunk in chunks:
-        made.add_row(
-            chunk.key.hex()[:SHOWN_DIGITS],
-            str(chunk.group),
-            chunk.namespace[:12],
-            chunk.node_id[:12],
-            *[chunk.tenant] * has_tenants,
-            chunk.tier,
-            human_bytes(chunk.num_bytes),
-            "" if chunk.tier == reader.DISK else ago(chunk.age_s),
-            "" if chunk.tier == reader.DISK else ago(chunk.idle_s),
-            "" if chunk.tier == reader.DISK else f"{chunk.hits:,}",
-            "more" if chunk.is_replicated else "1",
-        )
-    return made
 
 
 @app.command()
@@ -140,7 +133,7 @@ def show(
     from raykv.client.listing import whole_bytes
 
     whole_bytes(key)
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.chunk(key)
         spaces = {each.namespace: each for each in cluster.status().spaces} if found else {}
     if as_json:
@@ -229,12 +222,9 @@ def lookup(
     """
     given = read_prompt(prompt, form)
     of_request = _traits(traits or [])
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.lookup(**given, model=model, namespace=namespace, traits=of_request)
-    if as_json:
-        print_json(found)
-    else:
-        _print_lookup(found)
+    answer(found, _print_lookup, as_json=as_json)
     raise typer.Exit(ExitCode.OK if found.cached_tokens else ExitCode.NOT_WELL)
 
 
@@ -291,21 +281,28 @@ def _print_lookup(found: PromptLookup) -> None:
     say(f"{found.cached_tokens:,} of {found.prompt_tokens:,} tokens can be loaded{tiers}")
     if not found.nodes:
         return
-    nodes = table("node", "tokens from the beginning", "chunks", "with its disk", "chunks on disk")
-    for node in found.nodes:
-        counts = (node.tokens, node.chunks, node.tokens_with_disk, node.disk_chunks)
-        nodes.add_row(node.node_id[:12], *(f"{count:,}" for count in counts))
+    nodes = table_of(
+        found.nodes,
+        {
+            "node": lambda node: node.node_id[:12],
+            "tokens from the beginning": lambda node: f"{node.tokens:,}",
+            "chunks": lambda node: f"{node.chunks:,}",
+            "with its disk": lambda node: f"{node.tokens_with_disk:,}",
+            "chunks on disk": lambda node: f"{node.disk_chunks:,}",
+        },
+    )
     console().print(nodes)
-    chunks = table("tokens", "group", "key", "nodes", "disks")
     told = [each for each in found.chunks if each.is_needed or each.nodes or each.disks]
-    for chunk in told:
-        chunks.add_row(
-            f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
-            str(chunk.group),
-            chunk.key.hex()[:SHOWN_DIGITS],
-            ", ".join(node[:12] for node in chunk.nodes) or "-",
-            ", ".join(node[:12] for node in chunk.disks) or "-",
-        )
+    chunks = table_of(
+        told,
+        {
+            "tokens": lambda chunk: f"{chunk.first_token:,} to {chunk.end_token - 1:,}",
+            "group": lambda chunk: str(chunk.group),
+            "key": lambda chunk: chunk.key.hex()[:SHOWN_DIGITS],
+            "nodes": lambda chunk: ", ".join(node[:12] for node in chunk.nodes) or "-",
+            "disks": lambda chunk: ", ".join(node[:12] for node in chunk.disks) or "-",
+        },
+    )
     console().print(chunks)
     if len(told) < len(found.chunks):
         left_out = len(found.chunks) - len(told)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import raykv
 from raykv.base.errors import SettingError
-from raykv.cli.base import Address, app, connected, print_json_line, say
+from raykv.cli.base import Address, app, print_json_line, say
 
 if TYPE_CHECKING:
     from raykv.protocol.events import Event
@@ -46,7 +47,7 @@ def events(
     check_place(place)
     if place is None and not follow:
         place = 0
-    with connected(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+    with raykv.connect(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
         for event in cluster.events(place, follow=follow):
             if as_json:
                 print_json_line(event)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.parsing import parse_size
-from raykv.cli.base import Address, AsJson, app, console, print_json, table
+from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, table_of
 from raykv.cli.chunks import Form, read_prompt
 from raykv.memory.room import human_bytes
 
@@ -103,10 +103,7 @@ def up(
             deadline_s=timeout,
             watch=lambda nodes: _show_nodes(bars, nodes),
         )
-    if as_json:
-        print_json(found)
-    else:
-        _print_nodes(found)
+    answer(found, _print_nodes, as_json=as_json)
     raise typer.Exit(any(node.error for node in found))
 
 
@@ -188,13 +185,11 @@ def pin(
             priority=priority,
             pin_id=pin_id,
         )
-    if as_json:
-        print_json(made)
-        return
-    typer.echo(
+    sentence = (
         f"pin {made.pin_id}: {made.held_chunks} of {made.chunks} chunks are stored and kept "
         f"({human_bytes(made.kept_bytes)}), for {ttl}"
     )
+    done(made, sentence, as_json=as_json)
 
 
 @app.command()
@@ -224,38 +219,36 @@ def pins(*, as_json: AsJson = False, ray_address: Address = None) -> None:
     Example: raykv pins --json
     """
     with raykv.connect(ray_address) as cluster:
-        known = cluster.pins()
-    if as_json:
-        print_json(known)
-    else:
-        _print_pins(known)
+        answer(cluster.pins(), _print_pins, as_json=as_json)
 
 
 def _print_pins(known: Pinned) -> None:
     printed = console()
-    rows = table("pin", "namespace", "chunks", "kept", "bytes", "waiting", "priority", "left")
-    for each in known.pins:
-        rows.add_row(
-            each.pin_id,
-            each.namespace[:12],
-            str(each.chunks),
-            str(each.held_chunks),
-            human_bytes(each.kept_bytes),
-            str(each.waiting_chunks),
-            "firm" if each.priority is None else str(each.priority),
-            f"{each.left_s:,.0f} s",
-        )
+    rows = table_of(
+        known.pins,
+        {
+            "pin": lambda pin: pin.pin_id,
+            "namespace": lambda pin: pin.namespace[:12],
+            "chunks": lambda pin: str(pin.chunks),
+            "kept": lambda pin: str(pin.held_chunks),
+            "bytes": lambda pin: human_bytes(pin.kept_bytes),
+            "waiting": lambda pin: str(pin.waiting_chunks),
+            "priority": lambda pin: "firm" if pin.priority is None else str(pin.priority),
+            "left": lambda pin: f"{pin.left_s:,.0f} s",
+        },
+    )
     printed.print(rows)
-    nodes = table("node", "kept", "bytes", "of", "requests'", "waiting")
-    for node in known.nodes:
-        nodes.add_row(
-            node.node_id[:12],
-            str(node.kept_chunks),
-            human_bytes(node.kept_bytes),
-            human_bytes(node.quota_bytes),
-            human_bytes(node.client_bytes),
-            str(node.waiting_chunks),
-        )
+    nodes = table_of(
+        known.nodes,
+        {
+            "node": lambda node: node.node_id[:12],
+            "kept": lambda node: str(node.kept_chunks),
+            "bytes": lambda node: human_bytes(node.kept_bytes),
+            "of": lambda node: human_bytes(node.quota_bytes),
+            "requests'": lambda node: human_bytes(node.client_bytes),
+            "waiting": lambda node: str(node.waiting_chunks),
+        },
+    )
     printed.print(nodes)
     if known.client_chunks or known.hints_refused:
         printed.print(
@@ -338,28 +331,26 @@ def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
 
 def report(found: TransferResult, *, as_json: bool) -> None:
     """What became of a transfer; ends the command, with exit code 1 if not all chunks are there."""
-    if as_json:
-        print_json({**msgspec.to_builtins(found), "failed": found.failed})
-    else:
-        typer.echo(_sentence(found))
+    facts = {**msgspec.to_builtins(found), "failed": found.failed}
+    done(facts, _sentence(found), as_json=as_json)
     raise typer.Exit(found.failed > 0)
 
 
 def _sentence(found: TransferResult) -> str:
     speed = f"{human_bytes(found.num_bytes)} in {found.seconds:.1f} s"
     parts = [
-        f"{found.came} of {found.asked} chunks came ({speed})",
-        f"{found.there} were there already",
+        f"{found.came:,} of {found.asked:,} chunks came ({speed})",
+        f"{found.there:,} were there already",
     ]
     for count, what in (
         (found.nowhere, "are stored nowhere"),
-        (found.no_room, "found no room"),
+        (found.no_room, "found no room: the pool can give up no more"),
         (found.dropped, "copies were given up elsewhere"),
         (found.kept, "copies stay, because they are pinned there"),
     ):
         if count:
-            parts.append(f"{count} {what}")
-    parts += [f"{count} failed ({reason})" for reason, count in sorted(found.refusals.items())]
+            parts.append(f"{count:,} {what}")
+    parts += [f"{count:,} failed ({reason})" for reason, count in sorted(found.refusals.items())]
     return ", ".join(parts)
 
 

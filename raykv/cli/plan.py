@@ -10,14 +10,15 @@ import msgspec
 import typer
 from rich.console import Console
 
+import raykv
 from raykv.base.errors import SettingError
 from raykv.cli.base import (
     Address,
     AsJson,
     ExitCode,
     ago,
+    answer,
     app,
-    connected,
     console,
     print_json,
     say,
@@ -81,15 +82,12 @@ def plan(
     given = _pairs("--set", settings or []), _pairs("--engine", engine or [])
     with Console(stderr=True).status("asking vLLM how it would plan the KV cache"):
         found = make_plan(model, *given, tokens or PROMPTS)
-    if as_json:
-        print_json(found)
-    else:
-        _print(found)
+    answer(found, _print, as_json=as_json)
     raise typer.Exit(ExitCode.NOT_WELL if found.problems else ExitCode.OK)
 
 
 def _live(ray_address: str | None, *, as_json: bool) -> None:
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.more_room()
     if as_json:
         rates = [found.per_hour(tokens) for tokens in found.saved_tokens]

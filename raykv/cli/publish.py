@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+import raykv
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
-from raykv.cli.base import Address, AsJson, ExitCode, print_json, say
+from raykv.cli.base import Address, AsJson, ExitCode, answer, done, say
 from raykv.cli.base import app as main_app
-from raykv.protocol.events import PublisherSettings, PublisherStatus
+from raykv.protocol.events import PublisherStatus
 
 app = typer.Typer(
     help="Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV caches.",
@@ -54,7 +55,7 @@ def start(
 
     Example: raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
     """
-    from raykv.client.cluster import connect
+    from raykv.stream.publishing import publisher_settings
 
     given = {
         "events_endpoint": endpoint,
@@ -63,9 +64,11 @@ def start(
         "events_format": form,
         "events_hashes": hashes,
     }
-    settings = _checked(given)
-    with connect(ray_address) as cluster:
-        _show(cluster.publish(settings), as_json=as_json)
+    settings = publisher_settings(load_settings(given, {}))
+    if settings is None:
+        raise SettingError("no endpoint is given: name one like tcp://*:5557")
+    with raykv.connect(ray_address) as cluster:
+        answer(cluster.publish(settings), _show, as_json=as_json)
 
 
 @app.command()
@@ -74,17 +77,12 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv publish status
     """
-    from raykv.client.cluster import connect
-
-    with connect(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.publisher()
     if found is not None:
-        _show(found, as_json=as_json)
+        answer(found, _show, as_json=as_json)
         return
-    if as_json:
-        print_json(None)
-    else:
-        say(NOT_PUBLISHED)
+    answer(None, lambda _: say(NOT_PUBLISHED), as_json=as_json)
     raise typer.Exit(ExitCode.NOT_WELL)
 
 
@@ -94,35 +92,14 @@ def stop(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv publish stop
     """
-    from raykv.client.cluster import connect
-
-    with connect(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         was_there = cluster.stop_publishing()
-    if as_json:
-        print_json({"stopped": was_there})
-    else:
-        say("events are no longer published" if was_there else NOT_PUBLISHED)
+    sentence = "events are no longer published" if was_there else NOT_PUBLISHED
+    done({"stopped": was_there}, sentence, as_json=as_json)
     raise typer.Exit(ExitCode.OK if was_there else ExitCode.NOT_WELL)
 
 
-def _checked(given: dict[str, str]) -> PublisherSettings:
-    """Check a publisher's settings as an engine's are checked."""
-    settings = load_settings(given, {})
-    if not settings.events_endpoint:
-        raise SettingError("no endpoint is given: name one like tcp://*:5557")
-    return PublisherSettings(
-        endpoint=settings.events_endpoint,
-        replay_endpoint=settings.events_replay_endpoint,
-        topic=settings.events_topic,
-        form=settings.events_format,
-        hashes=settings.events_hashes,
-    )
-
-
-def _show(status: PublisherStatus, *, as_json: bool) -> None:
-    if as_json:
-        print_json(status)
-        return
+def _show(status: PublisherStatus) -> None:
     replay = f", missed events at {status.replay_endpoint}" if status.replay_endpoint else ""
     say(
         f"events at {status.endpoint}{replay}; topic {status.topic!r}, {status.format}, "

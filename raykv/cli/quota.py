@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import raykv
 from raykv.base import errors, tenants
-from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, table_of
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
@@ -62,16 +63,15 @@ def set_quota(
 
     salt = _salt(salt_file)
     label = quota_of(name, guaranteed, most, salt, tenant).tenant
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
         with contextlib.suppress(errors.ClusterError):
             # It is set, whoever answers after that.
             if warning := nobodys(label, cluster.status().engines):
                 typer.echo(f"warning: {warning}", err=True)
-    if as_json:
-        print_json({"name": name, "guaranteed": guaranteed, "most": most})
-    else:
-        typer.echo(f"{name}: {guaranteed:.0%} of each pool guaranteed, at most {most:.0%}")
+    sentence = f"{name}: {guaranteed:.0%} of each pool guaranteed, at most {most:.0%}"
+    facts = {"name": name, "guaranteed": guaranteed, "most": most}
+    done(facts, sentence, as_json=as_json)
 
 
 def nobodys(label: str, engines: Sequence[status.EngineStatus]) -> str:
@@ -115,7 +115,7 @@ def remove_quota(
 
     Example: raykv quota remove acme
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         for name in names:
             cluster.quotas.remove(name)
             if not as_json:
@@ -130,24 +130,21 @@ def list_quotas(*, as_json: AsJson = False, ray_address: Address = None) -> None
 
     Example: raykv quota list --json
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         known = cluster.quotas.tenants()
-    if as_json:
-        print_json(known)
-    else:
-        console().print(tenant_table(known))
+    answer(known, lambda known: console().print(tenant_table(known)), as_json=as_json)
 
 
 def tenant_table(known: list[operator.TenantStatus]) -> Table:
     """Tenants for people."""
-    made = table("tenant", "label", "in pools", "on disks", "guaranteed", "at most")
-    for each in known:
-        made.add_row(
-            each.name,
-            each.tenant,
-            human_bytes(each.pool_bytes),
-            human_bytes(each.disk_bytes) if each.disk_bytes else "-",
-            f"{each.guaranteed:.0%}" if each.has_quota else "-",
-            f"{each.most:.0%}" if each.has_quota else "-",
-        )
-    return made
+    return table_of(
+        known,
+        {
+            "tenant": lambda tenant: tenant.name,
+            "label": lambda tenant: tenant.tenant,
+            "in pools": lambda tenant: human_bytes(tenant.pool_bytes),
+            "on disks": lambda tenant: human_bytes(tenant.disk_bytes) if tenant.disk_bytes else "-",
+            "guaranteed": lambda tenant: f"{tenant.guaranteed:.0%}" if tenant.has_quota else "-",
+            "at most": lambda tenant: f"{tenant.most:.0%}" if tenant.has_quota else "-",
+        },
+    )

@@ -5,8 +5,9 @@ Counters restart with their engine or NodeActor: one that has gone down counts f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
@@ -80,18 +81,13 @@ def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Pro
     for node in after.nodes:
         new = transfers_of(node)
         old = old_nodes.get((node.node_id, node.life), new)
-        moved[node.node_id] = MovedBytes(
-            _growth(old.stored, new.stored),
-            _growth(old.loaded, new.loaded),
-            _growth(old.fetched, new.fetched),
-            _growth(old.sent, new.sent),
-        )
+        moved[node.node_id] = MovedBytes(*map(_growth, astuple(old), astuple(new)))
     return Progress(
         seconds,
         _sources(grown),
         moved,
-        chunks_stored=grown.get("chunks_stored", 0),
-        chunks_loaded=grown.get("chunks_loaded", 0),
+        chunks_stored=grown["chunks_stored"],
+        chunks_loaded=grown["chunks_loaded"],
     )
 
 
@@ -99,17 +95,14 @@ def _growth(old: int, new: int) -> int:
     return new - old if new >= old else new
 
 
-def _sums(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _sums(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+    found: Counter[str] = Counter()
     for counters in many:
-        for name, count in counters.items():
-            found[name] = found.get(name, 0) + count
+        found.update(counters)
     return found
 
 
-def _sources(counters: Mapping[str, int]) -> TokenSources:
+def _sources(counters: Counter[str]) -> TokenSources:
     return TokenSources(
-        counters.get("prompt_tokens", 0),
-        counters.get("own_cache_tokens", 0),
-        counters.get("loaded_tokens", 0),
+        counters["prompt_tokens"], counters["own_cache_tokens"], counters["loaded_tokens"]
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import raykv
-from raykv.cli.base import Address, AsJson, app, print_json
+from raykv.cli.base import Address, AsJson, app, done
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -37,7 +37,4 @@ def version(*, as_json: AsJson = False) -> None:
 
     Example: raykv version --json
     """
-    if as_json:
-        print_json({"raykv": raykv.__version__})
-        return
-    typer.echo(raykv.__version__)
+    done({"raykv": raykv.__version__}, raykv.__version__, as_json=as_json)

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import raykv
 from raykv.cli.base import (
     Address,
     AsJson,
     ExitCode,
     ago,
-    connected,
+    answer,
     console,
     print_json,
     say,
-    table,
+    table_of,
 )
 from raykv.cli.base import app as main_app
 from raykv.cli.operate import Timeout, counting, parse_duration, report
@@ -60,7 +61,7 @@ def list_sessions(
 
     Example: raykv session ls
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.sessions(namespace=namespace)
     if as_json:
         print_json(found)
@@ -72,20 +73,19 @@ def list_sessions(
 
 
 def _print_sessions(found: Sequence[SessionStatus]) -> None:
-    rows = table(
-        "session", "namespace", "stage", "chunks", "private", "requests", "unused for", "node"
+    rows = table_of(
+        found,
+        {
+            "session": lambda each: each.session,
+            "namespace": lambda each: each.namespace[:12],
+            "stage": _stage,
+            "chunks": lambda each: f"{each.chunks:,}",
+            "private": lambda each: f"{each.private_chunks:,}",
+            "requests": lambda each: f"{each.requests:,}",
+            "unused for": lambda each: ago(each.idle_s),
+            "node": lambda each: each.node_id[:12],
+        },
     )
-    for each in found:
-        rows.add_row(
-            each.session,
-            each.namespace[:12],
-            _stage(each),
-            f"{each.chunks:,}",
-            f"{each.private_chunks:,}",
-            f"{each.requests:,}",
-            ago(each.idle_s),
-            each.node_id[:12],
-        )
     console().print(rows)
 
 
@@ -101,9 +101,9 @@ def show(
 
     Example: raykv session show agent-7
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         known = cluster.session(name, namespace=namespace).status()
-    _report(known, as_json=as_json)
+    answer(known, _print_session, as_json=as_json)
 
 
 @app.command()
@@ -114,9 +114,9 @@ def over(
 
     Example: raykv session over agent-7
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         known = cluster.session(name, namespace=namespace).over()
-    _report(known, as_json=as_json)
+    answer(known, _print_session, as_json=as_json)
 
 
 @app.command()
@@ -140,9 +140,9 @@ def pause(
 
     seconds = parse_duration("the pause", duration)
     check_pause(seconds, priority)
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         known = cluster.session(name, namespace=namespace).pause(seconds, priority=priority)
-    _report(known, as_json=as_json)
+    answer(known, _print_session, as_json=as_json)
 
 
 @app.command()
@@ -168,16 +168,13 @@ def prefetch(
 
     Example: raykv session prefetch agent-7 --to 3f9a
     """
-    with connected(ray_address) as cluster, counting("prefetch") as watch:
+    with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
         session = cluster.session(name, namespace=namespace)
         found = session.prefetch(to, deadline_s=timeout, watch=watch)
     report(found, as_json=as_json)
 
 
-def _report(known: SessionStatus, *, as_json: bool) -> None:
-    if as_json:
-        print_json(known)
-        return
+def _print_session(known: SessionStatus) -> None:
     say(
         f"session {known.session}: {_stage(known)}; {known.chunks:,} chunks, of which "
         f"{known.private_chunks:,} are of no other session; {known.requests:,} requests, unused "

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.parsing import parse_size
-from raykv.cli.base import Address, AsJson, ExitCode, app, print_json, say
-from raykv.cli.operate import Timeout, all_keys, counting, read_keys
+from raykv.cli.base import Address, AsJson, ExitCode, app, done, print_json, say
+from raykv.cli.operate import Timeout, all_keys, counting, read_keys, report
 from raykv.memory.room import human_bytes
 
 PATTERNS = ("grafana/*.json", "prometheus/*.yml", "serve/*.yaml")
@@ -55,13 +54,11 @@ def export_chunks(
             namespace=namespace,
             most_bytes=most_bytes,
         )
-    if as_json:
-        print_json(found)
-    else:
-        say(
-            f"{found.chunks:,} of {found.asked:,} chunks ({human_bytes(found.num_bytes)}) are in "
-            f"{found.files:,} files: {found.path}"
-        )
+    sentence = (
+        f"{found.chunks:,} of {found.asked:,} chunks ({human_bytes(found.num_bytes)}) are in "
+        f"{found.files:,} files: {found.path}"
+    )
+    done(found, sentence, as_json=as_json)
     is_all = hottest or found.chunks >= found.asked
     raise typer.Exit(ExitCode.OK if is_all else ExitCode.NOT_WELL)
 
@@ -88,22 +85,7 @@ def import_chunks(
     files_at(path)
     with raykv.connect(ray_address) as cluster, counting("import") as watch:
         found = cluster.import_chunks(path, to, deadline_s=timeout, watch=watch)
-    if as_json:
-        print_json({**msgspec.to_builtins(found), "failed": found.failed})
-    else:
-        say(
-            f"{found.came:,} of {found.asked:,} chunks came ({human_bytes(found.num_bytes)} in "
-            f"{found.seconds:.1f} s), {found.there:,} were there, {found.failed:,} did not come"
-        )
-        for reason, count in sorted(found.refusals.items()):
-            say(f"{count:,}: {reason}", "red")
-        if found.no_room:
-            say(
-                f"there was no room for {found.no_room:,}: the pool can give up no more, so "
-                "only the first chunks of the files came",
-                "red",
-            )
-    raise typer.Exit(ExitCode.NOT_WELL if found.failed else ExitCode.OK)
+    report(found, as_json=as_json)
 
 
 @app.command()

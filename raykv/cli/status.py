@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from raykv.cli.base import Address, AsJson, ago, app, connected, console, print_json, table
+import raykv
+from raykv.cli.base import Address, AsJson, ago, answer, app, console, table_of
 from raykv.cli.quota import tenant_table
 from raykv.cli.rates import TokenSources, token_sources
 from raykv.cluster.breaker import sentences
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from raykv.protocol.status import ClusterStatus, EngineStatus
+    from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 
 
 @app.command()
@@ -29,18 +29,14 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv status --json | jq .nodes[].used_bytes
     """
-    with connected(ray_address) as cluster:
-        known = cluster.status()
-    if as_json:
-        print_json(known)
-        return
-    print_status(known, console())
+    with raykv.connect(ray_address) as cluster:
+        answer(cluster.status(), _print_status, as_json=as_json)
 
 
-def print_status(known: ClusterStatus, console: Console) -> None:
-    """Print the whole status for people."""
+def _print_status(known: ClusterStatus) -> None:
+    printed = console()
     for part in [*overview(known), *troubles(known)]:
-        console.print(part)
+        printed.print(part)
 
 
 def overview(known: ClusterStatus) -> Iterator[RenderableType]:
@@ -57,76 +53,63 @@ def overview(known: ClusterStatus) -> Iterator[RenderableType]:
 
 
 def _nodes(known: ClusterStatus) -> Table:
+    def share(num_bytes: int, node: NodeStatus) -> str:
+        return f"{100 * num_bytes / max(1, node.pool_bytes):.0f} %"
+
     # Pools are locked in memory for GPUs only.
     has_locked = any(node.locked_bytes for node in known.nodes)
-    nodes = table(
-        "node",
-        "host",
-        "pool",
-        "prefaulted",
-        *["locked"] * has_locked,
-        "used",
-        "chunks",
-        "stored",
-        "loaded",
-        "fetched",
-        "sent",
+    return table_of(
+        known.nodes,
+        {
+            "node": lambda node: node.node_id[:12],
+            "host": lambda node: node.hostname,
+            "pool": lambda node: human_bytes(node.pool_bytes),
+            "prefaulted": lambda node: share(node.prefaulted_bytes, node),
+            "locked": (lambda node: share(node.locked_bytes, node)) if has_locked else None,
+            "used": lambda node: human_bytes(node.used_bytes),
+            "chunks": lambda node: f"{node.chunks:,}",
+            "stored": lambda node: human_bytes(node.bytes_stored),
+            "loaded": lambda node: human_bytes(node.bytes_loaded),
+            "fetched": lambda node: human_bytes(node.bytes_fetched),
+            "sent": lambda node: human_bytes(node.bytes_sent),
+        },
     )
-    for node in known.nodes:
-        share = 100 * node.prefaulted_bytes / max(1, node.pool_bytes)
-        nodes.add_row(
-            node.node_id[:12],
-            node.hostname,
-            human_bytes(node.pool_bytes),
-            f"{share:.0f} %",
-            *[f"{100 * node.locked_bytes / max(1, node.pool_bytes):.0f} %"] * has_locked,
-            human_bytes(node.used_bytes),
-            f"{node.chunks:,}",
-            human_bytes(node.bytes_stored),
-            human_bytes(node.bytes_loaded),
-            human_bytes(node.bytes_fetched),
-            human_bytes(node.bytes_sent),
-        )
-    return nodes
 
 
 def _disks(known: ClusterStatus) -> Table:
-    disks = table("node", "disk", "limit", "used", "files", "chunks", "written", "read", "evicted")
-    for node in known.nodes:
-        disk = node.disk
-        if disk.path:
-            disks.add_row(
-                node.node_id[:12],
-                disk.path,
-                human_bytes(disk.most_bytes),
-                human_bytes(disk.used_bytes),
-                f"{disk.num_files:,}",
-                f"{disk.num_chunks:,}",
-                human_bytes(disk.bytes_written),
-                human_bytes(disk.bytes_read),
-                f"{disk.files_evicted:,}",
-            )
-    return disks
+    return table_of(
+        [node for node in known.nodes if node.disk.path],
+        {
+            "node": lambda node: node.node_id[:12],
+            "disk": lambda node: node.disk.path,
+            "limit": lambda node: human_bytes(node.disk.most_bytes),
+            "used": lambda node: human_bytes(node.disk.used_bytes),
+            "files": lambda node: f"{node.disk.num_files:,}",
+            "chunks": lambda node: f"{node.disk.num_chunks:,}",
+            "written": lambda node: human_bytes(node.disk.bytes_written),
+            "read": lambda node: human_bytes(node.disk.bytes_read),
+            "evicted": lambda node: f"{node.disk.files_evicted:,}",
+        },
+    )
 
 
 def _namespaces(known: ClusterStatus) -> Table:
-    namespaces = table(
-        "namespace", "model", "engines", "chunks", "bytes", "prompt tokens", "vLLM's", "RayKV's"
+    def tokens(space: NamespaceStatus) -> TokenSources:
+        return token_sources(each for each in known.engines if each.namespace == space.namespace)
+
+    return table_of(
+        known.spaces,
+        {
+            "namespace": lambda space: space.namespace[:12],
+            "model": lambda space: space.model or "?",
+            "engines": lambda space: str(space.engines),
+            "chunks": lambda space: f"{space.chunks:,}",
+            "bytes": lambda space: "?" if space.num_bytes is None else human_bytes(space.num_bytes),
+            "prompt tokens": lambda space: f"{tokens(space).prompt:,}",
+            "vLLM's": lambda space: percent(tokens(space), tokens(space).own),
+            "RayKV's": lambda space: percent(tokens(space), tokens(space).loaded),
+        },
     )
-    for space in known.spaces:
-        engines = [each for each in known.engines if each.namespace == space.namespace]
-        tokens = token_sources(engines)
-        namespaces.add_row(
-            space.namespace[:12],
-            space.model or "?",
-            str(space.engines),
-            f"{space.chunks:,}",
-            "?" if space.num_bytes is None else human_bytes(space.num_bytes),
-            f"{tokens.prompt:,}",
-            percent(tokens, tokens.own),
-            percent(tokens, tokens.loaded),
-        )
-    return namespaces
 
 
 def percent(sources: TokenSources, tokens: int) -> str:
@@ -136,22 +119,21 @@ def percent(sources: TokenSources, tokens: int) -> str:
 
 
 def _engines(known: ClusterStatus) -> Table:
-    engines = table(
-        "engine", "node", "namespace", "ranks", "failed", "fetch", "prefill", "versions"
+    return table_of(
+        known.engines,
+        {
+            "engine": lambda engine: engine.engine_id[:12],
+            "node": lambda engine: engine.node_id[:12],
+            "namespace": lambda engine: engine.namespace[:12],
+            "ranks": lambda engine: str(engine.num_ranks),
+            "failed": lambda engine: str(engine.counters.get("loads_failed", 0)),
+            "fetch": lambda engine: _rate(engine.counters.get("fetch_bytes_per_s", 0), "B/s"),
+            "prefill": lambda engine: _rate(
+                engine.counters.get("prefill_tokens_per_s", 0), "tokens/s"
+            ),
+            "versions": lambda engine: engine.versions,
+        },
     )
-    for engine in known.engines:
-        counters = engine.counters
-        engines.add_row(
-            engine.engine_id[:12],
-            engine.node_id[:12],
-            engine.namespace[:12],
-            str(engine.num_ranks),
-            str(counters.get("loads_failed", 0)),
-            _rate(counters.get("fetch_bytes_per_s", 0), "B/s"),
-            _rate(counters.get("prefill_tokens_per_s", 0), "tokens/s"),
-            engine.versions,
-        )
-    return engines
 
 
 def _rate(measured: int, unit: str) -> str:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+import raykv
 from raykv.base.errors import ClusterError, SettingError
-from raykv.cli.base import Address, AsJson, Yes, app, asks, confirm, connected, print_json, say
+from raykv.cli.base import Address, AsJson, Yes, app, asks, confirm, done
 from raykv.memory.room import human_bytes
 from raykv.protocol.node import Kept
 
@@ -27,13 +28,9 @@ def pause(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv pause
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         cluster.pause()
-    _done(
-        {"paused": True},
-        "paused: engines load and store nothing any more",
-        as_json=as_json,
-    )
+    done({"paused": True}, "paused: engines load and store nothing any more", as_json=as_json)
 
 
 @app.command()
@@ -42,9 +39,9 @@ def resume(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv resume
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         cluster.resume()
-    _done({"paused": False}, "resumed", as_json=as_json)
+    done({"paused": False}, "resumed", as_json=as_json)
 
 
 @app.command()
@@ -63,11 +60,11 @@ def clear(
 
     Example: raykv clear 5f0c9a
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         if asks(yes=yes):
             confirm(_cleared(cluster.status(), namespace or ""))
         cluster.clear(namespace, watch=_tell_silent)
-    _done({"cleared": namespace or "all"}, "cleared", as_json=as_json)
+    done({"cleared": namespace or "all"}, "cleared", as_json=as_json)
 
 
 @app.command()
@@ -86,10 +83,10 @@ def set_weights_version(
     """
     if not version:
         raise SettingError("the version is an empty text: give the weights a name")
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         told = cluster.set_weights_version(engine, version)
     sentence = f"the weights of {', '.join(told)} are called {version} from the next request on"
-    _done({"engines": told, "version": version}, sentence, as_json=as_json)
+    done({"engines": told, "version": version}, sentence, as_json=as_json)
 
 
 @app.command()
@@ -132,7 +129,7 @@ def down(
     kept: list[Kept] = []
     count = 0
     try:
-        with connected(ray_address) as cluster:
+        with raykv.connect(ray_address) as cluster:
             # Once more: Ray's session has a folder that only a member of the cluster knows.
             left = leftovers() if purge else []
             if asks(yes=yes):
@@ -159,7 +156,7 @@ def down(
         facts["removed"] = removed
     if keep:
         facts["kept"] = [msgspec.structs.asdict(each) for each in kept]
-    _done(facts, sentence, as_json=as_json)
+    done(facts, sentence, as_json=as_json)
 
 
 def _place(kept: Kept) -> str:
@@ -252,10 +249,3 @@ def refuse_without_place(kept: list[Kept]) -> None:
 def _tell_silent(nodes: list[str]) -> None:
     ids = ", ".join(node[:12] for node in nodes)
     typer.echo(f"cleared; waiting for the NodeActor of {ids}, 8 s at most", err=True)
-
-
-def _done(facts: dict[str, object], sentence: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(facts)
-    else:
-        say(sentence)

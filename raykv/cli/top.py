@@ -12,13 +12,13 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from raykv.cli.base import Address, AsJson, app, connected, console, print_json, table
+import raykv
+from raykv.cli.base import Address, AsJson, app, console, print_json, table
 from raykv.cli.rates import Progress, progress, token_sources
 from raykv.cli.status import percent, troubles
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
-    import raykv
     from raykv.protocol.status import ClusterStatus
 
 
@@ -39,7 +39,7 @@ def top(
     Example: raykv top --interval 1
     """
     out = console()
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         looks = _looks(cluster, interval)
         if as_json or once or not out.is_terminal:
             known, passed = next(looks)

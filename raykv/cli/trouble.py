@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import raykv
 from raykv.base.errors import SettingError
 from raykv.base.ids import MissReason
-from raykv.cli.base import Address, AsJson, app, connected, print_json
+from raykv.cli.base import Address, AsJson, answer, app, print_json
 from raykv.prompts.tokens import text_of_tokens
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.findings import Finding, Severity
@@ -88,12 +89,9 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv doctor && echo all well
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         findings = cluster.doctor()
-    if as_json:
-        print_json(findings)
-    else:
-        print_findings(findings)
+    answer(findings, print_findings, as_json=as_json)
     raise typer.Exit(exit_code(findings))
 
 
@@ -110,7 +108,7 @@ def why_miss(
 
     Example: raykv why-miss chatcmpl-9f2c
     """
-    with connected(ray_address) as cluster:
+    with raykv.connect(ray_address) as cluster:
         found = cluster.why_miss(request_id)
     if as_json:
         typer.echo(to_json(found))
@@ -140,7 +138,7 @@ def logs(
     """
     if follow and as_json:
         raise SettingError("--follow writes text, without end: leave --json out")
-    with connected(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+    with raykv.connect(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
         node_id = "" if whose == "scheduler" else whose
         for piece in cluster.log(node_id, follow=follow):
             if as_json:

@@ -1,14 +1,19 @@
-"""What NodeActors say of their engines' requests, put together: for people."""
+"""What NodeActors have of their engines' requests: their accounts, and their hidden states."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raykv.base.errors import ClusterError, NotFoundError
+from raykv.base.deadlines import CLIENT_S
+from raykv.base.errors import ClusterError, HiddenStatesError, NotFoundError
 from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
+
+# Between two rounds of asking which node has a request's states.
+STATES_FIND_PAUSE_S = 0.05
 
 
 def why_miss(beginning: str) -> list[Explanation]:
@@ -102,3 +107,39 @@ def _places(text: str) -> dict[str, _AccountPlace]:
         return {node_id: _AccountPlace(int(life), int(number)) for node_id, life, number in parts}
     except ValueError:
         raise ClusterError(f"requests after {text[:64]!r}: give what an answer has") from None
+
+
+def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> Any:
+    """A ray.ObjectRef of the hidden states of a request; see `raykv.hidden_states`.
+
+    Raises:
+        HiddenStatesError: no node knows the request in time, or the node has no NodeActor.
+        ClusterError: Ray does not answer.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    if node_id is not None:
+        actor = ask.ask_ray(ask.find_node_actor, node_id)
+        if actor is None:
+            raise HiddenStatesError(
+                f"the NodeActor of node {node_id} is gone, and with it the hidden states that it "
+                "kept in memory; a file that is written stays"
+            )
+        return actor.hidden_states.remote(request_id, deadline_s)
+    while True:
+        actors = ask.node_actors()
+        left = give_up_at - time.monotonic()
+        questions = {
+            name: lambda actor: actor.has_hidden_states.remote(request_id) for name in actors
+        }
+        answers = ask.ask_all(actors, questions, min(CLIENT_S, max(left, STATES_FIND_PAUSE_S)))
+        for name, answer in answers.items():
+            if answer.value is True:
+                return actors[name].hidden_states.remote(request_id, max(left, 0.0))
+        if left <= 0:
+            asked = ", ".join(actors) or "none"
+            raise HiddenStatesError(
+                f"no node knows hidden states of request {request_id} (NodeActors: {asked}): it "
+                "has not ended, its engine has no RayKVHiddenStatesConnector, or they have expired "
+                "or made room for others (hidden_states_ttl_s, hidden_states_bytes)"
+            )
+        time.sleep(STATES_FIND_PAUSE_S)

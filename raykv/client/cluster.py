@@ -22,7 +22,7 @@ import ray
 from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
-from raykv.client import accounts, listing, pools, quotas, scheduler, ship, states
+from raykv.client import accounts, listing, pools, quotas, scheduler, ship
 from raykv.client.pins import Pinning
 from raykv.client.sessions import ClientSession, SessionDesk
 from raykv.client.transfers import Moving
@@ -75,10 +75,10 @@ class Cluster:
         self._joined_here = joined_here
         self._scheduler = scheduler.Scheduler(address)
         self._reader = listing.Reader(self._scheduler)
-        self._pins = Pinning(self._scheduler, self._reader)
+        self._pins = Pinning(self._scheduler)
         self.quotas = quotas.Quotas(self._scheduler)
-        self._transfers = Moving(self._scheduler, self._reader)
-        self._sessions = SessionDesk(self._scheduler, self._reader, self._transfers)
+        self._transfers = Moving(self._scheduler)
+        self._sessions = SessionDesk(self._scheduler, self._transfers)
         self._shipping = ship.Shipping(self._scheduler, self._reader, self._pins)
 
     def status(self) -> ClusterStatus:
@@ -181,7 +181,7 @@ class Cluster:
                 yet, or a node that reports has not shown it in time, and is named.
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
-            namespace = self._reader.full_namespace(namespace)
+            namespace = self._scheduler.full_namespace(namespace)
         self._scheduler.order(
             operator.ClearOrder(PROTOCOL_VERSION, uuid4().hex, namespace or ""), watch
         )
@@ -329,7 +329,7 @@ class Cluster:
                 are called so.
             ClusterError: Ray does not answer.
         """
-        return states.reference(request_id, node_id, timeout_s)
+        return accounts.hidden_states(request_id, node_id, timeout_s)
 
     # Pins
 

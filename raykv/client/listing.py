@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.errors import ClusterError, MessageError, NotFoundError
+from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
 from raykv.client.scheduler import Scheduler
@@ -21,7 +21,7 @@ from raykv.prompts import adapters, lookup
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol import listing, reader
-from raykv.protocol.columns import MAX_KEYS, Source
+from raykv.protocol.columns import Source
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 
 # Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
@@ -82,7 +82,7 @@ class Reader:
         wanted = key.hex() if isinstance(key, bytes) else key.lower()
         query = reader.ChunkQuery(
             PROTOCOL_VERSION,
-            self.full_namespace(namespace) if namespace else "",
+            self.scheduler.full_namespace(namespace) if namespace else "",
             whole_bytes(wanted),
             group,
             tier=tier,
@@ -127,7 +127,7 @@ class Reader:
         sources = {
             (space, key): found
             for space, keys in by_space.items()
-            for key, found in zip(keys, sources_of(self.scheduler, space, keys), strict=True)
+            for key, found in zip(keys, self.scheduler.sources_of(space, keys), strict=True)
         }
         for row in page.chunks:
             known = sources.get((row.namespace, row.key), ())
@@ -171,7 +171,7 @@ class Reader:
         if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
             known = self.scheduler.status()
             for space in sorted({*known.namespaces, *known.disk_chunks}):
-                for source in sorted(sources_of(self.scheduler, space, [whole])[0]):
+                for source in sorted(self.scheduler.sources_of(space, [whole])[0]):
                     tier = reader.DISK if source.is_disk else reader.RAM
                     found += self.chunks(namespace=space, node=source.node_id, key=whole, tier=tier)
         found = found or list(self.chunks(key=wanted))
@@ -221,26 +221,8 @@ class Reader:
         elif messages is not None:
             tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
         assert tokens is not None
-        ask = partial(sources_of, self.scheduler, space.namespace)
+        ask = partial(self.scheduler.sources_of, space.namespace)
         return lookup.look_up(space, scheme, tokens, adapters.named(traits), ask)
-
-    def full_namespace(self, beginning: str) -> str:
-        """The one namespace that begins so; `status` shows the first digits only."""
-        known = self.scheduler.status()
-        names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
-        if not any(name.startswith(beginning) for name in names):
-            # What only lies on disks is meant when it is named.
-            names |= known.disk_chunks.keys()
-        if not names:
-            raise NotFoundError("the cache has no namespace yet: no engine has attached to it")
-        found = [name for name in names if name.startswith(beginning)]
-        if len(found) != 1:
-            count = f"{len(found)} namespaces" if found else "no namespace"
-            there = ", ".join(sorted(names))
-            raise (ClusterError if found else NotFoundError)(
-                f"{count} of the cache begins with {beginning!r}; there are {there}"
-            )
-        return found[0]
 
 
 def whole_bytes(digits: str) -> bytes:
@@ -275,20 +257,3 @@ def _first(found: Iterator[reader.Chunk], order: str, limit: int | None) -> Iter
 def _rank(order: str, chunk: reader.Chunk) -> tuple[float, str, bytes, str]:
     most_first = -getattr(chunk, reader.ORDERS[order])
     return most_first, chunk.namespace, chunk.key, chunk.node_id
-
-
-def sources_of(
-    scheduler: Scheduler, namespace: str, keys: Sequence[bytes]
-) -> list[Collection[Source]]:
-    """The pools and disks that have each key."""
-    found: list[Collection[Source]] = []
-    while len(found) < len(keys):
-        start = len(found)
-        query = reader.WhereQuery(PROTOCOL_VERSION, namespace, list(keys[start : start + MAX_KEYS]))
-        page = scheduler.ask_for(reader.WherePage, "where", encode(query))
-        reader.check_where_page(page, query)
-        sources: list[list[Source]] = [[] for _ in range(page.answered)]
-        for key, at in zip(page.key_index, page.source_index, strict=True):
-            sources[key].append(page.sources[at])
-        found += sources
-    return found

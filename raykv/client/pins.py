@@ -12,7 +12,6 @@ from typing import Any
 from raykv.base.deadlines import TRANSFER_LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.client.listing import Reader, sources_of
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
@@ -33,7 +32,6 @@ class Pinning:
     """Pins of a cluster: ordered, ended, listed."""
 
     scheduler: Scheduler
-    reader: Reader
 
     def pin(
         self,
@@ -66,7 +64,7 @@ class Pinning:
             version=PROTOCOL_VERSION,
             order_id=uuid.uuid4().hex,
             pin_id=pin_id or uuid.uuid4().hex[:8],
-            namespace=self.reader.full_namespace(namespace),
+            namespace=self.scheduler.full_namespace(namespace),
             keys=columns.Keys.of(ordered(keys)),
             ttl_s=ttl_s,
             priority=priority,
@@ -109,7 +107,7 @@ class Pinning:
         chunk_bytes = space.num_bytes // space.chunks
         pinned = self._pinned(order)
         needed: Counter[str] = Counter()
-        found = sources_of(self.scheduler, order.namespace, list(order.keys))
+        found = self.scheduler.sources_of(order.namespace, list(order.keys))
         for key, sources in zip(order.keys, found, strict=True):
             if key not in pinned:
                 needed.update(source.node_id for source in sources if not source.is_disk)

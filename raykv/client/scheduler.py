@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import msgspec
 
 from raykv.base import deadlines, errors
 from raykv.cluster import ask
-from raykv.protocol import framing, operator
+from raykv.protocol import framing, operator, reader
+from raykv.protocol.columns import MAX_KEYS, Source
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
 
@@ -44,11 +45,12 @@ class Scheduler:
 
     def ask_for(self, kind: type[framing.S], method: str, *arguments: Any) -> framing.S:
         """That, as a struct."""
-        return framing.receive(self.ask(method, *arguments), kind, ask.SCHEDULER, ask.HERE)
+        timeout_s = deadlines.CLIENT_S
+        return ask.answer_as(kind, self.find(), method, *arguments, timeout_s=timeout_s)
 
     def status(self) -> ClusterStatus:
         """What it knows."""
-        return ask.status(self.find(), deadlines.CLIENT_S)
+        return self.ask_for(ClusterStatus, "status")
 
     def order(
         self,
@@ -111,14 +113,44 @@ class Scheduler:
     def node(self, beginning: str) -> str:
         """The one node with a pool whose id begins so."""
         known = [node.node_id for node in self.status().nodes]
-        found = [node_id for node_id in known if node_id.startswith(beginning)]
-        if len(found) != 1:
-            what = "no node with a pool" if not found else f"{len(found)} nodes with a pool"
-            ids = ", ".join(node_id[:12] for node_id in known) or "none"
-            raise (errors.ClusterError if found else errors.NotFoundError)(
-                f"the id of {what} begins with {beginning!r}; there are {ids}"
+        return _the_one("ids of nodes with a pool", known, beginning)
+
+    def full_namespace(self, beginning: str) -> str:
+        """The one namespace that begins so; `status` shows the first digits only."""
+        known = self.status()
+        names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
+        if not any(name.startswith(beginning) for name in names):
+            # What only lies on disks is meant when it is named.
+            names |= known.disk_chunks.keys()
+        if not names:
+            raise errors.NotFoundError(
+                "the cache has no namespace yet: no engine has attached to it"
             )
+        return _the_one("namespaces of the cache", sorted(names), beginning)
+
+    def sources_of(self, namespace: str, keys: Sequence[bytes]) -> list[Collection[Source]]:
+        """The pools and disks that have each key."""
+        found: list[Collection[Source]] = []
+        while len(found) < len(keys):
+            some = list(keys[len(found) : len(found) + MAX_KEYS])
+            query = reader.WhereQuery(framing.PROTOCOL_VERSION, namespace, some)
+            page = self.ask_for(reader.WherePage, "where", framing.encode(query))
+            reader.check_where_page(page, query)
+            sources: list[list[Source]] = [[] for _ in range(page.answered)]
+            for key, at in zip(page.key_index, page.source_index, strict=True):
+                sources[key].append(page.sources[at])
+            found += sources
+        return found
+
+
+def _the_one(whats: str, known: Sequence[str], beginning: str) -> str:
+    found = [name for name in known if name.startswith(beginning)]
+    if len(found) == 1:
         return found[0]
+    raise (errors.ClusterError if found else errors.NotFoundError)(
+        f"{len(found) or 'no'} {whats} begin with {beginning!r}; there are "
+        f"{', '.join(known) or 'none'}"
+    )
 
 
 def _not_done(state: operator.OrderState) -> str:

@@ -12,7 +12,6 @@ import msgspec
 
 from raykv.base.deadlines import CLIENT_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.client.listing import Reader, sources_of
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
 from raykv.cluster import ask
@@ -37,7 +36,6 @@ class SessionDesk:
     """Asks the NodeActors of a cluster about sessions, and the directory where chunks are."""
 
     scheduler: Scheduler
-    reader: Reader
     transfers: Moving
 
     def found(
@@ -83,7 +81,7 @@ class SessionDesk:
     def placed(self, known: SessionStatus) -> SessionStatus:
         """A session, with where its chunks are."""
         places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        for sources in sources_of(self.scheduler, known.namespace, self.keys(known)):
+        for sources in self.scheduler.sources_of(known.namespace, self.keys(known)):
             for source in sources:
                 places[source.is_disk][source.node_id] += 1
         return msgspec.structs.replace(
@@ -92,7 +90,7 @@ class SessionDesk:
 
     def whole(self, namespace: str) -> str:
         """The namespace that begins so; empty: any."""
-        return self.reader.full_namespace(namespace) if namespace else ""
+        return self.scheduler.full_namespace(namespace) if namespace else ""
 
 
 @dataclass(frozen=True)

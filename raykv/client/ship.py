@@ -83,7 +83,7 @@ class Shipping:
         if pin_id:
             space, keys = self.pins.chunks_of(pin_id)
         else:
-            space = self.reader.full_namespace(namespace)
+            space = self.scheduler.full_namespace(namespace)
         wanted = None if keys is None else _chosen(keys)
         found = self._found(space, wanted, most_bytes)
         if not found:

@@ -16,7 +16,7 @@ import ray
 from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
-from raykv.client import listing, pins
+from raykv.client import pins
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.protocol import copies, framing, reader
@@ -43,7 +43,6 @@ class Moving:
     """Has chunks fetched by the NodeActor that is to have them."""
 
     scheduler: Scheduler
-    reader: listing.Reader
 
     def prefetch(
         self,
@@ -70,7 +69,7 @@ class Moving:
             ClusterError: RayKV does not run here, or does not answer; the node has no pool.
         """
         target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
+        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
         return self.bring(asked, target, space, time.monotonic() + deadline_s, watch).result
 
     def move(
@@ -91,12 +90,11 @@ class Moving:
             ClusterError: as for `prefetch`.
         """
         target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.reader.full_namespace(namespace)
+        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
         pages = self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
         dropped, kept = self._drop(pages, pages.there)
         if kept:
-            pinning = pins.Pinning(self.scheduler, self.reader)
-            pinned = pinning.pinned_on(target, space)
+            pinned = pins.Pinning(self.scheduler).pinned_on(target, space)
             there = {key: pages.there[key] for key in pinned & pages.there.keys()}
             also, _ = self._drop(pages, there, with_pinned=True)
             dropped, kept = dropped + also, kept - also
@@ -109,12 +107,12 @@ class Moving:
         pages = Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
         sizes: dict[int, int] = {}
         silent: set[str] = set()
-        if not all(listing.sources_of(self.scheduler, pages.namespace, keys)):
+        if not all(self.scheduler.sources_of(pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
             time.sleep(TRANSFER_LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
-            found = listing.sources_of(self.scheduler, pages.namespace, page)
+            found = self.scheduler.sources_of(pages.namespace, page)
             known = {
                 key: sorted(sources, key=lambda each: each.is_disk)
                 for key, sources in zip(page, found, strict=True)
@@ -137,7 +135,7 @@ class Moving:
         """
         asked = list(there)
         elsewhere: dict[str, list[bytes]] = {}
-        found = listing.sources_of(self.scheduler, pages.namespace, asked)
+        found = self.scheduler.sources_of(pages.namespace, asked)
         for key, sources in zip(asked, found, strict=True):
             for source in sources:
                 if source.node_id != pages.node_id and not source.is_disk:
@@ -269,7 +267,7 @@ def fetch_files(
     transfer = Pages(node_id, "", give_up_at, watch, result)
     for namespace, sizes in pages:
         transfer.namespace = namespace
-        known = zip(sizes, listing.sources_of(scheduler, namespace, list(sizes)), strict=True)
+        known = zip(sizes, scheduler.sources_of(namespace, list(sizes)), strict=True)
         here = {key for key, sources in known if Source(node_id) in sources}
         transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
     return transfer.result

@@ -17,7 +17,6 @@ from raykv.base.errors import ClusterError, RayKVError, VersionError, cause_of, 
 from raykv.cluster import logs, names
 from raykv.protocol.framing import PROTOCOL_VERSION, S, introduction, receive
 from raykv.protocol.node import NodeDescription
-from raykv.protocol.status import ClusterStatus
 
 # For what a person or a program asks Ray itself.
 ASK_RAY_S = 4.0
@@ -141,15 +140,6 @@ def answer_as(kind: type[S], scheduler: Any, method: str, *arguments: Any, timeo
     raw = answer(scheduler, method, *arguments, timeout_s=timeout_s)
     with answering(SCHEDULER):
         return receive(raw, kind, SCHEDULER, HERE)
-
-
-def status(scheduler: Any, timeout_s: float) -> ClusterStatus:
-    """What the scheduler actor knows.
-
-    Raises:
-        ClusterError: it does not answer in time.
-    """
-    return answer_as(ClusterStatus, scheduler, "status", timeout_s=timeout_s)
 
 
 def named_actors() -> list[str]:

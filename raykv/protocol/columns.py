@@ -17,8 +17,9 @@ from typing import Annotated, TypeVar, overload
 
 import msgspec
 
+from raykv.base import ids
 from raykv.base.errors import MessageError
-from raykv.base.ids import GROUP_BYTES, MAX_KEY_BYTES, SLOT_ALIGNMENT, Key, Namespace, Refusal, Stamp
+from raykv.base.ids import MAX_KEY_BYTES, SLOT_ALIGNMENT, Key, Namespace, Refusal, Stamp
 
 N = TypeVar("N", bound=Hashable)
 R = TypeVar("R")
@@ -52,7 +53,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Life = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Counts = Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)]
-Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * GROUP_BYTES)]
+Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * ids.GROUP_BYTES)]
 NumRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
 SlotSizes = Annotated[dict[Group, Count], msgspec.Meta(max_length=MAX_GROUPS)]
 """Of the chunks of each KV group, in bytes."""

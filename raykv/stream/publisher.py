@@ -27,6 +27,7 @@ from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.cluster import ask, logs
 from raykv.protocol import descriptions, framing
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
+from raykv.protocol.status import ClusterStatus
 from raykv.stream import connections, readers
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication
@@ -399,5 +400,6 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
 
 def _models() -> Mapping[Namespace, str]:
     """The model that engines serve in each namespace."""
-    status = ask.status(ask.find_scheduler_actor(), CLIENT_S)
-    return {Namespace(engine.namespace): engine.model for engine in status.engines}
+    scheduler = ask.find_scheduler_actor()
+    known = ask.answer_as(ClusterStatus, scheduler, "status", timeout_s=CLIENT_S)
+    return {Namespace(engine.namespace): engine.model for engine in known.engines}

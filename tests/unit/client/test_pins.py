@@ -9,7 +9,6 @@ import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
-from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.protocol.columns import NamedKeys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
@@ -69,7 +68,7 @@ class PlayedPins:
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
         scheduler = play(patches, methods, self.nodes)
-        self.pins = Pinning(scheduler, Reader(scheduler))
+        self.pins = Pinning(scheduler)
 
     def _where(self, raw: bytes) -> bytes:
         keys = decode(raw, WhereQuery).keys

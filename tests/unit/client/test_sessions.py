@@ -9,7 +9,6 @@ import pytest
 import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.client.listing import Reader
 from raykv.client.sessions import ClientSession, SessionDesk
 from raykv.client.transfers import Moving
 from raykv.protocol.columns import Source, SourceKind
@@ -49,8 +48,7 @@ class PlayedSessions:
             "status": lambda: encode(status()),
         }
         scheduler = play(patches, methods, self.nodes)
-        reader = Reader(scheduler)
-        self.desk = SessionDesk(scheduler, reader, Moving(scheduler, reader))
+        self.desk = SessionDesk(scheduler, Moving(scheduler))
 
     def _page(self, node_id: str, raw: bytes) -> bytes:
         query = decode(raw, SessionQuery)

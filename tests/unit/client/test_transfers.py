@@ -9,7 +9,6 @@ import pytest
 import ray
 
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
-from raykv.client.listing import Reader
 from raykv.client.pins import Pinning
 from raykv.client.transfers import Moving, fetch_files
 from raykv.protocol.columns import Numbers, Source, SourceKind
@@ -46,9 +45,8 @@ class PlayedNodes:
             {"target": target, "far": self.far},
         )
         patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
-        reader = Reader(scheduler)
-        patches.setattr(Reader, "full_namespace", lambda _self, _beginning: SPACE)
-        self.moving = Moving(scheduler, reader)
+        patches.setattr(type(scheduler), "full_namespace", lambda _self, _beginning: SPACE)
+        self.moving = Moving(scheduler)
 
     def _status(self) -> bytes:
         return encode(status())
