@@ -21,9 +21,6 @@ PUBLISHER = "events"
 IMPORT_PREFIX = "import:"
 """How the names begin of actors that serve files of chunks while they are imported."""
 
-OWN_NODE_FETCHES = "own node (fetches)"
-"""How an engine calls its NodeActor in reports of its breakers, when it asks it for fetches."""
-
 BEQUESTS = b"raykv"
 """The namespace of Ray's internal key-value store for what a scheduler actor leaves behind."""
 

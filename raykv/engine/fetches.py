@@ -1,249 +1,121 @@
-"""An engine has its NodeActor fetch chunks of other nodes: orders out, results into its inbox.
+"""An engine has its NodeActor fetch chunks of other nodes: its orders, until they end.
 
-One background thread makes the calls, another one looks for what is overdue; the engine's thread
-only appends to a queue. Every order ends with a `FetchEnded`, whatever happens to the NodeActor and
-to the calls: at the latest when its deadline and a grace have passed since `submit`, and at once
-while the NodeActor's breaker is open.
+             take (sent over the place's line)
+  submit ──► QUEUED ──────────────────────────► SENT ──► came: its result
+               │                                 │
+               └─── lose_all, give_up_overdue ───┴──► ended, without a result
+
+Invariants:
+1. Each part of what was submitted ends once: with its result, when the line breaks, or when its
+   deadline and a grace have passed.
+2. What has ended is not sent any more, and a later result of it counts for nothing.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from raykv.base import deadlines, threads
-from raykv.base.ids import Refusal
-from raykv.cluster import breaker, names
-from raykv.engine.remote import FetchOrder
-from raykv.node.peers import what_failed
-from raykv.protocol import columns, framing, measures, worker
+from raykv.base import deadlines
+from raykv.engine.remote import FetchOrder, RemoteSettings
+from raykv.protocol import columns, framing
 from raykv.protocol.copies import CopyResult, Fetch
 
-logger = logging.getLogger("raykv.fetch")
-
-# Between two looks for requests that are overdue.
-FETCH_LOOK_S = 0.2
-
-# How long an engine's own NodeActor that did not answer is left alone, first and longest: Ray
-# starts another one within seconds.
-FETCHER_PAUSES_S = (0.1, 2.0)
-
-
-MAX_QUEUED = 1024
-"""Requests that wait for the thread; beyond it they fail at once."""
-
 MAX_CHUNKS = 512
-"""Chunks of a request: with two sources each it stays under Ray's 100 KiB inline limit."""
+"""Chunks of a request, which has some 50 KiB then: the place's line goes on with other messages."""
 
 MAX_BYTES = 64 << 20
 """Bytes of a request: a long prefix's first chunks are READY before its last ones have come."""
 
 
 @dataclass(frozen=True)
-class FetchEnded:
-    """Orders that have ended; `result` None: the outcome is unknown."""
+class _Part:
+    """Orders of one request. `life` and `namespace` are the engine's when it made them."""
 
     orders: list[FetchOrder]
-    result: CopyResult | None
-
-
-@dataclass(frozen=True)
-class _Flying:
-    orders: list[FetchOrder]
+    life: int
+    namespace: str
     overdue_at: float
-    call: int
 
 
-@contextmanager
-def one_connection() -> Iterator[int]:
-    """The context of calls of a process that has one connection to Ray for all its life."""
-    yield 1
-
-
-class RayActor:
-    """An actor that is found when it is called.
+class Fetches:
+    """See the module's docstring. The engine's thread submits and gives up, the place's line does
+    the rest.
 
     Args:
-        find: returns it.
-        calling: the context of calls to Ray; gets the number of the connection, each of which has
-            its own handles.
+        settings: with the deadline of each request.
+        end: called once for each part, in either thread; no result: the outcome is unknown.
     """
 
     def __init__(
         self,
-        find: Callable[[], Any],
-        calling: Callable[[], AbstractContextManager[int]] = one_connection,
+        settings: RemoteSettings,
+        end: Callable[[list[FetchOrder], CopyResult | None], None],
     ) -> None:
-        self._find, self._calling = find, calling
-        self._actor: Any = None
-        self._connection = 0
+        self._settings = settings
+        self._end_part = end
+        self._numbers = itertools.count(1)
+        # By number, what has not ended. Who takes one out, which is atomic, ends it.
+        self._parts: dict[int, _Part] = {}
+        self._queued: deque[int] = deque()
 
-    def begin(self, method: str, argument: bytes | str) -> Any:
-        """The future of a call. One thread calls this."""
-        with self._calling() as connection:
-            if self._actor is None or connection != self._connection:
-                self._actor, self._connection = self._find(), connection
-            return getattr(self._actor, method).remote(argument).future()
+    # The engine's thread
 
-    def call(self, method: str, argument: bytes | str, *, deadline_s: float) -> bytes:
-        """The answer of a method; raises if there is none by then. One thread calls this."""
-        try:
-            answer: bytes = self.begin(method, argument).result(timeout=deadline_s)
-        except Exception:
-            self.forget()
-            raise
-        return answer
-
-    def forget(self) -> None:
-        """It is looked for again."""
-        self._actor = None
-
-
-class FetchClient:
-    """See the module's docstring.
-
-    Args:
-        actor: the node's NodeActor.
-        deadline_s: for each request.
-        with_checksums: whether the NodeActor checks what arrives.
-    """
-
-    def __init__(self, actor: RayActor, deadline_s: float, *, with_checksums: bool) -> None:
-        self._actor = actor
-        self._with_checksums = with_checksums
-        self._deadline_s = deadline_s
-        self._queue: queue.Queue[tuple[int, int, str]] = queue.Queue(MAX_QUEUED)
-        self._flying: dict[int, _Flying] = {}
-        # Guards the breaker too.
-        self._lock = threading.Lock()
-        self.breakers = breaker.Breakers(breaker.Pauses(*FETCHER_PAUSES_S))
-        self._counter = 0
-        self._stopped = threading.Event()
-        self._is_started = False
-        self._threads = [
-            threads.SupervisedThread("raykv-fetch", self._run, threads.OnFailure.RUN_AGAIN),
-            threads.SupervisedThread("raykv-fetch-watch", self._watch, threads.OnFailure.RUN_AGAIN),
-        ]
-        self._deliver: Callable[[FetchEnded], None] = lambda _: None
-
-    def start(self, deliver: Callable[[FetchEnded], None]) -> None:
-        """Begin; `deliver` is called from other threads."""
-        self._deliver = deliver
-        self._is_started = True
-        self._revive()
-
-    def _revive(self) -> bool:
-        """Whether orders are carried out; starts the threads again if they could not be started."""
-        is_running = self._is_started and not self._stopped.is_set()
-        return not is_running or all(thread.revive() for thread in self._threads)
-
-    def stop(self) -> None:
-        """End the threads; nobody waits for what is under way."""
-        self._stopped.set()
-
-    def submit(self, orders: list[FetchOrder], life: int, namespace: str) -> None:
-        """Have chunks fetched for an engine of that life; on its thread, returns at once."""
-        now = time.monotonic()
-        if orders and not self._revive():
-            self._deliver(FetchEnded(orders, worker.not_done(0, len(orders), Refusal.BREAKER_OPEN)))
-            return
+    def submit(self, orders: list[FetchOrder], life: int, namespace: str, now: float) -> None:
+        """Have chunks fetched for an engine of that life."""
+        overdue_at = now + self._settings.fetch_deadline_s + deadlines.FETCH_GRACE_S
         for part in split(orders):
-            self._counter += 1
-            number = self._counter
-            with self._lock:
-                call = self.breakers.begin(names.OWN_NODE_FETCHES, now)
-                if call is not None:
-                    overdue_at = now + self._deadline_s + deadlines.FETCH_GRACE_S
-                    self._flying[number] = _Flying(part, overdue_at, call)
-            if call is None:
-                self._deliver(FetchEnded(part, worker.not_done(0, len(part), Refusal.BREAKER_OPEN)))
-                continue
-            try:
-                self._queue.put_nowait((number, life, namespace))
-            except queue.Full:
-                self._answer(number, None)
+            number = next(self._numbers)
+            self._parts[number] = _Part(part, life, namespace, overdue_at)
+            self._queued.append(number)
 
-    def breaker_report(self, now: float) -> measures.BreakerReport:
-        """Whether the NodeActor is left alone for now; any thread may ask."""
-        with self._lock:
-            return self.breakers.report(now)
+    def give_up_overdue(self, now: float) -> None:
+        """End what has no result in time."""
+        for number, part in list(self._parts.items()):
+            if now >= part.overdue_at:
+                self._end(number, None)
 
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                number, life, namespace = self._queue.get(timeout=FETCH_LOOK_S)
-            except queue.Empty:
-                continue
-            with self._lock:
-                flying = self._flying.get(number)
-            if flying is not None:
-                order = fetch_order(namespace, flying.orders, life, self._deadline_s)
-                self._begin(msgspec.structs.replace(order, number=number))
+    # The line's thread
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(FETCH_LOOK_S):
-            self._give_up_overdue()
+    def take(self) -> Fetch | None:
+        """The next request to be sent; None: there is none."""
+        while self._queued:
+            number = self._queued.popleft()
+            part = self._parts.get(number)
+            if part is not None:
+                return self._request(number, part)
+        return None
 
-    def _begin(self, order: Fetch) -> None:
-        order = msgspec.structs.replace(order, with_checksums=self._with_checksums)
-        number = order.number
-        try:
-            future = self._actor.begin("fetch", framing.encode(order))
-        except Exception as error:
-            self._fail(number, error)
-            return
-        future.add_done_callback(lambda done: self._end(number, done))
+    def came(self, result: CopyResult) -> None:
+        """The NodeActor's answer to one of the requests."""
+        self._end(result.job_id, result)
 
-    def _end(self, number: int, done: Any) -> None:
-        """Take the NodeActor's answer; called in a thread of Ray."""
-        try:
-            result = framing.receive(done.result(), CopyResult, "the NodeActor", "the engine")
-        except Exception as error:
-            self._fail(number, error)
-            return
-        with self._lock:
-            is_back = self.breakers.worked(names.OWN_NODE_FETCHES)
-        if is_back:
-            logger.warning("the NodeActor fetches again")
-        self._answer(number, result)
+    def lose_all(self) -> None:
+        """The line is broken: nothing that was sent over it has an answer any more."""
+        for number in list(self._parts):
+            self._end(number, None)
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        self._actor.forget()
-        self._count_failure(number, what_failed(error))
-        self._answer(number, None)
+    def _end(self, number: int, result: CopyResult | None) -> None:
+        part = self._parts.pop(number, None)
+        if part is not None:
+            self._end_part(part.orders, result)
 
-    def _count_failure(self, number: int, reason: str) -> None:
-        with self._lock:
-            flying = self._flying.get(number)
-            is_new = flying is not None and self.breakers.failed(
-                names.OWN_NODE_FETCHES, flying.call, time.monotonic(), reason
-            )
-        if is_new:
-            logger.warning("the NodeActor does not fetch: %s", reason)
-
-    def _answer(self, number: int, result: CopyResult | None) -> None:
-        with self._lock:
-            flying = self._flying.pop(number, None)
-            if flying is not None:
-                self.breakers.forget(names.OWN_NODE_FETCHES, flying.call, time.monotonic())
-        if flying is not None:
-            self._deliver(FetchEnded(flying.orders, result))
-
-    def _give_up_overdue(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            overdue = [number for number, one in self._flying.items() if now >= one.overdue_at]
-        for number in overdue:
-            self._count_failure(number, "no answer in time")
-            self._answer(number, None)
+    def _request(self, number: int, part: _Part) -> Fetch:
+        """Orders of one tenant as columns."""
+        orders = part.orders
+        return Fetch(
+            version=framing.PROTOCOL_VERSION,
+            number=number,
+            life=part.life,
+            namespace=part.namespace,
+            keys=columns.Keys.of(order.key for order in orders),
+            slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
+            tenant=orders[0].tenant,
+            deadline_s=self._settings.fetch_deadline_s,
+            with_checksums=self._settings.with_checksums,
+        ).reading(order.sources for order in orders)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
@@ -261,17 +133,3 @@ def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:
         num_bytes += order.num_bytes
     if part:
         yield part
-
-
-def fetch_order(namespace: str, orders: list[FetchOrder], life: int, deadline_s: float) -> Fetch:
-    """Orders of one tenant as columns, without a number."""
-    return Fetch(
-        version=framing.PROTOCOL_VERSION,
-        number=0,
-        life=life,
-        namespace=namespace,
-        keys=columns.Keys.of(order.key for order in orders),
-        slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
-        tenant=orders[0].tenant,
-        deadline_s=deadline_s,
-    ).reading(order.sources for order in orders)

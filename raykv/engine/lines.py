@@ -3,7 +3,7 @@
           hello        welcome                        a refusal, no answer, the end of the stream
   DOWN ─────────► ... ─────────► OPEN: query ──► answer ──────────────────────────────────────► DOWN
     ▲                             │      ▲          │                                            │
-    │                             │ tell └──────────┘                                            │
+    │                tell, fetch ◄┘      └──────────┘                                            │
     └───────────────────────── a pause, longer after each failure ───────────────────────────────┘
 
 One thread per line does all of that. While the engine takes nothing in, queries ask for no rows,
@@ -28,7 +28,7 @@ from raykv.base.errors import AttachError, cause_of, first_line
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.protocol import engine, wire
+from raykv.protocol import copies, engine, framing, wire
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
@@ -77,6 +77,15 @@ class LineOwner(Protocol):
 
     def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
         """The answer to a query."""
+
+    def next_fetch(self) -> copies.Fetch | None:
+        """What to have fetched now; None: nothing."""
+
+    def fetched(self, result: copies.CopyResult) -> None:
+        """How that has ended."""
+
+    def broke(self) -> None:
+        """The line is down, or could not be opened: what was ordered has no result any more."""
 
 
 class PlaceLine:
@@ -202,6 +211,7 @@ class PlaceLine:
     def _failed(self, error: Exception) -> None:
         """The line is down; said once until something has been heard."""
         self._close()
+        self._owner.broke()
         now, reason = time.monotonic(), first_line(cause_of(error))
         if self.breakers.failed(OWN_PLACE, self._call, now, reason) and not self._stopped.is_set():
             logger.warning("no line to the NodeActor: %s", reason)
@@ -224,6 +234,8 @@ class PlaceLine:
         if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
             self._send(query)
             self._queries.append((query, now))
+        while (order := self._owner.next_fetch()) is not None:
+            self._send(order)
         if now < self._tell_at:
             return
         tell = self._owner.next_tell()
@@ -249,9 +261,11 @@ class PlaceLine:
             raise AttachError("the NodeActor has hung up")
         welcome = None
         for raw in self._reader.feed(data):
-            message = msgspec.msgpack.decode(raw, type=engine.PlaceMessage)
+            message = framing.receive(raw, engine.PlaceMessage, "the NodeActor", "this engine")
             if isinstance(message, engine.Welcome):
                 welcome = message
+            elif isinstance(message, engine.Fetched):
+                self._owner.fetched(message.result)
             elif self._queries:
                 self._answered(self._queries.popleft()[0], message)
         return welcome

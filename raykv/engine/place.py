@@ -18,8 +18,9 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import ray
 
@@ -171,6 +172,40 @@ class EnginePlace:
             return leave_ray(ray.shutdown, deadline_s)
         finally:
             self._lock.release()
+
+
+class RayActor:
+    """An actor that is found when it is called, by one thread.
+
+    Args:
+        find: returns it.
+        calling: the context of calls to Ray; gets the number of the connection, each of which has
+            its own handles.
+        deadline_s: for an answer.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Any],
+        calling: Callable[[], AbstractContextManager[int]],
+        deadline_s: float,
+    ) -> None:
+        self._find, self._calling, self._deadline_s = find, calling, deadline_s
+        self._actor: Any = None
+        self._connection = 0
+
+    def call(self, method: str, argument: bytes | str) -> bytes:
+        """The answer of a method; raises if there is none in time, and looks for it again."""
+        try:
+            with self._calling() as connection:
+                if self._actor is None or connection != self._connection:
+                    self._actor, self._connection = self._find(), connection
+                future = getattr(self._actor, method).remote(argument).future()
+            answer: bytes = future.result(timeout=self._deadline_s)
+        except Exception:
+            self._actor = None
+            raise
+        return answer
 
 
 def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:

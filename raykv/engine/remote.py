@@ -53,12 +53,13 @@ class ChunkSize:
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Times in seconds; sizes by KV group index."""
+    """Times in seconds; sizes by KV group index. `with_checksums`: what arrives is checked."""
 
     query_deadline_s: float = 1.0
     fetch_deadline_s: float = 10.0
     pending_deadline_s: float = 2.0
     sizes: Mapping[int, ChunkSize] = field(default_factory=dict)
+    with_checksums: bool = True
 
     def size_of(self, key: Key) -> ChunkSize:
         """Size of the chunks of a key's group."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import ray
@@ -27,7 +26,6 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.launch import scheduler_actor
 from raykv.engine import place, session
-from raykv.engine.fetches import FetchClient, RayActor
 from raykv.engine.hints import HintBox
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
@@ -98,21 +96,16 @@ class EngineRuntime:
                 cluster.stop_started(found.address)
             raise
         self.node: NodeDescription | None = None
-        calling = self._place.calling
-        fetches = FetchClient(
-            RayActor(self._find_node_actor, calling),
-            settings.fetch_deadline_s,
-            with_checksums=settings.fetch_checksums,
-        )
-        scheduler = RayActor(self._find_scheduler, calling)
+        calling, deadline_s = self._place.calling, settings.rpc_deadline_s
+        scheduler = place.RayActor(self._find_scheduler, calling, deadline_s)
         self.session = session.Session(
             view,
             hello,
             NodeId(self.node_id),
-            partial(scheduler.call, deadline_s=settings.rpc_deadline_s),
+            scheduler.call,
             self._locate,
-            fetches,
-            session.EngineParts(hints or HintBox(), described),
+            hints,
+            described,
         )
         self._view = view
 

@@ -1,8 +1,8 @@
 """What an engine says and hears while it runs: one line to its place, one thread that asks.
 
-                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it
-  engine's thread ───┼─ asking ─────► scheduler actor: who else has chunks │ clears
-   nudge │ drain     └─ FetchClient ► NodeActor: chunks of other nodes
+                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it │ fetches
+  engine's thread ───┤
+   nudge │ drain     └─ asking ─────► scheduler actor: who else has chunks │ clears
 
 The engine's thread never waits: what is to be said gathers in the view, and answers land in an
 inbox that is drained between steps. Every call has a deadline; breakers keep a dead actor from
@@ -16,24 +16,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, NodeId, Stamp
+from raykv.base.ids import Namespace, NodeId, Refusal, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.engine.fetches import FetchClient, FetchEnded
+from raykv.engine.fetches import Fetches
 from raykv.engine.hints import HintBox
 from raykv.engine.lines import PlaceLine
+from raykv.engine.remote import FetchOrder
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol import columns, engine, measures, node, operator
+from raykv.protocol import columns, copies, engine, measures, node, operator, worker
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Position, Reason
 from raykv.stream.descriptions import DescriptionOutbox
@@ -91,14 +91,6 @@ Call = Callable[[str, bytes | str], bytes]
 """Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """What is told beside what the view has: wishes of requests, and what is inside of chunks."""
-
-    hints: HintBox
-    described: DescriptionOutbox | None = None
-
-
 def _weight(answer: engine.ChangesAnswer) -> int:
     """As how many rows an answer counts."""
     return max(LEAST_ROWS, len(answer.part.rows.keys))
@@ -114,8 +106,8 @@ class Session:
         node_id: where it is.
         call: to the scheduler actor.
         locate: see `PlaceLine`.
-        fetches: None: nothing is fetched.
-        parts: see there.
+        hints: wishes of requests, which the place is told; None: there are none.
+        described: what is inside of chunks; likewise.
     """
 
     def __init__(
@@ -125,16 +117,16 @@ class Session:
         node_id: NodeId,
         call: Call,
         locate: Callable[[bool], node.NodeDescription],
-        fetches: FetchClient | None = None,
-        parts: EngineParts | None = None,
+        hints: HintBox | None = None,
+        described: DescriptionOutbox | None = None,
     ) -> None:
         view.begin(hello, [node_id], time.monotonic())
-        parts = parts or EngineParts(HintBox())
-        self.hints, self.described = parts.hints, parts.described
+        self.hints, self.described = hints or HintBox(), described
         self._view = view
         self._first = hello
         self._call = call
-        self._fetches = fetches
+        self._fetches = Fetches(view.remote.settings, self._end_fetch)
+        self._num_refused = 0
         self._line = PlaceLine(self, node_id, locate)
         # What the engine's thread is to do between steps, in order.
         self._inbox: deque[Callable[[], None]] = deque()
@@ -202,14 +194,13 @@ class Session:
 
     def start(self) -> None:
         """Begin with the rest; `nudge` tries again if there is no thread for it now."""
-        if self._fetches is not None:
-            self._fetches.start(lambda ended: self._inbox.append(partial(self._finish, ended)))
         self._is_started = True
         self.nudge()
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
         was_full = self._is_full
+        self._fetches.give_up_overdue(time.monotonic())
         while self._inbox:
             self._inbox.popleft()()
         standing, now = self._standing, time.monotonic()
@@ -228,8 +219,12 @@ class Session:
         """Whether the engine has to take something in before more is read."""
         return self._num_put - self._num_taken >= MAX_UNREAD
 
-    def _finish(self, ended: FetchEnded) -> None:
-        self._view.finish_fetch(ended.orders, [ended.result], time.monotonic())
+    def _end_fetch(self, orders: list[FetchOrder], result: copies.CopyResult | None) -> None:
+        """On any thread."""
+        self._inbox.append(partial(self._finish, orders, result))
+
+    def _finish(self, orders: list[FetchOrder], result: copies.CopyResult | None) -> None:
+        self._view.finish_fetch(orders, [result], time.monotonic())
 
     def _move(self, node_id: NodeId) -> None:
         self._workers.clear()
@@ -331,15 +326,24 @@ class Session:
             # Those that have begun end with the session only.
             begun = [self._line.revive(), self._asking.revive()]
             self._has_threads = all(begun)
-        if self._fetches is not None and (orders := view.remote.take_orders()):
-            self._fetches.submit(orders, view.life, view.namespace)
+        if orders := view.remote.take_orders():
+            self._order(orders)
+
+    def _order(self, orders: list[FetchOrder]) -> None:
+        """Have chunks fetched; at once in vain while the NodeActor is left alone."""
+        view = self._view
+        if self._line.is_left_alone:
+            self._num_refused += 1
+            refused = worker.not_done(0, len(orders), Refusal.BREAKER_OPEN)
+            self._end_fetch(orders, refused)
+            return
+        self._fetches.submit(orders, view.life, view.namespace, time.monotonic())
+        self._line.wake()
 
     def stop(self, timeout_s: float) -> None:
         """End the threads, and the line."""
         self._stopped.set()
         self._wake.set()
-        if self._fetches is not None:
-            self._fetches.stop()
         self._line.stop(timeout_s)
         self._asking.join(timeout_s)
 
@@ -403,6 +407,18 @@ class Session:
         self._orders = engine.NOTHING_ORDERED
         self._inbox.append(partial(self._move, node_id))
 
+    def next_fetch(self) -> copies.Fetch | None:
+        """See `LineOwner.next_fetch`."""
+        return self._fetches.take()
+
+    def fetched(self, result: copies.CopyResult) -> None:
+        """See `LineOwner.fetched`."""
+        self._fetches.came(result)
+
+    def broke(self) -> None:
+        """See `LineOwner.broke`."""
+        self._fetches.lose_all()
+
     def next_tell(self) -> engine.Tell | None:
         """See `LineOwner.next_tell`."""
         view, now = self._view, time.monotonic()
@@ -442,9 +458,8 @@ class Session:
 
     def _breaker_report(self, now: float) -> measures.BreakerReport:
         """All breakers of the engine's processes."""
-        reports = [self._breakers.report(now), self._line.breakers.report(now)]
-        if self._fetches is not None:
-            reports.append(self._fetches.breaker_report(now))
+        refused = measures.BreakerReport(refused=self._num_refused)
+        reports = [self._breakers.report(now), self._line.breakers.report(now), refused]
         workers = list(self._workers.values())
         return joined([*reports, *(aged(each.breakers, now - at) for at, each in workers)])
 

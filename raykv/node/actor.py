@@ -70,7 +70,7 @@ DISK_READ_S = 10.0
 
 
 HERE = "the NodeActor"
-ENGINE, OTHER_NODE, OPERATOR = "the engine", "another NodeActor", "the operator"
+OTHER_NODE, OPERATOR = "another NodeActor", "the operator"
 
 CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
 """Threads of the actor for each kind of call; further calls wait their turn."""
@@ -160,7 +160,7 @@ class NodeActor:
             keeper = PoolKeeper(
                 *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
             )
-            self._service = NodeService(self._socket_name, keeper)
+            self._service = NodeService(self._socket_name, keeper, fetch=self._fetch)
         except errors.RayKVError as error:
             return str(error)
         self._keeper = keeper
@@ -263,10 +263,13 @@ class NodeActor:
     def fetch(self, raw: bytes) -> bytes:
         """`Fetch` → `CopyResult`: chunks of other nodes into the pool."""
         self._refuse_without_pool()
-        result = self._fetching.fetch(receive(raw, copies.Fetch, ENGINE, HERE))
+        return encode(self._fetch(receive(raw, copies.Fetch, OPERATOR, HERE)))
+
+    def _fetch(self, order: copies.Fetch) -> copies.CopyResult:
+        result = self._fetching.fetch(order)
         with self._measuring:
             self._service.meter.fetch.observe(result.seconds)
-        return encode(result)
+        return result
 
     @ray.method(concurrency_group="read")
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:

@@ -2,11 +2,13 @@
 
       hello ──► welcome
       tell                               (no answer)
+      fetch ──► a thread for it ──► its result
       query ──► wait for news ──► one answer ──► a short pause, if it had rows
                   │ silence for a second
                   └──► an answer that says nothing
 
-A thread for each line reads, another one answers. They share what the pool's lock guards.
+A thread for each line reads, another one answers. They share what the pool's lock guards. Fetches
+of all lines are carried out by threads of their own.
 
 Invariants:
 1. Each query gets one answer.
@@ -19,17 +21,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 import msgspec
 
 from raykv.base import deadlines, threads
+from raykv.base.ids import Refusal
 from raykv.cluster.deaths import Watch
 from raykv.node.keeper import PoolKeeper
-from raykv.protocol import engine, framing, node, wire
+from raykv.protocol import copies, engine, framing, node, wire, worker
 from raykv.protocol.columns import require
 
 logger = logging.getLogger("raykv.node")
@@ -44,6 +49,12 @@ LINE_PAUSE_S = 0.002
 MOST_QUERIES = 8
 """Of one line, that wait for an answer: an EngineCore has one."""
 
+MOST_FETCHES = 1024
+"""Of all lines, that wait for a thread; further ones are refused."""
+
+FETCH_THREADS = 4
+"""Fetches that run at a time."""
+
 
 class EngineLine:
     """One EngineCore's connection.
@@ -52,17 +63,21 @@ class EngineLine:
         keeper: the pool.
         sock: the connection.
         life: of the EngineCore.
+        fetches: where its fetches wait.
     """
 
-    def __init__(self, keeper: PoolKeeper, sock: socket.socket, life: int) -> None:
+    def __init__(
+        self, keeper: PoolKeeper, sock: socket.socket, life: int, fetches: FetchQueue
+    ) -> None:
         self._keeper = keeper
+        self._fetches = fetches
         self._lock = keeper.lock
         self._sock = sock
         self._life = life
         self._queries: deque[tuple[engine.ChangesQuery, float]] = deque()
         # Its last query took no rows: it may not know what it lacks.
         self._is_blind = False
-        self._is_open = True
+        self.is_open = True
         self._sending = threading.Lock()
 
     def serve(self, watch: Watch, reader: wire.FrameReader, frames: list[bytes]) -> None:
@@ -87,7 +102,7 @@ class EngineLine:
     def close(self) -> None:
         """End it; any thread may call."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             self._lock.notify_all()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -97,6 +112,9 @@ class EngineLine:
             raw, engine.EngineMessage, "an engine", "this NodeActor"
         )
         require(message.life == self._life, "an engine of another life than its line's")
+        if isinstance(message, copies.Fetch):
+            self._queue_fetch(message)
+            return
         welcome = None
         with self._lock:
             now = self._keeper.now()
@@ -110,6 +128,13 @@ class EngineLine:
             self._lock.notify_all()
         if welcome is not None:
             self.send(welcome)
+
+    def _queue_fetch(self, order: copies.Fetch) -> None:
+        try:
+            self._fetches.put_nowait((self, order))
+        except queue.Full:
+            refused = worker.not_done(order.number, len(order.keys), Refusal.QUEUE_FULL)
+            self.send(engine.Fetched(refused))
 
     def send(self, message: msgspec.Struct) -> None:
         """Send, or end the line; frames of two threads do not mix."""
@@ -136,7 +161,7 @@ class EngineLine:
         """The next query that is to be answered now; None at the line's end. Waits with the lock,
         which the caller holds.
         """
-        while self._is_open:
+        while self.is_open:
             if not self._queries:
                 self._lock.wait(LINE_SILENCE_S)
                 continue
@@ -150,15 +175,25 @@ class EngineLine:
         return None
 
 
+FetchQueue = queue.Queue[tuple[EngineLine, copies.Fetch]]
+"""Fetches that wait, with the lines that their results go to."""
+
+
 class EngineLines:
     """All lines; any thread may call.
 
     Args:
         keeper: the pool.
+        fetch: carries out an order within its deadline; must not raise.
     """
 
-    def __init__(self, keeper: PoolKeeper) -> None:
+    def __init__(
+        self, keeper: PoolKeeper, fetch: Callable[[copies.Fetch], copies.CopyResult]
+    ) -> None:
         self._keeper = keeper
+        self._fetch = fetch
+        self._fetches: FetchQueue = queue.Queue(MOST_FETCHES)
+        self._is_closed = False
         self._lines: set[EngineLine] = set()
         self._num_open: Counter[int] = Counter()
 
@@ -172,7 +207,7 @@ class EngineLines:
             ThreadError: there is no thread for it.
         """
         keeper, life = self._keeper, hello.life
-        line = EngineLine(keeper, watch.sock, life)
+        line = EngineLine(keeper, watch.sock, life, self._fetches)
         wire.limit_sends(watch.sock, deadlines.NODE_SEND_S)
         with keeper.lock:
             welcome = self._welcome(hello)
@@ -194,6 +229,16 @@ class EngineLines:
                     keeper.owner.bye(life)
                 keeper.lock.notify_all()
 
+    def carry_out(self) -> None:
+        """Fetch what engines order, one order after the other, until `close`."""
+        while not self._is_closed:
+            try:
+                line, order = self._fetches.get(timeout=deadlines.NODE_LOOK_S)
+            except queue.Empty:
+                continue
+            if line.is_open:
+                line.send(engine.Fetched(self._fetch(order)))
+
     def _welcome(self, hello: engine.EngineHello) -> engine.Welcome:
         if len(self._lines) >= node.MOST_ENGINES:
             return engine.Welcome(
@@ -205,7 +250,8 @@ class EngineLines:
         return len(self._lines)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all of them, and carry out nothing more."""
+        self._is_closed = True
         with self._keeper.lock:
             lines = list(self._lines)
         for line in lines:

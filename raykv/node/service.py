@@ -1,12 +1,13 @@
 """What a NodeActor does, without Ray: the copy threads, and the socket of engines and workers.
 
 Threads: one accepts connections, one per connected worker reads its jobs, two serve each connected
-EngineCore (`raykv.node.lines`), one notices that peers have died, two copy for each device and for
-the host (`raykv.node.lanes`), those of `raykv.node.states.capturing` look after hidden states where
-an engine has any, one looks after checksums and what has expired, and one touches the pool's pages.
-For the first worker whose KV cache is in CPU memory one loads the copy kernel, while copies already
-run without it. The pool and the queue are guarded by one lock, which nobody holds while bytes are
-copied or a socket is waited for.
+EngineCore and some carry out what these order (`raykv.node.lines`), one notices that peers have
+died, two copy for each device and for the host (`raykv.node.lanes`), those of
+`raykv.node.states.capturing` look after hidden states where an engine has any, one looks after
+checksums and what has expired, and one touches the pool's pages. For the first worker whose KV
+cache is in CPU memory one loads the copy kernel, while copies already run without it. The pool and
+the queue are guarded by one lock, which nobody holds while bytes are copied or a socket is waited
+for.
 
 A worker's memory is mapped here only as long as its process lives, whatever its children keep open.
 """
@@ -18,6 +19,7 @@ import logging
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from raykv.node.lanes import CopyLanes
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import columns, copies, framing, node, wire
 from raykv.protocol.engine import EngineHello, Welcome
-from raykv.protocol.worker import AttachWorker, JobBatch, JobResults
+from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, not_done
 
 logger = logging.getLogger("raykv.node")
 
@@ -54,6 +56,11 @@ NODE_TURN_AWAY_S = 0.5
 NODE_ACCEPT_PAUSE_S = 0.2
 
 
+def fetch_nothing(order: copies.Fetch) -> copies.CopyResult:
+    """The answer to a fetch where there are no other nodes."""
+    return not_done(order.number, len(order.keys), Refusal.NODE_LOST)
+
+
 class NodeService:
     """All copies between engines and the pool run here; the pool itself is the keeper's.
 
@@ -62,6 +69,7 @@ class NodeService:
         keeper: the pool.
         devices: access to GPUs.
         loads_per_check: see `Integrity`.
+        fetch: see `EngineLines`.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class NodeService:
         keeper: PoolKeeper,
         devices: Devices | None = None,
         loads_per_check: int = integrity.LOADS_PER_CHECK,
+        fetch: Callable[[copies.Fetch], copies.CopyResult] = fetch_nothing,
     ) -> None:
         self.socket_name = socket_name
         self.keeper = keeper
@@ -85,7 +94,7 @@ class NodeService:
         # Guards the queue, the counters and the meter too.
         self._lock = keeper.lock
         self._workers: set[attached.AttachedWorker] = set()
-        self._lines = lines.EngineLines(keeper)
+        self._lines = lines.EngineLines(keeper, fetch)
         self.forms = kv_form.Forms()
         self._deaths = DeathWatch()
         self._listener: socket.socket | None = None
@@ -110,6 +119,7 @@ class NodeService:
             (self._accept, threads.OnFailure.END_PROCESS),
             (self._look_after, threads.OnFailure.END_PROCESS),
             (self._prefault, threads.OnFailure.GIVE_UP),
+            *[(self._lines.carry_out, threads.OnFailure.END_PROCESS)] * lines.FETCH_THREADS,
         ):
             name = f"raykv-{target.__name__.lstrip('_')}"
             self._threads.append(threads.start_thread(name, target, on_failure))

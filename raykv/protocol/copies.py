@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Direction, Refusal, Stamp
-from raykv.protocol import columns, engine, listing, wire
+from raykv.protocol import columns, listing, wire
 
 STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that hidden states may have."""
@@ -98,7 +98,7 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: columns.Numbers
     first_block: columns.Numbers
     block_ids: columns.Numbers = columns.Numbers()
-    orders: Stamp = engine.NOTHING_ORDERED
+    orders: Stamp = Stamp(0, 0)
     tenant: columns.Text = ""
     by_layer: bool = False
     capture: Capture | None = None
@@ -135,7 +135,7 @@ class CopyResult(msgspec.Struct, frozen=True, array_like=True):
         columns.check_rows("failed chunks with a reason", self.failed_chunks, self.refusals)
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Have chunks of other nodes copied into this one's pool.
 
     Args:

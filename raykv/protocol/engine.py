@@ -8,7 +8,7 @@ import msgspec
 
 from raykv.base.ids import Key, NodeId, Stamp, TokenSource
 from raykv.base.tenants import is_label
-from raykv.protocol import columns, listing, measures
+from raykv.protocol import columns, copies, listing, measures
 from raykv.protocol.descriptions import Description
 from raykv.protocol.sessions import SessionNews
 
@@ -277,10 +277,16 @@ class ChangesAnswer(msgspec.Struct, frozen=True, tag="changed"):
     has_more: bool = False
 
 
-EngineMessage = EngineHello | Tell | ChangesQuery
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """How the `Fetch` with the result's number has ended."""
+
+    result: copies.CopyResult
+
+
+EngineMessage = EngineHello | Tell | ChangesQuery | copies.Fetch
 """From an EngineCore, over the socket of its host."""
 
-PlaceMessage = Welcome | ChangesAnswer
+PlaceMessage = Welcome | ChangesAnswer | Fetched
 """From its NodeActor, the same way."""
 
 

@@ -18,7 +18,7 @@ class BreakerReport(msgspec.Struct, frozen=True, array_like=True):
     """Columns of breakers that are not closed, at most `MAX_BREAKERS`, then sums since the start.
 
     `peers` says which peers are left alone: "scheduler", "node:<node id>" or, for an engine, its
-    own node, for copies or for fetches. `states` are "open" or "half-open", `failures` those in a
+    own node, for copies or for changes. `states` are "open" or "half-open", `failures` those in a
     row, `seconds` how long the breaker has not been closed. `opened` counts closed breakers that
     opened, `failed` calls that failed, `refused` calls that were not made because a breaker was
     open.

@@ -176,6 +176,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
             query_deadline_s=self.settings.query_deadline_s,
             fetch_deadline_s=self.settings.fetch_deadline_s,
             pending_deadline_s=self.settings.lookup_deadline_s,
+            with_checksums=self.settings.fetch_checksums,
             sizes=sizes,
         )
 

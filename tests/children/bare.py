@@ -13,15 +13,14 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+import ray
 
 import raykv
 from raykv.base.ids import Direction, Key, Namespace, NodeId
 from raykv.cluster import ask
-from raykv.engine.fetches import RayActor
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import new_life
 from raykv.engine.session import Session
@@ -69,7 +68,12 @@ def stored_and_loaded(node_id: str) -> bool:
     life = new_life()
     hello = EngineHello(PROTOCOL_VERSION, "bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
     described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
-    call = partial(RayActor(ask.find_scheduler_actor).call, deadline_s=5.0)
+
+    def call(method: str, argument: bytes | str) -> bytes:
+        scheduler = ask.find_scheduler_actor()
+        answer: bytes = ray.get(getattr(scheduler, method).remote(argument), timeout=5.0)
+        return answer
+
     session = Session(view, hello, NodeId(node_id), call, lambda _anew: described)
     session.attach(PATIENCE_S)
     session.start()

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import raykv.base.threads
-from raykv.engine.fetches import FetchClient, FetchEnded, RayActor
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import ChangesQuery
 from tests.fixtures.engine.place import PlayedPlace, session_at
-from tests.fixtures.engine.scheduler import Actor, PlayedScheduler, order
+from tests.fixtures.engine.scheduler import PlayedScheduler
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -113,39 +112,3 @@ def test_engine_is_heard_of_once_there_is_a_thread_for_it(
         wait_until(lambda: bool(place.hellos), LONG_S, "it is heard of")
     finally:
         session.stop(LONG_S)
-
-
-def test_fetches_end_after_the_thread_that_gives_them_up_has_failed() -> None:
-    actor, fail, delivered = Actor(), Failing(1), list[FetchEnded]()
-
-    def deliver(end: FetchEnded) -> None:
-        fail()
-        delivered.append(end)
-
-    client = FetchClient(RayActor(lambda: actor), -1.8, with_checksums=True)
-    client.start(deliver)
-    try:
-        client.submit([order(1)], 1, "ns")
-        wait_until(lambda: not fail.left, LONG_S, "the thread fails")
-        client.submit([order(2)], 1, "ns")
-        wait_until(lambda: bool(delivered), LONG_S, "the next one ends")
-        assert delivered[0].orders == [order(2)]
-    finally:
-        client.stop()
-
-
-def test_fetches_are_refused_at_once_while_there_is_no_thread_for_them(
-    no_threads: set[str],
-) -> None:
-    delivered = list[FetchEnded]()
-    client = FetchClient(RayActor(Actor), LONG_S, with_checksums=True)
-    no_threads.add("raykv-fetch-watch")
-    client.start(delivered.append)
-    try:
-        client.submit([order(1)], 1, "ns")
-        assert [end.orders for end in delivered] == [[order(1)]]
-        no_threads.clear()
-        client.submit([order(2)], 1, "ns")
-        assert len(delivered) == 1
-    finally:
-        client.stop()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster.join import Raylet
-from raykv.engine.place import EnginePlace, RayHere
+from raykv.engine.place import EnginePlace, RayActor, RayHere
 
 LONG_S = 10.0
 HEAD = "head:1"
@@ -170,3 +173,69 @@ def test_raylets_that_cannot_be_seen_count_as_there() -> None:
     here.begin("two")
     assert place.follow()
     assert place.node_id == "hidden"
+
+
+# Calls
+
+
+class Handle:
+    """Stands for the handle of an actor with one method."""
+
+    def __init__(self, reply: Callable[[], bytes] = lambda: b"answer") -> None:
+        self.asked: list[bytes] = []
+        self.reply = reply
+
+    @property
+    def ask(self) -> Handle:
+        return self
+
+    def remote(self, raw: bytes) -> Handle:
+        self.asked.append(raw)
+        return self
+
+    def future(self) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        if (answer := self.reply()) != b"silence":
+            future.set_result(answer)
+        return future
+
+
+def test_handle_of_an_earlier_connection_is_not_used() -> None:
+    connections, handles = [1], [Handle()]
+
+    @contextmanager
+    def calling() -> Iterator[int]:
+        if not connections:
+            raise ClusterError("this engine is not connected to Ray")
+        yield connections[-1]
+
+    actor = RayActor(lambda: handles[-1], calling, LONG_S)
+    assert actor.call("ask", b"1") == b"answer"
+    connections.append(2)
+    handles.append(Handle())
+    assert actor.call("ask", b"2") == b"answer"
+    assert [handle.asked for handle in handles] == [[b"1"], [b"2"]]
+    connections.clear()
+    with pytest.raises(ClusterError, match="not connected"):
+        actor.call("ask", b"3")
+
+
+@pytest.mark.parametrize("reply", [b"silence", b""])
+def test_actor_that_failed_is_looked_for_again(reply: bytes) -> None:
+    def fail() -> bytes:
+        if reply:
+            return reply
+        raise ConnectionError("the actor died")
+
+    handles = [Handle(fail)]
+
+    @contextmanager
+    def calling() -> Iterator[int]:
+        yield 1
+
+    actor = RayActor(lambda: handles[-1], calling, 0.05)
+    with pytest.raises((ConnectionError, TimeoutError)):
+        actor.call("ask", b"1")
+    handles.append(Handle())
+    assert [actor.call("ask", b"2"), actor.call("ask", b"3")] == [b"answer", b"answer"]
+    assert handles[1].asked == [b"2", b"3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,9 +11,13 @@ import pytest
 import raykv.node.lines
 from raykv.base.ids import Direction, Namespace, Refusal, Stamp
 from raykv.node.service import NodeService
-from raykv.protocol.engine import ChangesAnswer, ChangesQuery, Tell, Welcome
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyResult, Fetch
+from raykv.protocol.engine import ChangesAnswer, ChangesQuery, Fetched, Tell, Welcome
+from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import OrdersDocument
+from raykv.protocol.worker import not_done
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import RawLine, hello_of
 from tests.fixtures.node.honest_worker import PAGE, Worker, make_service
@@ -230,3 +235,110 @@ def test_one_engine_too_many_is_refused(
     assert isinstance(answer, Welcome)
     assert "connected already" in answer.error
     assert is_here(service)
+
+
+# Fetches
+
+
+class Fetching:
+    """Carries out what is ordered when it may."""
+
+    def __init__(self) -> None:
+        self.begun: list[Fetch] = []
+        self.may_end = threading.Event()
+
+    def __call__(self, order: Fetch) -> CopyResult:
+        self.begun.append(order)
+        assert self.may_end.wait(LONG_S)
+        return CopyResult(order.number, 7, 1, num_bytes=PAGE)
+
+    def wait_for(self, number: int) -> None:
+        """Until so many have begun."""
+        wait_until(lambda: len(self.begun) == number, LONG_S, "they run")
+
+
+@pytest.fixture
+def fetching() -> Iterator[Fetching]:
+    made = Fetching()
+    yield made
+    made.may_end.set()
+
+
+@pytest.fixture
+def fetcher(fetching: Fetching) -> Iterator[NodeService]:
+    made = make_service(fetch=fetching)
+    yield made
+    fetching.may_end.set()
+    made.stop()
+
+
+def fetch_of(number: int, life: int = LIFE) -> Fetch:
+    keys = Keys.of([numbered_key(number)])
+    return Fetch(PROTOCOL_VERSION, number, life, "ns", keys, Numbers.of([PAGE]))
+
+
+def test_fetches_have_their_results_and_hold_up_no_other_answer(
+    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+) -> None:
+    line = opened(fetcher, lines)
+    orders = [fetch_of(number) for number in range(raykv.node.lines.FETCH_THREADS + 3)]
+    for order in orders:
+        line.send(order)
+    num_threads = raykv.node.lines.FETCH_THREADS
+    fetching.wait_for(num_threads)
+    assert asked(line, Position()).is_known
+    assert fetching.begun == orders[:num_threads], "in order, and no more at a time"
+    fetching.may_end.set()
+    results = [line.receive() for _ in orders]
+    assert all(isinstance(each, Fetched) for each in results)
+    ended = [each.result for each in results if isinstance(each, Fetched)]
+    expected = [CopyResult(order.number, 7, 1, num_bytes=PAGE) for order in orders]
+    assert sorted(ended, key=lambda result: result.job_id) == expected
+
+
+def test_fetches_that_find_the_queue_full_are_refused_at_once(
+    fetching: Fetching, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.node.lines, "MOST_FETCHES", 1)
+    service = make_service(fetch=fetching)
+    try:
+        line = opened(service, lines)
+        num_threads = raykv.node.lines.FETCH_THREADS
+        for number in range(num_threads):
+            line.send(fetch_of(number))
+            fetching.wait_for(number + 1)
+        line.send(fetch_of(num_threads))
+        line.send(fetch_of(99))
+        refused = not_done(99, 1, Refusal.QUEUE_FULL)
+        assert line.receive() == Fetched(refused)
+    finally:
+        fetching.may_end.set()
+        service.stop()
+
+
+def test_fetch_of_an_engine_that_has_gone_is_not_begun(
+    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+) -> None:
+    gone, stays = opened(fetcher, lines), opened(fetcher, lines, LIFE + 1)
+    num_threads = raykv.node.lines.FETCH_THREADS
+    for number in range(num_threads):
+        stays.send(fetch_of(number, LIFE + 1))
+    fetching.wait_for(num_threads)
+    gone.send(fetch_of(50))
+    assert asked(gone, Position()).is_known
+    gone.close()
+    wait_until(lambda: not is_here(fetcher), LONG_S, "it is gone")
+    stays.send(fetch_of(51, LIFE + 1))
+    fetching.may_end.set()
+    results = [stays.receive() for _ in range(num_threads + 1)]
+    assert all(isinstance(each, Fetched) for each in results)
+    assert 50 not in [order.number for order in fetching.begun]
+
+
+def test_engine_that_orders_for_another_life_loses_its_line(
+    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+) -> None:
+    line = opened(fetcher, lines)
+    line.send(fetch_of(1, LIFE + 1))
+    assert line.receive() is None
+    assert not fetching.begun

@@ -123,9 +123,8 @@ def test_nobody_waits_while_a_source_is_looked_for(
     monkeypatch.setattr(network, "call", seen)
     assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [NONE]
     assert here.fetch([wanted(source.store(key(1)), source)]).refusals == [NONE]
-    # At the end of an offer its source is known.
-    assert not locked["describe"]
-    assert not locked["offer"]
+    # At the end of an offer nobody is looked for.
+    assert locked == {"describe": False, "offer": False}
 
 
 def test_source_that_can_not_be_read_is_read_the_other_way_next_time(

@@ -76,7 +76,6 @@ BOUNDED = {
     ("raykv.worker.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
     ("raykv.worker.link", "_await_attached", "recv"): "it is readable",
     ("raykv.worker.link", "_receive", "recv"): "MSG_DONTWAIT",
-    ("raykv.engine.fetches", "_end", "result"): "the call is done",
     ("raykv.worker.front", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.transfers", "wait", "wait"): "of a link: its flush deadline",

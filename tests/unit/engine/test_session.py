@@ -12,7 +12,7 @@ import raykv.engine.session
 from raykv.base.ids import Key, Lookup, Stamp
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
-from raykv.engine.session import LEAST_ROWS, EngineParts, Session, WorkerReport
+from raykv.engine.session import LEAST_ROWS, Session, WorkerReport
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
 from raykv.protocol.descriptions import Description
@@ -47,8 +47,7 @@ def view() -> EngineView:
 
 @pytest.fixture
 def session(place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView) -> Iterator[Session]:
-    parts = EngineParts(HintBox(Allowed.SESSION))
-    made = session_at(place, scheduler, view, parts)
+    made = session_at(place, scheduler, view, HintBox(Allowed.SESSION))
     yield made
     made.stop(DEADLINE_S)
 
@@ -400,7 +399,7 @@ def test_answer_that_could_not_be_taken_in_costs_nothing_but_time(
 def test_cleared_chunks_are_described_again(place: PlayedPlace, scheduler: PlayedScheduler) -> None:
     described = DescriptionOutbox()
     described.add(Description("ns", key(1), None, b"", bytes(4), 1))
-    session = session_at(place, scheduler, parts=EngineParts(HintBox(), described))
+    session = session_at(place, scheduler, described=described)
     try:
         place.store(key(1))
         session.attach(DEADLINE_S)
