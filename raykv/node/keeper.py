@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
 from raykv.memory.pool import Pool, PoolEntry
-from raykv.node.pool import catalog, claims, index, jobs
+from raykv.node.pool import catalog, claims, jobs
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk
 from raykv.protocol import copies, engine, listing, operator
 
 logger = logging.getLogger("raykv.node")
@@ -150,7 +150,7 @@ class PoolKeeper:
             if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
                 return Refusal.CLEARED
             owner = self.owner.tenants.of(tenant)
-            chunk = index.OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
+            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
             record = self.owner.landings.land(chunk, self.now())
             if isinstance(record, ChunkRecord) and not self._open(record):
                 self.owner.landings.landed(record, ok=False)

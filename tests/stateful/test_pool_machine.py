@@ -28,9 +28,9 @@ from raykv.base.ids import (
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import FRESH_S, OPEN_S, OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import FRESH_S, OPEN_S, PoolIndex
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Reason, Where
 from tests.fixtures.node.owned_pool import num_open_jobs

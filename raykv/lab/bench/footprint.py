@@ -21,7 +21,7 @@ import psutil
 import ray
 
 from raykv.cluster.ask import detached, find_node_actor, find_scheduler_actor
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench import directory, pool
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt

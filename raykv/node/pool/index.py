@@ -31,7 +31,16 @@ from raykv.node.pool import claims, places, room, shelf
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.order import EvictionOrder
-from raykv.node.pool.records import READY, VOID, ChunkRecord, ChunkState, OpenJob, Standing
+from raykv.node.pool.records import (
+    READY,
+    VOID,
+    ChunkRecord,
+    ChunkState,
+    OfferedChunk,
+    OpenJob,
+    Standing,
+    StorePart,
+)
 from raykv.protocol import listing as told
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.listing import ListedRow, ListedRows, ListingPart, Position, Reason, Where
@@ -56,33 +65,6 @@ _STORED = Reason.STORED
 
 FRESH_S = 3.0
 """What was found so lately does not go for a store: its load may be on its way."""
-
-
-class StorePart(msgspec.Struct, frozen=True, gc=False):
-    """One rank's part of a store job.
-
-    Args:
-        life: of the EngineCore process; jobs of another life are others.
-        job_id: rises within a life.
-        rank: of this node's ranks.
-        num_ranks: so many parts make a chunk.
-    """
-
-    life: int
-    job_id: int
-    rank: int = 0
-    num_ranks: int = 1
-
-
-class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
-    """What a store offers; see `ChunkRecord` for its fields."""
-
-    namespace: Namespace
-    key: Key
-    slot_bytes: int
-    stamp: Stamp
-    blocks: Blocks = ids.ALL_BLOCKS
-    owner: int = 0
 
 
 class _Parts(msgspec.Struct, gc=False):

@@ -22,8 +22,8 @@ from typing import cast
 
 from raykv.base.ids import GROUP_BYTES, NO_BLOCKS, Blocks, Direction, Key, Namespace, Refusal
 from raykv.node.pool.engines import LocalEngines
-from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
-from raykv.node.pool.records import VOID, ChunkRecord
+from raykv.node.pool.index import PoolIndex
+from raykv.node.pool.records import VOID, ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows, Reason

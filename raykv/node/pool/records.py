@@ -117,6 +117,33 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
         return self.readers > 0 or self.writers > 0
 
 
+class StorePart(msgspec.Struct, frozen=True, gc=False):
+    """One rank's part of a store job.
+
+    Args:
+        life: of the EngineCore process; jobs of another life are others.
+        job_id: rises within a life.
+        rank: of this node's ranks.
+        num_ranks: so many parts make a chunk.
+    """
+
+    life: int
+    job_id: int
+    rank: int = 0
+    num_ranks: int = 1
+
+
+class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
+    """What a store offers; see `ChunkRecord` for its fields."""
+
+    namespace: Namespace
+    key: Key
+    slot_bytes: int
+    stamp: Stamp
+    blocks: Blocks = ALL_BLOCKS
+    owner: int = 0
+
+
 class RecordQueue:
     """Records, linked to each other: each is in one queue at most."""
 

@@ -26,10 +26,10 @@ from raykv.engine.listed import ListedPlace, PlaceChange
 from raykv.engine.view import EngineView
 from raykv.node.pool.claims import Name
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.jobs import Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, StorePart
 from raykv.node.pool.reporting import Reporting
 from raykv.node.pool.room import Room
 from raykv.protocol.columns import NamedKeys

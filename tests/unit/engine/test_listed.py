@@ -12,9 +12,9 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Stamp, in_group
 from raykv.engine.listed import SILENT_S, ListedPlace, PlaceChange
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord
+from raykv.node.pool.records import ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,

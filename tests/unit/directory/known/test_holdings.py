@@ -10,9 +10,9 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NO_BLOCKS, Key, Namespace, NodeId, Stamp, in_group
 from raykv.directory.known.holdings import HeldAt, Holdings, MovedChunks
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord
+from raykv.node.pool.records import ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 from tests.fixtures.directory.reporting import listed, sizes
 

@@ -16,16 +16,10 @@ from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp, i
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import (
-    FRESH_S,
-    MAX_OPEN_JOBS,
-    OfferedChunk,
-    PoolIndex,
-    StorePart,
-)
+from raykv.node.pool.index import FRESH_S, MAX_OPEN_JOBS, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import MOST_SIZES, Places
-from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.node.pool.room import IDLE_S
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where

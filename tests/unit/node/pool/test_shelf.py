@@ -18,9 +18,9 @@ from raykv.base.ids import (
     in_group,
 )
 from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
+from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.node.pool.shelf import RESERVED_PART, DiskChunk, ShelvedChunk
 from raykv.protocol.listing import ALL_READ, ListedRow, Position, Reason, Where
 
