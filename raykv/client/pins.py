@@ -200,7 +200,7 @@ class Pinning:
 
 
 def _question(_: str, actor: Any) -> Any:
-    return actor.pins.remote()
+    return actor.ask.remote("pins")
 
 
 def _status(

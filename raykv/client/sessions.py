@@ -204,7 +204,7 @@ def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
     query = encode(SessionQuery(PROTOCOL_VERSION, namespace, session, first))
 
     def question(_: str, actor: Any) -> Any:
-        return actor.sessions.remote(query)
+        return actor.ask.remote("sessions", query)
 
     return question
 

@@ -151,7 +151,7 @@ class Moving:
                 Numbers.of(there[key].length for key in keys),
                 with_pinned,
             )
-            return actor.drop.remote(framing.encode(order))
+            return actor.ask.remote("drop", framing.encode(order))
 
         released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
         return sum(each.dropped for each in released), sum(each.kept for each in released)
@@ -281,7 +281,7 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
         query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
 
         def question(_: str, actor: Any, raw: bytes = framing.encode(query)) -> Any:
-            return actor.chunks.remote(raw)
+            return actor.ask.remote("chunks", raw)
 
         of = {source.node_id for source in some} - silent
         found, lost = ask.ask_nodes(reader.ChunkPage, question, of, CLIENT_S)

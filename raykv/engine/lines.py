@@ -243,7 +243,7 @@ class PlaceLine:
         left = self._tell_at - time.monotonic()
         return left if left > 0 else PLACE_LOOK_S
 
-    def _listen(self, timeout_s: float) -> engine.EngineWelcome | None:
+    def _listen(self, timeout_s: float) -> engine.Welcome | None:
         """Take what comes, for so long at most; the answer to a hello."""
         assert self._sock is not None
         readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
@@ -257,7 +257,7 @@ class PlaceLine:
         welcome = None
         for raw in self._reader.feed(data):
             message = framing.receive(raw, engine.PlaceMessage, "the NodeActor", "this engine")
-            if isinstance(message, engine.EngineWelcome):
+            if isinstance(message, engine.Welcome):
                 welcome = message
             elif isinstance(message, engine.Fetched):
                 self._fetches.came(message.result)

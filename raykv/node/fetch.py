@@ -16,7 +16,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import xxhash
@@ -99,15 +99,6 @@ class _Piece:
         return [chunk.landing.slot_bytes for chunk in self.chunks]
 
 
-@dataclass(slots=True)
-class FetchCounters:
-    """Counters since the start."""
-
-    bytes_fetched: int = 0
-    chunks_fetched: int = 0
-    fetches_failed: int = 0
-
-
 class FetchService:
     """Any thread may fetch.
 
@@ -123,7 +114,8 @@ class FetchService:
         self._flying: dict[tuple[Namespace, Key], _Landing] = {}
         # By the source's name; `_lock` guards them too.
         self.breakers = breaker.Breakers(breaker.Pauses(*deadlines.SOURCE_PAUSES_S))
-        self.counters = FetchCounters()
+        self.counters: Counter[str] = Counter()
+        """Of `NodeStats`, since the start."""
 
     def fetch(self, order: copies.Fetch) -> copies.CopyResult:
         """Fetch all chunks of an order, at most until its deadline; whatever goes wrong is a
@@ -143,7 +135,7 @@ class FetchService:
         for landing in landings:
             landing.done.wait(max(0.0, fetch.give_up_at - time.monotonic()))
         with self._lock:
-            self.counters.bytes_fetched += fetch.num_bytes
+            self.counters["bytes_fetched"] += fetch.num_bytes
         refusals = [
             landing.refusal if landing.done.is_set() else Refusal.TOO_LATE for landing in landings
         ]
@@ -370,7 +362,7 @@ class FetchService:
             return Refusal.CLEARED
         fetch.num_bytes += slot_bytes
         with self._lock:
-            self.counters.chunks_fetched += 1
+            self.counters["chunks_fetched"] += 1
         return Refusal.NONE
 
     def _failed(self, fetch: _Fetch, piece: _Piece, error: PeerError) -> None:
@@ -400,7 +392,7 @@ class FetchService:
         chunk.landing.refusal = refusal
         with self._lock:
             del self._flying[fetch.namespace, chunk.landing.key]
-            self.counters.fetches_failed += refusal is not Refusal.NONE
+            self.counters["fetches_failed"] += refusal is not Refusal.NONE
         chunk.landing.done.set()
 
     def _end(self, fetch: _Fetch) -> None:

@@ -239,9 +239,9 @@ class EngineLines:
             if line.is_open:
                 line.send(engine.Fetched(self._fetch(order)))
 
-    def _welcome(self, hello: engine.EngineHello) -> engine.EngineWelcome:
+    def _welcome(self, hello: engine.EngineHello) -> engine.Welcome:
         if len(self._lines) >= node.MOST_ENGINES:
-            return engine.EngineWelcome(
+            return engine.Welcome(
                 self._keeper.life, f"{node.MOST_ENGINES} engines are connected already"
             )
         return self._keeper.owner.hello(hello, self._keeper.now())

@@ -8,6 +8,8 @@ way.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,6 +67,13 @@ class Call(Protocol):
             PeerError: there is none.
         """
 
+    def again(self, method: str, *arguments: Any) -> Call:
+        """Ask the same actor another question, at once: nobody has to be found.
+
+        Raises:
+            PeerError: it can't be asked.
+        """
+
 
 class Peers(Protocol):
     """The other NodeActors."""
@@ -85,12 +94,18 @@ class RayPeers:
         self._handles: dict[str, Any] = {}
 
     def call(self, source: columns.Source, method: str, *arguments: Any) -> RayCall:
+        with self.failing(source):
+            return RayCall(self, source, self._handle(source), method, arguments)
+
+    @contextmanager
+    def failing(self, source: columns.Source) -> Iterator[None]:
+        """Whatever fails is a `PeerError`, and the source's handle is looked up anew next time."""
         try:
-            ref = getattr(self._handle(source), method).remote(*arguments)
+            yield
         except Exception as error:
-            self.forget(source)
+            with self._lock:
+                self._handles.pop(names.source_actor(source), None)
             raise PeerError(f"node {source.node_id}: {what_failed(error)}") from error
-        return RayCall(self, source, ref)
 
     def _handle(self, source: columns.Source) -> Any:
         name = names.source_actor(source)
@@ -104,30 +119,29 @@ class RayPeers:
                     self._handles[name] = handle
         return handle
 
-    def forget(self, source: columns.Source) -> None:
-        """The source's handle is looked up anew next time."""
-        with self._lock:
-            self._handles.pop(names.source_actor(source), None)
-
 
 class RayCall:
     """A call of `RayPeers`."""
 
-    def __init__(self, peers: RayPeers, source: columns.Source, ref: Any) -> None:
+    def __init__(
+        self, peers: RayPeers, source: columns.Source, actor: Any, method: str, arguments: Any
+    ) -> None:
         self._peers = peers
         self._source = source
-        self._ref = ref
+        self._actor = actor
+        self._ref = getattr(actor, method).remote(*arguments)
 
     def is_done(self) -> bool:
         done, _ = ray.wait([self._ref], timeout=0, fetch_local=False)
         return bool(done)
 
     def wait(self, timeout_s: float) -> Any:
-        try:
+        with self._peers.failing(self._source):
             return ray.get(self._ref, timeout=max(0.0, timeout_s))
-        except Exception as error:
-            self._peers.forget(self._source)
-            raise PeerError(f"node {self._source.node_id}: {what_failed(error)}") from error
+
+    def again(self, method: str, *arguments: Any) -> RayCall:
+        with self._peers.failing(self._source):
+            return RayCall(self._peers, self._source, self._actor, method, arguments)
 
 
 class ObjectRefTransport:

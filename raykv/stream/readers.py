@@ -176,7 +176,7 @@ class _Listing:
     names: set[tuple[Namespace, Key]] = field(default_factory=set)
 
     def question(self, actor: Any) -> Any:
-        return actor.listing.remote(encode(ListingQuery(PROTOCOL_VERSION, self.position)))
+        return actor.ask.remote("listing", encode(ListingQuery(PROTOCOL_VERSION, self.position)))
 
     def take(self, part: ListingPart) -> bool:
         """Take in the next part; True: it was the last one."""
@@ -236,7 +236,9 @@ class Insides:
         now = time.monotonic()
         calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
         asked = {node_id: call for node_id, call in calls.items() if call is not None}
-        questions = dict.fromkeys(asked, lambda each: each.descriptions.remote(keys, namespace))
+        questions = dict.fromkeys(
+            asked, lambda each: each.ask.remote("descriptions", keys, namespace)
+        )
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)

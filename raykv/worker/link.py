@@ -39,7 +39,7 @@ from raykv.base.threads import OnFailure, SupervisedThread, end_process
 from raykv.cluster import breaker, deaths
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
-from raykv.protocol import copies, framing, measures, wire, worker
+from raykv.protocol import copies, engine, framing, measures, wire, worker
 from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
@@ -363,7 +363,7 @@ class WorkerLink:
 
     def _await_attached(
         self, sock: socket.socket, reader: wire.FrameReader, give_up_at: float
-    ) -> worker.WorkerAttached:
+    ) -> engine.Welcome:
         """Meanwhile jobs keep their deadlines, and the engine may end."""
         while True:
             left = give_up_at - time.monotonic()
@@ -381,7 +381,7 @@ class WorkerLink:
                 raise AttachError("the NodeActor closed the connection while we attached")
             for raw in reader.feed(data):
                 answer = framing.receive(raw, worker.NodeMessage, "the NodeActor", "this worker")
-                if not isinstance(answer, worker.WorkerAttached):
+                if not isinstance(answer, engine.Welcome):
                     raise AttachError(f"unexpected answer to the attach message: {answer}")
                 self.unsuited = answer.error if answer.unsuited else ""
                 if answer.error:

@@ -323,7 +323,7 @@ class Pair:
         keys = _keys(size)
         first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
         order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
-        ray.get(self._actors[1].drop.remote(encode(order)), timeout=DEADLINE_S)
+        ray.get(self._actors[1].ask.remote("drop", encode(order)), timeout=DEADLINE_S)
 
     def fetched(
         self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S

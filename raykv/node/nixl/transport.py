@@ -1,8 +1,8 @@
 """Reads from other nodes through NIXL: their bytes are taken out of the other pool, one-sided.
 
-    start_read ──► OFFERED ──► READING ──► ENDING ──► the answer
-                     │ no answer │ failed    │ the offer was not in force until the end
-                     └───────────┴───────────┴──► PeerError
+    start_read ──► offered ──► being read ──► asked for the end ──► the answer
+                     │ no answer │ failed       │ the offer was not in force until the end
+                     └───────────┴──────────────┴──► PeerError
 
 The source is asked through Ray, before and after: first it holds the chunks, and says where they
 are and their checksums, at the end it says whether it has held them so long. Between the two its
@@ -21,8 +21,8 @@ import mmap
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -150,9 +150,9 @@ class NixlTransport:
         assert asked is not None
         try:
             described = received(source, asked.wait(0.0), node.NodeDescription)
-            if not described.nixl.metadata:
+            if not described.nixl:
                 return
-            known.name = self.agent.meet(described.nixl.metadata)
+            known.name = self.agent.meet(described.nixl)
         except (PeerError, NixlError) as error:
             logger.warning("node %s is not read through NIXL: %s", source.node_id, error)
             return
@@ -185,13 +185,6 @@ def _is_due(known: _Known) -> bool:
     return known.again_at <= time.monotonic()
 
 
-class _Stage(Enum):
-    OFFERED = auto()
-    READING = auto()
-    ENDING = auto()
-    OVER = auto()
-
-
 class _NixlRead:
     """A read of `NixlTransport`, whose lock is held when it is advanced."""
 
@@ -209,17 +202,16 @@ class _NixlRead:
         self._known = known
         self._request = request
         self._buffer: Bytes | None = buffer
-        self._call = asked
-        self._stage = _Stage.OFFERED
-        self._offer: copies.Offer | None = None
+        self._steps = self._all_steps(asked)
         self._handle: Any = None
         self._num_bytes = 0
+        self._reply: copies.ReadReply | None = None
         self._is_wanted = True
         self._error: PeerError | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._stage is _Stage.OVER
+        return self._reply is not None or self._error is not None
 
     def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         give_up_at = time.monotonic() + timeout_s
@@ -235,48 +227,57 @@ class _NixlRead:
             self._buffer = None
             raise self._error
         buffer, self._buffer = self._buffer, None
-        assert self._offer is not None
+        assert self._reply is not None
         assert buffer is not None
-        return self._offer.reply, buffer[: self._num_bytes]
+        return self._reply, buffer[: self._num_bytes]
 
     def abandon(self) -> None:
         """Its buffer is used again as soon as nothing writes into it any more."""
         self._is_wanted = False
-        if self._stage is _Stage.READING:
+        if self._handle is not None:
             self._transport.failed(self._known)
 
     def advance(self) -> None:
-        """One step further, if that can be done at once; never raises."""
+        """As far as can be gone at once; never raises."""
         try:
-            if self._stage is _Stage.OFFERED and self._call.is_done():
-                self._begin()
-            if self._stage is _Stage.READING and self._transport.agent.is_done(self._handle):
-                self._transport.agent.release(self._handle)
-                self._handle = None
-                self._ask_for_the_end()
-            if self._stage is _Stage.ENDING and self._call.is_done():
-                self._end()
+            next(self._steps, None)
         except NixlError as error:
             self._transport.failed(self._known, self._buffer)
             self._handle = None
-            self._fail(f"node {self._source.node_id}: {error}")
+            self._error = PeerError(f"node {self._source.node_id}: {error}")
         except PeerError as error:
-            self._fail(str(error))
+            self._error = PeerError(str(error))
         if self.is_over and not self._is_wanted:
             self._buffer = None
 
-    def _begin(self) -> None:
-        """The source has answered: read what it holds."""
-        self._offer = received(self._source, self._call.wait(0.0), copies.Offer)
-        if self._offer.reply.life != self._known.life:
-            self._transport.forget(self._source)
-            raise PeerError(f"node {self._source.node_id}: its NodeActor has been restarted")
-        parts = self._parts(self._offer)
+    def _all_steps(self, asked: Call) -> Iterator[None]:
+        """Read what the source holds; yields while there is something to wait for.
+
+        Raises:
+            PeerError: the source has not held it until the end, or does not answer.
+            NixlError: the transfer has failed.
+        """
+        source, agent = self._source, self._transport.agent
+        while not asked.is_done():
+            yield
+        offer = received(source, asked.wait(0.0), copies.Offer)
+        if offer.reply.life != self._known.life:
+            self._transport.forget(source)
+            raise PeerError(f"node {source.node_id}: its NodeActor has been restarted")
+        parts = self._parts(offer)
         if parts and self._is_wanted:
-            self._handle = self._transport.agent.read(self._known.name, parts)
-            self._stage = _Stage.READING
-        else:
-            self._ask_for_the_end()
+            self._handle = agent.read(self._known.name, parts)
+            while not agent.is_done(self._handle):
+                yield
+            agent.release(self._handle)
+            self._handle = None
+        ended = asked.again("end_offer", offer.reply.life, offer.number)
+        while not ended.is_done():
+            yield
+        if ended.wait(0.0) is not True:
+            raise PeerError(f"node {source.node_id}: it was read too slowly")
+        self._transport.bytes_read += self._num_bytes
+        self._reply = offer.reply
 
     def _parts(self, offer: copies.Offer) -> list[Part]:
         """Where the bytes of the chunks that were not refused lie, there and here."""
@@ -293,20 +294,3 @@ class _NixlRead:
                 parts.append(Part(here + self._num_bytes, next(addresses), size))
                 self._num_bytes += size
         return parts
-
-    def _ask_for_the_end(self) -> None:
-        assert self._offer is not None
-        life, number = self._offer.reply.life, self._offer.number
-        self._call = self._transport.peers.call(self._source, "end_offer", life, number)
-        self._stage = _Stage.ENDING
-
-    def _end(self) -> None:
-        """The bytes are what was offered if the source has held them until now."""
-        if self._call.wait(0.0) is not True:
-            raise PeerError(f"node {self._source.node_id}: it was read too slowly")
-        self._transport.bytes_read += self._num_bytes
-        self._stage = _Stage.OVER
-
-    def _fail(self, why: str) -> None:
-        self._error = PeerError(why)
-        self._stage = _Stage.OVER

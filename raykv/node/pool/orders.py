@@ -36,6 +36,8 @@ class TenantNumbers:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self.labels: dict[int, str] = {}
+        """The label of each number."""
         self._next = count(room.NOBODY + 1)
 
     def of(self, label: str) -> int:
@@ -46,17 +48,14 @@ class TenantNumbers:
     def of_share(self, label: str) -> int:
         """The number of a tenant that has a share, however many others there are."""
         if label not in self._numbers and is_label(label):
-            self._numbers[label] = next(self._next)
+            number = self._numbers[label] = next(self._next)
+            self.labels[number] = label
         return self._numbers.get(label, room.NOBODY)
 
     def forget(self, used: Collection[int]) -> None:
         """Forget all but these."""
         self._numbers = {label: each for label, each in self._numbers.items() if each in used}
-
-    @property
-    def labels(self) -> dict[int, str]:
-        """The label of each number."""
-        return {number: label for label, number in self._numbers.items()}
+        self.labels = {number: label for label, number in self._numbers.items()}
 
     def label(self, number: int) -> str:
         """The label of a number; empty: it is nobody's in particular."""

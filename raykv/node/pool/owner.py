@@ -48,11 +48,11 @@ from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
-    EngineWelcome,
     FoundKeys,
     Hints,
     PlaceFacts,
     Tell,
+    Welcome,
 )
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.sessions import check_news
@@ -108,11 +108,11 @@ class NodePool:
 
     # Engines
 
-    def hello(self, hello: EngineHello, now: float) -> EngineWelcome:
+    def hello(self, hello: EngineHello, now: float) -> Welcome:
         """An EngineCore introduces itself, perhaps again, or is refused with a sentence."""
         error = self.engines.hello(hello, now)
         self._leave()
-        return EngineWelcome(self.index.listing.life, error)
+        return Welcome(self.index.listing.life, error)
 
     def tell(self, tell: Tell, now: float) -> None:
         """What an engine says; nothing if it has said that already, or is not here."""

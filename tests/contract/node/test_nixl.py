@@ -21,7 +21,7 @@ from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
 from raykv.node.peers import PeerError
 from raykv.protocol.columns import Numbers, Source
 from raykv.protocol.copies import Offer, Read, ReadReply
-from raykv.protocol.node import NixlEnd, NodeDescription
+from raykv.protocol.node import NodeDescription
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.nixl import FutureCall, NixlNetwork, OtherWay, needs_nixl
 from tests.fixtures.node.nixl import agent as nixl_agent
@@ -98,7 +98,7 @@ def test_source_that_has_no_nixl_is_read_the_other_way(
     network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def described(node: Node) -> NodeDescription:
-        return msgspec.structs.replace(NixlNetwork.described(network, node), nixl=NixlEnd())
+        return msgspec.structs.replace(NixlNetwork.described(network, node), nixl=b"")
 
     monkeypatch.setattr(network, "described", described)
     for number in range(2):
@@ -123,9 +123,8 @@ def test_nobody_waits_while_a_source_is_looked_for(
     monkeypatch.setattr(network, "call", seen)
     assert here.fetch([wanted(source.store(key(0)), source)]).refusals == [NONE]
     assert here.fetch([wanted(source.store(key(1)), source)]).refusals == [NONE]
-    # At the end of an offer its source is known.
-    assert not locked["describe"]
-    assert not locked["offer"]
+    # At the end of an offer nobody is looked for.
+    assert locked == {"describe": False, "offer": False}
 
 
 def test_source_that_can_not_be_read_is_read_the_other_way_next_time(

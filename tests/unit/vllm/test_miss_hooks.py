@@ -104,7 +104,7 @@ def test_hook_that_fails_while_it_loads_is_named_as_another_reason(
 
     monkeypatch.setattr(engine.connector.connector_scheduler, "update_state_after_alloc", fail)
     assert engine.schedule(request) == 2 * CHUNK
-    assert engine.connector._stranded == ["r"]
+    assert engine.connector._loading.take_stranded() == (["r"], [])
     # vLLM hears of it as of a load that has failed as a whole.
     request.num_computed_tokens = 0
     assert engine.schedule(request) == 0
