@@ -222,7 +222,7 @@ class Shipping:
         while not (nodes := self.scheduler.status().nodes):
             if time.monotonic() > give_up_at:
                 raise ClusterError("no node has a pool: `raykv up` makes them")
-            time.sleep(deadlines.TRANSFER_LOOK_S)
+            time.sleep(deadlines.LOOK_S)
         return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 

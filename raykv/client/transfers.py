@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
+from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client import pins
@@ -109,7 +109,7 @@ class Moving:
         silent: set[str] = set()
         if not all(self.scheduler.sources_of(pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
             found = self.scheduler.sources_of(pages.namespace, page)

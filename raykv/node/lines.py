@@ -233,7 +233,7 @@ class EngineLines:
         """Fetch what engines order, one order after the other, until `close`."""
         while not self._is_closed:
             try:
-                line, order = self._fetches.get(timeout=deadlines.NODE_LOOK_S)
+                line, order = self._fetches.get(timeout=deadlines.WAKE_S)
             except queue.Empty:
                 continue
             if line.is_open:

@@ -142,7 +142,7 @@ class NodeService:
             if is_wanted() or not self.integrity.work(is_wanted):
                 self._lanes.rest()
             if self.keeper.now() >= expire_at:
-                expire_at = self.keeper.now() + deadlines.NODE_LOOK_S
+                expire_at = self.keeper.now() + deadlines.WAKE_S
                 self.keeper.expire()
 
     def stop(self) -> None:
@@ -413,7 +413,7 @@ class NodeService:
         self._counters[f"chunks_{kind}"] += done
         self._counters["chunks_refused"] += len(refused)
         self._counters["jobs_cancelled"] += Refusal.CANCELLED in refused
-        self.meter.refused(refused)
+        self.meter.refusals.update(refused)
 
     # Looking
 

@@ -42,9 +42,6 @@ READER_PATIENCE_S = 30.0
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-MAX_PLACE = (1 << 63) - 1
-"""Numbers of lives and events that can be asked for."""
-
 FindNodes = Callable[[], Mapping[str, Any]]
 
 logger = logging.getLogger("raykv")
@@ -107,7 +104,7 @@ def check_place(since: int | tuple[int, int] | None) -> None:
         since if isinstance(since, tuple) else (0, 0 if since is None else since)
     )
     is_place = len(numbers) == 2 and all(
-        isinstance(number, int) and 0 <= number <= MAX_PLACE for number in numbers
+        isinstance(number, int) and 0 <= number <= columns.MAX_NUMBER for number in numbers
     )
     if not is_place:
         raise ClusterError(

@@ -36,7 +36,7 @@ from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
 from raykv.cluster.join import LOOPBACK
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench.named_jobs import SPACE, key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate

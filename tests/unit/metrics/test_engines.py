@@ -109,7 +109,7 @@ def test_latencies_breakers_and_keys_come_from_the_same_message() -> None:
     assert round(tally.reach["ns"].num_distinct) == 2
     assert tally.reach["ns"].hit_ratio > 0.7
     assert tally.lookups["ns"].data().counts[0] == 2
-    assert tally.breaker_totals() == BreakerReport(opened=1, failed=5, refused=7)
+    assert tally.breakers == {"opened": 1, "failed": 5, "refused": 7}
     assert tally.plain["raykv_timed_out_waits_total"]["ns",] == 3
 
 
