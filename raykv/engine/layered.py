@@ -126,9 +126,10 @@ class LayeredLoads:
         """Whether any request may have to wait."""
         return bool(self._steps or self._lost)
 
-    def is_under_way(self, request_id: str) -> bool:
-        """Whether what the request has in its blocks can't be trusted yet."""
-        return any(load.request_id == request_id for load in (*self._loads(), *self._lost))
+    @property
+    def held(self) -> Set[str]:
+        """The requests of which nothing is stored for now: what they have can't be trusted yet."""
+        return {load.request_id for load in (*self._loads(), *self._lost)}
 
     def is_spoiled(self, request_id: str) -> bool:
         """Whether the request must not store any more."""
@@ -159,11 +160,16 @@ class LayeredLoads:
         return self._to_evict | invalid
 
     def lose_step(self, step: int) -> None:
-        """How a step ended is not known: nothing that it loaded counts as come. What must leave the
-        prefix cache does with the next one that ends.
+        """How a step ended is not known: nothing that it loaded counts as come, and it must leave
+        the prefix cache.
         """
         loads = self._steps.get(step, {}).values()
         self.end_step(step, {block for load in loads for block in load.blocks})
+
+    @property
+    def to_evict(self) -> Set[int]:
+        """What must leave the prefix cache for loads that have ended."""
+        return self._to_evict
 
     def lost(self) -> dict[str, tuple[int, ...]]:
         """Requests of which some block did not come, and all their blocks, until `evicted`."""

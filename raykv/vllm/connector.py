@@ -51,7 +51,13 @@ from raykv.vllm.internals.offloading import (
     scheduler_side,
     worker_side,
 )
-from raykv.vllm.layered import LayeredScheduling, SiblingScheduling, refuse_layerwise
+from raykv.vllm.layered import (
+    LayeredConnectorWorker,
+    LayeredScheduling,
+    LoadScheduling,
+    SiblingScheduling,
+    refuse_layerwise,
+)
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.spec import (
     RayKVOffloadingSpec,
@@ -78,8 +84,6 @@ def logged_refusals() -> Iterator[None]:
 class RayKVConnector(OffloadingConnector):
     """One object per vLLM process: in EngineCore for the scheduler, in each worker for its rank."""
 
-    # With `layerwise_loads`, on the scheduler's side.
-    _layered: LayeredScheduling | None = None
     # On the scheduler's side, for engines with adapters.
     _adapters: AdapterUses | None = None
     # On the scheduler's side, and there alone.
@@ -103,10 +107,7 @@ class RayKVConnector(OffloadingConnector):
         self._runtime: runtime.EngineRuntime | None = None
         # On the scheduler's side.
         self._steps = cost.StepTimes()
-        # Requests that vLLM waits for although there is no load job.
-        self._stranded: list[str] = []
-        # With `layerwise_loads`, the same: blocks that vLLM believes to be loaded.
-        self._stranded_blocks: list[int] = []
+        self._loading = LoadScheduling()
         with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
 
@@ -126,7 +127,9 @@ class RayKVConnector(OffloadingConnector):
         if role != KVConnectorRole.SCHEDULER:
             plain = worker_side(self)
             names.require(names.WORKER, self, plain)
-            worker = RayKVConnectorWorker(plain.spec, vllm_config, kv_cache_config)
+            is_layered = plain.spec.settings.layerwise_loads
+            kind = LayeredConnectorWorker if is_layered else RayKVConnectorWorker
+            worker = kind(plain.spec, vllm_config, kv_cache_config)
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
 
@@ -152,7 +155,7 @@ class RayKVConnector(OffloadingConnector):
         if spec.settings.layerwise_loads:
             refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
             names.require(names.LAYERWISE, self)
-            self._layered = LayeredScheduling(manager.layered, self._tables)
+            self._loading = LayeredScheduling(manager.layered, self._tables)
         self._windows = windows.Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
         self._hello = hello
@@ -374,16 +377,14 @@ class RayKVConnector(OffloadingConnector):
     def _nothing_matched(self, request: Any, _num_computed_tokens: int) -> tuple[int | None, bool]:
         """Blocks in vLLM's own cache may be used, or are asked about again with the next step."""
         self._mender.adopt(request)
-        is_busy = self._layered is not None and self._layered.loads.is_busy
-        return (None, False) if is_busy else (0, False)
+        return (None, False) if self._loading.is_busy else (0, False)
 
     @guarded(_nothing_matched)
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._siblings.ask(request.request_id, num_computed_tokens)
-        layered = self._layered
-        if layered is not None and layered.must_wait(request, num_computed_tokens):
+        if self._loading.must_wait(request, num_computed_tokens):
             return None, False
         if self.raykv_weights is not None:
             has_media = bool(request.mm_features)
@@ -398,10 +399,9 @@ class RayKVConnector(OffloadingConnector):
         if self._windows is not None and found is not None:
             here = num_computed_tokens + found
             self._windows.note_parting(request, here, self._manager.view)
-        if layered is None or not found:
+        if not found:
             return found, is_async
-        # vLLM goes on at once and waits in `wait_for_layer_load`.
-        return layered.found(request, num_computed_tokens, found), False
+        return self._loading.found(request, num_computed_tokens, found, is_async=is_async)
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(
@@ -415,34 +415,23 @@ class RayKVConnector(OffloadingConnector):
         """vLLM waits for a load, or goes on as if it had been done: it is reported as failed."""
         self._mender.give_up_load(request.request_id)
         if num_external_tokens:
-            if self._layered is None:
-                self._stranded.append(request.request_id)
-            else:
-                self._stranded_blocks += self._layered.strand(request, blocks)
+            self._loading.strand(request, blocks)
             self._manager.misses.failed(request.request_id, MissReason.OTHER)
 
     @guarded(_admit_without_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._manager.misses.admitted(request, num_external_tokens)
+        seen = blocks
         if num_external_tokens:
             self._siblings.load_own(request.request_id)
-        layered = self._layered if num_external_tokens else None
-        seen = blocks if layered is None else layered.begin(request, blocks)
+            seen = self._loading.begin(request, blocks)
         super().update_state_after_alloc(request, seen, num_external_tokens)
-        if layered is not None:
-            layered.hold_stores(request)
 
     def _bare_meta(self, scheduler_output: Any) -> transfers.RayKVConnectorMetadata:
-        """Loads of all requests go out, except where the content of their adapter is unknown. With
-        layer-wise loads, what they bring does not count.
-        """
-        if self._layered is not None:
-            for load in self._layered.loads.beginning.values():
-                self._stranded_blocks += load.blocks
-        step = self._mender.give_up_step(scheduler_output, may_load=self._adapters is None)
-        if self._layered is None:
-            self._stranded += step.stranded
-        base = OffloadingConnectorMetadata(step.loads, {}, step.flushed)
+        """Loads of all requests go out, except where the content of their adapter is unknown."""
+        may_load = self._adapters is None
+        base, stranded = self._mender.give_up_step(scheduler_output, may_load=may_load)
+        self._loading.strand_step(stranded)
         return self._meta_of(base, scheduler_output)
 
     @guarded(_bare_meta)
@@ -457,11 +446,11 @@ class RayKVConnector(OffloadingConnector):
             tables.forget_preempted(scheduler_output)
         if ended:
             tables.forget_blocks_left_behind(ended)
-        if self._layered is not None:
-            self._layered.grow(scheduler_output)
+        evict = partial(evict_blocks, self)
+        self._loading.begin_step(scheduler_output, evict)
         seen = tables.seen(scheduler_output, ended)
-        self._siblings.begin(scheduler_output, partial(evict_blocks, self), self.raykv_weights)
-        names = self._siblings.held
+        self._siblings.begin(scheduler_output, evict, self.raykv_weights)
+        names = self._siblings.held | self._loading.held
         held = tables.hold_stores(names) if names else ()
         try:
             base = super().build_connector_meta(seen)
@@ -483,21 +472,20 @@ class RayKVConnector(OffloadingConnector):
         beginning: dict[str, AdapterUse] | None = None,
     ) -> transfers.RayKVConnectorMetadata:
         """Nothing may fail from here on: its contents count as sent."""
+        stranded, stranded_blocks = self._loading.take_stranded()
         meta = transfers.RayKVConnectorMetadata(
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
             jobs_to_flush=base.jobs_to_flush,
             target=target,
-            stranded=self._stranded,
-            stranded_blocks=self._stranded_blocks,
+            stranded=stranded,
+            stranded_blocks=stranded_blocks,
             adapters=adapters or {},
             beginning=beginning or {},
             weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
             place_life=0 if self._runtime is None else self._runtime.session.place_life,
         )
-        self._stranded, self._stranded_blocks = [], []
-        if self._layered is not None:
-            self._layered.close_step(scheduler_output)
+        self._loading.close_step(scheduler_output)
         self._mender.end_step(scheduler_output)
         return meta
 
@@ -526,8 +514,7 @@ class RayKVConnector(OffloadingConnector):
             self._manager.took_step(*took)
         evict = partial(evict_blocks, self)
         self._siblings.end_step(scheduled, result, evict)
-        if self._layered is not None:
-            self._layered.end_step(scheduler, scheduled, result, evict)
+        self._loading.end_step(scheduler, scheduled, result, evict)
 
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor; mostly what they were told last."""

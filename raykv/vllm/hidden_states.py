@@ -362,8 +362,8 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         with connector.logged_refusals():
-            worker = self._worker.worker
-            assert isinstance(worker, RayOffloadingWorker), worker
+            worker = self._worker.raykv
+            assert worker is not None
             spec: Any = self._worker.spec
             form = self._form_of(kv_caches[self._layer.name], worker.layout, spec.settings)
             self._states.take_form(form)
@@ -427,20 +427,17 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
 
     @guard.guarded(_give_up_orders)
     def _submit_orders(self) -> None:
-        worker = self._worker.worker
-        ours = worker if isinstance(worker, RayOffloadingWorker) else None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, HiddenStatesMetadata):
             for order in metadata.orders:
-                self._states.submit(ours, order)
+                self._states.submit(self._worker.raykv, order)
             metadata.orders.clear()
 
     @guard.guarded(lambda *_: set())
     def _take_sent(self, finished_req_ids: set[str]) -> set[str]:
         """Requests whose blocks are free now; where it fails, with the next step."""
-        worker = self._worker.worker
-        if isinstance(worker, RayOffloadingWorker):
-            self._states.take_results(worker.take_captured())
+        if self._worker.raykv is not None:
+            self._states.take_results(self._worker.raykv.take_captured())
         return self._states.finish(finished_req_ids)
 
     # Scheduler side

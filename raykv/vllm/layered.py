@@ -1,6 +1,6 @@
 """Loads within a step: RayKV's, by layer, and other connectors'.
 
-`layerwise_loads`: what can't have it, and the scheduler's side of a load that nobody waits for.
+`layerwise_loads`: what can't have it, and both sides of a load that nobody waits for.
 
 A prompt that is found is scheduled at once; the worker waits for each layer before it is computed.
 A request whose load failed is computed anew. vLLM's own recovery is not used: it takes a running
@@ -12,7 +12,8 @@ vLLM's prefix cache, see `raykv.engine.layered`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import logging
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from raykv.base import errors, guard
 from raykv.base.settings import Settings
 from raykv.engine import layered
-from raykv.vllm.internals.offloading import OffloadedRequest, SchedulerTables
+from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.internals.scheduling import (
     begun,
     blocks_of_running,
@@ -32,6 +33,10 @@ from raykv.vllm.internals.scheduling import (
 )
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.weights import WeightChanges
+from raykv.vllm.worker import RayKVConnectorWorker
+from raykv.worker.front import ALL_LAYERS
+
+logger = logging.getLogger("raykv")
 
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """KV caches of numbers alone: a page that is loaded and computed at once has either one's."""
@@ -133,8 +138,71 @@ class FreshBlocks(NamedTuple):
     blocks: tuple[list[Any], ...]
 
 
-class LayeredScheduling:
-    """Between vLLM's scheduler and the loads under way. On EngineCore's scheduler thread.
+class LoadScheduling:
+    """Between vLLM's scheduler and loads that it waits for. On EngineCore's scheduler thread."""
+
+    def __init__(self) -> None:
+        # Requests that vLLM waits for although there is no load job, and blocks that it believes to
+        # be loaded; until `take_stranded`.
+        self._requests: list[str] = []
+        self._blocks: list[int] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request may have to wait for another one's load."""
+        return False
+
+    @property
+    def held(self) -> Set[str]:
+        """The requests of which nothing is stored for now."""
+        return frozenset()
+
+    def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
+        del request, num_computed_tokens
+        return False
+
+    def found(
+        self, request: Any, num_computed_tokens: int, num_found: int, *, is_async: bool
+    ) -> tuple[int, bool]:
+        """Tokens to load, and whether vLLM waits for them."""
+        del request, num_computed_tokens
+        return num_found, is_async
+
+    def begin(self, request: Any, blocks: Any) -> Any:
+        """A request that loads has its blocks; how vLLM's offloading scheduler is to see them."""
+        del request
+        return blocks
+
+    def strand(self, request: Any, blocks: Any) -> None:
+        """The load of a request that has its blocks may never have been made up."""
+        del blocks
+        self._requests.append(request.request_id)
+
+    def strand_step(self, request_ids: Iterable[str]) -> None:
+        """A step could not be made up, and the loads of these requests go to nobody."""
+        self._requests += request_ids
+
+    def take_stranded(self) -> tuple[list[str], list[int]]:
+        """Requests and blocks that the workers report as not loaded."""
+        stranded = self._requests, self._blocks
+        self._requests, self._blocks = [], []
+        return stranded
+
+    def begin_step(self, scheduled: Any, evict: Callable[[Set[int]], None]) -> None:
+        """A step was scheduled, and its stores are not made up yet."""
+
+    def close_step(self, scheduled: Any) -> None:
+        """A step goes out."""
+
+    def end_step(
+        self, scheduler: Any, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]
+    ) -> None:
+        """A step has ended, and nobody has been told what it computed."""
+
+
+class LayeredScheduling(LoadScheduling):
+    """Of loads whose requests vLLM goes on with at once, and waits in `wait_for_layer_load`.
 
     Args:
         loads: shared with the manager, which stores nothing of a request that is loading.
@@ -142,34 +210,42 @@ class LayeredScheduling:
     """
 
     def __init__(self, loads: layered.LayeredLoads, tables: SchedulerTables) -> None:
+        super().__init__()
         self.loads = loads
         self._tables = tables
         self._tokens_per_hash = self._tables.tokens_per_hash
         self._tokens_per_block = self._tables.tokens_per_block
         # How many tokens vLLM's own cache has of requests that were asked about last.
         self._num_local: dict[str, int] = {}
-        # What users allowed requests to store, while they must not.
-        self._allowed: dict[str, tuple[OffloadedRequest, int | None]] = {}
         # The numbers of those with loads.
         self._steps: layered.Steps[int] = layered.Steps()
         # Requests that were taken back for what another connector did not load.
         self._taken_back: set[str] = set()
 
+    @property
+    def is_busy(self) -> bool:
+        return self.loads.is_busy
+
+    @property
+    def held(self) -> Set[str]:
+        return self.loads.held
+
     def must_wait(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether vLLM's own prefix hit has blocks that are not to be trusted yet."""
         if not self.loads.is_busy:
             return False
         num_hashes = -(-num_computed_tokens // self._tokens_per_hash)
         return self.loads.must_wait(request.block_hashes[:num_hashes])
 
-    def found(self, request: Any, num_computed_tokens: int, num_found: int) -> int:
-        """Tokens to load."""
+    def found(
+        self, request: Any, num_computed_tokens: int, num_found: int, *, is_async: bool
+    ) -> tuple[int, bool]:
+        del is_async
         self._num_local[request.request_id] = num_computed_tokens
         most = request.num_tokens - LEFT_TO_COMPUTE - num_computed_tokens
-        return max(0, min(num_found, most))
+        return max(0, min(num_found, most)), False
 
     def begin(self, request: Any, blocks: Any) -> FreshBlocks:
-        """A request that loads has its blocks. They are returned as they look where vLLM waits.
+        """See `LoadScheduling.begin`; they are returned as they look where vLLM waits.
 
         A request that goes on at once has its blocks in vLLM's prefix cache already, and vLLM's
         offloading scheduler would take them for loaded.
@@ -188,31 +264,31 @@ class LayeredScheduling:
         fresh = [FreshBlock(block.block_id, block.is_null) for block in group[first:]]
         return FreshBlocks(([*group[:first], *fresh],))
 
-    def strand(self, request: Any, blocks: Any) -> tuple[int, ...]:
-        """The blocks of a load that may never have been made up; nobody else is given them."""
+    def strand(self, request: Any, blocks: Any) -> None:
+        """See `LoadScheduling.strand`; nobody else is given these blocks."""
         name = request.request_id
         if name not in self.loads.beginning:
             whole = tuple(block.block_id for each in blocks.blocks for block in each)
             self.loads.begin(layered.LayeredLoad(name, frozenset(request.block_hashes), whole))
-        return self.loads.beginning[name].blocks
+        self._blocks += self.loads.beginning[name].blocks
 
-    def hold_stores(self, request: Any) -> None:
-        """Make vLLM offer nothing of the request before its load has ended: the manager would
-        refuse it, and vLLM would warn of that.
+    def strand_step(self, request_ids: Iterable[str]) -> None:
+        """See `LoadScheduling.strand_step`; what any load of the step brings does not count."""
+        for load in self.loads.beginning.values():
+            self._blocks += load.blocks
+
+    def begin_step(self, scheduled: Any, evict: Callable[[Set[int]], None]) -> None:
+        """See `LoadScheduling.begin_step`; it may give blocks to requests whose loads are under
+        way. What is left of steps of whose end nobody tells is evicted.
         """
-        known = self._tables.find(request.request_id)
-        assert known is not None, request.request_id
-        self._allowed.setdefault(request.request_id, (known, known.most_stored))
-        known.most_stored = 0
-
-    def grow(self, scheduled: Any) -> None:
-        """A step gives blocks to requests whose loads are under way."""
-        if self.loads.is_busy:
-            for request_id, (blocks,) in new_blocks(scheduled):
-                self.loads.grow(request_id, blocks)
+        if not self.loads.is_busy:
+            return
+        for request_id, (blocks,) in new_blocks(scheduled):
+            self.loads.grow(request_id, blocks)
+        if self.loads.to_evict:
+            self._evict(self.loads.to_evict, evict)
 
     def close_step(self, scheduled: Any) -> None:
-        """A step goes out."""
         is_loading = bool(self.loads.beginning)
         number = self.loads.close_step()
         if is_loading and (lost := self._steps.begin(scheduled, number)) is not None:
@@ -222,7 +298,7 @@ class LayeredScheduling:
     def end_step(
         self, scheduler: Any, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]
     ) -> None:
-        """A step has ended, and nobody has been told what it computed.
+        """See `LoadScheduling.end_step`.
 
         Blocks of requests that have ended as well are free, but not given away yet; evicting one
         that is in use only removes its name.
@@ -231,10 +307,19 @@ class LayeredScheduling:
         lost = self.loads.end_step(self._steps.end(scheduled, -1), invalid)
         if invalid:
             lost |= self._compute_anew(scheduler, result, invalid)
+        self._evict(lost, evict)
+
+    @guard.guarded(guard.nothing)
+    def _evict(self, lost: Set[int], evict: Callable[[Set[int]], None]) -> None:
+        """Until it has left vLLM's prefix cache, requests that would hit it go on waiting."""
         if lost:
             evict(lost)
         self.loads.evicted()
-        self._allow_stores()
+        for name in [*self.loads.spoiled]:
+            request = self._tables.find(name)
+            if request is None or request.is_signaled:
+                # It was over before its load.
+                self.loads.forget(name)
 
     @guard.guarded(lambda *_: set())
     def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:
@@ -260,17 +345,6 @@ class LayeredScheduling:
         take_back(scheduler, taken.keys())
         forget_invalid_blocks(result, invalid & lost)
         return lost
-
-    def _allow_stores(self) -> None:
-        """Of requests whose loads have ended."""
-        for name in [name for name in self._allowed if not self.loads.is_under_way(name)]:
-            known, num_tokens = self._allowed.pop(name)
-            known.most_stored = num_tokens
-        for name in [*self.loads.spoiled]:
-            request = self._tables.find(name)
-            if request is None or request.is_signaled:
-                # It was over before its load.
-                self.loads.forget(name)
 
 
 class SiblingScheduling:
@@ -352,3 +426,94 @@ class SiblingScheduling:
         self._manager.barred |= lost.requests & self._tables.requests.keys()
         if lost.blocks:
             evict(lost.blocks)
+
+
+class LayeredConnectorWorker(RayKVConnectorWorker):
+    """A worker's side of loads that its steps wait for, layer by layer."""
+
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        """Raises SettingError where the engine can't have it."""
+        super().__init__(spec, vllm_config, kv_cache_config)
+        refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
+        # Blocks of loads of this step whose end has not been seen.
+        self._unseen: dict[int, list[int]] = {}
+        # The layers that have waited for these loads.
+        self._waited: set[str] = set()
+        self._numbers: dict[str, int] | None = None
+
+    def take_metadata(self, metadata: Any) -> None:
+        super().take_metadata(metadata)
+        for job_id, load in metadata.load_jobs.items():
+            self._unseen[job_id] = load.dst_spec.block_ids.tolist()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `RayKVConnectorWorker.get_finished`. What is not there is to be known before anybody
+        sees what was computed with it.
+        """
+        self._ended |= finished_req_ids
+        if self._unseen and self.raykv is not None:
+            self.raykv.wait_layers(self._unseen, ALL_LAYERS)
+            self._check_that_all_waited()
+        finished = super().get_finished(finished_req_ids)
+        self._end_loads()
+        return finished
+
+    def end_badly(self) -> set[str]:
+        received = super().end_badly()
+        self._end_loads()
+        return received
+
+    def _end_load_badly(self, job_id: int, request_id: str) -> None:
+        """vLLM does not wait for the request, which is told by its blocks."""
+        self._invalid_block_ids.update(self._unseen.pop(job_id, ()))
+
+    def _end_load(self, job_id: int, request_id: str) -> None:
+        self._unseen.pop(job_id, None)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Wait until the KV of a layer is there, of all prompts that are being loaded."""
+        if not self._unseen:
+            return
+        self._waited.add(layer_name)
+        if not self._unseen.keys() <= self._vllm.loads.keys():
+            # A load begins behind a layer that wants it: vLLM is not the one that we know.
+            self.distrust_loads()
+        if self.raykv is not None:
+            self.raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
+
+    def _check_that_all_waited(self) -> None:
+        """A layer that does not call the hook was computed with what was not there yet."""
+        missing = {*self.kv_cache_config.kv_cache_groups[0].layer_names} - self._waited
+        if missing:
+            logger.warning(
+                "layerwise_loads: %d layers (%s) did not wait for their KV, so that the prompt is "
+                "computed anew: if this comes often, leave layerwise_loads out with this model",
+                len(missing),
+                min(missing),
+            )
+            self.distrust_loads()
+
+    def _layer_numbers(self) -> dict[str, int]:
+        """How many layers of a load are to be there before a layer is computed.
+
+        Empty where the NodeActor's layers are not vLLM's: then all have to be there.
+        """
+        if self._numbers is None:
+            assert self.raykv is not None
+            names = self.kv_cache_config.kv_cache_groups[0].layer_names
+            is_known = len(self.raykv.layout.groups[0]) == len(names)
+            self._numbers = {name: at for at, name in enumerate(names, 1)} if is_known else {}
+        return self._numbers
+
+    def distrust_loads(self) -> None:
+        self._invalid_block_ids.update(*self._unseen.values())
+
+    def _end_loads(self) -> None:
+        """At the end of a step: loads that were never submitted, or whose end got lost, failed."""
+        self.distrust_loads()
+        for job_id in self._unseen:
+            if self.raykv is None or not self.raykv.is_flying(job_id):
+                self._vllm.loads.pop(job_id, None)
+                self._meta.mark_completed(job_id)
+        self._unseen.clear()
+        self._waited.clear()

@@ -57,13 +57,7 @@ from raykv.vllm.transfers import ChunkSpec, JobEnd
 
 logger = logging.getLogger("raykv")
 
-_RESULTS = {
-    Lookup.MISS: LookupResult.MISS,
-    Lookup.HIT: LookupResult.HIT,
-    Lookup.HIT_PENDING: LookupResult.HIT_PENDING,
-    Lookup.RETRY: LookupResult.RETRY,
-}
-
+_RESULTS = {each: LookupResult[each.name] for each in Lookup}
 
 _SOURCES = {
     TokenSource.SAME_NODE: CacheHitSource.HOST,
@@ -132,7 +126,7 @@ class RayOffloadingManager(OffloadingManager):
         """See `OffloadingManager.lookup`. vLLM calls it for every chunk of every prefix."""
         view = self.view
         if key in view.loadable and req_context.req_id in view.plain_requests:
-            view.plain_hits += 1
+            view.hits += 1
             return LookupResult.HIT
         return self._lookup(key, req_context)
 
@@ -184,7 +178,7 @@ class RayOffloadingManager(OffloadingManager):
         None while a layered load of the request is under way: vLLM offers the chunks again with the
         next step.
         """
-        if self.layered.is_under_way(req_context.req_id):
+        if req_context.req_id in self.layered.held:
             return None
         if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
             return PrepareStoreOutput([], self._named([], req_context), [])
@@ -253,7 +247,7 @@ class RayOffloadingManager(OffloadingManager):
         self.hints.add(request_id, names)
         if self.session is not None:
             self.session.note_wanted(wanted)
-            self.session.nudge()
+        self._nudge()
 
     @guarded(nothing)
     def touch(self, request_id: str) -> None:
@@ -277,8 +271,7 @@ class RayOffloadingManager(OffloadingManager):
         self.view.finish_request(req_context.req_id)
         self.layered.forget(req_context.req_id)
         self.hints.end(req_context.req_id)
-        if self.session is not None:
-            self.session.nudge()
+        self._nudge()
 
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -318,8 +311,7 @@ class RayOffloadingManager(OffloadingManager):
             self.view.keep_stores(())
         else:
             self.view.reset()
-        if self.session is not None:
-            self.session.nudge()
+        self._nudge()
 
     @guarded(nothing)
     def leave(self, what: str) -> None:
@@ -328,6 +320,10 @@ class RayOffloadingManager(OffloadingManager):
             return
         logger.info("the weights of this engine change (%s)", what)
         self.view.leave(time.monotonic())
+        self._nudge()
+
+    def _nudge(self) -> None:
+        """There is something to tell."""
         if self.session is not None:
             self.session.nudge()
 
@@ -380,10 +376,6 @@ class RayOffloadingManager(OffloadingManager):
     def config_info(self) -> list[Mapping[str, str]]:
         """The labels of `vllm:kv_offload_config_info`, which vLLM has from 0.33 on."""
         return [self._labels]
-
-    @guarded(nothing)
-    def shutdown(self) -> None:
-        """See `OffloadingManager.shutdown`; the connector ends the session."""
 
 
 def offloading_events(news: News) -> Iterable[OffloadingEvent]:

@@ -13,26 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 
 from raykv.base import guard
 from raykv.base.ids import Key
 from raykv.vllm.internals.offloading import OffloadJob, SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
-
-
-@dataclass(frozen=True)
-class BareStep:
-    """What goes out with a step whose metadata could not be made up.
-
-    `loads` are jobs by their ids, `flushed` stores that are to be waited for. The load of
-    `stranded` requests goes to nobody.
-    """
-
-    loads: dict[int, Any]
-    flushed: set[int]
-    stranded: list[str]
 
 
 class Mender:
@@ -82,10 +72,15 @@ class Mender:
         self._flush_stores()
         self.mend()
 
-    def give_up_step(self, output: Any, *, may_load: bool) -> BareStep:
+    def give_up_step(
+        self, output: Any, *, may_load: bool
+    ) -> tuple[OffloadingConnectorMetadata, list[str]]:
         """End a step whose metadata could not be made up. What it was to store is not stored, and
         each copy of a store under way is waited for: its blocks may be loaded into, or computed, in
         this step.
+
+        Returns what goes out with it all the same, loads and stores that are to be waited for, and
+        the requests whose loads go to nobody.
 
         Args:
             output: vLLM's `SchedulerOutput`.
@@ -109,9 +104,8 @@ class Mender:
         self.mend()
         flushed = set(tables.flushed)
         tables.loads, tables.flushed, tables.allocated = {}, set(), set()
-        return BareStep(
-            loads, flushed, [job.request_id for job in lost.values() if not job.is_store]
-        )
+        stranded = [job.request_id for job in lost.values() if not job.is_store]
+        return OffloadingConnectorMetadata(loads, {}, flushed), stranded
 
     def end_step(self, output: Any) -> None:
         """The metadata of a step go out."""

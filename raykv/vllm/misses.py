@@ -87,8 +87,8 @@ class MissReporter:
         self.shows_tokens = False
         self._partings = Partings()
         self._complained: set[str] = set()
-        # In engines whose vLLM traces; None: nobody wants them.
-        self.spans: RequestSpans | None = None
+        # Others take its place in engines whose vLLM traces.
+        self.spans = RequestSpans()
         self._tokens: Counter[tuple[str, str]] = Counter()
         # Requests that were admitted and have had no output yet; those that have ended since with
         # what would be said of them.
@@ -98,8 +98,7 @@ class MissReporter:
     def began(self, request: Any, tenant: str = "") -> None:
         """A request of a tenant is new."""
         self._view.accounts.open(request.request_id, request.num_prompt_tokens, tenant)
-        if self.spans is not None:
-            self.spans.begin(request.request_id, request.trace_headers or {}, time.monotonic())
+        self.spans.begin(request.request_id, request.trace_headers or {}, time.monotonic())
 
     @guarded(nothing)
     def ignores(self, request: Any, found: dict[str, str]) -> None:
@@ -131,8 +130,7 @@ class MissReporter:
             opted_out = request.skip_reading_prefix_cache or max_load_tokens is not None
             otherwise = MissReason.OPTED_OUT if opted_out else MissReason.OTHER
             account.look(num_computed_tokens, otherwise)
-        if self.spans is not None:
-            self.spans.look(request.request_id, num_computed_tokens, time.monotonic())
+        self.spans.look(request.request_id, num_computed_tokens, time.monotonic())
 
     @guarded(nothing)
     def admitted(self, request: Any, num_external_tokens: int) -> None:
@@ -143,12 +141,9 @@ class MissReporter:
             if account.stage is not MissStage.SETTLED:
                 self._untold[request.request_id] = None
             account.admit(request.num_computed_tokens, num_external_tokens, miss)
-        if self.spans is not None:
-            since = self._view.requests.take_fetches_since(request.request_id)
-            reason = "" if miss is None else str(miss.reason)
-            self.spans.admit(
-                request.request_id, num_external_tokens, reason, since, time.monotonic()
-            )
+        since = self._view.requests.take_fetches_since(request.request_id)
+        reason = "" if miss is None else str(miss.reason)
+        self.spans.admit(request.request_id, num_external_tokens, reason, since, time.monotonic())
 
     @guarded(nothing)
     def came_from(self, request: Any, sources: Mapping[CacheHitSource, int]) -> None:
@@ -157,8 +152,7 @@ class MissReporter:
         if account is not None:
             account.fetched = sources.get(CacheHitSource.P2P, 0)
             account.disk = sources.get(CacheHitSource.DISK, 0)
-            if self.spans is not None:
-                self.spans.came_from(request.request_id, account.fetched, account.disk)
+            self.spans.came_from(request.request_id, account.fetched, account.disk)
 
     @guarded(nothing)
     def failed(self, request_id: str, reason: MissReason) -> None:
@@ -166,22 +160,19 @@ class MissReporter:
         account = self._view.accounts.get(request_id)
         if account is not None:
             account.failure = reason
-        if self.spans is not None:
-            self.spans.fail(request_id, str(reason))
+        self.spans.fail(request_id, str(reason))
 
     @guarded(nothing)
     def loaded(self, request_id: str) -> None:
         """A load job of the request has ended, well or not."""
-        if self.spans is not None:
-            self.spans.loaded(request_id, time.monotonic())
+        self.spans.loaded(request_id, time.monotonic())
 
     @guarded(nothing)
     def ended(self, request: Any, keys: Sequence[bytes] = (), chunk_tokens: int = 1) -> None:
         """The request has finished, or was aborted; `keys` are those of its chunks, of so many
         tokens each.
         """
-        if self.spans is not None:
-            self.spans.end(request.request_id, time.monotonic())
+        self.spans.end(request.request_id, time.monotonic())
         account = self._view.accounts.get(request.request_id)
         if account is not None and request.request_id in self._untold:
             # Its first output, which comes behind this, may be its last.

@@ -23,11 +23,10 @@ from raykv.base.guard import guarded
 from raykv.base.ids import Direction
 from raykv.engine.session import WorkerReport
 from raykv.protocol.measures import BreakerReport
-from raykv.vllm import kv_form, layered, transfers
+from raykv.vllm import kv_form, transfers
 from raykv.vllm.identity import adapters, weight_watch
 from raykv.vllm.internals.offloading import WorkerTables
 from raykv.vllm.spec import RayKVOffloadingSpec
-from raykv.worker.front import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
 
@@ -50,14 +49,6 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._vllm = WorkerTables(self)
         self._meta = transfers.RayKVWorkerMetadata()
         self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
-        self._is_layerwise = isinstance(spec, RayKVOffloadingSpec) and spec.settings.layerwise_loads
-        if self._is_layerwise:
-            layered.refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
-        # With `layerwise_loads`: blocks of loads of this step whose end has not been seen.
-        self._unseen: dict[int, list[int]] = {}
-        # The layers that have waited for these loads.
-        self._waited: set[str] = set()
-        self._numbers: dict[str, int] | None = None
         # The life of the place, as the engine knows it, and how often the line had failed by then;
         # and what was reported of the line, last the life of the place in which it had failed.
         self._place_life = self._failed_before = 0
@@ -86,7 +77,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._weights.before_sleep = self.store_before_sleep
 
     @property
-    def _raykv(self) -> transfers.RayOffloadingWorker | None:
+    def raykv(self) -> transfers.RayOffloadingWorker | None:
+        """Ours, once there is a KV cache."""
         worker = self.worker
         return worker if isinstance(worker, transfers.RayOffloadingWorker) else None
 
@@ -108,14 +100,11 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """
         if isinstance(metadata, transfers.RayKVConnectorMetadata):
             self._look_at_weights(metadata.weights_seen)
-            if self._raykv is not None:
-                self._raykv.set_target(metadata.target)
+            if self.raykv is not None:
+                self.raykv.set_target(metadata.target)
             if metadata.place_life != self._place_life:
                 self._place_life = metadata.place_life
                 self._failed_before = self._line_report().breakers.failed
-            if self._is_layerwise:
-                for job_id, load in metadata.load_jobs.items():
-                    self._unseen[job_id] = load.dst_spec.block_ids.tolist()
             self._adapters.end(self._ended)
             self._ended.clear()
             self._stranded.update(metadata.stranded)
@@ -126,27 +115,27 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
     def _flush_bare(self, metadata: OffloadingConnectorMetadata) -> None:
         """What has not begun to read the blocks that vLLM is about to reuse does not begin."""
         self._refuse_unsubmitted()
-        if metadata.jobs_to_flush and self._raykv is not None:
+        if metadata.jobs_to_flush and self.raykv is not None:
             late = {i: job for i, job in metadata.store_jobs.items() if i in metadata.jobs_to_flush}
             self.refuse_stores(replace(metadata, store_jobs=late))
             for job_id in late:
                 del metadata.store_jobs[job_id]
-            self._raykv.wait(metadata.jobs_to_flush)
+            self.raykv.wait(metadata.jobs_to_flush)
 
     @guarded(_flush_bare)
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_unfit_stores(kv_connector_metadata)
-        if self._vllm.unsubmitted and self._raykv is not None:
+        if self._vllm.unsubmitted and self.raykv is not None:
             # vLLM would submit them one by one.
-            self._submit_left(self._raykv)
+            self._submit_left(self.raykv)
         super().handle_preemptions(kv_connector_metadata)
 
     def _refuse_unsubmitted(self) -> None:
         """Let the stores of the last step fail that have not been submitted."""
         for job_id, blocks, pool in self._vllm.unsubmitted:
-            if self._raykv is not None and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.STORE, blocks, pool)
+            if self.raykv is not None and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.STORE, blocks, pool)
         self._vllm.unsubmitted.clear()
 
     @guarded(lambda self: self._refuse_unsubmitted())
@@ -154,8 +143,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """Submit what was left to the next step: the memory that it lies in is about to be given
         back.
         """
-        if self._raykv is not None:
-            self._store_unsubmitted(self._raykv)
+        if self.raykv is not None:
+            self._store_unsubmitted(self.raykv)
 
     def _store_unsubmitted(self, worker: transfers.RayOffloadingWorker) -> None:
         worker.finish(self._submit_left(worker))
@@ -173,8 +162,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         self._refuse_unsubmitted()
         for job_id, job in metadata.load_jobs.items():
             self._vllm.loads[job_id] = job.req_id
-            if self._raykv is not None and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+            if self.raykv is not None and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
 
     def refuse_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let all stores fail that are neither submitted nor going to be."""
@@ -182,17 +171,17 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         for job_id, job in metadata.store_jobs.items():
             if not self._vllm.is_store_writer:
                 self._vllm.confirmed.completed_jobs[job_id] = 1
-            elif self._raykv is not None and job_id not in waiting and not self._raykv.has(job_id):
-                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
+            elif self.raykv is not None and job_id not in waiting and not self.raykv.has(job_id):
+                self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         for job_id, job in list(metadata.load_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_load = use is None or self._adapters.may_load(use)
-            if self._raykv is not None and not (self._are_named and may_load):
+            if self.raykv is not None and not (self._are_named and may_load):
                 # Last: what is left in it has no end yet.
                 self._vllm.loads[job_id] = job.req_id
-                self._raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
+                self.raykv.refuse(job_id, Direction.LOAD, job.dst_spec, job.src_spec)
                 del metadata.load_jobs[job_id]
         super().start_kv_transfers(metadata)
 
@@ -203,21 +192,21 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         watch = self._weights
         if watch.count != self._noticed:
             self._noticed = watch.count
-            if self._raykv is not None:
-                self._raykv.distrust_loads()
+            if self.raykv is not None:
+                self.raykv.distrust_loads()
         self._are_named = seen.get(watch.name, 0) == watch.count
         if not self._are_named:
             self._meta.weights[watch.name] = watch.count, watch.what
 
     def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
-        if not (metadata.store_jobs and self._vllm.is_store_writer) or self._raykv is None:
+        if not (metadata.store_jobs and self._vllm.is_store_writer) or self.raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
             use = _use_of(metadata, job.req_id)
             may_store = use is None or self._adapters.may_store(job.req_id, use)
             if not (self._are_named and may_store):
-                self._raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
+                self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
                 del metadata.store_jobs[job_id]
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -231,33 +220,26 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._adapters.begin(metadata.beginning)
             self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
-        if self._is_durable and self._raykv is not None and self._vllm.unsubmitted:
-            self._store_unsubmitted(self._raykv)
+        if self._is_durable and self.raykv is not None and self._vllm.unsubmitted:
+            self._store_unsubmitted(self.raykv)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `OffloadingConnectorWorker.get_finished`; every job ends, failed or not."""
         self._ended |= finished_req_ids
-        if self._unseen and self._raykv is not None:
-            # What is not there is to be known before anybody sees what was computed with it.
-            self._raykv.wait_layers(self._unseen, ALL_LAYERS)
-            self._check_that_all_waited()
         if self._stranded:
             self._receive_stranded()
         self._results += self.worker.get_finished() if self.worker is not None else []
         while self._results:
             self._take_end(self._results.popleft())
-        if self._unseen or self._waited:
-            self.end_loads()
         return set(), self._take_received()
 
     def end_badly(self) -> set[str]:
         """Take the results of a step that were not understood, as failures; whose loads ended."""
         self._receive_stranded()
-        self._results += [] if self._raykv is None else self._raykv.give_up()
+        self._results += [] if self.raykv is None else self.raykv.give_up()
         for result in self._results:
             self._take_end_badly(result)
         self._results.clear()
-        self.end_loads()
         return self._take_received()
 
     def _receive_stranded(self) -> None:
@@ -275,72 +257,34 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         tells.
         """
         self._meta.mark_completed(result.job_id)
-        self._invalid_block_ids.update(self._unseen.pop(result.job_id, ()))
         request_id = self._vllm.loads.pop(result.job_id, None)
-        if request_id is not None and not self._is_layerwise:
-            # By layer vLLM does not wait for the request, which is told by its blocks.
-            self._meta.barred.add(request_id)
-            self._failed_recving.add(request_id)
-            self._received.add(request_id)
+        if request_id is not None:
+            self._end_load_badly(result.job_id, request_id)
+
+    def _end_load_badly(self, job_id: int, request_id: str) -> None:
+        del job_id
+        self._meta.barred.add(request_id)
+        self._failed_recving.add(request_id)
+        self._received.add(request_id)
 
     @guarded(_take_end_badly)
     def _take_end(self, result: TransferResult) -> None:
         request_id = self._vllm.loads.get(result.job_id)
         self._take_result(result, request_id)
-        if request_id is not None and not self._is_layerwise:
-            self._received.add(request_id)
+        if request_id is not None:
+            self._end_load(result.job_id, request_id)
         self._meta.mark_completed(result.job_id)
-        self._unseen.pop(result.job_id, None)
         self._vllm.loads.pop(result.job_id, None)
 
+    def _end_load(self, job_id: int, request_id: str) -> None:
+        del job_id
+        self._received.add(request_id)
+
     def wait_for_layer(self, layer_name: str) -> None:
-        """Wait until the KV of a layer is there, of all prompts that are being loaded."""
-        if not self._unseen:
-            return
-        self._waited.add(layer_name)
-        if not self._unseen.keys() <= self._vllm.loads.keys():
-            # A load begins behind a layer that wants it: vLLM is not the one that we know.
-            self.distrust_loads()
-        if self._raykv is not None:
-            self._raykv.wait_layers(self._unseen, self._layer_numbers().get(layer_name, ALL_LAYERS))
-
-    def _check_that_all_waited(self) -> None:
-        """A layer that does not call the hook was computed with what was not there yet."""
-        missing = {*self.kv_cache_config.kv_cache_groups[0].layer_names} - self._waited
-        if missing:
-            logger.warning(
-                "layerwise_loads: %d layers (%s) did not wait for their KV, so that the prompt is "
-                "computed anew: if this comes often, leave layerwise_loads out with this model",
-                len(missing),
-                min(missing),
-            )
-            self.distrust_loads()
-
-    def _layer_numbers(self) -> dict[str, int]:
-        """How many layers of a load are to be there before a layer is computed.
-
-        Empty where the NodeActor's layers are not vLLM's: then all have to be there.
-        """
-        if self._numbers is None:
-            assert self._raykv is not None
-            names = self.kv_cache_config.kv_cache_groups[0].layer_names
-            is_known = len(self._raykv.layout.groups[0]) == len(names)
-            self._numbers = {name: at for at, name in enumerate(names, 1)} if is_known else {}
-        return self._numbers
+        """A layer is about to be computed: vLLM waits for loads between steps."""
 
     def distrust_loads(self) -> None:
         """Report as not loaded what is to be loaded in this step, whatever becomes of it."""
-        self._invalid_block_ids.update(*self._unseen.values())
-
-    def end_loads(self) -> None:
-        """At the end of a step: loads that were never submitted, or whose end got lost, failed."""
-        self.distrust_loads()
-        for job_id in self._unseen:
-            if self._raykv is None or not self._raykv.is_flying(job_id):
-                self._vllm.loads.pop(job_id, None)
-                self._meta.mark_completed(job_id)
-        self._unseen.clear()
-        self._waited.clear()
 
     def _take_result(self, result: TransferResult, request_id: str | None) -> None:
         assert isinstance(result, transfers.RayKVTransferResult), result
@@ -385,7 +329,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         return self.take_meta()
 
     def _line_report(self) -> WorkerReport:
-        worker = self._raykv
+        worker = self.raykv
         return NO_LINE if worker is None else worker.line_report()
 
     def _report_line(self, meta: transfers.RayKVWorkerMetadata) -> None:

@@ -34,6 +34,7 @@ from raykv.vllm import mending
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.internals import engine as engine_internals
 from raykv.vllm.internals import offloading as offloading_internals
+from raykv.vllm.layered import LoadScheduling
 from raykv.vllm.transfers import RayOffloadingWorker
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
@@ -169,13 +170,14 @@ _SAFE = {
         "refuse_submissions",
         "refuse_stores",
         "distrust_loads",
-        "end_loads",
         "_take_end_badly",
+        "_end_load_badly",
         "end_badly",
         "_receive_stranded",
         "_take_received",
         "take_meta",
     ),
+    LoadScheduling: ("is_busy", "strand", "strand_step", "take_stranded", "close_step"),
     EngineView: ("look", "_why_off", "is_clearing", "orders", "keep_stores"),
     RayOffloadingWorker: (
         "_take_badly",
@@ -292,7 +294,7 @@ class HookWorld(World):
         super().__init__(model, seed, 0.0, num_blocks=num_blocks, kinds=kinds, **more)
         faults = faults or Faults(("nowhere", 0))
         self.faults = faults
-        self.connector._layered = None
+        self.connector._loading = LoadScheduling()
         self.connector._kv_cache_config = self.scheduler.kv_cache_config
         self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         self.line = Line(self.place, self.view.life, self.blocks, self.rng)

@@ -439,9 +439,9 @@ class AheadWorld(World):
 
     def check_rest(self) -> None:
         """Nothing is left of loads that are over."""
-        layered = self.connector._layered
-        assert layered is not None
-        left = layered._steps, layered._allowed, *vars(layered.loads).values()
+        layered = self.connector._loading
+        assert isinstance(layered, LayeredScheduling)
+        left = layered._steps, *vars(layered.loads).values()
         assert [each for each in left if not isinstance(each, int) and each] == []
 
     def _take_blocks(self, output: Any) -> None:
@@ -575,11 +575,9 @@ def make_connector(
     connector._manager = manager
     connector._runtime = None
     connector._steps = StepTimes()
-    connector._stranded = []
-    connector._stranded_blocks = []
     connector._connector_metadata = None
     connector.__dict__["_bounding_group_ids"] = ()
-    connector._layered = LayeredScheduling(manager.layered, connector._tables)
+    connector._loading = LayeredScheduling(manager.layered, connector._tables)
     manager.view.accounts.tokens_per_chunk = CHUNK
     made: RayKVConnector = connector
     return made

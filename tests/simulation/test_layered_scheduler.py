@@ -22,7 +22,7 @@ from raykv.engine.layered import LayeredLoads
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.vllm import connector, layered
 from raykv.vllm.internals import scheduling
-from raykv.vllm.layered import LayeredScheduling
+from raykv.vllm.layered import LayeredScheduling, LoadScheduling
 from tests.fixtures.effort import seeds
 from tests.fixtures.vllm import CHUNK
 from tests.simulation.layered_world import AheadWorld, World, WrongAnswerError
@@ -304,7 +304,7 @@ def test_what_a_step_ahead_computed_leaves_the_cache_with_what_did_not_come(
     model: Path, monkeypatch: pytest.MonkeyPatch, is_second: bool
 ) -> None:
     play_tail_ahead(model, is_second=is_second)
-    monkeypatch.setattr(LayeredScheduling, "grow", lambda *_: None)
+    monkeypatch.setattr(LayeredLoads, "grow", lambda *_: None)
     with pytest.raises(WrongAnswerError):
         play_tail_ahead(model, is_second=is_second)
 
@@ -319,7 +319,7 @@ def test_vllms_own_recovery_is_right_on_its_first_model_runner_without_steps_ahe
 def within_the_step(world: World) -> World:
     """It loads as vLLM 0.33 does with `sync_load_budget_bytes`."""
     connector: Any = world.connector
-    connector._layered = None
+    connector._loading = LoadScheduling()
     connector._kv_cache_config = world.scheduler.kv_cache_config
     scheduler = connector.connector_scheduler
     fields = {"sync_load_budget_bytes": 1 << 20, "kv_bytes_per_token": 1}
@@ -354,8 +354,7 @@ def test_vllms_loads_within_the_step_are_refused_for_what_they_leave_behind_when
 def test_nothing_is_loaded_beside_a_store_without_the_refusal(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LayeredLoads, "is_under_way", lambda *_: False)
-    monkeypatch.setattr(LayeredScheduling, "hold_stores", lambda *_: None)
+    monkeypatch.setattr(LayeredLoads, "held", frozenset())
     before = guard.failures.copy()
     world = stored(World(model, 1, 0.0), prompt(1, 6 * CHUNK))
     world.add(prompt(1, 6 * CHUNK) + prompt(2, 4 * CHUNK), 1)

@@ -49,7 +49,8 @@ class _Course:
 class RequestSpans:
     """See the module's docstring. The times are of the same clock as those of lookups."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell | None = None) -> None:
+        """`tell` gets the spans; None: nobody wants any, and nothing is remembered."""
         self._tell = tell
         self._courses: dict[str, _Course] = {}
 
@@ -58,7 +59,8 @@ class RequestSpans:
 
     def begin(self, request_id: str, headers: Mapping[str, str], now: float) -> None:
         """A request is new, and its chunks are looked up."""
-        self._courses[request_id] = _Course(headers, now)
+        if self._tell is not None:
+            self._courses[request_id] = _Course(headers, now)
 
     def look(self, request_id: str, num_own: int, now: float) -> None:
         """It is asked what can be loaded beyond so many tokens; perhaps again, after a failure."""
@@ -161,5 +163,6 @@ class RequestSpans:
         times: tuple[float, float],
         attributes: Mapping[str, str | int],
     ) -> None:
+        assert self._tell is not None, request_id
         named = {"gen_ai.request.id": shown_id(request_id), **attributes}
         self._tell(course.headers, RequestSpan(name, *times, named))

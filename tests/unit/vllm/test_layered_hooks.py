@@ -70,7 +70,7 @@ class LayeredEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         connector: Any = self.connector
-        connector._layered = LayeredScheduling(connector._manager.layered, connector._tables)
+        connector._loading = LayeredScheduling(connector._manager.layered, connector._tables)
         connector._kv_cache_manager = self.pool = Pool()
         self.scheduler = Scheduler()
         self.steps: list[Any] = []
@@ -110,11 +110,27 @@ class LayeredEngine(Engine):
         assert output == before, "a step is vLLM's own"
         return meta
 
+    def most_stored(self, request_id: str) -> int | None:
+        """What vLLM may offer of the request with the step that goes out."""
+        scheduler = self.connector.scheduler
+        seen: list[int | None] = []
+        build = scheduler.build_connector_meta
+
+        def built(output: Any) -> Any:
+            seen.append(scheduler._req_status[request_id].max_offload_tokens)
+            return build(output)
+
+        scheduler.build_connector_meta = built
+        self.metadata()
+        scheduler.build_connector_meta = build
+        (most,) = seen
+        return most
+
     def end_step(self, *invalid: int) -> set[int]:
         """The oldest step ends; what of its invalid blocks is left to vLLM."""
         if not self.steps:
             self.steps.append(object())
-            self.connector._layered.close_step(self.steps[0])
+            self.connector._loading.close_step(self.steps[0])
         told = SimpleNamespace(invalid_block_ids=set(invalid))
         result = SimpleNamespace(kv_connector_output=told)
         self.connector.end_step(self.scheduler, self.steps.pop(0), result)
@@ -159,7 +175,7 @@ def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
 
 def test_steps_of_whose_ends_nobody_tells_are_forgotten() -> None:
     engine = LayeredEngine()
-    scheduling: Any = engine.connector._layered
+    scheduling: Any = engine.connector._loading
     for number in range(MOST_STEPS + 1):
         engine.loads.begin(LayeredLoad(f"r{number}", frozenset([b"%d" % number]), (number,)))
         scheduling.close_step(object())
@@ -168,6 +184,21 @@ def test_steps_of_whose_ends_nobody_tells_are_forgotten() -> None:
     assert engine.pool.evicted == {0}
     assert not engine.loads.must_wait([b"0"])
     assert engine.loads.must_wait([b"1"])
+
+
+def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() -> None:
+    engine = LayeredEngine()
+    num_steps = 3 * MOST_STEPS
+    for number in range(num_steps):
+        engine.loads.begin(LayeredLoad(f"r{number}", frozenset([b"%d" % number]), (number,)))
+        engine.metadata()
+        assert len(engine.loads.lost()) <= 1
+    engine.metadata()
+    assert not engine.loads.lost()
+    assert engine.pool.evicted == {*range(num_steps - MOST_STEPS)}
+    assert not engine.loads.must_wait([b"0"])
+    assert engine.loads.must_wait([b"%d" % (num_steps - 1)])
+    assert not engine.loads.spoiled
 
 
 def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:
@@ -223,14 +254,13 @@ def test_load_is_under_way_until_its_own_step_has_ended_not_one_before() -> None
     engine.begin(other)
     engine.metadata()
     engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
-    status = engine.connector.scheduler._req_status["r"]
     engine.metadata()
     engine.end_step()
     assert engine.ask(other, 3 * CHUNK) == (None, False)
-    assert status.max_offload_tokens == 0
+    assert engine.most_stored("r") == 0
     engine.end_step()
     assert engine.ask(other, 5 * CHUNK) == (0, False)
-    assert status.max_offload_tokens is None
+    assert engine.most_stored("r") is None
 
 
 @pytest.mark.expects_failures
@@ -264,11 +294,10 @@ def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed
     engine, request = begun(7 * CHUNK)
     engine.give(request, engine.ask(request, 0)[0] or 0)
     manager, context = engine.connector._manager, ReqContext(req_id="r")
-    status = engine.connector.scheduler._req_status["r"]
     assert manager.prepare_store([key(5)], context) is None
-    assert status.max_offload_tokens == 0
+    assert engine.most_stored("r") == 0
     engine.end_step(3)
-    assert status.max_offload_tokens is None
+    assert engine.most_stored("r") is None
     assert manager.prepare_store([key(5)], context).keys_to_store == []
     manager.on_request_finished(context)
     assert not engine.loads.is_spoiled("r")
@@ -295,8 +324,10 @@ def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
     status = engine.connector.scheduler._req_status["r"]
     before = status.max_offload_tokens
     engine.give(request, engine.ask(request, 0)[0] or 0)
-    engine.end_step()
+    assert engine.most_stored("r") == 0
     assert status.max_offload_tokens == before
+    engine.end_step()
+    assert engine.most_stored("r") == before
 
 
 @pytest.mark.expects_failures

@@ -26,6 +26,7 @@ from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters
 from raykv.vllm.identity.weight_watch import WeightWatch
 from raykv.vllm.internals.offloading import WorkerTables
+from raykv.vllm.layered import LayeredConnectorWorker
 from raykv.vllm.transfers import (
     ChunkSpec,
     RayKVConnectorMetadata,
@@ -108,7 +109,8 @@ class Side:
         self.link = Link()
         page = [TensorLayout(0, 10, 64, 64)] * tensors
         layout = KVLayout("memfd", 1, 1, page, [0], [list(range(tensors))])
-        worker: Any = RayKVConnectorWorker.__new__(RayKVConnectorWorker)
+        kind = LayeredConnectorWorker if is_layerwise else RayKVConnectorWorker
+        worker: Any = kind.__new__(kind)
         link: Any = self.link
         worker.worker = RayOffloadingWorker(link, layout, by_layer=is_layerwise)
         worker.spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(rank=0)))
@@ -121,7 +123,6 @@ class Side:
         worker._vllm = WorkerTables(worker)
         worker._meta = RayKVWorkerMetadata()
         worker._is_durable = worker._by_request = False
-        worker._is_layerwise = is_layerwise
         worker._unseen = {}
         worker._waited = set()
         worker._numbers = None

@@ -104,7 +104,7 @@ def test_hook_that_fails_while_it_loads_is_named_as_another_reason(
 
     monkeypatch.setattr(engine.connector.connector_scheduler, "update_state_after_alloc", fail)
     assert engine.schedule(request) == 2 * CHUNK
-    assert engine.connector._stranded == ["r"]
+    assert engine.connector._loading.take_stranded() == (["r"], [])
     # vLLM hears of it as of a load that has failed as a whole.
     request.num_computed_tokens = 0
     assert engine.schedule(request) == 0
@@ -177,7 +177,7 @@ def test_request_with_the_id_of_an_earlier_one_has_nothing_of_its_options_and_ba
     output = SchedulerOutput.make_empty()
     output.finished_req_ids = {"r"}
     engine.connector.build_connector_meta(output)
-    assert "r" in engine.view.requests
+    assert engine.view.requests.get("r").is_known
     assert ("r" in manager.barred) == is_barred
     known = engine.connector._tables.find("r")
     assert known is not None

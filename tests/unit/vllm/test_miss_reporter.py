@@ -44,6 +44,7 @@ class PlayedRequest:
     skip_reading_prefix_cache: bool = False
     prompt_embeds: Any = None
     all_token_ids: Sequence[int] = tuple(range(5 * CHUNK + 3))
+    trace_headers: dict[str, str] | None = None
 
 
 @pytest.fixture

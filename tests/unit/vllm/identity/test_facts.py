@@ -9,6 +9,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
 from raykv.vllm.identity import readers
-from raykv.vllm.identity.facts import FACTS, PLACES, engine_facts, namespace_of
-from tests.fixtures.vllm_fields import CANNOT_MATTER, fields_that_cannot_matter
+from raykv.vllm.identity.facts import FACTS, engine_facts, namespace_of
+from tests.fixtures.vllm_fields import (
+    CANNOT_MATTER,
+    PLACES,
+    READ,
+    fields_of,
+    fields_that_cannot_matter,
+)
 
 TOKENS = 32
 
@@ -126,7 +133,7 @@ def all_classes() -> dict[str, type]:
 
 
 def test_every_field_of_vllms_configuration_is_a_fact_or_cannot_matter() -> None:
-    facts = {field for fact in FACTS for field in fact.fields}
+    facts = {field for fact in FACTS for field in (*fields_of(fact), *READ.get(fact.name, ()))}
     others = set(fields_that_cannot_matter())
     missing = [
         field
@@ -143,9 +150,11 @@ def test_walk_over_vllms_classes_meets_those_that_facts_are_read_from() -> None:
 
 
 def test_no_field_is_in_both_lists_or_twice() -> None:
-    fields = [field for fact in FACTS for field in fact.fields] + list(fields_that_cannot_matter())
+    fields = [field for fact in FACTS for field in fields_of(fact)]
+    fields += [*chain(*READ.values()), *fields_that_cannot_matter()]
     assert len(fields) == len(set(fields))
     assert len({fact.name for fact in FACTS}) == len(FACTS)
+    assert READ.keys() <= {fact.name for fact in FACTS if fact.read is not None}
 
 
 def test_every_row_says_why() -> None:
@@ -157,8 +166,7 @@ def test_every_row_says_why() -> None:
 PLAIN_FIELDS = [
     field
     for fact in FACTS
-    if fact.read is None
-    for field in fact.fields
+    for field in fields_of(fact)
     if field.partition(".")[0] not in ("MultiModalConfig", "DiffusionConfig")
 ]
 
@@ -178,7 +186,7 @@ def getattr_of(config: Any, field: str) -> Any:
 
 def test_facts_of_images_and_sound_change_the_namespace(known: Any) -> None:
     config = changed(known, "ModelConfig.multimodal_config", MultiModalConfig())
-    fields = [field for fact in FACTS if fact.read is None for field in fact.fields]
+    fields = [field for fact in FACTS for field in fields_of(fact)]
     mine = [field for field in fields if field.startswith("MultiModalConfig.")]
     values = [other_than(readers.plain(getattr_of(config, field))) for field in mine]
     found = {
@@ -395,7 +403,7 @@ def test_weights_in_a_file_go_by_content(tmp_path: Path) -> None:
         info = (1).to_bytes(8, "little") + b"w" + (1).to_bytes(4, "little")
         info += len(text).to_bytes(8, "little") + bytes(4) + bytes(8)
         head = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8) + info
-        file.write_bytes(head + bytes(-len(head) % 32) + text)
+        file.write_bytes(head + bytes(-len(head) % 32) + text * 4)
     found = [content(load("gguf"), model=str(file)) for file in files]
     assert found[0] == found[1] != found[2]
 
