@@ -181,7 +181,9 @@ def test_step_of_vllms_scheduler_is_told_of_while_there_is_news(
     scheduler: Any = SimpleNamespace(connector=engine.connector)
 
     def update() -> Any:
-        return Scheduler.update_from_output(scheduler, object(), None)  # type: ignore[arg-type]
+        scheduled: Any = object()
+        result: Any = None
+        return Scheduler.update_from_output(scheduler, scheduled, result)
 
     assert update() is made
     assert made[0].outputs[0].kv_transfer_params is None
