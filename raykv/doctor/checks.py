@@ -12,15 +12,9 @@ from typing import NamedTuple
 
 from raykv.base.ids import MissReason
 from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
-from raykv.memory.room import (
-    NEAR_BYTES,
-    RESERVE_BYTES,
-    MemoryLimit,
-    PoolNeeds,
-    human_bytes,
-    objection,
-)
-from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Severity
+from raykv.memory import room
+from raykv.memory.room import RESERVE_BYTES, human_bytes
+from raykv.protocol.findings import Finding, HostFacts, MemoryLimit, Severity
 from raykv.protocol.status import EngineStatus
 
 MAX_SKEW_S = (2.0, 30.0)
@@ -50,11 +44,11 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
     """All findings, in the order of `CHECKS`."""
     findings = []
     for name, check in CHECKS.items():
-        faults = list(check.look(facts))
+        complaints = list(check.look(facts))
         missing = _missing(name, facts)
-        if missing and not any(each.severity is Severity.FAIL for each in faults):
-            faults.append(_warn(f"not all is known: {missing}", "mend that first"))
-        found = [Finding(name, *fault) for fault in faults]
+        if missing and not any(each.severity is Severity.FAIL for each in complaints):
+            complaints.append(_warn(f"not all is known: {missing}", "mend that first"))
+        found = [Finding(name, *each) for each in complaints]
         findings += found or [Finding(name, Severity.OK, check.fine)]
     return findings
 
@@ -73,7 +67,7 @@ def _missing(check: str, facts: ClusterFacts) -> str:
     return ""
 
 
-class Fault(NamedTuple):
+class Complaint(NamedTuple):
     """What a check has found wrong, and how to mend it."""
 
     severity: Severity
@@ -81,18 +75,18 @@ class Fault(NamedTuple):
     mend: str
 
 
-def _fail(what: str, mend: str) -> Fault:
-    return Fault(Severity.FAIL, what, mend)
+def _fail(what: str, mend: str) -> Complaint:
+    return Complaint(Severity.FAIL, what, mend)
 
 
-def _warn(what: str, mend: str) -> Fault:
-    return Fault(Severity.WARN, what, mend)
+def _warn(what: str, mend: str) -> Complaint:
+    return Complaint(Severity.WARN, what, mend)
 
 
 # Actors
 
 
-def _scheduler(facts: ClusterFacts) -> Iterator[Fault]:
+def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
     actor = facts.scheduler
     if actor.presence is Presence.MISSING:
         if any(node.actor.presence is not Presence.MISSING for node in facts.nodes):
@@ -128,7 +122,7 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Fault]:
 _UNPLACED = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
 
 
-def _placement(facts: ClusterFacts) -> Iterator[Fault]:
+def _placement(facts: ClusterFacts) -> Iterator[Complaint]:
     known = {node.node_id: node for node in facts.nodes}
     for node in facts.nodes:
         yield from _placed(node, facts)
@@ -152,7 +146,7 @@ def _placement(facts: ClusterFacts) -> Iterator[Fault]:
             )
 
 
-def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Fault:
+def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Complaint:
     """An engine is not attached: nothing is heard of its node."""
     host = facts.hostnames.get(node_id, "")
     node = f"{_short(node_id)} ({host})" if host else _short(node_id)
@@ -170,7 +164,7 @@ def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Fault:
     )
 
 
-def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Fault]:
+def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Complaint]:
     """What is wrong with a node's NodeActor as such."""
     actor = node.actor
     if actor.presence is Presence.MISSING:
@@ -198,7 +192,7 @@ def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Fault]:
             )
 
 
-def _orders(facts: ClusterFacts) -> Iterator[Fault]:
+def _orders(facts: ClusterFacts) -> Iterator[Complaint]:
     status = facts.status
     for node in facts.reports.values():
         if status and node.orders < status.orders and node.age_s <= SILENT_S:
@@ -214,7 +208,7 @@ def _orders(facts: ClusterFacts) -> Iterator[Fault]:
 # Versions, hashes
 
 
-def _versions(facts: ClusterFacts) -> Iterator[Fault]:
+def _versions(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         told = node.description
         if told is not None and told.version != facts.protocol:
@@ -243,7 +237,7 @@ def _versions(facts: ClusterFacts) -> Iterator[Fault]:
     yield from _several("engines'", {_engine(each): each.versions for each in facts.engines})
 
 
-def _several(of_what: str, versions: dict[str, str]) -> Iterator[Fault]:
+def _several(of_what: str, versions: dict[str, str]) -> Iterator[Complaint]:
     """One line if not all have one version; those without a version do not count."""
     known = {who: version for who, version in versions.items() if version}
     if len(set(known.values())) > 1:
@@ -253,7 +247,7 @@ def _several(of_what: str, versions: dict[str, str]) -> Iterator[Fault]:
         )
 
 
-def _hashes(facts: ClusterFacts) -> Iterator[Fault]:
+def _hashes(facts: ClusterFacts) -> Iterator[Complaint]:
     by_model: dict[str, list[EngineStatus]] = {}
     for engine in facts.engines:
         by_model.setdefault(engine.model, []).append(engine)
@@ -261,7 +255,7 @@ def _hashes(facts: ClusterFacts) -> Iterator[Fault]:
         yield from _shared(model, engines)
 
 
-def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Fault]:
+def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Complaint]:
     """Why engines of one model don't share their chunks."""
     random = [engine for engine in engines if engine.traits.get("hash_seed") == "random"]
     if random:
@@ -292,7 +286,7 @@ def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Fault]:
         )
 
 
-def _difference(model: str, name: str, engines: list[EngineStatus]) -> Fault:
+def _difference(model: str, name: str, engines: list[EngineStatus]) -> Complaint:
     values = _who_has_what({_engine(each): each.traits.get(name, "unknown") for each in engines})
     what = f"engines of model {model} share nothing, since their {name} differs: {values}"
     if name == "hash_seed":
@@ -308,7 +302,7 @@ def _difference(model: str, name: str, engines: list[EngineStatus]) -> Fault:
 # Memory
 
 
-def _memory(facts: ClusterFacts) -> Iterator[Fault]:
+def _memory(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         refusal = (node.description.refusal if node.description else "") or (
             node.host.refusal if node.host else ""
@@ -323,7 +317,7 @@ def _memory(facts: ClusterFacts) -> Iterator[Fault]:
             yield from _room(node, node.host)
 
 
-def _room(node: NodeFacts, host: HostFacts) -> Iterator[Fault]:
+def _room(node: NodeFacts, host: HostFacts) -> Iterator[Complaint]:
     """Whether the rest of a pool that is there can still be touched."""
     if host.is_short:
         yield _fail(
@@ -335,20 +329,20 @@ def _room(node: NodeFacts, host: HostFacts) -> Iterator[Fault]:
         return
     if not host.pool_bytes:
         return
-    needs = PoolNeeds(host.pool_bytes, host.pool_bytes - host.left_bytes, host.is_memory)
+    needs = room.PoolNeeds(host.pool_bytes, host.pool_bytes - host.left_bytes, host.is_memory)
     # The reserve was kept when the pool was made; only what would run out is wrong now.
     limits = [
         MemoryLimit(each.free_bytes + RESERVE_BYTES, each.total_bytes, each.source)
         for each in host.limits
     ]
-    wrong = objection(needs, limits, None)
+    wrong = room.objection(needs, limits, None)
     if wrong:
         yield _fail(
             f"{_node(node)} can't give what is left of its pool: {human_bytes(host.left_bytes)} "
             f"of {human_bytes(host.pool_bytes)} are not touched yet, but {_limits(host)}",
             "free memory on that node, raise the limit, or start with a smaller pool_bytes",
         )
-    elif host.is_memory and any(each.free_bytes < NEAR_BYTES for each in host.limits):
+    elif host.is_memory and any(each.free_bytes < room.NEAR_BYTES for each in host.limits):
         yield _warn(
             f"{_node(node)} has hardly any memory left: {_limits(host)}",
             "Ray or the kernel will end processes there, perhaps the NodeActor, and with it the "
@@ -360,14 +354,14 @@ def _limits(host: HostFacts) -> str:
     """The tightest limit, in words."""
     if not host.limits:
         return "no limit is known"
-    limit: LimitFacts = min(host.limits, key=lambda each: each.free_bytes)
+    limit = room.tightest(host.limits)
     return (
         f"{limit.source} allows {human_bytes(limit.total_bytes)} and has "
         f"{human_bytes(limit.free_bytes)} free"
     )
 
 
-def _shared_memory(facts: ClusterFacts) -> Iterator[Fault]:
+def _shared_memory(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         if node.host is not None and 0 < node.host.shm_bytes < SMALL_SHM_BYTES:
             yield _warn(
@@ -396,7 +390,7 @@ LONG_UNOWNED_S = 3600.0
 """What nobody has held for a shorter time may belong to a cluster that is just starting."""
 
 
-def _disks(facts: ClusterFacts) -> Iterator[Fault]:
+def _disks(facts: ClusterFacts) -> Iterator[Complaint]:
     for status in facts.reports.values():
         if status.disk.path and status.disk.problem:
             yield _warn(
@@ -424,7 +418,7 @@ def _disks(facts: ClusterFacts) -> Iterator[Fault]:
 # Between the nodes
 
 
-def _ports(facts: ClusterFacts) -> Iterator[Fault]:
+def _ports(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         for place, why in node.host.unreached if node.host is not None else ():
             yield _fail(
@@ -434,26 +428,26 @@ def _ports(facts: ClusterFacts) -> Iterator[Fault]:
             )
 
 
-def _clocks(facts: ClusterFacts) -> Iterator[Fault]:
+def _clocks(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         if node.host is None:
             continue
         skew = max(0.0, abs(node.skew_s) - node.skew_error_s)
         if skew > MAX_SKEW_S[0]:
             way = "ahead of" if node.skew_s > 0 else "behind"
-            yield Fault(
+            yield Complaint(
                 Severity.FAIL if skew > MAX_SKEW_S[1] else Severity.WARN,
                 f"the clock of {_node(node)} is {abs(node.skew_s):.1f} s {way} this host's",
                 "have both set by NTP (chrony, systemd-timesyncd)",
             )
 
 
-def _breakers(facts: ClusterFacts) -> Iterator[Fault]:
+def _breakers(facts: ClusterFacts) -> Iterator[Complaint]:
     owners = [(f"node {_short(id_)}", report.breakers) for id_, report in facts.reports.items()]
     owners += [(_engine(each), each.breakers) for each in facts.engines]
     for owner, told in owners:
         for peer, state, why in zip(told.peers, told.states, told.reasons, strict=True):
-            yield Fault(
+            yield Complaint(
                 Severity.FAIL if state == "open" else Severity.WARN,
                 f"{owner} does not ask {peer}, its breaker is {state}{f': {why}' if why else ''}",
                 "see what is wrong with the peer; the breaker closes by itself when it answers "
@@ -461,7 +455,7 @@ def _breakers(facts: ClusterFacts) -> Iterator[Fault]:
             )
 
 
-def _threads(facts: ClusterFacts) -> Iterator[Fault]:
+def _threads(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.nodes:
         if node.host is not None and node.host.threads_failed:
             yield _warn(
@@ -472,7 +466,7 @@ def _threads(facts: ClusterFacts) -> Iterator[Fault]:
             )
 
 
-def _use(facts: ClusterFacts) -> Iterator[Fault]:
+def _use(facts: ClusterFacts) -> Iterator[Complaint]:
     """Judge a namespace as a whole: an engine that only prefills stores for others to load."""
     spaces: dict[str, list[EngineStatus]] = {}
     for engine in facts.engines:
@@ -508,7 +502,7 @@ def _num_groups(engine: EngineStatus) -> int:
     return max(1, len(engine.traits.get("chunks", "").split()))
 
 
-def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Fault:
+def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Complaint:
     reasons = {
         name.removeprefix(_MISSED): count
         for name, count in counters.items()
@@ -525,9 +519,9 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Fault:
 
 
 class Check(NamedTuple):
-    """What looks for faults, and what is said if it finds none."""
+    """What looks for complaints, and what is said if it finds none."""
 
-    look: Callable[[ClusterFacts], Iterator[Fault]]
+    look: Callable[[ClusterFacts], Iterator[Complaint]]
     fine: str
 
 

@@ -115,7 +115,7 @@ class FetchService:
         # By the source's name; `_lock` guards them too.
         self.breakers = breaker.Breakers(breaker.Pauses(*deadlines.SOURCE_PAUSES_S))
         self.counters: Counter[str] = Counter()
-        """Of `NodeStats`."""
+        """Of `NodeStats`, since the start."""
 
     def fetch(self, order: copies.Fetch) -> copies.CopyResult:
         """Fetch all chunks of an order, at most until its deadline; whatever goes wrong is a

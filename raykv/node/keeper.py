@@ -75,7 +75,7 @@ class PoolKeeper:
         self.pool = Pool(geometry, pool_path)
         self.owner = NodePool(node_id, life, geometry, pin_share=pin_share)
         """What decides; called with `lock` held."""
-        self.catalog = catalog.PoolCatalog(self.owner.index, self.now())
+        self.catalog = catalog.PoolCatalog(self.owner, self.now())
         self.keep_floors: KeepFloors | None = None
         """Of the disk tier, if there is one."""
         self._unchecked: deque[ChunkRecord] = deque(maxlen=MAX_UNCHECKED)
@@ -181,8 +181,7 @@ class PoolKeeper:
     def end_read(self, *records: ChunkRecord) -> None:
         """Readers are done."""
         with self.lock:
-            for record in records:
-                self.owner.index.end_load(record)
+            self.owner.index.end_load(*records)
             self.lock.notify_all()
 
     # Checksums
@@ -326,14 +325,11 @@ class PoolKeeper:
                     "so that nobody knows what of them was cleared",
                     *(len(self._restored), POOL_FILE_ORDERS_S),
                 )
-                self._drop_restored()
+                for record in self._restored:
+                    self.pool.strike(record.slot)
+                self.owner.index.end_load(*self._restored)
+                self._restored = []
             self.lock.notify_all()
-
-    def _drop_restored(self) -> None:
-        restored, self._restored = self._restored, []
-        for record in restored:
-            self.pool.strike(record.slot)
-            self.owner.index.end_load(record)
 
 
 def _restored(entry: PoolEntry) -> ChunkRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from raykv.serve.arguments import (
     parse,
     plan_of,
 )
-from raykv.serve.http.ingress import IngressReplica
+from raykv.serve.http.ingress import IngressReplica, ServedModel, served_model
 from raykv.serve.replica import EngineReplica
 from raykv.serve.router.settings import kv_router_kwargs
 from raykv.vllm import command as vllm_command
@@ -60,17 +60,17 @@ INGRESS_OPTIONS: Mapping[str, Any] = {
 
 def build_app(args: Mapping[str, Any]) -> Application:
     arguments = parse(AppArguments, args)
-    return ingress_deployment(IngressReplica, arguments.ingress).bind(
-        [engine_deployment(model) for model in arguments.models],
-        [model.served_names for model in arguments.models],
-        arguments.ingress.model_dump(),
-    )
+    models = [(model.served_names, engine_deployment(model)) for model in arguments.models]
+    return ingress_in_front(served_model, models, arguments.ingress)
 
 
-def ingress_deployment(replica: type, ingress: IngressArguments) -> serve.Deployment:
-    """What takes an application's requests."""
+def ingress_in_front(
+    served: Callable[..., ServedModel], models: Sequence[Sequence[Any]], ingress: IngressArguments
+) -> Application:
+    """What takes an application's requests; see `IngressReplica`."""
     options = {"name": "ingress", **INGRESS_OPTIONS, **ingress.deployment}
-    return _with_options(serve.ingress()(replica), options, "ingress.deployment")
+    deployment = _with_options(serve.ingress()(IngressReplica), options, "ingress.deployment")
+    return deployment.bind(served, models, ingress.model_dump())
 
 
 def engine_deployment(model: ModelArguments) -> Application:

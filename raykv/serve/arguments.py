@@ -92,37 +92,45 @@ class IngressArguments(Strict):
     """Of all requests in one ingress replica; it refuses any beyond this with 503."""
 
 
-def one_model(given: Any) -> Any:
-    """Arguments of an application with one model: in a list like those with several."""
-    if not isinstance(given, Mapping) or "models" in given:
-        return given
-    model = {key: value for key, value in given.items() if key != "ingress"}
-    return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
+class ApplicationArguments(Strict):
+    """Arguments of an application: `models`, or one model's arguments beside `ingress`."""
 
-
-def check_distinct(models: Sequence[ModelArguments]) -> None:
-    """Raise a ValueError if two models have the same name."""
-    for what, names in (
-        ("deployment", [model.deployment_name for model in models]),
-        ("served model", [name for model in models for name in model.served_names]),
-    ):
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two {what}s are called {name!r}: rename one of them")
-
-
-class AppArguments(Strict):
-    """Arguments of `build_app`: either `models`, or one model's arguments beside `ingress`."""
-
-    models: list[ModelArguments] = Field(min_length=1)
     ingress: IngressArguments = Field(default_factory=IngressArguments)
 
-    _one_model = model_validator(mode="before")(one_model)
+    @property
+    def _named(self) -> Sequence[ModelArguments]:
+        """Each model, with its names."""
+        raise NotImplementedError
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_model(cls, given: Any) -> Any:
+        """One model goes into a list like several."""
+        if not isinstance(given, Mapping) or "models" in given:
+            return given
+        model = {key: value for key, value in given.items() if key != "ingress"}
+        return {"models": [model], **{k: v for k, v in given.items() if k == "ingress"}}
 
     @model_validator(mode="after")
-    def _distinct(self) -> AppArguments:
-        check_distinct(self.models)
+    def _distinct(self) -> ApplicationArguments:
+        for what, names in (
+            ("deployment", [model.deployment_name for model in self._named]),
+            ("served model", [name for model in self._named for name in model.served_names]),
+        ):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"two {what}s are called {name!r}: rename one of them")
         return self
+
+
+class AppArguments(ApplicationArguments):
+    """Arguments of `build_app`."""
+
+    models: list[ModelArguments] = Field(min_length=1)
+
+    @property
+    def _named(self) -> Sequence[ModelArguments]:
+        return self.models
 
 
 _Arguments = TypeVar("_Arguments", bound=Strict)

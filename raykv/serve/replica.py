@@ -12,10 +12,11 @@ from typing import Any
 import prometheus_client
 import ray
 from ray import serve
+from starlette.types import ASGIApp
 
 from raykv.cluster.processes import end_children
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest, Pieces, drive
+from raykv.serve.http.exchange import Head, HttpRequest, Pieces, drive
 from raykv.serve.http.metrics import ReplicaMetrics
 from raykv.serve.models import find_model
 from raykv.vllm import command as vllm_command
@@ -40,7 +41,7 @@ class EngineReplica:
         self._model = parse(ModelArguments, model)
         self._engine: Any = None
         self._stack = AsyncExitStack()
-        self._app: AsgiApp = await self._start(self._stack)
+        self._app: ASGIApp = await self._start(self._stack)
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def handle_http(self, request: HttpRequest) -> Pieces:
@@ -81,7 +82,7 @@ class EngineReplica:
             await self._stack.aclose()
         end_children()
 
-    async def _start(self, stack: AsyncExitStack) -> AsgiApp:
+    async def _start(self, stack: AsyncExitStack) -> ASGIApp:
         """The engine, and vLLM's application around it."""
         model = await asyncio.to_thread(_with_path, self._model)
         context = ray.get_runtime_context()

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from raykv.base.errors import SettingError
-from raykv.serve.http.exchange import AsgiApp
 from raykv.vllm.internals.engine import serve_flags
 from raykv.vllm.internals.names import SERVE, require
 
 
-async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, AsgiApp]:
+async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, ASGIApp]:
     """Start an engine with the flags of `vllm serve`, model first.
 
     The engine ends with `stack`. Its metrics go to vLLM's `/metrics` and to Ray's, as `ray_vllm_*`.

@@ -35,7 +35,7 @@ from raykv.protocol.listing import Where
 from raykv.protocol.reader import PrefixQuery
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import FoundPrompt
-from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
+from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import Fallback
 from raykv.serve.router.settings import RouteSettings
@@ -115,12 +115,12 @@ class PlacedTurns:
         self._planner.keep([each.name for each in self._replicas])
         self._system = self._text(SYSTEM_TOKENS)
         for each in self._replicas:
-            self._send(PlacedRequest(read_trail(self._body("")), KnownFrom.DIRECTORY), each)
+            self._send(PlacedRequest(read_trail(self._body(""))), each)
 
     def remembered_ms(self) -> float:
         """For the next turn of another conversation."""
         talk = self._text(self._length - SYSTEM_TOKENS - TURN)
-        first = PlacedRequest(read_trail(self._body(talk)), KnownFrom.DIRECTORY)
+        first = PlacedRequest(read_trail(self._body(talk)))
         self._send(first, self._random.choice(self._replicas))
         taken = self._place_ms(self._body(talk + self._text(TURN)))
         assert not self._answers.asked, self._length

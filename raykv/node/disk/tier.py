@@ -201,7 +201,7 @@ class DiskTier:
             if folder is not None:
                 with suppress(OSError):
                     self._note_floors(folder)
-            self._sleep(min(deadlines.DISK_LOOK_S, wait_s))
+            self._sleep(min(deadlines.WAKE_S, wait_s))
             return
         if folder is None:
             folder = self._claim()
@@ -233,7 +233,7 @@ class DiskTier:
             if not self._batches and not self._wake.is_set():
                 with self._lock:
                     # Until something may have changed in the pool.
-                    self._lock.wait(deadlines.DISK_LOOK_S)
+                    self._lock.wait(deadlines.WAKE_S)
             self._sleep(DISK_NEXT_LOOK_S)
 
     def _next_to_copy(self) -> list[ChunkRecord]:

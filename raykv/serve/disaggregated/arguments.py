@@ -54,23 +54,6 @@ class EnginesArguments(arguments.Strict):
     router: arguments.RouterArguments = Field(default_factory=arguments.RouterArguments)
 
 
-class HandoverArguments(arguments.Strict):
-    """Which prompts prefill engines compute; see `Handover`.
-
-    `prefill_deadline_s`: then the decode engine computes a prompt.
-    """
-
-    min_prompt_tokens: int = Field(default=Handover.min_prompt_tokens, ge=0)
-    bytes_per_token: float = Field(default=Handover.bytes_per_token, gt=0)
-    pin_s: float = Field(default=Handover.pin_s, ge=0, le=3600)
-    prefill_deadline_s: float = Field(default=60.0, gt=0, le=3600)
-
-    @property
-    def handover(self) -> Handover:
-        """When to hand requests over, without the deadline."""
-        return Handover(self.min_prompt_tokens, self.bytes_per_token, self.pin_s)
-
-
 class DisaggregatedModelArguments(arguments.Strict):
     """A model, its prefill engines and its decode engines."""
 
@@ -81,7 +64,7 @@ class DisaggregatedModelArguments(arguments.Strict):
     """Settings of RayKV for all of its engines."""
     prefill: EnginesArguments = Field(default_factory=EnginesArguments)
     decode: EnginesArguments = Field(default_factory=EnginesArguments)
-    handover: HandoverArguments = Field(default_factory=HandoverArguments)
+    handover: Handover = Field(default_factory=Handover)
 
     @property
     def prefill_engines(self) -> arguments.ModelArguments:
@@ -121,15 +104,11 @@ class DisaggregatedModelArguments(arguments.Strict):
         return self
 
 
-class DisaggregatedArguments(arguments.Strict):
+class DisaggregatedArguments(arguments.ApplicationArguments):
     """For `build_disaggregated_app`: `models`, or one model's arguments beside `ingress`."""
 
     models: list[DisaggregatedModelArguments] = Field(min_length=1)
-    ingress: arguments.IngressArguments = Field(default_factory=arguments.IngressArguments)
 
-    _one_model = model_validator(mode="before")(arguments.one_model)
-
-    @model_validator(mode="after")
-    def _distinct(self) -> DisaggregatedArguments:
-        arguments.check_distinct([model.decode_engines for model in self.models])
-        return self
+    @property
+    def _named(self) -> list[arguments.ModelArguments]:
+        return [model.decode_engines for model in self.models]

@@ -44,8 +44,7 @@ class DisaggregatedBackend:
         model: What requests call it.
         prefill: Prefill engines.
         decode: Decode engines.
-        handover: Which prompts are handed over.
-        deadline_s: For a prefill, with the time that it waits for its turn.
+        handover: Which prompts are handed over, and for how long a prefill is waited for.
         count: Called with the course of each request's prompt.
     """
 
@@ -55,14 +54,12 @@ class DisaggregatedBackend:
         prefill: Backend,
         decode: Backend,
         handover: Handover,
-        deadline_s: float,
         count: Callable[[Course], None] = lambda _: None,
     ) -> None:
         self._model = model
         self._prefill = prefill
         self._decode = decode
         self._handover = handover
-        self._deadline_s = deadline_s
         self._count = count
         # Waits for the prefill engines to answer again; None: they are asked.
         self._return: asyncio.Task[None] | None = None
@@ -86,11 +83,12 @@ class DisaggregatedBackend:
             return forms.reason
         if self._return is not None:
             return Course.SKIPPED
+        deadline_s = self._handover.prefill_deadline_s
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 status = (await whole(self._prefill.answer(forms.prefill))).head.status
         except TimeoutError:
-            self._leave_alone(f"no answer within {self._deadline_s} s")
+            self._leave_alone(f"no answer within {deadline_s} s")
             return Course.LATE
         except Exception as error:
             self._leave_alone(_reason(error))

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+
+from raykv.serve.arguments import Strict
 from raykv.serve.http import exchange
 from raykv.vllm.params import PARAMS as SWITCHES
 from raykv.vllm.params import PIN, PREFILLED, without_prefilled
@@ -76,8 +79,7 @@ class Course(StrEnum):
     """The prefill engine answered with an error; the decode engine says what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(Strict):
     """When a prompt is computed by a prefill engine.
 
     Attributes:
@@ -85,11 +87,14 @@ class Handover:
         bytes_per_token: Of text, whose tokens are not known before an engine has it.
         pin_s: How long chunks that a prefill engine stored are not evicted, so that they are there
             when the decode engine fetches them; 0 leaves them to the pool.
+        prefill_deadline_s: For a prefill, with the time that it waits for its turn; then the
+            decode engine computes the prompt.
     """
 
-    min_prompt_tokens: int = 512
-    bytes_per_token: float = 4.0
-    pin_s: float = 30.0
+    min_prompt_tokens: int = Field(default=512, ge=0)
+    bytes_per_token: float = Field(default=4.0, gt=0)
+    pin_s: float = Field(default=30.0, ge=0, le=3600)
+    prefill_deadline_s: float = Field(default=60.0, gt=0, le=3600)
 
 
 @dataclass(frozen=True)

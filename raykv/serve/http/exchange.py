@@ -8,33 +8,41 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("ray.serve")
 
 # For vLLM's application to give a request up whose client has left: it tells the engine, no more.
 ASGI_END_S = 5.0
 
+# How long a client is asked to wait if no replica could take its request.
+REPLICA_RETRY_AFTER_S = 5
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 """vLLM's routes that answer a prompt: the last two are Anthropic's and OpenAI's, for agents."""
 
 Headers = list[tuple[bytes, bytes]]
-Message = MutableMapping[str, Any]
-AsgiApp = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
-    Awaitable[None],
-]
 
 MAX_NESTING = 100
 """Of a body's objects and lists. An engine that is given parameters of 500 dies of it, as vLLM
 pickles them from process to process; the schema of a tool has some ten or twenty."""
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    503: "service_unavailable_error",
+}
 
 NESTED = f"the body's JSON is nested deeper than {MAX_NESTING}"
 
@@ -57,6 +65,15 @@ class HttpRequest:
     query: bytes
     headers: Headers
     body: bytes
+
+
+STARTS: dict[int, Callable[[], None]] = {}
+"""What to call once, by the id of a request, when the first piece of its answer's body is here.
+
+An ingress and its request router are in one process, on event loops of their own, and share the
+request itself. The router enters what is brief, and takes it out when the request has ended; the
+ingress calls it. Ray tells a router only when an answer has ended, which is seconds after the
+prompt has been computed."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +131,10 @@ def is_nested_too_deeply(body: bytes) -> bool:
 class NestingLimit:
     """ASGI middleware in front of vLLM's application: JSON beyond `MAX_NESTING` is a 400."""
 
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
         if scope["type"] != "http" or not _is_json(scope["headers"]):
             await self._app(scope, receive, send)
@@ -132,7 +144,7 @@ class NestingLimit:
         while messages[-1].get("more_body", False):
             messages.append(await receive())
         if is_nested_too_deeply(b"".join(each.get("body", b"") for each in messages)):
-            await _refuse_nested(send)
+            await refusal(400, NESTED)(scope, receive, send)
             return
         read = iter(messages)
 
@@ -149,12 +161,14 @@ def _is_json(headers: Headers) -> bool:
     return any(b"json" in kind.lower() for kind in kinds)
 
 
-async def _refuse_nested(send: Callable[[Message], Awaitable[None]]) -> None:
-    error = {"message": NESTED, "type": "invalid_request_error", "code": 400}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def refusal(status: int, reason: str) -> Response:
+    """An error as OpenAI's API has them; 503 says when to come back."""
+    from starlette.responses import JSONResponse
+
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+    error = {"message": reason, "type": kind, "param": None, "code": status}
+    later = {"retry-after": str(REPLICA_RETRY_AFTER_S)} if status == 503 else None
+    return JSONResponse({"error": error}, status, later)
 
 
 async def whole(pieces: Pieces) -> WholeAnswer:
@@ -169,7 +183,7 @@ async def whole(pieces: Pieces) -> WholeAnswer:
     return WholeAnswer(head, body)
 
 
-async def drive(app: AsgiApp, request: HttpRequest) -> Pieces:
+async def drive(app: ASGIApp, request: HttpRequest) -> Pieces:
     """Answer `request` with `app`: a head, then the body's pieces.
 
     Closing the iterator cancels the application. What the application raises comes out at the end
@@ -198,7 +212,7 @@ class _Exchange:
         self.pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_MAX_PIECES)
         """Ends with None."""
 
-    async def run(self, app: AsgiApp) -> None:
+    async def run(self, app: ASGIApp) -> None:
         """Run the application to its end."""
         try:
             await app(_scope(self._request), self._receive, self._send)
@@ -234,7 +248,7 @@ class _Exchange:
                 self._is_whole = True
 
 
-def _scope(request: HttpRequest) -> Message:
+def _scope(request: HttpRequest) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

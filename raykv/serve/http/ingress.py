@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raykv.base.deadlines import REPLICA_WAIT_S
 from raykv.serve.arguments import IngressArguments, parse
-from raykv.serve.http import exchange, starts
-from raykv.serve.http.answer import HttpAnswer
-from raykv.serve.http.metrics import CONTENT_TYPE, RefusedError, ReplicaMetrics, SharedMetrics
+from raykv.serve.http import exchange
+from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, SharedMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -79,11 +83,9 @@ class ReplicaBackend:
         pieces = self.handle.handle_http.remote(request)
         try:
             await self._taken(pieces)
-            has_begun = False
             async for piece in pieces:
-                if not has_begun and isinstance(piece, bytes):
-                    has_begun = True
-                    starts.STARTS.began(request)
+                if isinstance(piece, bytes) and (call := exchange.STARTS.pop(id(request), None)):
+                    call()
                 yield piece
         except BaseException:
             # The client has left, or no replica took it in time: no replica should work on it.
@@ -114,43 +116,67 @@ class ServedModel:
     backend: Backend
 
 
+class BrokenAnswerError(Exception):
+    """An answer has begun and cannot be finished: cut the connection, so that it shows."""
+
+
+@dataclass(frozen=True)
+class PassedAnswer:
+    """An ASGI application: the answer of a replica, passed on piece by piece."""
+
+    head: exchange.Head
+    pieces: exchange.Pieces
+    """The body's."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification.
+
+        Raises:
+            BrokenAnswerError: the replica is gone, which an answer of this kind can't say.
+        """
+        start = {"status": self.head.status, "headers": self.head.headers}
+        async with aclosing(self.pieces) as pieces:
+            await send({"type": "http.response.start", **start})
+            try:
+                async for piece in pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except REPLICA_GONE as error:
+                reason = "the replica that was answering has died: ask again"
+                if not self._is_event_stream():
+                    raise BrokenAnswerError(reason) from error
+                last = b"data: " + bytes(exchange.refusal(503, reason).body) + b"\n\n"
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _is_event_stream(self) -> bool:
+        return any(
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in self.head.headers
+        )
+
+
 class Ingress:
-    """An ASGI application.
+    """An ASGI application."""
 
-    `max_held_bytes` bounds the bodies of all requests that are here at the same time.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[ServedModel],
-        max_body_bytes: int = 64 << 20,
-        attempts: int = 3,
-        max_held_bytes: int = 1 << 30,
-    ) -> None:
+    def __init__(self, models: Sequence[ServedModel], limits: IngressArguments) -> None:
         self._models = models
         self._by_name = {name: model for model in models for name in model.names}
-        self._max_body_bytes = max_body_bytes
-        self._attempts = attempts
-        self._max_held_bytes = max_held_bytes
+        self._limits = limits
         self._held_bytes = 0
         self._metrics = SharedMetrics(lambda: collected([each.backend for each in models]))
 
-    async def __call__(self, scope: exchange.Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
-        if scope["type"] == "lifespan":
-            await _live(receive, send)
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
             await self._http(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1003, "reason": "no such route"})
+        else:
+            # That it lives, and that it has no websockets.
+            await Router()(scope, receive, send)
 
-    async def _http(self, scope: exchange.Message, receive: Any, send: Any) -> None:
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
         try:
-            refusal = await self._read(body, receive)
-            if refusal is not None:
-                await HttpAnswer(send).refuse(refusal.status, refusal.reason)
-                return
+            await self._read(body, Request(scope, receive))
             request = exchange.HttpRequest(
                 scope["method"],
                 _path(scope),
@@ -158,34 +184,42 @@ class Ingress:
                 list(scope["headers"]),
                 bytes(body),
             )
-            await self._until_left(self._answer(request, HttpAnswer(send)), receive)
-        except _ClientLeftError:
+
+            async def answer() -> None:
+                response = await self._answer(request)
+                await response(scope, receive, send)
+
+            await self._until_left(answer(), receive)
+        except ClientDisconnect:
             return
+        except HTTPException as error:
+            await exchange.refusal(error.status_code, error.detail)(scope, receive, send)
         finally:
             self._held_bytes -= len(body)
 
-    async def _read(self, body: bytearray, receive: Any) -> _Refusal | None:
-        """Fill `body`, counting it as held; or why the request is not taken."""
+    async def _read(self, body: bytearray, request: Request) -> None:
+        """Fill `body`, counting it as held.
+
+        Raises:
+            ClientDisconnect: the client has left.
+            HTTPException: the request is not taken.
+        """
+        limits = self._limits
         try:
-            async with asyncio.timeout(BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientLeftError
-                    part = message.get("body", b"")
+            async with asyncio.timeout(BODY_S), aclosing(request.stream()) as parts:
+                async for part in parts:
                     body += part
                     self._held_bytes += len(part)
-                    if len(body) > self._max_body_bytes:
-                        most = self._max_body_bytes
-                        return _Refusal(413, f"the request has more than {most} bytes")
-                    if self._held_bytes > self._max_held_bytes:
-                        return _Refusal(503, "too many long requests at the same time: try later")
-                    if not message.get("more_body", False):
-                        return None
+                    if len(body) > limits.max_body_bytes:
+                        most = limits.max_body_bytes
+                        raise HTTPException(413, f"the request has more than {most} bytes")
+                    if self._held_bytes > limits.max_held_bytes:
+                        why = "too many long requests at the same time: try later"
+                        raise HTTPException(503, why)
         except TimeoutError:
-            return _Refusal(408, f"the request did not come within {BODY_S:g} s")
+            raise HTTPException(408, f"the request did not come within {BODY_S:g} s") from None
 
-    async def _until_left(self, answering: Any, receive: Any) -> None:
+    async def _until_left(self, answering: Any, receive: Receive) -> None:
         """Run `answering` until it is done or the client has left."""
         task = asyncio.create_task(answering)
         leaving = asyncio.create_task(_left(receive))
@@ -199,22 +233,24 @@ class Ingress:
         if is_done:
             await task
 
-    async def _answer(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
+    async def _answer(self, request: exchange.HttpRequest) -> ASGIApp:
+        """What answers the request.
+
+        Raises:
+            HTTPException: nothing does.
+        """
         if exchange.is_nested_too_deeply(request.body):
-            await answer.refuse(400, exchange.NESTED)
-            return
+            raise HTTPException(400, exchange.NESTED)
         if request.path == "/metrics":
-            await self._tell_metrics(request, answer)
-            return
+            key = dict(request.headers).get(b"authorization", b"")
+            return Response(await self._metrics.page(key), media_type=CONTENT_TYPE)
         if request.path == "/v1/models" and len(self._models) > 1:
-            await self._list_models(request, answer)
-            return
+            return await self._list_models(request)
         model = self._model_of(request)
         if model is None:
             known = ", ".join(sorted(self._by_name))
-            await answer.refuse(404, f"there is no such model here; there are {known}")
-            return
-        await self._pass_on(model.backend, request, answer)
+            raise HTTPException(404, f"there is no such model here; there are {known}")
+        return await self._begun(model.backend, request)
 
     def _model_of(self, request: exchange.HttpRequest) -> ServedModel | None:
         """The model that the request names; None: no backend has it."""
@@ -230,73 +266,47 @@ class Ingress:
             return self._models[0]
         return self._by_name.get(name) if isinstance(name, str) else None
 
-    async def _pass_on(
-        self, backend: Backend, request: exchange.HttpRequest, answer: HttpAnswer
-    ) -> None:
-        for attempt in range(1, self._attempts + 1):
+    async def _begun(self, backend: Backend, request: exchange.HttpRequest) -> PassedAnswer:
+        """The answer of a replica that lived to begin it.
+
+        Raises:
+            HTTPException: none has.
+        """
+        for attempt in range(1, self._limits.attempts + 1):
+            pieces = backend.answer(request)
             try:
-                async with aclosing(backend.answer(request)) as pieces:
-                    async for piece in pieces:
-                        await answer.pass_on(piece)
-                await answer.end()
+                head = await anext(pieces)
             except REPLICA_GONE as error:
                 logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
-                if answer.has_begun:
-                    await answer.break_off("the replica that was answering has died: ask again")
-                    return
                 await asyncio.sleep(REPLICA_RETRY_PAUSE_S)
             except (NoReplicaError, *TOO_MANY) as error:
-                await answer.refuse(503, str(error))
-                return
-            except Exception:
-                if answer.has_begun:
-                    raise
+                raise HTTPException(503, str(error)) from error
+            except Exception as error:
                 logger.exception("%s %s", request.method, request.path)
-                await answer.refuse(500, "the replica failed on this request; its log says why")
-                return
+                why = "the replica failed on this request; its log says why"
+                raise HTTPException(500, why) from error
             else:
-                return
-        await answer.refuse(503, f"{self._attempts} replicas died one after another: try later")
+                assert isinstance(head, exchange.Head), "a body without a head"
+                return PassedAnswer(head, pieces)
+        why = f"{self._limits.attempts} replicas died one after another: try later"
+        raise HTTPException(503, why)
 
-    async def _tell_metrics(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
-        """Tell the metrics of all replicas whose keys the client has."""
-        try:
-            text = await self._metrics.page(dict(request.headers).get(b"authorization", b""))
-        except RefusedError as refused:
-            await answer.refuse(refused.status, str(refused))
-            return
-        await answer.whole(200, text, [(b"content-type", CONTENT_TYPE)])
-
-    async def _list_models(self, request: exchange.HttpRequest, answer: HttpAnswer) -> None:
+    async def _list_models(self, request: exchange.HttpRequest) -> Response:
         """All models in one list, without those that have no replica."""
         found = await asyncio.gather(
             *(exchange.whole(model.backend.answer(request)) for model in self._models),
             return_exceptions=True,
         )
-        listed: list[Any] = []
-        for each in found:
-            if isinstance(each, exchange.WholeAnswer) and each.head.status == 200:
-                listed += json.loads(each.body)["data"]
-        failed = [each for each in found if not isinstance(each, exchange.WholeAnswer)]
-        if failed and not listed:
-            await answer.refuse(503, "no model has a replica yet: try later")
-            return
-        if not failed and not listed:
-            # Refused by all, for want of an API key for instance: what the first one says.
-            first = next(each for each in found if isinstance(each, exchange.WholeAnswer))
-            await answer.whole(first.head.status, first.body)
-            return
-        await answer.whole(200, json.dumps({"object": "list", "data": listed}).encode())
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    status: int
-    reason: str
-
-
-class _ClientLeftError(Exception):
-    """The client no longer waits for an answer."""
+        answers = [each for each in found if isinstance(each, exchange.WholeAnswer)]
+        lists = [json.loads(each.body) for each in answers if each.head.status == 200]
+        listed = [model for each in lists for model in each["data"]]
+        if listed:
+            return JSONResponse({"object": "list", "data": listed})
+        if len(answers) < len(found):
+            raise HTTPException(503, "no model has a replica yet: try later")
+        # Refused by all, for want of an API key for instance: what the first one says.
+        refused = answers[0]
+        return Response(refused.body, refused.head.status, media_type="application/json")
 
 
 async def collected(backends: Sequence[Backend]) -> Sequence[ReplicaMetrics]:
@@ -305,55 +315,44 @@ async def collected(backends: Sequence[Backend]) -> Sequence[ReplicaMetrics]:
     return [page for pages in found if not isinstance(pages, BaseException) for page in pages]
 
 
-def _path(scope: exchange.Message) -> str:
+def _path(scope: Scope) -> str:
     """The path as vLLM knows it: an application may be mounted below a `route_prefix`."""
     path: str = scope["path"]
     prefix = scope.get("root_path", "")
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
-async def _left(receive: Any) -> None:
+async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _live(receive: Any, send: Any) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 class IngressReplica:
     """The ingress in a Serve deployment, in front of deployments of `EngineReplica`.
 
-    `arguments` are an `IngressArguments`.
+    Args:
+        served: makes a model of the ingress, from its limits and from what was bound of the model.
+        models: what was bound of each model, handles among it.
+        arguments: an `IngressArguments`.
     """
 
     def __init__(
         self,
-        handles: Sequence[Any],
-        names: Sequence[Sequence[str]],
+        served: Callable[..., ServedModel],
+        models: Sequence[Sequence[Any]],
         arguments: Mapping[str, Any],
     ) -> None:
         given = parse(IngressArguments, arguments)
-        self._ingress = ingress_of(
-            [
-                ServedModel(called, replicas_of(handle, given))
-                for handle, called in zip(handles, names, strict=True)
-            ],
-            given,
-        )
+        self._ingress = Ingress([served(given, *bound) for bound in models], given)
 
-    async def __serve_build_asgi_app__(self) -> exchange.AsgiApp:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application; Serve asks for it once."""
         return self._ingress
 
 
-def ingress_of(models: Sequence[ServedModel], given: IngressArguments) -> Ingress:
-    """An ingress with the limits that an operator has given."""
-    return Ingress(models, given.max_body_bytes, given.attempts, given.max_held_bytes)
+def served_model(given: IngressArguments, names: Sequence[str], handle: Any) -> ServedModel:
+    """A model with replicas of one kind."""
+    return ServedModel(names, replicas_of(handle, given))
 
 
 def replicas_of(handle: Any, given: IngressArguments) -> ReplicaBackend:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 # How long an ingress shows its replicas' metrics before it asks again: whoever asks it costs
 # replicas no more.
 METRICS_FRESH_S = 1.0
 
 
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,6 @@ class ReplicaMetrics:
         """Whether a client may have the page whose key has that digest."""
         known = [secrets.compare_digest(digest, each) for each in self.keys]
         return any(known) or not known
-
-
-class RefusedError(Exception):
-    """Why a client gets no page, as status and reason."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class SharedMetrics:
@@ -71,7 +65,7 @@ class SharedMetrics:
         """One page of all that a client may see with that header.
 
         Raises:
-            RefusedError: there is nothing for it.
+            HTTPException: there is nothing for it.
         """
         now = asyncio.get_running_loop().time()
         if self._pages is None or (self._pages.done() and now - self._since >= self._fresh_s):
@@ -81,11 +75,13 @@ class SharedMetrics:
         # Others may wait for it too.
         pages = await asyncio.shield(self._pages)
         if not pages:
-            raise RefusedError(503, "no replica has reported its metrics in time: try later")
+            raise HTTPException(503, "no replica has reported its metrics in time: try later")
         digest = _digest_of(authorization)
         allowed = tuple(each.may_be_seen(digest) for each in pages)
         if not any(allowed):
-            raise RefusedError(401, "metrics need an API key of vLLM here, as Bearer authorization")
+            raise HTTPException(
+                401, "metrics need an API key of vLLM here, as Bearer authorization"
+            )
         if allowed not in merged:
             seen = [page for page, is_seen in zip(pages, allowed, strict=True) if is_seen]
             merged[allowed] = asyncio.create_task(asyncio.to_thread(merge, seen))

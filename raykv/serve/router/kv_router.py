@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from ray.serve.request_router import (
 from ray.util.metrics import Counter
 
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.http import exchange, starts
+from raykv.serve.http import exchange
 from raykv.serve.router import directory, planner, power_of_two, rank
 from raykv.serve.router.rendering import Fallback, PromptRenderer, Render
 from raykv.serve.router.settings import parse_route_settings
@@ -38,14 +37,6 @@ REMEMBERED = "sent where its beginning went"
 SILENT_BUT_REMEMBERED = "directory did not answer, sent where its beginning went"
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A request that a replica has taken."""
-
-    request: exchange.HttpRequest
-    placed: planner.PlacedRequest
-
-
 class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
     """Sends a request where the fewest bytes have to move and the least work waits.
 
@@ -58,10 +49,12 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         plan = plan_of(parse(ModelArguments, model), ray_address=None)
         self._directory = directory.AskedDirectory(plan.model, settings.namespace)
         self._renderer = PromptRenderer(lambda: _vllm_renderer([plan.model, *plan.flags]))
-        self._renderer.start()
         self._planner = planner.RoutePlanner(self._renderer, self._directory, settings)
         self._placed: OrderedDict[str, planner.PlacedRequest] = OrderedDict()
-        self._taken: OrderedDict[str, Taken] = OrderedDict()
+        # Requests that a replica has taken.
+        self._taken: OrderedDict[str, tuple[exchange.HttpRequest, planner.PlacedRequest]] = (
+            OrderedDict()
+        )
         # Filled by the ingress, on its own thread.
         self._begun: deque[planner.PlacedRequest] = deque()
         self._outcomes = Counter(
@@ -105,21 +98,21 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         if placed is None or replica is None:
             return
         self._planner.went(placed, *self._candidates([replica]))
-        taken = Taken(pending_request.args[0], placed)
-        self._taken[name] = taken
-        starts.STARTS.watch(taken.request, partial(self._begun.append, placed))
+        request = pending_request.args[0]
+        self._taken[name] = (request, placed)
+        exchange.STARTS[id(request)] = partial(self._begun.append, placed)
         if len(self._taken) > MOST_TAKEN:
-            self._end(self._taken.popitem(last=False)[1])
+            self._end(next(iter(self._taken)))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
-        taken = self._taken.pop(internal_request_id, None)
-        if taken is not None:
-            self._end(taken)
+        if internal_request_id in self._taken:
+            self._end(internal_request_id)
 
-    def _end(self, taken: Taken) -> None:
-        starts.STARTS.forget(taken.request)
-        self._planner.ended(taken.placed)
+    def _end(self, name: str) -> None:
+        request, placed = self._taken.pop(name)
+        exchange.STARTS.pop(id(request), None)
+        self._planner.ended(placed)
 
     def _candidates(self, replicas: Sequence[RunningReplica]) -> list[rank.Candidate]:
         loads = self.replica_queue_len_cache

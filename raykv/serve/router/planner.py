@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Protocol
 
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
@@ -53,34 +52,19 @@ class Finder(Protocol):
         ...
 
 
-class KnownFrom(Enum):
-    """What says where a request's prompts are."""
-
-    DIRECTORY = "the directory"
-    MEMORY = "what is remembered, which was enough"
-    SILENCE = "what is remembered: the directory has not said more"
-
-
-@dataclass(frozen=True)
-class FoundTokens:
-    """A prompt's length, and which nodes have how much of it."""
-
-    num_tokens: int
-    found: FoundPrompt
-
-
 @dataclass(eq=False)
 class PlacedRequest:
     """A request with what is known of it.
 
-    `prompts`: what the directory says, if it was asked. `silence`: why it has said nothing, for
-    `KnownFrom.SILENCE`. `choices`: what was chosen last, by replica. `sent_to`: the replica that it
-    is believed to go to, or none.
+    `found`: what the directory says of each prompt, if it has answered, and `num_tokens` is then
+    the length of all. `silence`: why the directory has not answered; None: it has, or what is
+    remembered was enough. `choices`: what was chosen last, by replica. `sent_to`: the replica that
+    it is believed to go to, or none.
     """
 
     trail: Trail
-    source: KnownFrom
-    prompts: Sequence[FoundTokens] = ()
+    found: Sequence[FoundPrompt] = ()
+    num_tokens: int = 0
     silence: Fallback | None = None
     choices: Mapping[str, Choice] = field(default_factory=dict)
     sent_to: Candidate | None = None
@@ -88,7 +72,7 @@ class PlacedRequest:
     @property
     def is_answered(self) -> bool:
         """Whether the directory has said where its prompts are."""
-        return self.source is KnownFrom.DIRECTORY
+        return bool(self.found)
 
 
 class RoutePlanner:
@@ -112,7 +96,7 @@ class RoutePlanner:
     ) -> None:
         self._renderer = renderer
         self._directory = directory
-        self._weights = settings.weights
+        self._weights = settings
         self._clock = clock
         self._read = read
         # By replica, what is in vLLM's own cache or being computed; by node, what is stored.
@@ -120,35 +104,29 @@ class RoutePlanner:
         self._stored = RecentPrompts(settings.recent_s)
         self._replicas: dict[str, _Account] = {}
         # The replica's account, and the work in it.
-        self._unanswered: OrderedDict[PlacedRequest, _SentWork] = OrderedDict()
+        self._unanswered: OrderedDict[PlacedRequest, tuple[_Account, float]] = OrderedDict()
 
     async def place(self, request: HttpRequest) -> PlacedRequest | Fallback:
         """Where the prompts of a request are; the fallback is that it has none."""
         if not has_prompt(request):
             return Fallback.NO_PROMPT
         trail = self._read(request.body, request.path)
-        if self._decides(trail):
-            return PlacedRequest(trail, KnownFrom.MEMORY)
-        found = await self._ask(request)
-        if isinstance(found, Fallback):
-            return PlacedRequest(trail, KnownFrom.SILENCE, silence=found)
-        return PlacedRequest(trail, KnownFrom.DIRECTORY, found)
+        return PlacedRequest(trail) if self._decides(trail) else await self._asked(request, trail)
 
-    async def _ask(self, request: HttpRequest) -> list[FoundTokens] | Fallback:
-        """What the directory says of each of its prompts, or why it says nothing."""
+    async def _asked(self, request: HttpRequest, trail: Trail) -> PlacedRequest:
+        """With what the directory says of each of its prompts, or why it says nothing."""
         rendered = await self._renderer.render(request)
         if isinstance(rendered, Fallback):
-            return rendered
+            return PlacedRequest(trail, silence=rendered)
         hasher = self._directory.hasher
         if hasher is None:
-            return Fallback.NO_NAMESPACE
+            return PlacedRequest(trail, silence=Fallback.NO_NAMESPACE)
         most = MOST_KEYS // max(1, len(rendered))
         prompts = [hasher.keys(prompt, most) for prompt in rendered]
         found = await self._directory.find(prompts)
         if found is None:
-            return Fallback.NO_ANSWER
-        pairs = zip(prompts, found, strict=True)
-        return [FoundTokens(keys.num_tokens, each) for keys, each in pairs]
+            return PlacedRequest(trail, silence=Fallback.NO_ANSWER)
+        return PlacedRequest(trail, found, sum(each.num_tokens for each in prompts))
 
     def remembers(self, request: PlacedRequest) -> bool:
         """Whether something of its text was sent to a replica lately."""
@@ -175,7 +153,7 @@ class RoutePlanner:
         account.sent += work
         self.ended(request)
         account.waiting += work
-        self._unanswered[request] = _SentWork(account, work)
+        self._unanswered[request] = (account, work)
         if len(self._unanswered) > MOST_UNANSWERED:
             self.ended(next(iter(self._unanswered)))
 
@@ -190,7 +168,8 @@ class RoutePlanner:
         """Note that nothing waits for it any more, however it has ended."""
         entry = self._unanswered.pop(request, None)
         if entry is not None:
-            entry.account.waiting -= entry.work
+            account, work = entry
+            account.waiting -= work
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all replicas but these."""
@@ -214,17 +193,17 @@ class RoutePlanner:
     def _place_of(self, request: PlacedRequest, now: float) -> PromptPlace:
         """All its prompts as one: what is known of each is added up."""
         trail = request.trail
-        num_tokens = float(sum(each.num_tokens for each in request.prompts)) or trail.num_tokens
+        num_tokens = request.num_tokens or trail.num_tokens
         held = trail.tokens(self._sent.num_held(trail.digests, now), num_tokens)
         on_nodes = trail.tokens(self._stored.num_held(trail.digests, now), num_tokens)
         anywhere = max(on_nodes.values(), default=0.0)
         answered: dict[str, float] = {}
-        for each in request.prompts:
-            for node, tokens in each.found.on_nodes.items():
+        for each in request.found:
+            for node, tokens in each.on_nodes.items():
                 answered[node] = answered.get(node, 0.0) + tokens
         for node, total in answered.items():
             on_nodes[node] = max(total, on_nodes.get(node, 0.0))
-        found = sum(each.found.anywhere for each in request.prompts)
+        found = sum(each.anywhere for each in request.found)
         return PromptPlace(num_tokens, on_nodes, max(anywhere, found), held)
 
 
@@ -234,11 +213,3 @@ class _Account:
 
     sent: float = 0.0
     waiting: float = 0.0
-
-
-@dataclass(frozen=True)
-class _SentWork:
-    """Work in an account."""
-
-    account: _Account
-    work: float

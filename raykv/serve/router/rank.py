@@ -31,6 +31,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, model_validator
+
 from raykv.base.errors import SettingError
 
 MOST_REMEMBERED = 131_072
@@ -40,8 +42,7 @@ _MANY_REPLICAS = 8
 """Places of a stretch, above which the expired ones are looked for and removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(BaseModel):
     """What things cost, in tokens to compute; see the module's docstring.
 
     The defaults: a token came from the own node's pool in 0.03 of the time that it takes to compute
@@ -49,16 +50,26 @@ class Weights:
     0.15 to 0.4, by the prompt's length, with 7 billion parameters on an H100 and links of 5 GB/s. A
     request takes a little of each step, and room.
 
+    Attributes:
+        load: A token that comes from the pool of the replica's node.
+        fetch: A token that comes from another node's pool.
+        request: Each request that waits or runs at the replica.
+        waiting: A token of work that was sent to the replica before, while its first token has not
+            come.
+
     Raises:
         SettingError: a weight is invalid.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     load: float = 0.05
     fetch: float = 0.25
     request: float = 64.0
     waiting: float = 0.35
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _meant(self) -> Weights:
         if not 0 <= self.load <= self.fetch <= 1:
             raise SettingError(
                 f"routing weights load={self.load:g} and fetch={self.fetch:g} are shares of what a "
@@ -72,6 +83,7 @@ class Weights:
             raise SettingError(
                 f"the routing weight waiting={self.waiting:g} is a share of work, 0 or more"
             )
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ ROUTE_RENDER_S = 0.25
 
 PATHS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
 MOST_WAITING = 64
+"""Requests that wait for the thread; any further one is refused."""
 
 MOST_BODY_BYTES = 1 << 20
 """Of a request that is looked into: while a longer one is parsed no other thread runs."""
@@ -41,27 +42,18 @@ class PromptRenderer:
     """Has a thread that loads, then renders one request after the other.
 
     Args:
-        load: called on that thread first; may take long, may raise.
-        most_waiting: requests that wait for the thread; any further one is refused.
+        load: called on that thread first, and at once; may take long, may raise.
     """
 
-    def __init__(self, load: Callable[[], Render], most_waiting: int = MOST_WAITING) -> None:
-        self._load = load
-        self._most_waiting = most_waiting
+    def __init__(self, load: Callable[[], Render]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-render")
         self._render: Render | None = None
         self._waiting: set[Future[list[PromptTokens] | None]] = set()
-        self._is_started = False
+        self._thread.submit(self._start, load)
 
-    def start(self) -> None:
-        """Begin to load, unless that has begun."""
-        if not self._is_started:
-            self._is_started = True
-            self._thread.submit(self._start)
-
-    def _start(self) -> None:
+    def _start(self, load: Callable[[], Render]) -> None:
         try:
-            self._render = self._load()
+            self._render = load()
         except BaseException as error:  # noqa: BLE001 - vLLM's parser of flags exits
             logger.error(
                 "requests are not placed by their prompts: the model's tokenizer can't be loaded "
@@ -77,7 +69,7 @@ class PromptRenderer:
             return Fallback.NOT_LOADED
         if len(request.body) > MOST_BODY_BYTES:
             return Fallback.NOT_UNDERSTOOD
-        if len(self._waiting) >= self._most_waiting:
+        if len(self._waiting) >= MOST_WAITING:
             return Fallback.BUSY
         work = self._thread.submit(self._render, request.path, request.body)
         self._waiting.add(work)
@@ -90,10 +82,6 @@ class PromptRenderer:
             logger.debug("a request is not understood: %s", first_line(error))
             return Fallback.NOT_UNDERSTOOD
         return Fallback.NOT_UNDERSTOOD if found is None else found
-
-    def close(self) -> None:
-        """Let the thread end when it is done with what it has begun."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Fallback(Enum):

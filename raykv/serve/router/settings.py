@@ -5,48 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from raykv.base.errors import SettingError
 from raykv.serve.arguments import ModelArguments, complaints
 from raykv.serve.router.rank import Weights
 
-_DEFAULTS = Weights()
 
-
-class RouteSettings(BaseModel):
+class RouteSettings(Weights):
     """Settings of a router; costs are in tokens to compute, see `raykv.serve.router.rank`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    load: float = _DEFAULTS.load
-    """A token that comes from the pool of the replica's node."""
-    fetch: float = _DEFAULTS.fetch
-    """A token that comes from another node's pool."""
-    request: float = _DEFAULTS.request
-    """Each request that waits or runs at the replica."""
-    waiting: float = _DEFAULTS.waiting
-    """A token of work that was sent to the replica before, while its first token has not come."""
     recent_s: float = Field(default=300.0, ge=0, le=3600)
     """How long the router believes that a replica has, or computes, what was sent to it: until its
     node's pool may have given it up."""
     namespace: str = ""
     """The beginning of the replicas' namespace, should there be several of the model on a node."""
 
-    @property
-    def weights(self) -> Weights:
-        """The costs, checked; invalid ones are a SettingError."""
-        return Weights(self.load, self.fetch, self.request, self.waiting)
-
 
 def parse_route_settings(kwargs: Mapping[str, Any]) -> RouteSettings:
     """Read a router's settings; a SettingError names what is wrong."""
     try:
-        settings = RouteSettings.model_validate(dict(kwargs))
+        return RouteSettings.model_validate(dict(kwargs))
     except ValidationError as error:
         raise SettingError(f"kwargs of the router: {complaints(error)}") from error
-    assert settings.weights is not None, settings
-    return settings
 
 
 def kv_router_kwargs(model: ModelArguments) -> dict[str, Any]:

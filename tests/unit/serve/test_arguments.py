@@ -227,7 +227,7 @@ def test_deployments_have_bounds_and_look_for_hanging_replicas() -> None:
     ingress = app._bound_deployment
     assert ingress.name == "ingress"
     assert ingress.max_queued_requests > 0
-    (engine,) = (each._bound_deployment for each in ingress.init_args[0])
+    (engine,) = (each._bound_deployment for _, each in ingress.init_args[1])
     assert (engine.name, engine.num_replicas) == ("some-model-1.5", 3)
     assert engine.max_ongoing_requests == 7
     assert engine.max_queued_requests > 0
@@ -242,7 +242,7 @@ def actor_options(app: Any) -> dict[str, Any]:
 def test_engines_do_not_give_way_unless_they_are_to() -> None:
     own = {"num_cpus": 2, "runtime_env": {"env_vars": {"A": "1"}}}
     app = build_app({**MODEL, "deployment": {"ray_actor_options": own}})
-    (engine,) = app._bound_deployment.init_args[0]
+    ((_, engine),) = app._bound_deployment.init_args[1]
     assert actor_options(engine)["num_cpus"] == 2
     assert actor_options(engine)["runtime_env"]["env_vars"] == {
         "A": "1",
@@ -252,7 +252,8 @@ def test_engines_do_not_give_way_unless_they_are_to() -> None:
     own = {"runtime_env": {"env_vars": {"RAY_worker_niceness": "7"}}}
     nice = build_app({**MODEL, "deployment": {"ray_actor_options": own}})
     assert (
-        actor_options(nice._bound_deployment.init_args[0][0])["runtime_env"] == own["runtime_env"]
+        actor_options(nice._bound_deployment.init_args[1][0][1])["runtime_env"]
+        == own["runtime_env"]
     )
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
 from raykv.base.errors import SettingError
 from raykv.serve import replica as module
 from raykv.serve.arguments import ModelArguments, parse
-from raykv.serve.http.exchange import AsgiApp, Head, HttpRequest
+from raykv.serve.http.exchange import Head, HttpRequest
 from raykv.serve.models import SMOLLM2_NAME
 from raykv.serve.replica import EngineReplica
 from tests.fixtures.asgi import app_of, body, start
@@ -30,7 +31,7 @@ class Engine:
 class Replica(EngineReplica):
     """Its end is an error that a test can see."""
 
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._engine = Engine()
         self._watch = asyncio.create_task(self._end_with_engine())

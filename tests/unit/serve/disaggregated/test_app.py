@@ -14,8 +14,9 @@ pytest.importorskip("ray.serve")
 from raykv.base.errors import SettingError
 from raykv.serve import build_disaggregated_app
 from raykv.serve.arguments import IngressArguments, parse
-from raykv.serve.disaggregated.app import DisaggregatedIngressReplica
+from raykv.serve.disaggregated.app import disaggregated_model
 from raykv.serve.disaggregated.arguments import DisaggregatedModelArguments
+from raykv.serve.http.ingress import IngressReplica
 from tests.fixtures.asgi import Client
 from tests.fixtures.serve_handle import Handle, Pieces
 
@@ -27,7 +28,7 @@ def ask(client: Client, **ingress: Any) -> Client:
     given = parse(IngressArguments, ingress).model_dump()
     model = parse(DisaggregatedModelArguments, {"model": "m"}).model_dump()
     prefill, decode = Handle(Pieces()), Handle(Pieces())
-    replica = DisaggregatedIngressReplica([prefill], [decode], [model], given)
+    replica = IngressReplica(disaggregated_model, [(model, prefill, decode)], given)
 
     async def main() -> None:
         app = await replica.__serve_build_asgi_app__()

@@ -63,8 +63,10 @@ def test_each_kind_has_its_own_options_beside_the_common_ones() -> None:
 def test_handover_is_what_the_proxy_decides_by() -> None:
     given = {"min_prompt_tokens": 5, "bytes_per_token": 3, "pin_s": 0, "prefill_deadline_s": 9}
     model = made(handover=given)
-    assert model.handover.handover == Handover(5, 3.0, 0.0)
-    assert made().handover.handover == Handover()
+    assert model.handover == Handover(
+        min_prompt_tokens=5, bytes_per_token=3.0, pin_s=0.0, prefill_deadline_s=9.0
+    )
+    assert made().handover == Handover()
 
 
 @pytest.mark.parametrize(
@@ -124,5 +126,5 @@ def test_question_of_the_trial_is_long_enough_for_the_prefill_engine() -> None:
     asked = " ".join(str(each + 1) for each in range(int(numbers)))
     (application,) = yaml.safe_load(text)["applications"]
     (model,) = parse(DisaggregatedArguments, application["args"]).models
-    handover = model.handover.handover
+    handover = model.handover
     assert len(asked) / handover.bytes_per_token >= 2 * handover.min_prompt_tokens

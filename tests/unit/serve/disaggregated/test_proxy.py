@@ -82,8 +82,9 @@ class Pair:
     courses: list[Course] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        rules = Handover(min_prompt_tokens=4, prefill_deadline_s=0.05)
         self.backend = DisaggregatedBackend(
-            "m", self.prefill, self.decode, Handover(min_prompt_tokens=4), 0.05, self.courses.append
+            "m", self.prefill, self.decode, rules, self.courses.append
         )
 
     async def ask(self, length: int = 4) -> list[Head | bytes]:
@@ -192,7 +193,7 @@ def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
 def test_client_that_leaves_during_the_prefill_takes_its_request_back() -> None:
     async def run() -> None:
         pair = Pair(Engine(hang))
-        pair.backend._deadline_s = 60.0
+        pair.backend._handover = Handover(min_prompt_tokens=4)
         asked = asyncio.create_task(pair.ask())
         await until(lambda: len(pair.prefill.requests) == 1)
         asked.cancel()

@@ -12,12 +12,17 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
+from raykv.serve.arguments import IngressArguments
 from raykv.serve.http import ingress as module
-from raykv.serve.http.answer import BrokenAnswerError
-from raykv.serve.http.exchange import Head, HttpRequest
-from raykv.serve.http.ingress import Ingress, NoReplicaError, ReplicaBackend, ServedModel
+from raykv.serve.http.exchange import STARTS, Head, HttpRequest
+from raykv.serve.http.ingress import (
+    BrokenAnswerError,
+    Ingress,
+    NoReplicaError,
+    ReplicaBackend,
+    ServedModel,
+)
 from raykv.serve.http.metrics import ReplicaMetrics, SharedMetrics
-from raykv.serve.http.starts import STARTS
 from tests.fixtures.asgi import Client
 from tests.fixtures.serve_handle import Handle, Pieces
 
@@ -59,10 +64,10 @@ class Replicas:
         return ()
 
 
-def ingress(*backends: Any, **limits: int) -> Ingress:
+def ingress(*backends: Any, **limits: Any) -> Ingress:
     """One model for each backend, called m0, m1, and so on."""
     models = [ServedModel([f"m{index}"], each) for index, each in enumerate(backends)]
-    return Ingress(models, **limits)
+    return Ingress(models, IngressArguments(**limits))
 
 
 def ask(app: Ingress, client: Client) -> Client:
@@ -514,7 +519,7 @@ def test_lifespan_and_websockets_are_answered() -> None:
     async def scenario() -> None:
         app = ingress(Replicas([]))
         await app({"type": "lifespan"}, receive, send)
-        await app({"type": "websocket"}, receive, send)
+        await app({"type": "websocket", "path": "/"}, receive, send)
 
     asyncio.run(scenario())
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
@@ -552,7 +557,7 @@ def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
 
     class Watching(Handle):
         def remote(self, request: HttpRequest) -> Any:
-            STARTS.watch(request, lambda: heard.append("begun"))
+            STARTS[id(request)] = lambda: heard.append("begun")
             return super().remote(request)
 
     async def scenario() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 
-from raykv.serve.http.exchange import HttpRequest
-from raykv.serve.http.starts import STARTS
+from raykv.serve.http.exchange import STARTS, HttpRequest
 from raykv.serve.router import kv_router
 from raykv.serve.router.kv_router import KVRouter
-from raykv.serve.router.planner import KnownFrom, PlacedRequest
+from raykv.serve.router.planner import PlacedRequest
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.trail import read_trail
 
@@ -56,7 +55,7 @@ def take(made: Any, number: int) -> tuple[HttpRequest, PlacedRequest]:
     """A replica takes a request that has been placed."""
     body = json.dumps({"prompt": f"{number}" * 400}).encode()
     request = HttpRequest("POST", "/v1/completions", b"", [], body)
-    placed = PlacedRequest(read_trail(body), KnownFrom.MEMORY)
+    placed = PlacedRequest(read_trail(body))
     made._placed[str(number)] = placed
     made.on_request_routed(PlayedRequest(request, number), REPLICA, None)
     return request, placed
@@ -67,7 +66,7 @@ def test_router_hears_from_the_ingress_that_an_answer_has_begun() -> None:
     made = router(planner)
     request, placed = take(made, 1)
     assert planner.went_to == [Candidate("r0", "n0", 3)]
-    STARTS.began(request)
+    STARTS.pop(id(request))()
     assert list(made._begun) == [placed]
     made.on_request_completed(REPLICA, "1")
     made.on_request_completed(REPLICA, "1")
@@ -80,7 +79,7 @@ def test_request_that_ended_without_an_answer_waits_no_more() -> None:
     request, placed = take(made, 1)
     assert len(STARTS) == before + 1
     made.on_request_completed(REPLICA, "1")
-    STARTS.began(request)
+    assert id(request) not in STARTS
     assert (planner.over, list(made._begun), len(STARTS)) == ([placed], [], before)
 
 

@@ -26,7 +26,7 @@ from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router import directory as directories
 from raykv.serve.router import rendering
 from raykv.serve.router.directory import ROUTE_ANSWER_S, AskedDirectory, FoundPrompt
-from raykv.serve.router.planner import KnownFrom, PlacedRequest, RoutePlanner
+from raykv.serve.router.planner import PlacedRequest, RoutePlanner
 from raykv.serve.router.rank import Candidate
 from raykv.serve.router.rendering import MOST_BODY_BYTES, Fallback, PromptRenderer
 from raykv.serve.router.settings import RouteSettings, kv_router_kwargs, parse_route_settings
@@ -130,7 +130,7 @@ def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
     made.went(first, REPLICAS[1])
     renderer.answer = Fallback.BUSY
     turn = placed_at(made, asking(1, 2200))
-    assert (turn.source, turn.is_answered) == (KnownFrom.MEMORY, False)
+    assert (turn.silence, turn.is_answered) == (None, False)
     assert {choice.name for choice in made.choose(turn, REPLICAS)[:1]} <= {"r1", "r2"}
     assert placed_at(made, asking(1, 4000)).silence is Fallback.BUSY, "half of it is new"
     made.keep(["r3"])
@@ -225,7 +225,7 @@ def test_turn_whose_tokens_nobody_knows_follows_the_one_before(path: str) -> Non
         made.went(placed_at(made, asking(other, 10)), REPLICAS[0])
     made.keep(["r2"])
     turn = placed_at(made, second)
-    assert (made.remembers(turn), turn.source) == (True, KnownFrom.MEMORY)
+    assert (made.remembers(turn), turn.silence, turn.is_answered) == (True, None, False)
     made.keep([each.name for each in REPLICAS])
     works = {each.name: each.work for each in made.choose(turn, REPLICAS)}
     assert works["r2"] < turn.trail.num_tokens / 3
@@ -238,12 +238,12 @@ def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:
     made = RoutePlanner(renderer, directory, RouteSettings(recent_s=30.0), lambda: now[0])
     directory.answers = False
     first = placed_at(made, asking(1, 300))
-    assert (first.source, made.remembers(first)) == (KnownFrom.SILENCE, False)
+    assert (first.silence, made.remembers(first)) == (Fallback.NO_ANSWER, False)
     made.choose(first, REPLICAS)
     made.went(first, REPLICAS[0])
     made.began(first)
     turn = placed_at(made, asking(1, 600))
-    assert (turn.source, made.remembers(turn)) == (KnownFrom.SILENCE, True)
+    assert (turn.silence, made.remembers(turn)) == (Fallback.NO_ANSWER, True)
     assert made.choose(turn, REPLICAS)[0].name == "r1"
     now[0] = 31.0
     assert not made.remembers(turn)
@@ -274,13 +274,10 @@ def test_loading_neither_waits_nor_is_waited_for() -> None:
 
     renderer = PromptRenderer(load)
     assert rendered(renderer, request()) == [Fallback.NOT_LOADED]
-    renderer.start()
-    renderer.start()
-    assert rendered(renderer, request()) == [Fallback.NOT_LOADED]
     may_load.set()
     renderer._thread.submit(lambda: None).result(PATIENCE_S)
     assert rendered(renderer, request()) == [[prompt(1, 20)]]
-    renderer.close()
+    renderer._thread.shutdown()
 
 
 @pytest.mark.usefixtures("patient")
@@ -312,7 +309,8 @@ def test_request_that_would_wait_for_the_thread_is_not_rendered(
         go_on.wait(PATIENCE_S)
         return [prompt(1, 20)]
 
-    renderer = loaded(lambda: render, most_waiting=2)
+    monkeypatch.setattr(rendering, "MOST_WAITING", 2)
+    renderer = loaded(lambda: render)
     # The first waits for its deadline, the second too, the third not at all.
     assert rendered(renderer, *[request()] * 3) == [Fallback.BUSY] * 3
     go_on.set()
@@ -329,9 +327,8 @@ def test_tokenizer_that_can_not_be_loaded_is_told_once(caplog: pytest.LogCapture
     assert len([r for r in caplog.records if "tokenizer" in r.getMessage()]) == 1
 
 
-def loaded(load: Callable[[], Any], most_waiting: int = 8) -> PromptRenderer:
-    renderer = PromptRenderer(load, most_waiting)
-    renderer.start()
+def loaded(load: Callable[[], Any]) -> PromptRenderer:
+    renderer = PromptRenderer(load)
     renderer._thread.submit(lambda: None).result(PATIENCE_S)
     return renderer
 

@@ -76,11 +76,14 @@ def test_prompts_of_one_request_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [(0.5, 0.1, 1), (-0.1, 0.2, 1), (0.1, 1.1, 1), (0, 0, -1), (0, 0, float("nan"))]
+    ("load", "fetch", "request_"),
+    [(0.5, 0.1, 1), (-0.1, 0.2, 1), (0.1, 1.1, 1), (0, 0, -1), (0, 0, float("nan"))],
 )
-def test_weights_that_cannot_be_meant_are_refused(wrong: tuple[float, float, float]) -> None:
+def test_weights_that_cannot_be_meant_are_refused(
+    load: float, fetch: float, request_: float
+) -> None:
     with pytest.raises(SettingError, match="routing weight"):
-        Weights(*wrong)
+        Weights(load=load, fetch=fetch, request=request_)
 
 
 NODES = ["n0", "n1", "n2"]
@@ -108,7 +111,7 @@ PLACES = st.lists(
     max_size=3,
 )
 SOME = st.builds(
-    lambda a, b, request: Weights(min(a, b), max(a, b), request),
+    lambda a, b, request: Weights(load=min(a, b), fetch=max(a, b), request=request),
     st.floats(0, 1),
     st.floats(0, 1),
     st.floats(0, 1000),
