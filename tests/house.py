@@ -53,7 +53,7 @@ HOUSE = {
     "directory": Room(
         6,
         "msgspec ray",
-        "actor launch steward",
+        "actor steward",
     ),
     "node": Room(
         5,

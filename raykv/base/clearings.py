@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
 
 from raykv.base.ids import EVERY_NAMESPACE, Namespace
 
@@ -20,14 +19,11 @@ MAX_NAMESPACES = 256
 """Floors of single namespaces: with them a report stays well under Ray's 100 KiB inline limit."""
 
 
-@dataclass
 class Clearings:
     """Floors, at first those that are given; see the module's docstring."""
 
-    first: InitVar[Mapping[str, int] | None] = None
-    _floors: dict[Namespace, int] = field(default_factory=dict, init=False)
-
-    def __post_init__(self, first: Mapping[str, int] | None) -> None:
+    def __init__(self, first: Mapping[str, int] | None = None) -> None:
+        self._floors: dict[Namespace, int] = {}
         self.take(first or {})
 
     def of(self, namespace: Namespace) -> int:

@@ -18,9 +18,9 @@ NODE_SEND_S = 2.0
 it does not hold up others' copies.
 """
 
-NODE_LOOK_S = 1.0
-"""How often expired stores are looked for, the end of a copy is checked (it ends for certain, since
-every run of bytes is short), and a copy thread without a job looks for one.
+WAKE_S = 1.0
+"""A thread that waits for work wakes up at least this often: to see whether it is to end, whether a
+copy has ended (it does for certain, since every run of bytes is short), or what has expired.
 """
 
 NODE_STOP_S = 2.0
@@ -29,9 +29,6 @@ NODE_STOP_S = 2.0
 NODE_ROOM_LOOK_S = 5.0
 """Between two looks of a NodeActor without a pool, or of one that memory is short for, at whether
 there is room now."""
-
-DISK_LOOK_S = 1.0
-"""The threads of a disk tier wake up at least this often."""
 
 STATES_READ_S = 30.0
 """For the states of a request that has just ended: they are copied within milliseconds, unless
@@ -45,15 +42,13 @@ SOURCE_PAUSES_S = (2.0, 30.0)
 request its fetch deadline, and Ray takes 12 to 64 s to notice that a node is gone.
 """
 
-RAY_LOOK_S = 0.1
-"""Between two checks for another process, a new node, or actors that are ending."""
+LOOK_S = 0.1
+"""Between two looks at what nobody tells: another process, actors that begin or end, an order that
+nodes carry out (they report every tenth of that, if there is news).
+"""
 
 TRANSFER_S = 60.0
 """For a page of chunks to come to a node."""
-
-TRANSFER_LOOK_S = 0.1
-"""Between two looks whether an order is carried out: nodes report every tenth of that, if there is
-news."""
 
 CLIENT_S = 8.0
 """For one answer of an actor to a person or a program, who may have come during a restart. With

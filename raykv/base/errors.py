@@ -30,8 +30,11 @@ class VersionError(RayKVError):
         self.is_mended = is_mended
 
 
-class MessageError(RayKVError):
-    """A message is not one that this version of RayKV sends; nothing of it was carried out."""
+class MessageError(RayKVError, ValueError):
+    """A message is not one that this version of RayKV sends; nothing of it was carried out.
+
+    msgspec makes a `ValidationError` of a ValueError that comes while it decodes.
+    """
 
 
 class AttachError(RayKVError):

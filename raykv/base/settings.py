@@ -78,8 +78,12 @@ def _is_service_link(variable: str, value: str) -> bool:
     return has_address or _SERVICE_LINK.fullmatch(variable) is not None
 
 
-def _setting(default: Any, parse: Callable[[str, Any], Any], text: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "text": text})
+USUAL = {bool: flag, int: parse_size, float: seconds, str: text}
+"""What reads a setting's values, by the kind of its default."""
+
+
+def _setting(default: Any, what: str, parse: Callable[[str, Any], Any] | None = None) -> Any:
+    return field(default=default, metadata={"parse": parse or USUAL[type(default)], "text": what})
 
 
 @dataclass(frozen=True)
@@ -122,200 +126,184 @@ class Settings:
 
     pool_bytes: int | None = _setting(
         None,
-        parse_size,
         "RAM that this node lends. Default: a quarter of what machine or control group have free",
+        parse_size,
     )
     pool_path: str = _setting(
-        "", text, "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
+        "", "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
     )
     disk_path: str = _setting(
-        "", text, "A folder on each node's disk for what pools give up. Default: it is forgotten"
+        "", "A folder on each node's disk for what pools give up. Default: it is forgotten"
     )
     disk_bytes: int | None = _setting(
-        None, parse_size, "What may lie there, per node. Default: half of what is free at the start"
+        None, "What may lie there, per node. Default: half of what is free at the start", parse_size
     )
     disk_free_bytes: int = _setting(
-        4 << 30, parse_size, "Nothing is written while that file system has less than this free"
+        4 << 30, "Nothing is written while that file system has less than this free"
     )
     ray_address: str = _setting(
         "",
-        address,
         "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
+        address,
     )
     node_id: str = _setting(
-        "", text, "The Ray node of this engine. Default: that of the raylet it connects to"
+        "", "The Ray node of this engine. Default: that of the raylet it connects to"
     )
     weights_version: str = _setting(
         "",
-        text,
         "Tells weights apart, with their content; needed where that can't be read: object storage",
     )
     kv_handover: str = _setting(
         "auto",
-        one_of("auto", "ipc", "staged"),
         "How the NodeActor gets at the KV cache: mapped (ipc: CUDA IPC on GPUs), copied by the "
         "engine through staging memory (staged), or mapped where it can be (auto)",
+        one_of("auto", "ipc", "staged"),
     )
-    staging_bytes: int = _setting(
-        256 << 20, parse_size, "Host memory for the staged hand-over, per rank"
-    )
+    staging_bytes: int = _setting(256 << 20, "Host memory for the staged hand-over, per rank")
     load_deadline_s: float = _setting(
-        5.0, seconds, "A load that takes longer is given up and the tokens are computed"
+        5.0, "A load that takes longer is given up and the tokens are computed"
     )
     store_deadline_s: float = _setting(
-        30.0, seconds, "A store that takes longer is given up; no request waits for it"
+        30.0, "A store that takes longer is given up; no request waits for it"
     )
     flush_deadline_s: float = _setting(
-        5.0, seconds, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
+        5.0, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
     )
     layerwise_loads: bool = _setting(
         False,
-        flag,
         "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
         "few requests run; where many do, all of the step wait for it. Only for plain full "
         "attention, without speculation and pipeline parallelism",
     )
     durable_stores: bool = _setting(
         False,
-        flag,
         "A step of the engine ends when its chunks are in the pool, so that an answered request's "
         "are there; it waits for them, at most flush_deadline_s. One step after the answer comes "
         "its last chunk, if it ends right before the answer's last token and async_scheduling is "
         "on (vLLM's default), or if the answer filled it and it is of a draft model's KV group",
     )
     lookup_deadline_s: float = _setting(
-        2.0, seconds, "Longest wait of a request for chunks that are still being stored"
+        2.0, "Longest wait of a request for chunks that are still being stored"
     )
     query_deadline_s: float = _setting(
-        1.0, seconds, "Longest wait of a request to learn what other nodes have"
+        1.0, "Longest wait of a request to learn what other nodes have"
     )
     fetch_deadline_s: float = _setting(
-        10.0, seconds, "Longest wait of a request for chunks on their way from another node"
+        10.0, "Longest wait of a request for chunks on their way from another node"
     )
     stop_unused_stores: bool = _setting(
         True,
-        flag,
         "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read "
         "by other nodes, only one request in 16 stores there; never before its pool was filled "
         "once, and 2,048 chunks were stored",
     )
-    fetch_checksums: bool = _setting(
-        True, flag, "Check every chunk that comes from another node (XXH3)"
-    )
+    fetch_checksums: bool = _setting(True, "Check every chunk that comes from another node (XXH3)")
     transport: str = _setting(
         "ray",
-        one_of("auto", "ray", "nixl"),
         "How chunks go from node to node: Ray's object refs (ray), or NIXL where both nodes have "
         "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). Over TCP "
         "NIXL is slower than Ray; RDMA is untried. UCX listens without a password: see "
         "deploy/security.md. The first engine decides, or `raykv up`",
+        one_of("auto", "ray", "nixl"),
     )
     fetch_bytes_per_s: float | None = _setting(
-        None, rate, "Speed of a fetch when it is compared with computing. Default: measured"
+        None, "Speed of a fetch when it is compared with computing. Default: measured", rate
     )
     prefill_tokens_per_s: float | None = _setting(
-        None, rate, "Speed of computing when it is compared with a fetch. Default: measured"
+        None, "Speed of computing when it is compared with a fetch. Default: measured", rate
     )
     pin_share: float = _setting(
         0.25,
-        share,
         "Share of each pool that pins may take, at most; those of requests take half of that at "
         "most. The first engine decides, or `raykv up`",
+        share,
     )
     client_hints: str = _setting(
         "none",
-        one_of("none", "priority", "session", "pin"),
         "What requests may ask for in kv_transfer_params and kv_hints: nothing; raykv_priority; "
         "session as well (raykv_session, raykv_session_over, raykv_pause_s); pin: raykv_pin_s too",
+        one_of("none", "priority", "session", "pin"),
     )
     tenant_source: str = _setting(
         "salt",
-        one_of("salt", "server"),
         "What says whose a request is: its cache_salt, or raykv_tenant in kv_transfer_params, "
         "which your server must set, or take out, in every request",
+        one_of("salt", "server"),
     )
     cancel_grace_s: float = _setting(
         2.0,
-        seconds,
         "Time for the NodeActor to confirm that it gave up a copy; then it is ended, since a late "
         "copy could write into another request's blocks",
     )
     attach_deadline_s: float = _setting(
-        60.0, seconds, "Longest wait at start for the actors; then the engine runs without them"
+        60.0, "Longest wait at start for the actors; then the engine runs without them"
     )
     rpc_deadline_s: float = _setting(
-        5.0, seconds, "Longest wait for one answer of an actor, in background threads only"
+        5.0, "Longest wait for one answer of an actor, in background threads only"
     )
     metrics_port: str = _setting(
         "auto",
-        port,
         "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
         "taken, one of the 15 after it), or off",
+        port,
     )
     metrics_address: str = _setting(
-        "", text, "Address that the metrics listen at. Default: the node's, as Ray has it"
+        "", "Address that the metrics listen at. Default: the node's, as Ray has it"
     )
     metrics_sd_path: str = _setting(
         "",
-        text,
         "File on Ray's head node that tells Prometheus of all targets. Default: "
         "`raykv_metrics_sd.json` in Ray's session directory",
     )
     hidden_states_path: str = _setting(
         "",
-        text,
         "Folder for files of hidden states, or off. Default: raykv_hidden_states in the temporary "
         "folder",
     )
-    hidden_states_bytes: int = _setting(
-        1 << 30, parse_size, "RAM per node for hidden states, beside the pool"
-    )
+    hidden_states_bytes: int = _setting(1 << 30, "RAM per node for hidden states, beside the pool")
     hidden_states_ttl_s: float = _setting(
-        600.0, seconds, "How long they are kept, and their files unless they are removed earlier"
+        600.0, "How long they are kept, and their files unless they are removed earlier"
     )
     hidden_states_client_paths: bool = _setting(
-        False, flag, "Requests may name the file of their hidden states: any file of the server"
+        False, "Requests may name the file of their hidden states: any file of the server"
     )
     window_share: float = _setting(
         0.25,
-        ratio,
         "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
         "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
         "vLLM keeps for itself",
+        ratio,
     )
     why_miss_text: bool = _setting(
         False,
-        flag,
         "Show, in raykv why-miss, the tokens at which a prompt leaves the one that was cached: "
         "otherwise their place alone",
     )
     describe_chunks: bool = _setting(
-        False,
-        flag,
-        "Tell the NodeActors the token ids of stored chunks, for readers of events",
+        False, "Tell the NodeActors the token ids of stored chunks, for readers of events"
     )
     events_endpoint: str = _setting(
         "",
-        endpoint,
         "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
         "tcp://*:5557 (* is the node's address, 0.0.0.0 all of them); includes describe_chunks. "
         "Default: nowhere",
+        endpoint,
     )
     events_replay_endpoint: str = _setting(
-        "", endpoint, "Where subscribers ask for events that they have missed. Default: nowhere"
+        "", "Where subscribers ask for events that they have missed. Default: nowhere", endpoint
     )
     events_topic: str = _setting(
         "kv@{node}@{model}",
-        topic,
         "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
+        topic,
     )
     events_format: str = _setting(
-        "map", one_of("map", "array"), "Events as vLLM writes them now (map), or did (array)"
+        "map", "Events as vLLM writes them now (map), or did (array)", one_of("map", "array")
     )
     events_hashes: str = _setting(
         "int",
-        one_of("int", "bytes"),
         "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
+        one_of("int", "bytes"),
     )
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
 
 import raykv
 from raykv.base.errors import SettingError
@@ -92,7 +92,8 @@ def up(
             "`raykv down --with-ray` stops it",
             soft_wrap=True,
         )
-    with raykv.connect(joined.address) as cluster, _bars() as bars:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+    with raykv.connect(joined.address) as cluster, _bars(*columns) as bars:
         if not bars.disable:
             bars.console.print("waiting for the actors")
         found = cluster.up(
@@ -107,20 +108,10 @@ def up(
     raise typer.Exit(any(node.error for node in found))
 
 
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    """Show bars on standard error, if that is a terminal."""
+def _bars(*columns: ProgressColumn) -> Progress:
+    """Bars on standard error, if that is a terminal; no columns: rich's usual ones."""
     errors = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        console=errors,
-        disable=not errors.is_terminal,
-        transient=True,
-    )
-    with progress:
-        yield progress
+    return Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True)
 
 
 def _show_nodes(bars: Progress, nodes: Sequence[NodeUp]) -> None:
@@ -316,9 +307,7 @@ def move(
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
     """A bar on a terminal, in chunks."""
-    errors = Console(stderr=True)
-    progress = Progress(console=errors, disable=not errors.is_terminal, transient=True)
-    with progress:
+    with _bars() as progress:
         task = progress.add_task(what, total=None)
 
         def watch(so_far: TransferResult) -> None:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, app, console, print_json, table
+from raykv.cli.base import Address, AsJson, app, console, print_json, table, table_of
 from raykv.cli.rates import Progress, progress, token_sources
 from raykv.cli.status import percent, troubles
 from raykv.memory.room import human_bytes
@@ -80,20 +80,23 @@ def _screen(known: ClusterStatus, passed: Progress) -> RenderableType:
         sources.add_row(
             name, f"{passed.per_s(count):,.0f}", percent(tokens, count), percent(ever, ever_count)
         )
-    nodes = table("node", "host", "used", "chunks", "stored/s", "loaded/s", "fetched/s", "sent/s")
-    for node in known.nodes:
-        moved = passed.transfers[node.node_id]
-        used = 100 * node.used_bytes / max(1, node.pool_bytes)
-        nodes.add_row(
-            node.node_id[:12],
-            node.hostname,
-            f"{human_bytes(node.used_bytes)} ({used:.0f} %)",
-            f"{node.chunks:,}",
-            *(
-                human_bytes(passed.per_s(count))
-                for count in (moved.stored, moved.loaded, moved.fetched, moved.sent)
+    moved, per_s = passed.transfers, passed.per_s
+    nodes = table_of(
+        known.nodes,
+        {
+            "node": lambda node: node.node_id[:12],
+            "host": lambda node: node.hostname,
+            "used": lambda node: (
+                f"{human_bytes(node.used_bytes)} "
+                f"({100 * node.used_bytes / max(1, node.pool_bytes):.0f} %)"
             ),
-        )
+            "chunks": lambda node: f"{node.chunks:,}",
+            "stored/s": lambda node: human_bytes(per_s(moved[node.node_id].stored)),
+            "loaded/s": lambda node: human_bytes(per_s(moved[node.node_id].loaded)),
+            "fetched/s": lambda node: human_bytes(per_s(moved[node.node_id].fetched)),
+            "sent/s": lambda node: human_bytes(per_s(moved[node.node_id].sent)),
+        },
+    )
     chunks = Text(
         f"chunks per second: {passed.per_s(passed.chunks_stored):,.1f} stored, "
         f"{passed.per_s(passed.chunks_loaded):,.1f} loaded"

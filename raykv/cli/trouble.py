@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -111,7 +110,7 @@ def why_miss(
     with raykv.connect(ray_address) as cluster:
         found = cluster.why_miss(request_id)
     if as_json:
-        typer.echo(to_json(found))
+        print_json([_row(each) for each in found])
         return
     print_explanations(found, Console())
 
@@ -163,30 +162,26 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(finding.severity is Severity.FAIL for finding in findings))
 
 
-def to_json(found: Sequence[Explanation]) -> str:
-    """All of them as a JSON array; the key is in hexadecimal digits."""
-    rows = [
-        {
-            "request_id": each.record.request_id,
-            "prompt_tokens": each.record.prompt,
-            "own_cache_tokens": each.record.own,
-            "loaded_tokens": each.record.loaded,
-            "missed_tokens": each.record.missed,
-            "first_missing_key": each.record.missing.hex(),
-            "parting": _parting_row(each),
-            "advice": advice(each.record),
-            "hint": each.hint,
-            "ignored": each.record.ignored,
-            "engine_id": each.engine_id,
-            "node_id": each.node_id,
-            "namespace": each.namespace,
-            "model": each.model,
-            "tenant": each.record.tenant,
-            "age_s": round(each.age_s, 3),
-        }
-        for each in found
-    ]
-    return msgspec.json.format(msgspec.json.encode(rows)).decode()
+def _row(each: Explanation) -> dict[str, object]:
+    record = each.record
+    return {
+        "request_id": record.request_id,
+        "prompt_tokens": record.prompt,
+        "own_cache_tokens": record.own,
+        "loaded_tokens": record.loaded,
+        "missed_tokens": record.missed,
+        "first_missing_key": record.missing,
+        "parting": _parting_row(each),
+        "advice": advice(record),
+        "hint": each.hint,
+        "ignored": record.ignored,
+        "engine_id": each.engine_id,
+        "node_id": each.node_id,
+        "namespace": each.namespace,
+        "model": each.model,
+        "tenant": record.tenant,
+        "age_s": round(each.age_s, 3),
+    }
 
 
 def advice(record: MissRecord) -> str:

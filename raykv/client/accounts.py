@@ -23,7 +23,8 @@ def why_miss(beginning: str) -> list[Explanation]:
         NotFoundError: no node knows one.
         ClusterError: no node answers.
     """
-    told = ask.ask_each(Explanations, lambda _, actor: actor.why_miss.remote(beginning)).values()
+    answers = ask.ask_each(Explanations, lambda _, each: each.ask.remote("why_miss", beginning))
+    told = answers.values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
         raise NotFoundError(
@@ -40,7 +41,7 @@ def more_room() -> MoreRoom:
     Raises:
         ClusterError: no node answers.
     """
-    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.more_room.remote()).values())
+    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.ask.remote("more_room")).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -76,7 +77,7 @@ def ended_requests(after: str) -> EndedRequests:
     known = _places(after)
 
     def question(node_id: str, actor: Any) -> Any:
-        return actor.requests.remote(known.get(node_id, _AccountPlace()).number)
+        return actor.ask.remote("requests", known.get(node_id, _AccountPlace()).number)
 
     pages = ask.ask_each(RequestPage, question)
     anew = {
@@ -86,7 +87,7 @@ def ended_requests(after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.requests.remote(0), anew)
+        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last

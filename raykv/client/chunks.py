@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import ray
@@ -119,16 +118,3 @@ def read_from(
             came[key] = ChunkBytes(key, stamp, checksum, chunk, blocks[key])
     refused = zip(sizes, map(Refusal, reply.refusals), strict=True)
     return came, {key: refusal for key, refusal in refused if refusal != Refusal.NONE}
-
-
-def in_pieces(sizes: Mapping[Key, int], most_bytes: int) -> Iterator[dict[Key, int]]:
-    """Chunks in order, so many bytes at a time, or one."""
-    left = iter(sizes.items())
-    while piece := dict(islice(left, 1)):
-        num_bytes = sum(piece.values())
-        for key, size in left:
-            piece[key] = size
-            num_bytes += size
-            if num_bytes >= most_bytes:
-                break
-        yield piece

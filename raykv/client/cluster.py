@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, STATES_READ_S, TRANSFER_LOOK_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S, STATES_READ_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
 from raykv.client import accounts, listing, pools, quotas, scheduler, ship
@@ -155,7 +155,7 @@ class Cluster:
                     f"not all of {', '.join(told)} have heard of it: they do not talk to their "
                     "NodeActors (`raykv status` says why); say it again when they do"
                 )
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(LOOK_S)
         return told
 
     def clear(

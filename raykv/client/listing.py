@@ -106,7 +106,7 @@ class Reader:
 
             def question(node_id: str, actor: Any, asked: Mapping[str, str] = asked) -> Any:
                 page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
-                return actor.chunks.remote(encode(page))
+                return actor.ask.remote("chunks", encode(page))
 
             pages = ask_each(reader.ChunkPage, question, cursors)
             for node_id, page in sorted(pages.items()):
@@ -255,10 +255,5 @@ def _first(found: Iterator[reader.Chunk], order: str, limit: int | None) -> Iter
 
 
 def _rank(order: str, chunk: reader.Chunk) -> tuple[float, str, bytes, str]:
-    first = {
-        "age": -chunk.age_s,
-        "idle": -chunk.idle_s,
-        "hits": -chunk.hits,
-        "size": -chunk.num_bytes,
-    }
-    return first[order], chunk.namespace, chunk.key, chunk.node_id
+    most_first = -getattr(chunk, reader.ORDERS[order])
+    return most_first, chunk.namespace, chunk.key, chunk.node_id

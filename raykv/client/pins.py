@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raykv.base.deadlines import TRANSFER_LOOK_S
+from raykv.base.deadlines import LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.scheduler import Scheduler
@@ -90,7 +90,7 @@ class Pinning:
                     order.namespace, b"", num_keys, order.ttl_s, order.priority
                 )
                 return _status(order.pin_id, pin, nodes.values())
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(LOOK_S)
 
     def _check_room(self, order: operator.PinOrder) -> None:
         """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
@@ -200,7 +200,7 @@ class Pinning:
 
 
 def _question(_: str, actor: Any) -> Any:
-    return actor.pins.remote()
+    return actor.ask.remote("pins")
 
 
 def _status(

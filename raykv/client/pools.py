@@ -12,8 +12,8 @@ import ray
 
 from raykv.base import deadlines, errors
 from raykv.base.settings import Settings
-from raykv.cluster import ask, join, names
-from raykv.directory.launch import forget_orders, forget_wish, scheduler_actor
+from raykv.cluster import ask, bequest, join, names
+from raykv.directory.actor import scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import RayNode, usual_nodes, wants
@@ -206,12 +206,12 @@ def stop_actors(timeout_s: float) -> int:
     NodeActors anew. What was cleared stays so: disks and pool files outlive the actors.
     """
     ours = sorted(ask.named_actors(), key=lambda name: name != names.SCHEDULER)
-    forget_wish()
+    bequest.delete(bequest.WISH)
     for name in ours:
         if (actor := ask.find(name)) is not None:
             ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
-        time.sleep(deadlines.RAY_LOOK_S)
-    forget_orders()
+        time.sleep(deadlines.LOOK_S)
+    bequest.forget_orders()
     return len(ours)

@@ -90,7 +90,7 @@ class Scheduler:
             if state.behind and passed > deadlines.SILENCE_S and not is_told:
                 is_told = True
                 watch(state.behind)
-            time.sleep(deadlines.TRANSFER_LOOK_S)
+            time.sleep(deadlines.LOOK_S)
 
     def log(self, node_id: str = "", *, follow: bool = False) -> Iterator[bytes]:
         """The end of a NodeActor's log, else of the scheduler actor's; `follow` waits for more."""

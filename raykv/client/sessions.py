@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S, TRANSFER_LOOK_S, TRANSFER_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Moving, Watch
@@ -188,7 +188,7 @@ class ClientSession:
                     f"the session {self.name!r} is {known.stage} at node {known.node_id[:12]}: it "
                     "has gone on meanwhile, or that node does not hear (`raykv status`)"
                 )
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(LOOK_S)
         return self._desk.placed(msgspec.structs.replace(known, requests=asked.requests))
 
     def _node(self, beginning: str) -> str:
@@ -204,7 +204,7 @@ def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
     query = encode(SessionQuery(PROTOCOL_VERSION, namespace, session, first))
 
     def question(_: str, actor: Any) -> Any:
-        return actor.sessions.remote(query)
+        return actor.ask.remote("sessions", query)
 
     return question
 

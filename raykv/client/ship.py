@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,7 +21,7 @@ from raykv.base.errors import ChunkFileError, ClusterError, NotFoundError, Setti
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
 from raykv.client import listing, transfers
-from raykv.client.chunks import in_pieces, read_from
+from raykv.client.chunks import read_from
 from raykv.client.import_source import IMPORT_S, import_source
 from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
@@ -41,6 +42,8 @@ PIECE_BYTES = 16 << 20
 """Bytes of one read."""
 
 logger = logging.getLogger("raykv")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Shipping:
         refuse_used(target)
         written = operator.Exported(str(target), space, asked=len(wanted or found))
         limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
-        for part in _parts(found, limit):
+        for part in _parts(found, lambda copies: copies[0].num_bytes, limit):
             chunks = self._read(space, part)
             if not chunks:
                 continue
@@ -219,7 +222,7 @@ class Shipping:
         while not (nodes := self.scheduler.status().nodes):
             if time.monotonic() > give_up_at:
                 raise ClusterError("no node has a pool: `raykv up` makes them")
-            time.sleep(deadlines.TRANSFER_LOOK_S)
+            time.sleep(deadlines.LOOK_S)
         return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 
@@ -246,15 +249,16 @@ def refuse_used(path: Path) -> None:
         raise SettingError(f"{path} is no empty folder: export to another place")
 
 
-def _parts(found: Sequence[list[Chunk]], most_bytes: int) -> Iterator[list[list[Chunk]]]:
-    part: list[list[Chunk]] = []
+def _parts(found: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """In order, so many bytes at a time, or one that is larger."""
+    part: list[T] = []
     num_bytes = 0
     for each in found:
-        if part and num_bytes + each[0].num_bytes > most_bytes:
+        if part and num_bytes + size_of(each) > most_bytes:
             yield part
             part, num_bytes = [], 0
         part.append(each)
-        num_bytes += each[0].num_bytes
+        num_bytes += size_of(each)
     if part:
         yield part
 
@@ -265,8 +269,8 @@ def _read_from(
     """What a node still has of chunks, all in its pool or all on its disk."""
     came: dict[Key, ChunkBytes] = {}
     try:
-        for piece in in_pieces(sizes, PIECE_BYTES):
-            came |= read_from(node_id, space, piece, from_disk=is_disk)[0]
+        for piece in _parts(sizes.items(), lambda each: each[1], PIECE_BYTES):
+            came |= read_from(node_id, space, dict(piece), from_disk=is_disk)[0]
     except ClusterError as error:
         # Another node may have them.
         logger.warning("node %s can't be read: %s", node_id[:12], error)

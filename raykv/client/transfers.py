@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, TRANSFER_LOOK_S, TRANSFER_S
+from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client import pins
@@ -109,7 +109,7 @@ class Moving:
         silent: set[str] = set()
         if not all(self.scheduler.sources_of(pages.namespace, keys)):
             # What was just stored is reported within milliseconds.
-            time.sleep(TRANSFER_LOOK_S)
+            time.sleep(LOOK_S)
         for start in range(0, len(keys), PAGE_CHUNKS):
             page = keys[start : start + PAGE_CHUNKS]
             found = self.scheduler.sources_of(pages.namespace, page)
@@ -151,7 +151,7 @@ class Moving:
                 Numbers.of(there[key].length for key in keys),
                 with_pinned,
             )
-            return actor.drop.remote(framing.encode(order))
+            return actor.ask.remote("drop", framing.encode(order))
 
         released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
         return sum(each.dropped for each in released), sum(each.kept for each in released)
@@ -281,7 +281,7 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
         query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
 
         def question(_: str, actor: Any, raw: bytes = framing.encode(query)) -> Any:
-            return actor.chunks.remote(raw)
+            return actor.ask.remote("chunks", raw)
 
         of = {source.node_id for source in some} - silent
         found, lost = ask.ask_nodes(reader.ChunkPage, question, of, CLIENT_S)

@@ -18,6 +18,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from raykv.base.ids import Stamp
 from raykv.cluster.names import BEQUESTS
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.operator import OrdersDocument
@@ -83,3 +84,25 @@ def aged(value: bytes) -> OrdersDocument:
     """
     kept = decode(value, KeptOrders)
     return kept.document.later(max(0.0, time.time() - kept.at))
+
+
+def forget_orders() -> None:
+    """Leave nothing of what operators have ordered to later lives, but what they have cleared.
+
+    Once there is no scheduler actor any more: what that orders meanwhile would get the same number
+    as what is left.
+    """
+    kept = orders()
+    if kept is not None:
+        put_orders(_with_floors_alone(kept))
+    for name, _ in entries():
+        if name not in (LIFE, ORDERS):
+            delete(name)
+
+
+def _with_floors_alone(document: OrdersDocument) -> OrdersDocument:
+    bare = OrdersDocument(document.stamp, document.floors)
+    if document == bare:
+        return document
+    stamp = Stamp(document.stamp.history, document.stamp.number + 1)
+    return OrdersDocument(stamp, document.floors)

@@ -21,10 +21,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import compress, count
+from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
@@ -179,18 +180,11 @@ class Breakers:
         sums = BreakerReport(
             opened=self.num_opened, failed=self.num_failed, refused=self.num_refused
         )
-        if not bad:
-            # A worker asks with each step.
-            return sums
-        bad = sorted(bad, key=lambda row: -row[1].failures)[:MAX_BREAKERS]
-        return msgspec.structs.replace(
-            sums,
-            peers=[peer for peer, _ in bad],
-            states=[breaker.state.value for _, breaker in bad],
-            failures=[breaker.failures for _, breaker in bad],
-            seconds=[now - breaker.since for _, breaker in bad],
-            reasons=[breaker.reason for _, breaker in bad],
-        )
+        rows = [
+            OpenBreaker(peer, each.state.value, each.failures, now - each.since, each.reason)
+            for peer, each in sorted(bad, key=lambda row: -row[1].failures)
+        ]
+        return _with_rows(sums, rows)
 
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""
@@ -201,60 +195,61 @@ class Breakers:
             assert is_closed == (breaker.failures == 0), (peer, breaker)
 
 
+class OpenBreaker(NamedTuple):
+    """A row of a report: see `BreakerReport`."""
+
+    peer: str
+    state: str
+    failures: int
+    seconds: float
+    reason: str
+
+
+def rows_of(report: BreakerReport) -> list[OpenBreaker]:
+    """The breakers that are not closed."""
+    columns = (report.peers, report.states, report.failures, report.seconds, report.reasons)
+    return list(map(OpenBreaker._make, zip(*columns, strict=False)))
+
+
+def _with_rows(sums: BreakerReport, rows: Sequence[OpenBreaker]) -> BreakerReport:
+    """The first of these breakers beside the sums of a report."""
+    some = rows[:MAX_BREAKERS]
+    return msgspec.structs.replace(
+        sums,
+        peers=[each.peer for each in some],
+        states=[each.state for each in some],
+        failures=[each.failures for each in some],
+        seconds=[each.seconds for each in some],
+        reasons=[each.reason for each in some],
+    )
+
+
 def joined(reports: Iterable[BreakerReport]) -> BreakerReport:
     """One report of several."""
     reports = list(reports)
-    return BreakerReport(
-        peers=[peer for each in reports for peer in each.peers][:MAX_BREAKERS],
-        states=[state for each in reports for state in each.states][:MAX_BREAKERS],
-        failures=[number for each in reports for number in each.failures][:MAX_BREAKERS],
-        seconds=[age_s for each in reports for age_s in each.seconds][:MAX_BREAKERS],
-        reasons=[reason for each in reports for reason in each.reasons][:MAX_BREAKERS],
+    sums = BreakerReport(
         opened=sum(each.opened for each in reports),
         failed=sum(each.failed for each in reports),
         refused=sum(each.refused for each in reports),
     )
+    return _with_rows(sums, [row for each in reports for row in rows_of(each)])
 
 
 def aged(report: BreakerReport, seconds: float) -> BreakerReport:
     """A report as it would be so much later, had nothing happened."""
-    return joined(
-        [
-            BreakerReport(
-                report.peers,
-                report.states,
-                report.failures,
-                [age_s + seconds for age_s in report.seconds],
-                report.reasons,
-                report.opened,
-                report.failed,
-                report.refused,
-            )
-        ]
-    )
+    rows = rows_of(report)
+    return _with_rows(report, [row._replace(seconds=row.seconds + seconds) for row in rows])
 
 
 def without(report: BreakerReport, peer: str) -> BreakerReport:
     """A report without the rows of one peer; the sums stay."""
-    kept = [each != peer for each in report.peers]
-    return BreakerReport(
-        list(compress(report.peers, kept)),
-        list(compress(report.states, kept)),
-        list(compress(report.failures, kept)),
-        list(compress(report.seconds, kept)),
-        list(compress(report.reasons, kept)),
-        report.opened,
-        report.failed,
-        report.refused,
-    )
+    return _with_rows(report, [row for row in rows_of(report) if row.peer != peer])
 
 
 def sentences(report: BreakerReport) -> list[str]:
     """A sentence for people about each breaker that is not closed."""
-    columns = zip(
-        report.peers, report.states, report.failures, report.seconds, report.reasons, strict=True
-    )
     return [
-        f"{peer} is {state} for {seconds:.0f} s, {failures} failures in a row: {reason}"
-        for peer, state, failures, seconds, reason in columns
+        f"{row.peer} is {row.state} for {row.seconds:.0f} s, {row.failures} failures in a row: "
+        f"{row.reason}"
+        for row in rows_of(report)
     ]

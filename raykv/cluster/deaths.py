@@ -18,15 +18,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from raykv.base.deadlines import WAKE_S
 from raykv.base.errors import AttachError, ThreadError
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread, within
 from raykv.protocol import wire
 
 logger = logging.getLogger("raykv.node")
-
-# How often the thread that waits for engines to die checks whether it should end.
-NODE_DEATHS_LOOK_S = 1.0
-
 
 SO_PEERPIDFD = 77
 """Linux 6.5, from its include/uapi/asm-generic/socket.h: of the very process that connected, even
@@ -149,7 +146,7 @@ class DeathWatch:
 
     def _run(self) -> None:
         while not self._stopping:
-            for pidfd, _ in self._epoll.poll(NODE_DEATHS_LOOK_S):
+            for pidfd, _ in self._epoll.poll(WAKE_S):
                 self._end(pidfd)
 
     def _end(self, pidfd: int) -> None:

@@ -31,7 +31,7 @@ import psutil
 import ray
 
 from raykv.base import parsing, threads
-from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.cluster import names
@@ -207,7 +207,7 @@ def _start_lock() -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
                     raise ClusterError(f"another process holds {path} and does not end") from None
-                time.sleep(RAY_LOOK_S)
+                time.sleep(LOOK_S)
         yield
 
 

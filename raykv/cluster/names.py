@@ -24,10 +24,10 @@ IMPORT_PREFIX = "import:"
 BEQUESTS = b"raykv"
 """The namespace of Ray's internal key-value store for what a scheduler actor leaves behind."""
 
-HEAD_RESOURCE = "node:__internal_head__"
-"""What Ray gives the head node alone, 1.0 of it."""
-
-SHARE_OF_HEAD = 0.001
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""What an actor needs that is to be on Ray's head node: Ray gives 1.0 of it to that node alone. One
+that needs nothing goes to any node, whatever affinity it has.
+"""
 
 
 def node_actor(node_id: str) -> str:

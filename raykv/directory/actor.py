@@ -22,11 +22,12 @@ import ray
 
 from raykv.base import settings, version
 from raykv.base.ids import Key, Namespace
+from raykv.cluster import ask, names
 from raykv.cluster.logs import read_log, set_up_logging
 from raykv.directory import answers, meter, steward
 from raykv.directory.known import desk, directory, prefixes
 from raykv.directory.known.document import DRAWN_BITS, Orders
-from raykv.metrics.discovery import Discovery, TargetsFile, default_path
+from raykv.metrics.discovery import TargetsFile, default_path
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import numbers
 from raykv.protocol import columns, engine, measures, node, operator, reader, sessions, status
@@ -76,8 +77,7 @@ class SchedulerActor:
         path = Path(place.sd_path) if place.sd_path else default_path()
         if place.port != "off" and path is not None:
             own = [server.address] if server.address else []
-            file = TargetsFile(path, self._address)
-            Discovery(file, lambda: own + _targets(here)).start()
+            TargetsFile(path, self._address, lambda: own + _targets(here)).start()
 
     # NodeActors
 
@@ -89,7 +89,7 @@ class SchedulerActor:
 
     def orders(self) -> bytes:
         """→ `OrdersDocument` that is in force; empty: none is yet."""
-        told = self._told(self._tick())
+        told = self._orders.told(self._tick())
         return b"" if told is None else encode(told)
 
     def pin_keys(self, digest: bytes) -> bytes:
@@ -160,7 +160,7 @@ class SchedulerActor:
         base = status.ClusterStatus(
             self._address, self._directory.life, version.__version__, paused=False, metrics=metrics
         )
-        return encode(answers.cluster_status(self._directory, self._told(now), base, now))
+        return encode(answers.cluster_status(self._directory, self._orders.told(now), base, now))
 
     def where(self, raw: bytes) -> bytes:
         """`WhereQuery` → `WherePage`."""
@@ -184,7 +184,9 @@ class SchedulerActor:
         """→ `ClusterMetrics`."""
         now = self._tick()
         build = numbers("raykv_build_info", {(version.__version__, "scheduler"): 1})
-        return encode(measures.ClusterMetrics([build, *self._meter.families(self._told(now), now)]))
+        return encode(
+            measures.ClusterMetrics([build, *self._meter.families(self._orders.told(now), now)])
+        )
 
     def targets(self) -> list[str]:
         """Where the NodeActors show their metrics."""
@@ -201,9 +203,6 @@ class SchedulerActor:
         return version.__version__
 
     # Time
-
-    def _told(self, now: float) -> operator.OrdersDocument | None:
-        return self._orders.told(now)
 
     @contextmanager
     def _measured(self, call: str) -> Iterator[float]:
@@ -229,6 +228,17 @@ class SchedulerActor:
         draft = self._desk.next(now)
         if draft is not None:
             self._steward.keep(draft)
+
+
+def scheduler_actor(address: str, metrics: settings.MetricsPlace = settings.ANY_PORT) -> Any:
+    """The scheduler actor, created if there is none; creators that race get the same one.
+
+    It lives on Ray's head node, without which there is no cluster, and on its successor: the loss
+    of any other node does not cost the directory.
+    """
+    kind, environment = ray.remote(SchedulerActor), {"RAY_worker_niceness": "0"}
+    made = ask.detached(kind, names.SCHEDULER, environment, resources=names.ON_HEAD)
+    return made.remote(address, metrics)
 
 
 def _collected(here: Any) -> list[measures.MetricFamily]:

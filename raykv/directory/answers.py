@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from raykv.base.ids import Key, Namespace, NodeId
-from raykv.base.shares import NO_SHARE
 from raykv.base.tenants import OTHERS
 from raykv.cluster.breaker import aged, without
 from raykv.directory.known.directory import Directory
@@ -133,16 +132,12 @@ def tenants(members: Iterable[ReportedNode], document: OrdersDocument | None) ->
         on_disks.update(member.report.stats.disk.tenant_bytes)
     if not (shares or in_pools.keys() - {""} or on_disks.keys() - {""}):
         return []
-    labels = sorted({"", *shares, *in_pools, *on_disks})
-    return [_tenant(each, in_pools[each], on_disks[each], shares.get(each)) for each in labels]
-
-
-def _tenant(label: str, in_pools: int, on_disks: int, share: OrderedShare | None) -> TenantStatus:
-    if share is None:
-        name = label or OTHERS
-        rest = NO_SHARE
-        return TenantStatus(name, label, in_pools, on_disks, False, rest.guaranteed, rest.most)
-    return TenantStatus(share.name, label, in_pools, on_disks, True, share.guaranteed, share.most)
+    found = []
+    for label in sorted({"", *shares, *in_pools, *on_disks}):
+        share = shares.get(label) or OrderedShare(label or OTHERS)
+        sizes, bounds = (in_pools[label], on_disks[label]), (share.guaranteed, share.most)
+        found.append(TenantStatus(share.name, label, *sizes, label in shares, *bounds))
+    return found
 
 
 def cluster_status(

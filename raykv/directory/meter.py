@@ -16,6 +16,7 @@ from raykv.metrics.table import (
     histograms,
     number,
     numbers,
+    printable,
 )
 from raykv.protocol import events, listing, operator, reader
 from raykv.protocol.measures import MetricFamily
@@ -37,29 +38,6 @@ COST_WEIGHT = 0.05
 TIERS = {listing.Where.RAM: reader.RAM, listing.Where.DISK: reader.DISK}
 
 
-class _Slowest:
-    """The largest value of the last minute or two."""
-
-    def __init__(self) -> None:
-        self._now = self._before = 0
-        self._ends_at = float("-inf")
-
-    def see(self, value: int, now: float) -> None:
-        self._turn(now)
-        self._now = max(self._now, value)
-
-    def value(self, now: float) -> int:
-        self._turn(now)
-        return max(self._now, self._before)
-
-    def _turn(self, now: float) -> None:
-        if now < self._ends_at:
-            return
-        is_next = now < self._ends_at + LAG_WINDOW_S
-        self._before, self._now = self._now if is_next else 0, 0
-        self._ends_at = now + LAG_WINDOW_S
-
-
 class ClusterMeter:
     """See the module's docstring."""
 
@@ -67,7 +45,8 @@ class ClusterMeter:
         self._directory = directory
         self._labels = NamespaceLabels()
         self._calls = {call: Histogram(LATENCY_BOUNDS) for call in CALLS}
-        self._lag = _Slowest()
+        # By minute: how far the slowest reader was behind.
+        self._lags: Counter[float] = Counter()
         self._gaps = 0
 
     def called(self, call: str, seconds: float) -> None:
@@ -79,7 +58,15 @@ class ClusterMeter:
     def read_events(self, after: int, page: events.EventPage, now: float) -> None:
         """A reader was given a page of events."""
         self._gaps += page.is_gap
-        self._lag.see(max(0, page.last_seq - max(0, after)), now)
+        lag, minute = page.last_seq - max(0, after), now // LAG_WINDOW_S
+        lags = self._recent_lags(now)
+        lags[minute] = max(lags[minute], lag)
+
+    def _recent_lags(self, now: float) -> Counter[float]:
+        """Those of this minute and the one before."""
+        last = now // LAG_WINDOW_S - 1
+        self._lags = Counter({at: lag for at, lag in self._lags.items() if at >= last})
+        return self._lags
 
     def targets(self) -> list[str]:
         """Where the NodeActors show their metrics, in order."""
@@ -102,7 +89,9 @@ class ClusterMeter:
             number("raykv_orders_number", document.stamp.number if document is not None else 0),
             number("raykv_report_pause_seconds", directory.pause_ms / 1000),
             numbers("raykv_events_total", kinds),
-            number("raykv_event_reader_lag_events", self._lag.value(now)),
+            number(
+                "raykv_event_reader_lag_events", max(self._recent_lags(now).values(), default=0)
+            ),
             number("raykv_event_gaps_total", self._gaps),
             number("raykv_oldest_node_report_age_seconds", max(0.0, oldest)),
             histograms("raykv_call_seconds", calls),
@@ -116,7 +105,7 @@ class ClusterMeter:
                 label = self._labels[each.hello.namespace]
                 engines[label,] += 1
                 if label != OTHER:
-                    models[label, _text(each.hello.model)] = 1
+                    models[label, printable(each.hello.model[-MOST_MODEL_LETTERS:])] = 1
         return [
             numbers("raykv_engines", engines),
             numbers("raykv_namespace_info", dict(islice(models.items(), MOST_MODELS))),
@@ -131,9 +120,3 @@ class ClusterMeter:
         for (namespace, tier), count in chunk_counts(members).items():
             chunks[self._labels[namespace], TIERS[tier]] += count
         return chunks
-
-
-def _text(name: str) -> str:
-    """A label's value out of what somebody has sent."""
-    shown = name[-MOST_MODEL_LETTERS:]
-    return "".join(letter if letter.isprintable() else "?" for letter in shown)

@@ -73,11 +73,10 @@ class Steward:
     def __init__(self, address: str) -> None:
         self._address = address
         self._wish: PoolWish | None = None
-        self._has_new_wish = False
+        self._kept_wish: PoolWish | None = None
         self._draft: Draft | None = None
         self._unused: list[bytes] = []
         self._news = threading.Event()
-        self._first_pause_s, self._longest_pause_s = RECONCILE_PAUSES_S
 
     def start(self) -> Inheritance:
         """Begin.
@@ -100,7 +99,8 @@ class Steward:
     def _inherit(self, name: str, value: bytes, inherited: Inheritance) -> None:
         if name == bequest.WISH:
             wish = decode(value, PoolWish)
-            self._wish = wish if wish.version == PROTOCOL_VERSION else None
+            if wish.version == PROTOCOL_VERSION:
+                self._wish = self._kept_wish = wish
         elif name == bequest.ORDERS:
             inherited.orders = bequest.aged(value)
         elif name.startswith(bequest.PIN):
@@ -128,19 +128,20 @@ class Steward:
 
     def set_wish(self, wish: PoolWish) -> None:
         """Have nodes that match it get a NodeActor from now on; it takes an earlier one's place."""
-        self._wish, self._has_new_wish = wish, True
+        self._wish = wish
         self._news.set()
 
     # Its own thread
 
     def _run(self) -> None:
-        has_complained, pause_s = False, self._first_pause_s
+        first_pause_s, longest_pause_s = RECONCILE_PAUSES_S
+        has_complained, pause_s = False, first_pause_s
         look_at = 0.0
         while True:
             self._news.wait(max(0.0, look_at - time.monotonic()))
             self._news.clear()
             self._keep()
-            if time.monotonic() < look_at and not self._has_new_wish:
+            if time.monotonic() < look_at and self._wish is self._kept_wish:
                 continue
             try:
                 self._keep_wish()
@@ -153,9 +154,9 @@ class Steward:
                         "new nodes get no pool for now (said once): %s", first_line(error)
                     )
                 look_at = time.monotonic() + pause_s
-                pause_s = min(2 * pause_s, self._longest_pause_s)
+                pause_s = min(2 * pause_s, longest_pause_s)
             else:
-                has_complained, pause_s = False, self._first_pause_s
+                has_complained, pause_s = False, first_pause_s
                 look_at = time.monotonic() + pause_s
 
     def _keep(self) -> None:
@@ -172,13 +173,10 @@ class Steward:
         self._draft = None
 
     def _keep_wish(self) -> None:
-        if self._has_new_wish and self._wish is not None:
-            self._has_new_wish = False
-            try:
-                within(GCS_S, partial(bequest.put, bequest.WISH, encode(self._wish)))
-            except Exception:
-                self._has_new_wish = True
-                raise
+        wish = self._wish
+        if wish is not None and wish is not self._kept_wish:
+            within(GCS_S, partial(bequest.put, bequest.WISH, encode(wish)))
+            self._kept_wish = wish
 
     def _forget(self) -> None:
         while self._unused:

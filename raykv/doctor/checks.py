@@ -12,15 +12,9 @@ from typing import NamedTuple
 
 from raykv.base.ids import MissReason
 from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
-from raykv.memory.room import (
-    NEAR_BYTES,
-    RESERVE_BYTES,
-    MemoryLimit,
-    PoolNeeds,
-    human_bytes,
-    objection,
-)
-from raykv.protocol.findings import Finding, HostFacts, LimitFacts, Severity
+from raykv.memory import room
+from raykv.memory.room import RESERVE_BYTES, human_bytes
+from raykv.protocol.findings import Finding, HostFacts, MemoryLimit, Severity
 from raykv.protocol.status import EngineStatus
 
 MAX_SKEW_S = (2.0, 30.0)
@@ -333,20 +327,20 @@ def _room(node: NodeFacts, host: HostFacts) -> Iterator[Complaint]:
         return
     if not host.pool_bytes:
         return
-    needs = PoolNeeds(host.pool_bytes, host.pool_bytes - host.left_bytes, host.is_memory)
+    needs = room.PoolNeeds(host.pool_bytes, host.pool_bytes - host.left_bytes, host.is_memory)
     # The reserve was kept when the pool was made; only what would run out is wrong now.
     limits = [
         MemoryLimit(each.free_bytes + RESERVE_BYTES, each.total_bytes, each.source)
         for each in host.limits
     ]
-    wrong = objection(needs, limits, None)
+    wrong = room.objection(needs, limits, None)
     if wrong:
         yield _fail(
             f"{_node(node)} can't give what is left of its pool: {human_bytes(host.left_bytes)} "
             f"of {human_bytes(host.pool_bytes)} are not touched yet, but {_limits(host)}",
             "free memory on that node, raise the limit, or start with a smaller pool_bytes",
         )
-    elif host.is_memory and any(each.free_bytes < NEAR_BYTES for each in host.limits):
+    elif host.is_memory and any(each.free_bytes < room.NEAR_BYTES for each in host.limits):
         yield _warn(
             f"{_node(node)} has hardly any memory left: {_limits(host)}",
             "Ray or the kernel will end processes there, perhaps the NodeActor, and with it the "
@@ -358,7 +352,7 @@ def _limits(host: HostFacts) -> str:
     """The tightest limit, in words."""
     if not host.limits:
         return "no limit is known"
-    limit: LimitFacts = min(host.limits, key=lambda each: each.free_bytes)
+    limit = room.tightest(host.limits)
     return (
         f"{limit.source} allows {human_bytes(limit.total_bytes)} and has "
         f"{human_bytes(limit.free_bytes)} free"

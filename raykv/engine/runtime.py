@@ -24,7 +24,7 @@ from raykv.base.settings import Settings
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.engine import place, session
 from raykv.engine.hints import HintBox
 from raykv.engine.view import EngineView

@@ -168,15 +168,15 @@ def prefix_tree(trace: Trace) -> pd.DataFrame:
             depths.setdefault(chunk, depth)
             uses[chunk] = uses.get(chunk, 0) + 1
             parent = chunk
-    pd = pandas()
-    return pd.DataFrame(
+    return pandas().DataFrame(
         {
-            "chunk": pd.Series(list(parents), dtype="Int64"),
-            "parent": pd.Series(list(parents.values()), dtype="Int64"),
-            "depth": pd.Series([depths[chunk] for chunk in parents], dtype="Int64"),
-            "uses": pd.Series([uses[chunk] for chunk in parents], dtype="Int64"),
-            "tokens": pd.Series([trace.chunk_tokens] * len(parents), dtype="Int64"),
-        }
+            "chunk": list(parents),
+            "parent": list(parents.values()),
+            "depth": list(depths.values()),
+            "uses": list(uses.values()),
+            "tokens": trace.chunk_tokens,
+        },
+        dtype="Int64",
     )
 
 
@@ -300,11 +300,4 @@ def transfer_rates(transfers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> Any:
-    pd = pandas()
-    values = zip(*rows, strict=True) if rows else [()] * len(types)
-    return pd.DataFrame(
-        {
-            name: pd.Series(list(column), dtype=kind)
-            for (name, kind), column in zip(types.items(), values, strict=True)
-        }
-    )
+    return pandas().DataFrame(rows, columns=list(types)).astype(dict(types))

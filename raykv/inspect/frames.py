@@ -181,7 +181,8 @@ def requests(cluster: Cluster) -> pd.DataFrame:
 
     A request is known about a second after it has ended.
     """
-    return frame("requests", sources.request_rows(sources.all_requests(cluster)))
+    pages = sources.request_pages(cluster)
+    return frame("requests", (row for page in pages for row in sources.request_rows(page.found)))
 
 
 def events(cluster: Cluster, since: int | tuple[int, int] = 0) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raykv.base.errors import ClusterError
 from raykv.base.threads import OnFailure, start_thread
 from raykv.inspect.frames import frame
-from raykv.inspect.sources import Row, chunk_rows, event_row, node_rows, request_rows
+from raykv.inspect.sources import Row, chunk_rows, event_row, node_rows, request_pages, request_rows
 from raykv.protocol.events import EventsMissed
 
 if TYPE_CHECKING:
@@ -129,15 +129,12 @@ class Recorder:
                 self._events.append(row)
 
     def _take_requests(self) -> None:
-        while True:
-            page = self._cluster.requests(self._after)
+        for page in request_pages(self._cluster, self._after):
             now = time.time()
             rows = [{**row, "at": now - row["age_s"]} for row in request_rows(page.found)]
             with self._lock:
                 self._requests.extend(rows)
             self._after = page.following
-            if page.following == page.last:
-                return
 
     def _take_transfers(self) -> None:
         now = time.time()

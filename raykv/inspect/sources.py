@@ -97,17 +97,14 @@ def chunk_names(chunks: bytes) -> tuple[str, ...]:
     return tuple(chunks[at : at + step].hex() for at in range(0, len(chunks), step))
 
 
-def all_requests(cluster: Cluster) -> list[reader.Explanation]:
-    """All requests that are remembered, the oldest first."""
-    found: list[reader.Explanation] = []
-    place = ""
+def request_pages(cluster: Cluster, place: str = "") -> Iterator[reader.EndedRequests]:
+    """The requests behind a place that are remembered, the oldest first."""
     for _ in range(MAX_PAGES):
         page = cluster.requests(place)
-        found += page.found
+        yield page
         place = page.following
         if place == page.last:
-            break
-    return found
+            return
 
 
 def event_row(event: events.Event) -> Row:

@@ -1,1 +1,4 @@
-"""Instruments: benchmarks, chaos, the demo, hosts for them. The product never imports them."""
+"""Instruments and their commands: benchmarks, chaos, the demo, hosts for them.
+
+Of the product, the command line alone imports them.
+"""

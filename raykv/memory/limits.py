@@ -7,20 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raykv.memory import room
+from raykv.protocol.findings import MemoryLimit
 
 _MACHINE = "this machine's memory"
 
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
-def memory_limit(root: Path = Path("/")) -> room.MemoryLimit:
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The tightest limit of machine and control groups. `root` stands in for `/` in tests."""
     return room.tightest([_machine(root), *_cgroups(root)])
 
 
 def worker_limits(
     environment: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> list[room.MemoryLimit]:
+) -> list[MemoryLimit]:
     """All limits of a process that a raylet started, whose environment it has.
 
     They are those of machine and control groups, and that of Ray's memory monitor: it kills
@@ -31,7 +32,7 @@ def worker_limits(
     return limits if monitor is None else [*limits, monitor]
 
 
-def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> room.MemoryLimit | None:
+def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> MemoryLimit | None:
     """What Ray's memory monitor leaves, from what it reads itself; None if it is off.
 
     It knows the control group that is mounted at `/sys/fs/cgroup` only, and counts no page cache:
@@ -51,7 +52,7 @@ def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> room.
     return room.monitor_limit(settings, used, machine.total_bytes, _MACHINE)
 
 
-def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> room.MemoryLimit | None:
+def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> MemoryLimit | None:
     """A control group in Ray's eyes; None when it has no limit."""
     keys = (f"{prefix}inactive_file", f"{prefix}active_file")
     return _cgroup(folder, limit, usage, keys)
@@ -78,7 +79,7 @@ def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
     return room.tightest(worker_limits(root=root)).free_bytes > floor_bytes
 
 
-def disk_limit(path: Path) -> room.MemoryLimit | None:
+def disk_limit(path: Path) -> MemoryLimit | None:
     """Room of the file system that `path` is, or will be, in; None if it can't be told."""
     try:
         found = os.statvfs(path if path.exists() else path.parent)
@@ -86,7 +87,7 @@ def disk_limit(path: Path) -> room.MemoryLimit | None:
         return None
     size = found.f_frsize
     source = f"the file system of {path}"
-    return room.MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
+    return MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
 
 
 def is_in_memory(path: Path, root: Path = Path("/")) -> bool:
@@ -114,15 +115,15 @@ def _allocated(path: Path, most: int) -> int:
         return 0
 
 
-def _machine(root: Path) -> room.MemoryLimit:
+def _machine(root: Path) -> MemoryLimit:
     fields = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024
-    return room.MemoryLimit(fields["MemAvailable"], fields["MemTotal"], _MACHINE)
+    return MemoryLimit(fields["MemAvailable"], fields["MemTotal"], _MACHINE)
 
 
-def _cgroups(root: Path) -> list[room.MemoryLimit]:
+def _cgroups(root: Path) -> list[MemoryLimit]:
     """Limits of our own control group and of those above it, version 2 and 1."""
     found = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -146,7 +147,7 @@ def _cgroups(root: Path) -> list[room.MemoryLimit]:
 
 def _cgroup(
     folder: Path, limit_name: str, usage_name: str, cache_keys: tuple[str, ...] = ()
-) -> room.MemoryLimit | None:
+) -> MemoryLimit | None:
     try:
         limit = (folder / limit_name).read_text().strip()
         usage = int((folder / usage_name).read_text())
@@ -157,7 +158,7 @@ def _cgroup(
         return None
     total = int(limit)
     free = min(total, max(0, total - usage + cache))
-    return room.MemoryLimit(free, total, f"the control group {folder}")
+    return MemoryLimit(free, total, f"the control group {folder}")
 
 
 def _page_cache(folder: Path, keys: tuple[str, ...]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raykv.base.errors import SettingError
+from raykv.protocol.findings import MemoryLimit
 
 RESERVE_BYTES = 256 << 20
 """Left free beside a pool: for the actors, for page tables, and for whatever else grows while the
@@ -23,15 +24,6 @@ MEMORY_USAGE_THRESHOLD = 0.95
 """Ray's default for RAY_memory_usage_threshold."""
 
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """`source` names what limits, for messages; `total_bytes` is all that it ever gives."""
-
-    free_bytes: int
-    total_bytes: int
-    source: str
 
 
 @dataclass(frozen=True)

@@ -26,41 +26,17 @@ FILE_NAME = "raykv_metrics_sd.json"
 
 
 class TargetsFile:
-    """A file at `path`, whose folder must be there; `cluster` is the cluster's address."""
-
-    def __init__(self, path: Path, cluster: str) -> None:
-        self.path = path
-        self._cluster = cluster
-
-    def write(self, targets: Sequence[str]) -> None:
-        """Replace the file; all targets have the label of the cluster.
-
-        Raises:
-            OSError: the file can't be written.
-        """
-        text = json.dumps(
-            [{"labels": {"job": "raykv", "cluster": self._cluster}, "targets": [*targets]}]
-        )
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            ownership.write_own(draft, text.encode(), 0o644)
-            draft.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
-
-
-class Discovery:
     """Keeps a file up to date for as long as the process lives; nothing waits for it.
 
     Args:
-        file: to be kept.
+        path: of the file; its folder must be there.
+        cluster: the cluster's address, a label of all targets.
         targets: all targets, in order; called in the thread, and may fail.
     """
 
-    def __init__(self, file: TargetsFile, targets: Callable[[], list[str]]) -> None:
-        self._file = file
+    def __init__(self, path: Path, cluster: str, targets: Callable[[], list[str]]) -> None:
+        self._path = path
+        self._cluster = cluster
         self._targets = targets
         self._written: list[str] | None = None
         self._complained = False
@@ -78,20 +54,35 @@ class Discovery:
         """Write the file if the targets changed or it is gone; the next round retries a failure."""
         try:
             targets = self._targets()
-            if targets != self._written or not self._file.path.exists():
-                self._file.write(targets)
+            if targets != self._written or not self._path.exists():
+                self._write(targets)
                 self._written = targets
         except Exception as error:
             self._written = None
             if not self._complained:
                 self._complained = True
-                logger.warning(
-                    "%s can't be kept up to date (said once): %s",
-                    self._file.path,
-                    errors.first_line(error),
-                )
+                why = errors.first_line(error)
+                logger.warning("%s can't be kept up to date (said once): %s", self._path, why)
             return
         self._complained = False
+
+    def _write(self, targets: Sequence[str]) -> None:
+        """Replace the file.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        text = json.dumps(
+            [{"labels": {"job": "raykv", "cluster": self._cluster}, "targets": [*targets]}]
+        )
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            ownership.write_own(draft, text.encode(), 0o644)
+            draft.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
 
 
 def default_path() -> Path | None:

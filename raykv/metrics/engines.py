@@ -58,6 +58,7 @@ class EngineTally:
     )
     lookups: dict[str, Histogram] = field(default_factory=dict)
     reach: dict[str, Reach] = field(default_factory=dict)
+    # Of all engines: how many have opened, calls that failed, and calls that were not made.
     breakers: Counter[str] = field(default_factory=Counter)
     _missed: Counter[Label] = field(default_factory=Counter)
     _missed_at_most: Counter[Label] = field(default_factory=Counter)
@@ -130,14 +131,6 @@ class EngineTally:
         for name, count in self._missed.items():
             self._missed_at_most[name] = max(self._missed_at_most[name], count)
         return Counter(self._missed_at_most)
-
-    def breaker_totals(self) -> BreakerReport:
-        """The counters of all engines' breakers."""
-        return BreakerReport(
-            opened=self.breakers["opened"],
-            failed=self.breakers["failed"],
-            refused=self.breakers["refused"],
-        )
 
     def families(self) -> list[MetricFamily]:
         """All series but those of breakers."""

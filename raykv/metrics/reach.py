@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from raykv.protocol.measures import KeySketch
-
 NUM_KEPT = 1 << 14
 """Hashes that are kept: 128 KiB."""
 
@@ -118,7 +116,7 @@ class WantedKeys:
         """A message may have been lost: send the whole sketch next time."""
         self._unsent = self._sketch.smallest
 
-    def take(self, life: int) -> KeySketch:
+    def take(self, life: int) -> bytes:
         """Count what was noted, and give what is new of the sketch for the NodeActor of that life.
 
         `num_wanted` has the count since the engine's start.
@@ -132,7 +130,7 @@ class WantedKeys:
         self.num_wanted += len(keys)
         unsent = np.concatenate([self._unsent, self._sketch.add(keys)])
         self._unsent = unsent[MAX_HASHES:]
-        return KeySketch(unsent[:MAX_HASHES].astype("<u8").tobytes())
+        return unsent[:MAX_HASHES].astype("<u8").tobytes()
 
 
 @dataclass(slots=True)
@@ -142,11 +140,11 @@ class Reach:
     num_wanted: int = 0
     _sketch: DistinctKeys = field(default_factory=DistinctKeys)
 
-    def add(self, num_wanted: int, sketch: KeySketch) -> None:
-        """Add what an engine reports as new."""
+    def add(self, num_wanted: int, hashes: bytes) -> None:
+        """Add what an engine reports as new; the same hashes again change nothing."""
         self.num_wanted += num_wanted
-        if len(sketch.hashes) % 8 == 0:
-            self._sketch.merge(np.frombuffer(sketch.hashes, "<u8"))
+        if len(hashes) % 8 == 0:
+            self._sketch.merge(np.frombuffer(hashes, "<u8"))
 
     @property
     def num_distinct(self) -> float:

@@ -314,6 +314,11 @@ def histograms(name: str, values: Iterable[tuple[tuple[str, ...], HistogramData]
     return MetricFamily(name, rows)
 
 
+def printable(name: str) -> str:
+    """A label's value out of what somebody has sent."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
 class NamespaceLabels:
     """A namespace keeps its label for ever; the memory for them is bounded."""
 
@@ -328,6 +333,5 @@ class NamespaceLabels:
         if len(self._known) >= self._most:
             return OTHER
         # A digest, unless a message says otherwise: then it must not become anything odd.
-        short = "".join(letter if letter.isprintable() else "?" for letter in namespace[:SHORT])
-        self._known[namespace] = short
+        short = self._known[namespace] = printable(namespace[:SHORT])
         return short

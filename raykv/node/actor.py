@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from typing import Any
 
 import msgspec
 import ray
@@ -31,7 +32,7 @@ from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
 from raykv.node import devices, fetch, read, reports
-from raykv.node.accounts.desk import Desk
+from raykv.node.accounts.desk import QUESTIONS, Desk
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import DiskTier
 from raykv.node.host import host_facts
@@ -39,9 +40,9 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.nixl import offers, transport
 from raykv.node.nixl.agent import NixlAgent, NixlError
 from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.node.states.file import HiddenStates
-from raykv.protocol import columns, copies, events, measures, node, operator, reader, sessions
+from raykv.protocol import columns, copies, measures, node
 from raykv.protocol.findings import HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 
@@ -111,7 +112,7 @@ class NodeActor:
         self._disk: DiskTier | None = None
         self._transport_wish = options.transport
         self._pin_share = options.pin_share
-        self._nixl = node.NixlEnd()
+        self._nixl = b""
         self._nixl_reads: transport.NixlTransport | None = None
         # Several threads fetch and read.
         self._measuring = threading.Lock()
@@ -159,8 +160,7 @@ class NodeActor:
             keeper = PoolKeeper(
                 *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
             )
-            service = ServiceSettings(self._socket_name)
-            self._service = NodeService(service, keeper, fetch=self._fetch)
+            self._service = NodeService(self._socket_name, keeper, fetch=self._fetch)
         except errors.RayKVError as error:
             return str(error)
         self._keeper = keeper
@@ -174,7 +174,7 @@ class NodeActor:
         self._transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport(peers))
         self._fetching = fetch.FetchService(keeper, self._transport)
         self._offers = offers.Offers(self._reading)
-        self._opened_desk = Desk(self._node_id, keeper)
+        self._desk = Desk(self._node_id, keeper)
         self._reports = reports.Reports(keeper, self._stats)
         try:
             self._start()
@@ -221,7 +221,7 @@ class NodeActor:
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
         self._nixl_reads = transport.NixlTransport(agent, peers, ObjectRefTransport(peers))
         self._transport.use(self._nixl_reads)
-        self._nixl = node.NixlEnd(metadata)
+        self._nixl = metadata
 
     def _start(self) -> None:
         give_up_at = time.monotonic() + NODE_BIND_S
@@ -238,31 +238,23 @@ class NodeActor:
 
     def describe(self) -> bytes:
         """→ `NodeDescription`; without a pool its sizes are those that it was to have."""
-        geometry = self._geometry
-        description = node.NodeDescription(
-            version=PROTOCOL_VERSION,
-            raykv_version=version.__version__,
-            node_id=self._node_id,
-            life=0,
-            socket_name=self._socket_name,
-            pool_bytes=geometry.pool_bytes,
-            slab_bytes=geometry.slab_bytes,
-            prefaulted_bytes=0,
-            pid=os.getpid(),
-            num_workers=0,
-            pool_path=self._pool_path,
-            refusal=self._refusal,
-        )
-        if self._refusal:
-            return encode(description)
-        stats = self._stats()
+        refusal, geometry = self._refusal, self._geometry
+        stats = node.NodeStats() if refusal else self._stats()
         return encode(
-            msgspec.structs.replace(
-                description,
-                life=self._keeper.life,
+            node.NodeDescription(
+                version=PROTOCOL_VERSION,
+                raykv_version=version.__version__,
+                node_id=self._node_id,
+                life=0 if refusal else self._keeper.life,
+                socket_name=self._socket_name,
+                pool_bytes=geometry.pool_bytes,
+                slab_bytes=geometry.slab_bytes,
                 prefaulted_bytes=stats.prefaulted_bytes,
+                pid=os.getpid(),
                 num_workers=stats.num_workers,
+                pool_path=self._pool_path,
                 stats=stats,
+                refusal=refusal,
                 nixl=self._nixl,
             )
         )
@@ -299,7 +291,7 @@ class NodeActor:
     def offer(self, raw: bytes) -> bytes:
         """`Read` → `Offer`: chunks that another node takes out of the pool itself."""
         self._refuse_without_pool()
-        if not self._nixl.metadata:
+        if not self._nixl:
             raise errors.SettingError("NIXL is not open on this node: its pool is read through Ray")
         return encode(self._offers.begin(receive(raw, copies.Read, OTHER_NODE, HERE)))
 
@@ -368,55 +360,16 @@ class NodeActor:
 
     # People
 
-    @property
-    def _desk(self) -> Desk:
+    @ray.method(concurrency_group="people")
+    def ask(self, question: str, *arguments: Any) -> bytes:
+        """A method of `Desk`, one of its `QUESTIONS`, and what that answers."""
         self._refuse_without_pool()
-        return self._opened_desk
-
-    @ray.method(concurrency_group="people")
-    def listing(self, raw: bytes) -> bytes:
-        """`ListingQuery` → `ListingPart`."""
-        return encode(self._desk.listing(receive(raw, events.ListingQuery, OPERATOR, HERE)))
-
-    @ray.method(concurrency_group="people")
-    def chunks(self, raw: bytes) -> bytes:
-        """`ChunkQuery` → `ChunkPage`, of this node alone."""
-        return encode(self._desk.chunks(receive(raw, reader.ChunkQuery, OPERATOR, HERE)))
-
-    @ray.method(concurrency_group="people")
-    def descriptions(self, keys: list[bytes], namespace: str | None = None) -> bytes:
-        """→ `Descriptions` of the chunks that are described, in order, as many as fit."""
-        return encode(self._desk.descriptions(keys, namespace))
-
-    @ray.method(concurrency_group="people")
-    def pins(self) -> bytes:
-        """→ `PinsHere`."""
-        return encode(self._desk.pins())
-
-    @ray.method(concurrency_group="people")
-    def drop(self, raw: bytes) -> bytes:
-        """`DropOrder` → `Released`."""
-        return encode(self._desk.drop(receive(raw, operator.DropOrder, OPERATOR, HERE)))
-
-    @ray.method(concurrency_group="people")
-    def requests(self, after: int) -> bytes:
-        """→ `RequestPage`: requests of this node's engines that have ended since."""
-        return encode(self._desk.requests(after))
-
-    @ray.method(concurrency_group="people")
-    def why_miss(self, beginning: str) -> bytes:
-        """→ `Explanations` of the requests whose ids begin so."""
-        return encode(self._desk.why_miss(beginning))
-
-    @ray.method(concurrency_group="people")
-    def more_room(self) -> bytes:
-        """→ `MoreRoom`."""
-        return encode(self._desk.more_room())
-
-    @ray.method(concurrency_group="people")
-    def sessions(self, raw: bytes) -> bytes:
-        """`SessionQuery` → `SessionPage`."""
-        return encode(self._desk.sessions(receive(raw, sessions.SessionQuery, OPERATOR, HERE)))
+        columns.require(question in QUESTIONS, f"the question {question!r}")
+        kind = QUESTIONS[question]
+        if kind is not None:
+            (raw,) = arguments
+            arguments = (receive(raw, kind, OPERATOR, HERE),)
+        return encode(getattr(self._desk, question)(*arguments))
 
     @ray.method(concurrency_group="keep")
     def keep(self, deadline_s: float) -> bytes:

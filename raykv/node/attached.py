@@ -39,7 +39,7 @@ class AttachedWorker:
         hello: AttachWorker,
         kv: handles.OpenedKV,
         words: CancelWords,
-        devices: Devices | None = None,
+        devices: Devices,
     ) -> None:
         self.hello = hello
         self.words = words
@@ -70,7 +70,6 @@ class AttachedWorker:
         if not isinstance(self._kv, DeviceKV):
             return CPUBackend(self._kv.address, pool_address, rows)
         if self._device_backend is None:
-            assert self._devices is not None, self.device
             self._device_backend = self._devices.backend(self._kv, pool_address)
         return self._device_backend
 
@@ -169,14 +168,6 @@ CPU.
 """
 
 
-class IntroductionError(errors.AttachError):
-    """A first message that can't be taken, of an engine or, perhaps, a worker."""
-
-    def __init__(self, text: str, is_engine: bool) -> None:
-        super().__init__(text)
-        self.is_engine = is_engine
-
-
 @dataclass
 class Opening:
     """How a connection has begun: who it is, descriptors that came along, and what came behind."""
@@ -190,7 +181,7 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
     """The first message of a connection, with its descriptors.
 
     Raises:
-        AttachError: it is no introduction of our version.
+        RayKVError: it is no introduction of our version.
         TimeoutError: it was not complete in time.
         ValueError: the connection ended before.
     """
@@ -210,20 +201,13 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
             if len(fds) > MAX_FDS:
                 raise errors.AttachError("too many descriptors came with the first message")
             frames = reader.feed(data[0])
-        return Opening(_introduction(frames[0]), fds, frames[1:])
+        is_engine = framing.introduction(frames[0]).type == "engine"
+        kind: type[AttachWorker | EngineHello] = EngineHello if is_engine else AttachWorker
+        hello = framing.receive(frames[0], kind, "the engine", "this NodeActor")
+        return Opening(hello, fds, frames[1:])
     except BaseException:
         close_all(fds)
         raise
-
-
-def _introduction(raw: bytes) -> AttachWorker | EngineHello:
-    is_engine = framing.introduction(raw).type == "engine"
-    kind: type[AttachWorker | EngineHello] = EngineHello if is_engine else AttachWorker
-    sender = "the engine" if is_engine else "the worker"
-    try:
-        return framing.receive(raw, kind, sender, "this NodeActor")
-    except (errors.VersionError, errors.MessageError) as error:
-        raise IntroductionError(str(error), is_engine) from error
 
 
 def check_parts(worker: AttachedWorker) -> None:

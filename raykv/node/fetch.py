@@ -12,7 +12,6 @@ is WRITING like any other: nobody reads it before all is there and checked.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -115,7 +114,7 @@ class FetchService:
         # By the source's name; `_lock` guards them too.
         self.breakers = breaker.Breakers(breaker.Pauses(*deadlines.SOURCE_PAUSES_S))
         self.counters: Counter[str] = Counter()
-        """Of `NodeStats`."""
+        """Of `NodeStats`, since the start."""
 
     def fetch(self, order: copies.Fetch) -> copies.CopyResult:
         """Fetch all chunks of an order, at most until its deadline; whatever goes wrong is a
@@ -354,7 +353,7 @@ class FetchService:
             return Refusal.NONE if record is Refusal.HERE else record
         is_there = False
         try:
-            ctypes.memmove(self._keeper.address_of(record), part.ctypes.data, slot_bytes)
+            self._keeper.bytes_of(record)[:] = part
             is_there = True
         finally:
             self._keeper.landed(record, ok=is_there, checksum=checksum)

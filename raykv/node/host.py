@@ -15,9 +15,9 @@ import psutil
 import ray
 
 from raykv.base import errors, threads, version
-from raykv.memory import limits, room
+from raykv.memory import limits
 from raykv.node.disk.folder import unowned_folders
-from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, LimitFacts, UnownedFolder
+from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, UnownedFolder
 
 logger = logging.getLogger("raykv.doctor")
 
@@ -34,7 +34,6 @@ _PROBES = 16
 
 def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFacts:
     """Look around, for as long as ports that do not answer take; says nothing of the pool."""
-    disk = limits.disk_limit(Path(pool_path)) if pool_path else None
     unreached = unreached_of(question.places[:MAX_PLACES], question.reach_s)
     return HostFacts(
         hostname=socket.gethostname(),
@@ -44,8 +43,8 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
         # Last, so that the caller knows how old it is.
         wall_time=time.time(),
         is_memory=not pool_path or limits.is_in_memory(Path(pool_path)),
-        limits=[_limit_facts(limit) for limit in limits.worker_limits()],
-        disk=None if disk is None else _limit_facts(disk),
+        limits=limits.worker_limits(),
+        disk=limits.disk_limit(Path(pool_path)) if pool_path else None,
         shm_bytes=_shm_bytes(),
         plasma_folder=_plasma_folder(),
         threads_failed=threads.num_failed(),
@@ -78,10 +77,6 @@ def _objection(place: Endpoint, reach_s: float) -> str:
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
     return ""
-
-
-def _limit_facts(limit: room.MemoryLimit) -> LimitFacts:
-    return LimitFacts(limit.source, limit.total_bytes, limit.free_bytes)
 
 
 def _shm_bytes() -> int:

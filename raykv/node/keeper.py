@@ -10,11 +10,15 @@ of orders on, which says what of it is void; without one it is dropped.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
@@ -75,7 +79,7 @@ class PoolKeeper:
         self.pool = Pool(geometry, pool_path)
         self.owner = NodePool(node_id, life, geometry, pin_share=pin_share)
         """What decides; called with `lock` held."""
-        self.catalog = catalog.PoolCatalog(self.owner.index, self.now())
+        self.catalog = catalog.PoolCatalog(self.owner, self.now())
         self.keep_floors: KeepFloors | None = None
         """Of the disk tier, if there is one."""
         self._unchecked: deque[ChunkRecord] = deque(maxlen=MAX_UNCHECKED)
@@ -91,6 +95,11 @@ class PoolKeeper:
     def address_of(self, record: ChunkRecord) -> int:
         """Where a record's bytes are in this process."""
         return self.pool.address + record.slot * SLOT_ALIGNMENT
+
+    def bytes_of(self, record: ChunkRecord) -> npt.NDArray[np.uint8]:
+        """A chunk's bytes where they are, [slot_bytes] uint8."""
+        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.address_of(record))
+        return np.frombuffer(memoryview(place), np.uint8)
 
     # Workers' jobs
 
@@ -181,8 +190,7 @@ class PoolKeeper:
     def end_read(self, *records: ChunkRecord) -> None:
         """Readers are done."""
         with self.lock:
-            for record in records:
-                self.owner.index.end_load(record)
+            self.owner.index.end_load(*records)
             self.lock.notify_all()
 
     # Checksums
@@ -326,14 +334,11 @@ class PoolKeeper:
                     "so that nobody knows what of them was cleared",
                     *(len(self._restored), POOL_FILE_ORDERS_S),
                 )
-                self._drop_restored()
+                for record in self._restored:
+                    self.pool.strike(record.slot)
+                self.owner.index.end_load(*self._restored)
+                self._restored = []
             self.lock.notify_all()
-
-    def _drop_restored(self) -> None:
-        restored, self._restored = self._restored, []
-        for record in restored:
-            self.pool.strike(record.slot)
-            self.owner.index.end_load(record)
 
 
 def _restored(entry: PoolEntry) -> ChunkRecord:

@@ -233,15 +233,15 @@ class EngineLines:
         """Fetch what engines order, one order after the other, until `close`."""
         while not self._is_closed:
             try:
-                line, order = self._fetches.get(timeout=deadlines.NODE_LOOK_S)
+                line, order = self._fetches.get(timeout=deadlines.WAKE_S)
             except queue.Empty:
                 continue
             if line.is_open:
                 line.send(engine.Fetched(self._fetch(order)))
 
-    def _welcome(self, hello: engine.EngineHello) -> engine.EngineWelcome:
+    def _welcome(self, hello: engine.EngineHello) -> engine.Welcome:
         if len(self._lines) >= node.MOST_ENGINES:
-            return engine.EngineWelcome(
+            return engine.Welcome(
                 self._keeper.life, f"{node.MOST_ENGINES} engines are connected already"
             )
         return self._keeper.owner.hello(hello, self._keeper.now())

@@ -20,7 +20,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +40,8 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.lanes import CopyLanes
 from raykv.node.states.capturing import Capturing
 from raykv.protocol import columns, copies, framing, node, wire
-from raykv.protocol.engine import EngineHello, EngineWelcome
-from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, WorkerAttached, not_done
+from raykv.protocol.engine import EngineHello, Welcome
+from raykv.protocol.worker import AttachWorker, JobBatch, JobResults, not_done
 
 logger = logging.getLogger("raykv.node")
 
@@ -57,14 +56,6 @@ NODE_TURN_AWAY_S = 0.5
 NODE_ACCEPT_PAUSE_S = 0.2
 
 
-@dataclass(frozen=True)
-class ServiceSettings:
-    """`socket_name`: where engines and workers connect. `loads_per_check`: see `Integrity`."""
-
-    socket_name: str
-    loads_per_check: int = integrity.LOADS_PER_CHECK
-
-
 def fetch_nothing(order: copies.Fetch) -> copies.CopyResult:
     """The answer to a fetch where there are no other nodes."""
     return not_done(order.number, len(order.keys), Refusal.NODE_LOST)
@@ -74,23 +65,25 @@ class NodeService:
     """All copies between engines and the pool run here; the pool itself is the keeper's.
 
     Args:
-        settings: see there.
+        socket_name: where engines and workers connect.
         keeper: the pool.
         devices: access to GPUs.
+        loads_per_check: see `Integrity`.
         fetch: see `EngineLines`.
     """
 
     def __init__(
         self,
-        settings: ServiceSettings,
+        socket_name: str,
         keeper: PoolKeeper,
         devices: Devices | None = None,
+        loads_per_check: int = integrity.LOADS_PER_CHECK,
         fetch: Callable[[copies.Fetch], copies.CopyResult] = fetch_nothing,
     ) -> None:
-        self.settings = settings
+        self.socket_name = socket_name
         self.keeper = keeper
         self.devices = devices or Devices()
-        self.integrity = integrity.Integrity(keeper, settings.loads_per_check)
+        self.integrity = integrity.Integrity(keeper, loads_per_check)
         self.rows = RowCopier()
         self.meter = NodeMeter()
         # Of `NodeStats`.
@@ -118,7 +111,7 @@ class NodeService:
         Raises:
             OSError: the socket's name is taken, by another NodeActor that still lives.
         """
-        self._listener = wire.listen(self.settings.socket_name)
+        self._listener = wire.listen(self.socket_name)
         self.keeper.recover()
         self._threads.append(self._deaths.start())
         self._lanes.open()
@@ -149,7 +142,7 @@ class NodeService:
             if is_wanted() or not self.integrity.work(is_wanted):
                 self._lanes.rest()
             if self.keeper.now() >= expire_at:
-                expire_at = self.keeper.now() + deadlines.NODE_LOOK_S
+                expire_at = self.keeper.now() + deadlines.WAKE_S
                 self.keeper.expire()
 
     def stop(self) -> None:
@@ -199,11 +192,10 @@ class NodeService:
             # What it has sent is read first: else it would see an error, and no answer.
             opening = attached.receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
             attached.close_all(opening.fds)
-            self._refuse(sock, f"the NodeActor: {error}", isinstance(opening.hello, EngineHello))
+            self._refuse(sock, f"the NodeActor: {error}")
 
-    def _refuse(self, sock: socket.socket, error: str, is_engine: bool) -> None:
-        answer = EngineWelcome if is_engine else WorkerAttached
-        sock.sendall(wire.frame(answer(self.keeper.life, error)))
+    def _refuse(self, sock: socket.socket, error: str, *, unsuited: bool = False) -> None:
+        sock.sendall(wire.frame(Welcome(self.keeper.life, error, unsuited)))
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends."""
@@ -214,8 +206,7 @@ class NodeService:
             try:
                 opening = attached.receive_hello(sock, reader, NODE_HELLO_S)
             except RayKVError as error:
-                is_engine = isinstance(error, attached.IntroductionError) and error.is_engine
-                self._refuse(sock, str(error), is_engine)
+                self._refuse(sock, str(error))
                 raise
             hello, fds = opening.hello, opening.fds
             if isinstance(hello, EngineHello):
@@ -237,7 +228,7 @@ class NodeService:
     ) -> None:
         worker = self._attach(watch.sock, hello, fds)
         try:
-            worker.send(WorkerAttached(self.keeper.life))
+            worker.send(Welcome(self.keeper.life))
             worker.populate()
             self._read_jobs(watch, worker, reader)
         finally:
@@ -250,8 +241,7 @@ class NodeService:
         try:
             worker = self._admit(sock, hello, fds)
         except RayKVError as error:
-            is_unsuited = isinstance(error, HandleError)
-            sock.sendall(wire.frame(WorkerAttached(self.keeper.life, str(error), is_unsuited)))
+            self._refuse(sock, str(error), unsuited=isinstance(error, HandleError))
             raise
         wire.limit_sends(sock, deadlines.NODE_SEND_S)
         with self._lock:
@@ -423,7 +413,7 @@ class NodeService:
         self._counters[f"chunks_{kind}"] += done
         self._counters["chunks_refused"] += len(refused)
         self._counters["jobs_cancelled"] += Refusal.CANCELLED in refused
-        self.meter.refused(refused)
+        self.meter.refusals.update(refused)
 
     # Looking
 

@@ -17,16 +17,10 @@ from typing import Annotated, TypeVar, overload
 
 import msgspec
 
+from raykv.base import ids
 from raykv.base.errors import MessageError
-from raykv.base.ids import (
-    MAX_KEY_BYTES,
-    SLOT_ALIGNMENT,
-    Key,
-    Namespace,
-    Refusal,
-)
+from raykv.base.ids import MAX_KEY_BYTES, SLOT_ALIGNMENT, Key, Namespace, Refusal, Stamp
 
-K = TypeVar("K", bound=bytes)
 N = TypeVar("N", bound=Hashable)
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
@@ -56,7 +50,13 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Named = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+Life = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Counts = Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)]
+Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * ids.GROUP_BYTES)]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
+SlotSizes = Annotated[dict[Group, Count], msgspec.Meta(max_length=MAX_GROUPS)]
+"""Of the chunks of each KV group, in bytes."""
 
 NUMBER_BYTES = 8
 
@@ -261,6 +261,10 @@ def check_numbers(what: str, numbers: Collection[int], least: int, most: int) ->
         require(least <= low and high <= most, f"{what} from {low} to {high}")
 
 
+def check_stamps(*stamps: Stamp) -> None:
+    check_numbers("numbers of orders", [*chain.from_iterable(stamps)], 0, MAX_NUMBER)
+
+
 def check_rows(what: str, first: Sized, *others: Sized) -> None:
     count = len(first)
     require(count <= MAX_ROWS, f"{count} {what}")
@@ -268,10 +272,8 @@ def check_rows(what: str, first: Sized, *others: Sized) -> None:
         require(len(other) == count, f"{what}: columns of {count} and {len(other)} rows")
 
 
-def check_keys(what: str, keys: Sequence[bytes]) -> None:
-    check_rows(what, keys)
-    lengths = keys.lengths if isinstance(keys, Keys) else map(len, keys)
-    check_numbers(f"lengths of {what}", set(lengths), 1, MAX_KEY_BYTES)
+def check_keys(what: str, keys: Collection[bytes]) -> None:
+    check_numbers(f"lengths of {what}", set(map(len, keys)), 1, MAX_KEY_BYTES)
 
 
 def is_told_name(name: str) -> bool:

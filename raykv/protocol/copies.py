@@ -9,10 +9,16 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Direction, Refusal, Stamp
-from raykv.protocol import columns, listing
+from raykv.protocol import columns, listing, wire
 
 STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that hidden states may have."""
+
+MOST_ROW_BYTES = 36
+"""Of a chunk in a result, beside its key: four numbers of 8 bytes, and four of one."""
+
+MOST_RESULT_BYTES = wire.MAX_FRAME_BYTES - (64 << 10)
+"""Of the chunks of a result: the rest of its frame is for the namespace and what is said once."""
 
 
 class Capture(msgspec.Struct, frozen=True, array_like=True):
@@ -101,12 +107,13 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
         columns.check_column(self.keys, self.num_blocks, self.first_block, most=columns.MAX_ROWS)
         if self.keys:
             least, most = columns.Numbers(self.num_blocks.raw + self.first_block.raw).span()
-            if not 0 <= least <= most <= columns.MAX_NUMBER >> 1:
-                raise ValueError("blocks that no chunk has")
-        if not 0 <= min(self.orders) <= max(self.orders) <= columns.MAX_NUMBER:
-            raise ValueError(f"orders of number {self.orders}")
-        if self.capture is not None and (len(self.keys), self.direction) != (1, Direction.STORE):
-            raise ValueError("a capture that is not one store")
+            is_sound = 0 <= least <= most <= columns.MAX_NUMBER >> 1
+            columns.require(is_sound, "blocks that no chunk has")
+        columns.check_stamps(self.orders)
+        result_bytes = len(self.keys.raw) + MOST_ROW_BYTES * len(self.keys)
+        columns.require(result_bytes <= MOST_RESULT_BYTES, f"{len(self.keys)} chunks in one job")
+        is_store = (len(self.keys), self.direction) == (1, Direction.STORE)
+        columns.require(self.capture is None or is_store, "a capture that is not one store")
 
 
 class CopyResult(msgspec.Struct, frozen=True, array_like=True):
@@ -125,8 +132,7 @@ class CopyResult(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.failed_chunks) != len(self.refusals):
-            raise ValueError("failed chunks without a reason")
+        columns.check_rows("failed chunks with a reason", self.failed_chunks, self.refusals)
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
@@ -165,12 +171,9 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
     def __post_init__(self) -> None:
         columns.check_column(self.keys, self.slot_bytes)
-        if len(self.key_index) != len(self.source_index):
-            raise ValueError("rows of different lengths")
-        if not all(0 <= at < len(self.keys) for at in self.key_index):
-            raise ValueError("a source of no chunk")
-        if not all(0 <= at < len(self.sources) for at in self.source_index):
-            raise ValueError("a source that is not there")
+        columns.check_rows("sources of chunks", self.key_index, self.source_index)
+        columns.check_numbers("numbers of chunks", self.key_index, 0, len(self.keys) - 1)
+        columns.check_numbers("numbers of sources", self.source_index, 0, len(self.sources) - 1)
 
     def reading(self, sources: Iterable[Iterable[columns.Source]]) -> Fetch:
         """The same, with the sources of each chunk, the one to be tried first before the others."""

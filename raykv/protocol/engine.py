@@ -157,22 +157,24 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
 
     version: int
     engine_id: columns.Named
-    life: columns.Count
+    life: columns.Life
     namespace: columns.Named
     model: columns.Text = ""
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_GROUPS)] = 1
-    slot_bytes: Annotated[
-        dict[int, columns.Count], msgspec.Meta(max_length=columns.MAX_GROUPS)
-    ] = {}
+    num_ranks: columns.NumRanks = 1
+    slot_bytes: columns.SlotSizes = {}
     versions: columns.Text = ""
     traits: Annotated[dict[columns.Text, columns.Text], msgspec.Meta(max_length=256)] = {}
 
 
-class EngineWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answer to `EngineHello`, by the life of a place's listing. With `error` set it is refused."""
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answer to `EngineHello` and `AttachWorker`, by a life of the NodeActor and its listing. With
+    `error` set it refuses, and closes the connection; `unsuited`: it can't open the worker's
+    memory, now or later.
+    """
 
     life: int
     error: str = ""
+    unsuited: bool = False
 
 
 class FoundKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +206,8 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
         finished: requests, and what became of their tokens.
         counters: of the engine since its start.
         latencies: likewise, by what was measured.
-        wanted_keys: what is new of the sketch of the chunks that its requests have wanted.
+        wanted_keys: what is new of the sketch of the chunks that its requests have wanted: hashes
+            of 8 bytes, little endian.
         breakers: whom the engine leaves alone.
         described: what is inside of chunks.
         heard: the number of the latest naming that it has taken.
@@ -219,11 +222,9 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     hints: Hints = Hints()
     sessions: Annotated[list[SessionNews], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     finished: Annotated[list[MissRecord], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
-    counters: Annotated[
-        dict[columns.Text, columns.Count], msgspec.Meta(max_length=columns.MAX_ROWS)
-    ] = {}
+    counters: columns.Counts = {}
     latencies: dict[columns.Text, measures.HistogramData] = {}
-    wanted_keys: measures.KeySketch = measures.KeySketch()
+    wanted_keys: bytes = b""
     breakers: measures.BreakerReport = measures.BreakerReport()
     described: Annotated[list[Description], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     heard: Stamp = NOTHING_ORDERED
@@ -285,7 +286,7 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 EngineMessage = EngineHello | Tell | ChangesQuery | copies.Fetch
 """From an EngineCore, over the socket of its host."""
 
-PlaceMessage = EngineWelcome | ChangesAnswer | Fetched
+PlaceMessage = Welcome | ChangesAnswer | Fetched
 """From its NodeActor, the same way."""
 
 
@@ -347,16 +348,11 @@ class AskAnswer(msgspec.Struct, frozen=True):
     other: columns.Numbers = columns.Numbers()
 
     def __post_init__(self) -> None:
-        num_rows = len(self.key_index)
-        if num_rows > columns.MAX_ROWS or not num_rows == len(self.node_index) == len(self.where):
-            raise ValueError(f"columns of different lengths beside {num_rows} rows")
+        columns.check_rows("sources of keys", self.key_index, self.node_index, self.where)
         columns.check_index(self.node_index, self.nodes)
-        if self.where and max(self.where) > columns.SourceKind.DISK:
-            raise ValueError(f"a chunk at {max(self.where)}")
-        if len(self.gone) != len(self.reasons) or (
-            self.reasons and max(self.reasons) > max(listing.Reason)
-        ):
-            raise ValueError("reasons that nobody has")
+        columns.check_numbers("kinds of sources", self.where, 0, columns.SourceKind.DISK)
+        columns.check_rows("keys that are gone", self.gone, self.reasons)
+        columns.check_numbers("reasons", self.reasons, 0, max(listing.Reason))
 
     def sources(self, keys: columns.Keys) -> dict[Key, list[columns.Source]]:
         """Where each key of the question is, the best source first.

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from raykv.base.ids import EventKind
-from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers, check_column, check_index
+from raykv.protocol import columns as checked
+from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers
 from raykv.protocol.listing import Position
 
 MOST_EVENTS = 1024
@@ -140,11 +141,10 @@ class EventPage(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         columns = (self.kinds, self.node_index, self.namespace_index, self.lives, self.numbers)
-        check_column(self.keys, *columns, *([self.ages_ms] if self.ages_ms else []))
-        check_index(self.node_index, self.nodes)
-        check_index(self.namespace_index, self.namespaces)
-        if self.kinds and max(self.kinds) > max(EventKind):
-            raise ValueError(f"an event of kind {max(self.kinds)}")
+        checked.check_column(self.keys, *columns, *([self.ages_ms] if self.ages_ms else []))
+        checked.check_index(self.node_index, self.nodes)
+        checked.check_index(self.namespace_index, self.namespaces)
+        checked.check_numbers("kinds of events", self.kinds, 0, max(EventKind))
 
     def __len__(self) -> int:
         return len(self.kinds)

@@ -43,12 +43,12 @@ class HostQuestion(msgspec.Struct, frozen=True):
     reach_s: float = 1.0
 
 
-class LimitFacts(msgspec.Struct, frozen=True):
-    """One limit of the NodeActor's memory, in bytes."""
+class MemoryLimit(msgspec.Struct, frozen=True):
+    """`source` names what limits, for messages; `total_bytes` is all that it ever gives."""
 
-    source: str
-    total_bytes: int
     free_bytes: int
+    total_bytes: int
+    source: str
 
 
 class UnownedFolder(msgspec.Struct, frozen=True):
@@ -79,8 +79,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     is_memory: bool = True
     is_short: bool = False
     refusal: str = ""
-    limits: list[LimitFacts] = []
-    disk: LimitFacts | None = None
+    limits: list[MemoryLimit] = []
+    disk: MemoryLimit | None = None
     shm_bytes: int = 0
     plasma_folder: str = ""
     threads_failed: int = 0

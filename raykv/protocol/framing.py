@@ -6,7 +6,7 @@ Every struct that crosses a process is MessagePack: columns where there may be m
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, TypeVar, get_args, overload
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -52,14 +52,6 @@ def introduction(raw: bytes) -> Introduction:
         return Introduction()
 
 
-def version_objection(sender: str, version: int, here: str) -> str:
-    """Why a message of another version is refused."""
-    return (
-        f"{sender} speaks protocol {version} of RayKV, {here} {PROTOCOL_VERSION}: install the same "
-        "version of RayKV on both"
-    )
-
-
 @overload
 def receive(raw: Any, kind: type[S], sender: str, here: str) -> S: ...
 
@@ -75,13 +67,19 @@ def receive(raw: Any, kind: Any, sender: str, here: str) -> Any:
         VersionError: it is of another version; both are named.
         MessageError: it is not such a struct.
     """
-    kinds = get_args(kind) or (kind,)
-    if isinstance(raw, bytes) and any("version" in each.__struct_fields__ for each in kinds):
-        version = introduction(raw).version
-        if version is not None and version != PROTOCOL_VERSION:
-            raise VersionError(version_objection(sender, version, here))
     try:
-        return msgspec.msgpack.decode(raw, type=kind)
+        message = msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        _check_version(introduction(raw).version, sender, here)
         name = kind.__name__ if isinstance(kind, type) else "message"
         raise MessageError(f"{sender} sent {here} no {name}: {error}") from error
+    _check_version(getattr(message, "version", None), sender, here)
+    return message
+
+
+def _check_version(version: int | None, sender: str, here: str) -> None:
+    if version is not None and version != PROTOCOL_VERSION:
+        raise VersionError(
+            f"{sender} speaks protocol {version} of RayKV, {here} {PROTOCOL_VERSION}: install the "
+            "same version of RayKV on both"
+        )

@@ -44,12 +44,6 @@ class HistogramData(msgspec.Struct, frozen=True, array_like=True):
     total: float = 0.0
 
 
-class KeySketch(msgspec.Struct, frozen=True, array_like=True):
-    """Hashes of keys, of 8 bytes, little endian; taking in the same ones again changes nothing."""
-
-    hashes: bytes = b""
-
-
 class MetricRow(msgspec.Struct, frozen=True, array_like=True):
     """One series: the labels' values, and a number or, of a histogram, `histogram`."""
 

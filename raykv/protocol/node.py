@@ -7,17 +7,8 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Stamp
-from raykv.protocol import engine, listing, measures, sessions
-from raykv.protocol.columns import (
-    MAX_GROUPS,
-    MAX_NUMBER,
-    MAX_POOL_BYTES,
-    MAX_ROWS,
-    Count,
-    Named,
-    NamedKeys,
-    Text,
-)
+from raykv.protocol import columns, engine, listing, measures, sessions
+from raykv.protocol.columns import MAX_POOL_BYTES, Count, Counts, Named, NamedKeys, Text
 
 
 class CaptureStats(msgspec.Struct, frozen=True):
@@ -54,7 +45,7 @@ class DiskStats(msgspec.Struct, frozen=True):
     chunks_damaged: int = 0
     writes_failed: int = 0
     is_full: bool = False
-    tenant_bytes: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
+    tenant_bytes: Counts = {}
 
 
 class NodeStats(msgspec.Struct, frozen=True):
@@ -83,7 +74,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     reading: int = 0
     quarantined: int = 0
     breakers: measures.BreakerReport = measures.BreakerReport()
-    ranks: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
+    ranks: Counts = {}
     locked_bytes: int = 0
     metrics_address: Text = ""
     metrics_problem: Text = ""
@@ -92,14 +83,11 @@ class NodeStats(msgspec.Struct, frozen=True):
     threads_failed: int = 0
 
 
-class NixlEnd(msgspec.Struct, frozen=True):
-    """How other nodes reach a NodeActor's pool through NIXL; without `metadata` they can't."""
-
-    metadata: bytes = b""
-
-
 class NodeDescription(msgspec.Struct, frozen=True):
-    """Where the workers of a node find its NodeActor, what it is, or why it has no pool."""
+    """Where the workers of a node find its NodeActor, what it is, or why it has no pool.
+
+    `nixl`: how other nodes reach its pool through NIXL; empty: they can't.
+    """
 
     version: int
     raykv_version: str
@@ -114,7 +102,7 @@ class NodeDescription(msgspec.Struct, frozen=True):
     pool_path: str = ""
     stats: NodeStats = NodeStats()
     refusal: str = ""
-    nixl: NixlEnd = NixlEnd()
+    nixl: bytes = b""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -145,7 +133,7 @@ class ReportedEngine(msgspec.Struct, frozen=True):
     """An engine that a node introduces, and its counters since its start; the rest as in `Tell`."""
 
     hello: engine.EngineHello
-    counters: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
+    counters: Counts = {}
     breakers: measures.BreakerReport = measures.BreakerReport()
     heard: Stamp = engine.NOTHING_ORDERED
     weights: Count = 0
@@ -188,7 +176,7 @@ class Report(msgspec.Struct, frozen=True):
 
     version: int
     node_id: Named
-    life: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+    life: columns.Life
     seq: Count
     part: listing.ListingPart | None = None
     orders: Stamp = engine.NOTHING_ORDERED
@@ -198,21 +186,20 @@ class Report(msgspec.Struct, frozen=True):
     slab_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_POOL_BYTES)] = 0
     stats: NodeStats = NodeStats()
     engines: Annotated[list[ReportedEngine], msgspec.Meta(max_length=MOST_ENGINES)] = []
-    spaces: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
-    tenant_bytes: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_ROWS)] = {}
+    spaces: Counts = {}
+    tenant_bytes: Counts = {}
     pinned_bytes: Count = 0
     pinned_chunks: Count = 0
-    sessions: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_ROWS)] = []
+    sessions: Annotated[list[SessionsWord], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     is_leaving: bool = False
     pid: Count = 0
     hostname: Text = ""
     raykv_version: Text = ""
 
     def __post_init__(self) -> None:
-        if self.part is not None and self.part.end.life != self.life:
-            raise ValueError("a part of another life's listing")
-        if not 0 <= min(self.orders) <= max(self.orders) <= MAX_NUMBER:
-            raise ValueError(f"orders of number {self.orders}")
+        is_own = self.part is None or self.part.end.life == self.life
+        columns.require(is_own, "a part of another life's listing")
+        columns.check_stamps(self.orders)
 
 
 class Marks(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +245,6 @@ class ReportAnswer(msgspec.Struct, frozen=True):
     pause_ms: Annotated[int, msgspec.Meta(ge=PAUSE_MS[0], le=PAUSE_MS[1])] = PAUSE_MS[0]
     alone: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
     left: Annotated[list[Text], msgspec.Meta(max_length=MOST_NAMESPACES)] = []
-    words: Annotated[list[SessionsWord], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    words: Annotated[list[SessionsWord], msgspec.Meta(max_length=columns.MAX_GROUPS)] = []
     words_number: Count = 0
     namings: Annotated[dict[Count, engine.Naming], msgspec.Meta(max_length=MOST_ENGINES)] = {}

@@ -96,10 +96,9 @@ class Quota(msgspec.Struct, frozen=True, tag="quota"):
 
     def __post_init__(self) -> None:
         is_others = self.name == OTHERS and not self.tenant
-        if not self.name.isprintable() or not (is_others or is_label(self.tenant)):
-            raise ValueError(f"a quota named {self.name!r} of the tenant {self.tenant!r}")
-        if self.guaranteed > self.most:
-            raise ValueError("a quota that guarantees more than it allows")
+        is_named = self.name.isprintable() and (is_others or is_label(self.tenant))
+        columns.require(is_named, f"a quota named {self.name!r} of the tenant {self.tenant!r}")
+        columns.require(self.guaranteed <= self.most, "a quota that guarantees more than it allows")
 
 
 class EndQuota(msgspec.Struct, frozen=True, tag="end_quota"):
@@ -341,8 +340,7 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 def _check_ordered(keys: columns.Keys) -> None:
     columns.check_column(keys, most=MAX_ORDERED)
-    if not keys:
-        raise ValueError("an order of no chunks")
+    columns.require(bool(keys), "an order of no chunks")
 
 
 # The document of all orders: messages carry its number, and who is behind asks for it. It is small:
@@ -401,9 +399,7 @@ class OrdersDocument(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         names = (each.stamp for each in self.namings.values())
-        for stamp in (self.stamp, *self.done.values(), *names):
-            if not 0 <= min(stamp) <= max(stamp) <= columns.MAX_NUMBER:
-                raise ValueError(f"number {stamp}")
+        columns.check_stamps(self.stamp, *self.done.values(), *names)
 
     def later(self, passed_s: float) -> OrdersDocument:
         """The same after so many seconds: pins have less time left, or are over."""

@@ -19,9 +19,9 @@ from raykv.protocol import columns, descriptions, engine, listing, status
 MAX_PAGE = 1024
 """Chunks in one page: some 80 KiB."""
 
-ORDERS = ("age", "idle", "hits", "size")
-"""What chunks may be listed by: the longest there, the longest unused, the most used, the largest
-first.
+ORDERS = {"age": "age_s", "idle": "idle_s", "hits": "hits", "size": "num_bytes"}
+"""What chunks may be listed by, with the field of which those come first that have most: the
+longest there, the longest unused, the most used, the largest.
 """
 
 MAX_TEXT = 256

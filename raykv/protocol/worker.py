@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Refusal
-from raykv.protocol import columns, copies
+from raykv.protocol import columns, copies, engine
 
 MAX_PIECES = 240
 """Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
@@ -48,18 +48,17 @@ class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
 
     version: int
     engine_id: columns.Named
-    life: columns.Count
+    life: columns.Life
     namespace: columns.Named
     rank: int
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=columns.MAX_GROUPS)]
-    slot_bytes: Annotated[dict[int, columns.Count], msgspec.Meta(max_length=columns.MAX_GROUPS)]
+    num_ranks: columns.NumRanks
+    slot_bytes: columns.SlotSizes
     layout: KVLayout
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank {self.rank} of {self.num_ranks}")
-        if not set(self.layout.group_ids) <= set(self.slot_bytes):
-            raise ValueError("a KV group without a slot size")
+        columns.require(0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}")
+        has_sizes = set(self.layout.group_ids) <= set(self.slot_bytes)
+        columns.require(has_sizes, "a KV group without a slot size")
         check_device_memory(self.layout)
 
 
@@ -70,16 +69,6 @@ class JobBatch(msgspec.Struct, frozen=True, tag="jobs"):
     cancelled: Annotated[list[columns.Count], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
 
 
-class WorkerAttached(msgspec.Struct, frozen=True, tag="attached"):
-    """Answer to `AttachWorker`, by a life of the NodeActor. With `error` set it closes the
-    connection. `unsuited`: it can't open the worker's memory, now or later.
-    """
-
-    life: int
-    error: str = ""
-    unsuited: bool = False
-
-
 class JobResults(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended, in order; and by job how many `layers` of one that goes on are there."""
 
@@ -87,7 +76,8 @@ class JobResults(msgspec.Struct, frozen=True, tag="results"):
     layers: dict[int, int] = {}
 
 
-NodeMessage = WorkerAttached | JobResults
+NodeMessage = engine.Welcome | JobResults
+"""From a NodeActor to a worker."""
 
 
 def not_done(job_id: int, num_chunks: int, refusal: Refusal) -> copies.CopyResult:

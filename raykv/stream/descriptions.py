@@ -57,7 +57,6 @@ class DescriptionBook:
         # Rows by namespace.
         self._counts: dict[str, int] = {}
         self.num_bytes = 0
-        self.num_forgotten = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -70,7 +69,6 @@ class DescriptionBook:
         self.num_bytes += row.num_bytes + ROW_BYTES
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._rows)))
-            self.num_forgotten += 1
 
     def has(self, namespace: str, key: bytes) -> bool:
         """Whether a chunk is described; it does not count as a use."""

@@ -193,7 +193,7 @@ class Publication:
     def _is_wanted(self, name: ChunkId) -> bool:
         if name in self._waiting:
             return True
-        held = [stream.held[name] for stream in self._streams.values() if stream.has(name)]
+        held = [stream.held[name] for stream in self._streams.values() if name in stream.held]
         return any(each.description is None for each in held)
 
     def answer(
@@ -261,7 +261,7 @@ class Publication:
             self._late.append((now + ASK_LATE_S, name))
         for node_id in wait.nodes:
             stream = self._stream_of(node_id, name[0])
-            if not stream.has(name):
+            if name not in stream.held:
                 if self._held_bytes + _bytes_of(wait.description) > MAX_HELD_BYTES:
                     self.counters.skipped += 1
                     continue

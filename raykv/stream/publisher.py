@@ -14,13 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from queue import Empty, Full, Queue
 
 import msgspec
 import ray
 import zmq
 
-from raykv.base.deadlines import CLIENT_S, READER_PAUSE_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S, READER_PAUSE_S
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
@@ -38,10 +39,6 @@ logger = logging.getLogger("raykv.publisher")
 # Between two looks at how much each subscriber has sent: about 50 MB in between, from one that
 # floods the sockets, and 1 ms for a process with some hundred open files.
 PUBLISH_CUT_S = 0.25
-
-# The publisher's sockets are looked at so often when nothing is published: for questions for what
-# was missed, and for the end.
-PUBLISH_LOOK_S = 0.1
 
 # For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile.
 PUBLISH_ASK_S = 1.0
@@ -191,7 +188,8 @@ class Sockets:
                 if self._settings.replay_endpoint and questions.poll(0):
                     self._answer(questions)
                 try:
-                    message = self._queue.get(timeout=PUBLISH_LOOK_S)
+                    # Questions for what was missed, and the end, are looked for in between.
+                    message = self._queue.get(timeout=LOOK_S)
                 except Empty:
                     continue
                 self._send(out, message)
@@ -289,7 +287,6 @@ class PublisherActor:
         sockets, settings = self._sockets, self._settings
         with self._lock:
             publication = self._publication
-            counters = publication.counters
             status = PublisherStatus(
                 endpoint=sockets.endpoint,
                 replay_endpoint=sockets.replay_endpoint,
@@ -300,10 +297,7 @@ class PublisherActor:
                 streams=publication.num_streams,
                 held=publication.num_held,
                 waiting=publication.num_waiting,
-                messages=counters.messages,
-                undescribed=counters.undescribed,
-                skipped=counters.skipped,
-                restarts=counters.restarts,
+                **asdict(publication.counters),
                 dropped=sockets.num_dropped,
                 replays=sockets.num_replays,
                 error=sockets.error or self._error,

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, RAY_LOOK_S
+from raykv.base.deadlines import CLIENT_S, LOOK_S
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
@@ -47,8 +47,8 @@ def publisher_actor(settings: PublisherSettings) -> Any:
         from raykv.stream.publisher import PublisherActor
     except ImportError as error:
         raise ClusterError(f"{error}: publishing needs pyzmq: {with_extra('events')}") from error
-    head = {names.HEAD_RESOURCE: names.SHARE_OF_HEAD}
-    made = ask.detached(ray.remote(PublisherActor), names.PUBLISHER, {}, resources=head)
+    kind = ray.remote(PublisherActor)
+    made = ask.detached(kind, names.PUBLISHER, {}, resources=names.ON_HEAD)
     return made.remote(settings)
 
 
@@ -101,7 +101,7 @@ def publish(settings: PublisherSettings) -> PublisherStatus:
         if time.monotonic() > give_up_at:
             why = "it has ended" if status is None else status.error
             raise ClusterError(f"events can't be published at {settings.endpoint}: {why}")
-        time.sleep(RAY_LOOK_S)
+        time.sleep(LOOK_S)
 
 
 def _is_set_up_so(status: PublisherStatus, settings: PublisherSettings) -> bool:

@@ -42,9 +42,6 @@ READER_PATIENCE_S = 30.0
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-MAX_PLACE = (1 << 63) - 1
-"""Numbers of lives and events that can be asked for."""
-
 FindNodes = Callable[[], Mapping[str, Any]]
 
 logger = logging.getLogger("raykv")
@@ -107,7 +104,7 @@ def check_place(since: int | tuple[int, int] | None) -> None:
         since if isinstance(since, tuple) else (0, 0 if since is None else since)
     )
     is_place = len(numbers) == 2 and all(
-        isinstance(number, int) and 0 <= number <= MAX_PLACE for number in numbers
+        isinstance(number, int) and 0 <= number <= columns.MAX_NUMBER for number in numbers
     )
     if not is_place:
         raise ClusterError(
@@ -176,7 +173,7 @@ class _Listing:
     names: set[tuple[Namespace, Key]] = field(default_factory=set)
 
     def question(self, actor: Any) -> Any:
-        return actor.listing.remote(encode(ListingQuery(PROTOCOL_VERSION, self.position)))
+        return actor.ask.remote("listing", encode(ListingQuery(PROTOCOL_VERSION, self.position)))
 
     def take(self, part: ListingPart) -> bool:
         """Take in the next part; True: it was the last one."""
@@ -236,7 +233,9 @@ class Insides:
         now = time.monotonic()
         calls = {node_id: self._breakers.begin(node_id, now) for node_id in nodes}
         asked = {node_id: call for node_id, call in calls.items() if call is not None}
-        questions = dict.fromkeys(asked, lambda each: each.descriptions.remote(keys, namespace))
+        questions = dict.fromkeys(
+            asked, lambda each: each.ask.remote("descriptions", keys, namespace)
+        )
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)

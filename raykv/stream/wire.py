@@ -54,10 +54,6 @@ class Stream:
         # Subscribers may remember an earlier life.
         self.events: list[Any] = [form.cleared()]
 
-    def has(self, name: ChunkId) -> bool:
-        """Whether a chunk is held."""
-        return name in self.held
-
     def add(self, name: ChunkId, node_id: NodeId, description: Description | None) -> None:
         """A node has a chunk; a description that comes later replaces none."""
         holding = self.held.get(name)

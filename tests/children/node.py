@@ -26,7 +26,7 @@ from raykv.node import attached
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool import jobs
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.operator import OrdersDocument
@@ -62,7 +62,7 @@ def main() -> None:
     geometry = PoolGeometry(num_slots * slot_bytes, num_slots * slot_bytes)
     path = next((each.removeprefix(POOL) for each in sys.argv[4:] if each.startswith(POOL)), "")
     keeper = PoolKeeper(NodeId("node"), boot_life(), geometry, path)
-    service = NodeService(ServiceSettings(name), keeper)
+    service = NodeService(name, keeper)
     service.start()
     if path:
         keeper.take_orders(OrdersDocument(Stamp(1, 1)), 1.0)

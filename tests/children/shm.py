@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.cluster import join as clusters
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.node.launch import node_actor
 from tests.fixtures.waiting import wait_until

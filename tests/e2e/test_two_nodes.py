@@ -342,7 +342,7 @@ def node_of_the_scheduler_actor() -> str:
 
 
 def head_node_id() -> str:
-    (head,) = [node for node in ray.nodes() if names.HEAD_RESOURCE in node["Resources"]]
+    (head,) = [node for node in ray.nodes() if names.ON_HEAD.keys() <= node["Resources"].keys()]
     return str(head["NodeID"])
 
 

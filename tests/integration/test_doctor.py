@@ -27,10 +27,9 @@ from raykv.cluster import ask, names
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
-from raykv.memory.room import MemoryLimit
 from raykv.node.launch import node_actor
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.findings import Finding, Severity
+from raykv.protocol.findings import Finding, MemoryLimit, Severity
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.node import NodeDescription
 from tests.fixtures.one_node import actors_of_one_node

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from raykv.client.cluster import Cluster
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme, seed_digest
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptTokens

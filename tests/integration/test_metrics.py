@@ -14,7 +14,7 @@ from raykv.base.ids import MissReason, TokenSource
 from raykv.base.settings import MetricsPlace, NodeOptions
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
 from raykv.node.launch import node_actor
 from tests.fixtures.dashboard import metrics_of_all_panels

@@ -174,7 +174,7 @@ def test_clearing_one_namespace_leaves_the_others(head: str, cluster: Cluster) -
 CREATOR = """
 import sys
 from raykv.cluster import ask, join as cluster
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.node.launch import node_actor
 address, pool_bytes = sys.argv[1], int(sys.argv[2])
 cluster.join(address)

@@ -34,7 +34,7 @@ FULL_ROWS = 1000
 """A part with so many rows is followed by another one."""
 
 MOST_CHUNKS = 1 << 24
-"""Of one node, that the directory keeps."""
+"""Of one node, that the directory keeps; one that is in RAM and on disk counts twice."""
 
 MOST_INTRODUCED = 256
 """Namespaces of which it is remembered what their engines have said, and engines that no node has
@@ -72,7 +72,6 @@ class Directory:
         self.events = events.EventRing(most_events)
         self._node_expiry_s = node_expiry_s
         self._orders = orders
-        self._watch = document.OrdersWatch(orders)
         self._holdings = holdings.Holdings()
         self._coming = coming.Coming()
         self._asks = asks.Asks(self.members, self._holdings, self._coming)
@@ -93,7 +92,9 @@ class Directory:
         """Take in a node's report. One that is over is answered as if nobody knew the node."""
         self._look(now)
         if self.members.is_over(report):
-            return node.ReportAnswer(self.life, orders=self._watch.stamp, pause_ms=node.PAUSE_MS[1])
+            return node.ReportAnswer(
+                self.life, orders=self._orders.stamp, pause_ms=node.PAUSE_MS[1]
+            )
         node_id = NodeId(report.node_id)
         if self.members.is_new(report):
             if node_id in self.members:
@@ -107,7 +108,6 @@ class Directory:
 
     def _join(self, report: node.Report, now: float) -> None:
         node_id = NodeId(report.node_id)
-        self.members.add(report, now)
         self._marks.join(node_id)
         self.sessions.join(node_id)
         self.events.joined(node_id, report.life, 0, now)
@@ -157,26 +157,23 @@ class Directory:
     def _take_part(self, node_id: NodeId, part: listing.ListingPart, now: float) -> None:
         member = self.members[node_id]
         read, life = self._holdings.position(node_id), member.number.life
-        room = MOST_CHUNKS - (0 if part.begins else member.num_chunks)
+        room = MOST_CHUNKS - (0 if part.begins else member.chunks.total())
         taken = self._holdings.take(node_id, _within(part, room))
         if taken.begins:
             self.events.lost(node_id, life, read.number, now)
             self.events.joined(node_id, life, part.start.number, now)
             self._marks.lose(node_id)
             self._marks.join(node_id)
-            member.num_chunks = 0
             member.chunks.clear()
         self.events.moved(node_id, life, part.end.number, taken.moved, now)
         for each in taken.moved:
-            before, after, num_keys = each.before, each.after, len(each.keys)
-            member.num_chunks += num_keys * (bool(after) - bool(before))
             for tier in TIERS:
-                change = bool(after & tier) - bool(before & tier)
-                member.chunks[each.namespace, tier] += num_keys * change
+                change = bool(each.after & tier) - bool(each.before & tier)
+                member.chunks[each.namespace, tier] += len(each.keys) * change
             self._marks.moved(node_id, each)
             if not each.held:
                 self._asks.went(each)
-            if after in holdings.IN_RAM:
+            if each.after in holdings.IN_RAM:
                 self._coming.came(node_id, each.namespace, each.keys)
 
     # Answers
@@ -189,7 +186,7 @@ class Directory:
         return node.ReportAnswer(
             self.life,
             position=read,
-            orders=self._watch.stamp,
+            orders=self._orders.stamp,
             wants_orders=wants_orders,
             marks=self._marks.marks(node_id, read.number),
             pause_ms=node.PAUSE_MS[0] if _is_full(part) else self.pause_ms,
@@ -197,7 +194,7 @@ class Directory:
             left=self._use.left(node_id, now),
             words=words,
             words_number=words_number,
-            namings=self._watch.namings(self.members[node_id].engines.values()),
+            namings=self._orders.namings(self.members[node_id].engines.values()),
         )
 
     @property
@@ -259,7 +256,7 @@ class Directory:
         """What has changed beside the directory."""
         if self.began_at is None:
             self.began_at = now
-        for namespace, floor in self._watch.look(now).items():
+        for namespace, floor in self._orders.take_cleared().items():
             self.events.cleared(namespace, floor.history, floor.number, now)
 
     def check(self) -> None:

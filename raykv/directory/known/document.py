@@ -78,11 +78,13 @@ class Orders:
         self._document, self._since = kept, now
         self._done = dict(kept.done) if kept else {}
         self._shown: dict[NodeId, Stamp] = {}
+        # Floors that were set since they were taken.
+        self._cleared: dict[Namespace, Stamp] = {}
 
     @property
-    def stamp(self) -> Stamp | None:
-        """The number that is in force; None: nothing is yet."""
-        return self._document.stamp if self._document else None
+    def stamp(self) -> Stamp:
+        """The number that is in force."""
+        return self._document.stamp if self._document else NOTHING_ORDERED
 
     def told(self, now: float) -> OrdersDocument | None:
         """The document as it is told now; pins whose time is over are not in it."""
@@ -90,10 +92,18 @@ class Orders:
 
     def confirm(self, draft: OrdersDocument, now: float) -> None:
         """The store has kept a draft, the latest one: it is in force."""
-        assert self.stamp is None or draft.stamp > self.stamp, (self.stamp, draft)
-        if draft.stamp.history != (self.stamp or NOTHING_ORDERED).history:
+        assert draft.stamp > self.stamp, (self.stamp, draft)
+        before: Mapping[str, int] = self._document.floors if self._document else {}
+        history = draft.stamp.history
+        if history != self.stamp.history:
             # What is not in that document was perhaps not done in its history.
             self._done.clear()
+            before = {}
+        self._cleared |= {
+            Namespace(name): Stamp(history, floor)
+            for name, floor in draft.floors.items()
+            if floor > before.get(name, FIRST_NUMBER)
+        }
         self._done |= draft.done
         for order_id in list(islice(self._done, max(0, len(self._done) - MOST_DONE))):
             del self._done[order_id]
@@ -255,56 +265,20 @@ class Orders:
         """
         return [node_id for node_id, shown in self._shown.items() if shown < stamp]
 
+    # The directory
 
-class OrdersWatch:
-    """What the orders mean for the directory: what was cleared, and what weights are called.
-
-    The document itself goes to the nodes by another way; here it is looked at when its number
-    changes.
-
-    Args:
-        orders: see there.
-    """
-
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
-        self._seen: Stamp | None = None
-        self._began_with = orders.stamp
-        # When each floor was set; and what weights are called, by the lives of EngineCores.
-        self._floors: dict[Namespace, Stamp] = {}
-        self._namings: dict[int, Naming] = {}
-
-    @property
-    def stamp(self) -> Stamp:
-        """The number that is in force."""
-        return self._orders.stamp or NOTHING_ORDERED
-
-    def look(self, now: float) -> dict[Namespace, Stamp]:
-        """Namespaces that were cleared since the last look, and by which number.
+    def take_cleared(self) -> dict[Namespace, Stamp]:
+        """Namespaces that were cleared since the last call, and by which number.
 
         What the document says with which this life has begun, or a history, is no news.
         """
-        document = None if self._orders.stamp == self._seen else self._orders.told(now)
-        if document is None:
-            return {}
-        is_kept = self._seen is None and self._began_with == document.stamp
-        self._seen = document.stamp
-        self._namings = document.namings
-        before = self._floors
-        self._floors = {
-            Namespace(name): Stamp(document.stamp.history, floor)
-            for name, floor in document.floors.items()
-        }
-        risen = {
-            name: floor
-            for name, floor in self._floors.items()
-            if floor > before.get(name, NOTHING_ORDERED) and floor.number > FIRST_NUMBER
-        }
-        return {} if is_kept else risen
+        cleared, self._cleared = self._cleared, {}
+        return cleared
 
     def namings(self, engines: Iterable[node.ReportedEngine]) -> dict[int, Naming]:
         """What weights of engines are called, by the life: of those that have not heard it yet."""
-        named = ((each, self._namings.get(each.hello.life)) for each in engines)
+        known = self._document.namings if self._document else {}
+        named = ((each, known.get(each.hello.life)) for each in engines)
         return {
             engine.hello.life: naming
             for engine, naming in named

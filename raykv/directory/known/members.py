@@ -44,23 +44,17 @@ class ReportNumber(NamedTuple):
     seq: int
 
 
-NO_REPORT = -1
-"""Before the first number of a life."""
-
-
 @dataclass(slots=True)
 class ReportedNode:
     """A member. `report` is its latest one, without rows, engines and words about sessions.
 
-    `num_chunks` are what the directory has read of its listing; `chunks` the same by namespace
-    and tier, RAM or DISK.
+    `chunks` are what the directory has read of its listing, by namespace and tier, RAM or DISK.
     """
 
     report: Report
     number: ReportNumber
     heard_at: float
     engines: dict[EngineLife, ReportedEngine] = field(default_factory=dict)
-    num_chunks: int = 0
     chunks: Counter[tuple[Namespace, Where]] = field(default_factory=Counter)
 
     @property
@@ -124,29 +118,27 @@ class Members:
         member = self._members.get(NodeId(report.node_id))
         return member is None or member.number.life < report.life
 
-    def add(self, report: Report, now: float) -> None:
-        """A node that is no member reports."""
-        node_id = NodeId(report.node_id)
-        assert node_id not in self._members, node_id
-        self._lost.pop(node_id, None)
-        blank = Report(report.version, report.node_id, report.life, 0)
-        number = ReportNumber(report.life, NO_REPORT)
-        self._members[node_id] = ReportedNode(blank, number, now)
-
     def hear(self, report: Report, now: float) -> HeardReport:
-        """A member reports, perhaps late or once more: then nothing changes."""
-        member = self._members[NodeId(report.node_id)]
+        """A node reports, and is a member from then on; perhaps late or once more: then nothing
+        changes.
+        """
+        node_id = NodeId(report.node_id)
         number = ReportNumber(report.life, report.seq)
-        if number <= member.number:
-            return HeardReport(is_news=False)
-        has_turned = member.report.is_leaving != report.is_leaving
+        bare = msgspec.structs.replace(report, part=None, engines=[], sessions=[])
         engines = {
             EngineLife(EngineId(each.hello.engine_id), each.hello.life): each
             for each in report.engines
         }
+        member = self._members.get(node_id)
+        if member is None:
+            self._lost.pop(node_id, None)
+            self._members[node_id] = ReportedNode(bare, number, now, engines)
+            return HeardReport(is_news=True)
+        if number <= member.number:
+            return HeardReport(is_news=False)
+        has_turned = member.report.is_leaving != report.is_leaving
         gone = tuple(each for each in member.engines if each not in engines)
-        member.report = msgspec.structs.replace(report, part=None, engines=[], sessions=[])
-        member.number, member.heard_at, member.engines = number, now, engines
+        member.report, member.number, member.heard_at, member.engines = bare, number, now, engines
         return HeardReport(is_news=True, gone=gone, has_turned=has_turned)
 
     def silent(self, now: float) -> list[NodeId]:
@@ -173,5 +165,4 @@ class Members:
         for node_id, member in self._members.items():
             assert member.report.node_id == node_id, node_id
             assert member.report.life == member.number.life, node_id
-            assert member.num_chunks >= 0, node_id
             assert min(member.chunks.values(), default=0) >= 0, node_id

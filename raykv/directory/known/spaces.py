@@ -27,6 +27,7 @@ MOST_OF_A_NODE = 4096
 
 Spaces = AbstractSet[Namespace]
 NONE: frozenset[Namespace] = frozenset()
+NOTHING = NONE, NONE
 
 
 class NamespaceUse:
@@ -34,8 +35,7 @@ class NamespaceUse:
 
     def __init__(self) -> None:
         # Of each node: namespaces that it has engines of, and those that it has chunks of.
-        self._engined: dict[NodeId, Spaces] = {}
-        self._held: dict[NodeId, Spaces] = {}
+        self._of: dict[NodeId, tuple[Spaces, Spaces]] = {}
         # Nodes with engines, and nodes with engines or chunks.
         self._engined_at: dict[Namespace, set[NodeId]] = {}
         self._used_at: dict[Namespace, set[NodeId]] = {}
@@ -46,13 +46,11 @@ class NamespaceUse:
         """A node has engines and chunks of these namespaces now."""
         if len(held) > MOST_OF_A_NODE:
             held = frozenset(sorted(held)[:MOST_OF_A_NODE])
-        before, held_before = self._engined.pop(node_id, NONE), self._held.pop(node_id, NONE)
+        before, held_before = self._of.pop(node_id, NOTHING)
         _move(self._engined_at, node_id, before, engined)
         _move(self._used_at, node_id, before | held_before, engined | held)
-        if engined:
-            self._engined[node_id] = engined
-        if held:
-            self._held[node_id] = held
+        if engined or held:
+            self._of[node_id] = engined, held
         for namespace in engined:
             self._left.pop(namespace, None)
         for namespace in sorted(before - self._engined_at.keys()):
@@ -66,30 +64,28 @@ class NamespaceUse:
 
     def alone(self, node_id: NodeId) -> list[str]:
         """Namespaces of a node's engines of which no other node has engines or chunks."""
-        engined = self._engined.get(node_id, NONE)
+        engined, _ = self._of.get(node_id, NOTHING)
         alone = [str(each) for each in sorted(engined) if len(self._used_at[each]) == 1]
         return alone[:MOST_NAMESPACES]
 
     def left(self, node_id: NodeId, now: float) -> list[str]:
         """Namespaces of a node's chunks that all engines have left."""
-        held = self._left.keys() & self._held.get(node_id, NONE)
-        left = [each for each in sorted(held) if now - self._left[each] >= LEFT_S]
+        _, held = self._of.get(node_id, NOTHING)
+        left = [
+            each for each in sorted(self._left.keys() & held) if now - self._left[each] >= LEFT_S
+        ]
         return [str(each) for each in left[:MOST_NAMESPACES]]
 
     def check(self) -> None:
         """Assert the invariant and bounds; for tests."""
         assert not self._left.keys() & self._engined_at.keys()
         assert len(self._left) <= MOST_LEFT, len(self._left)
-        for at, of in ((self._engined_at, self._engined), (self._used_at, self._both())):
+        engined = {node_id: some for node_id, (some, _) in self._of.items()}
+        used = {node_id: some | held for node_id, (some, held) in self._of.items()}
+        for at, of in ((self._engined_at, engined), (self._used_at, used)):
             pairs = {(each, node_id) for each, nodes in at.items() for node_id in nodes}
             assert pairs == {(each, node_id) for node_id, spaces in of.items() for each in spaces}
             assert all(at.values())
-
-    def _both(self) -> dict[NodeId, Spaces]:
-        return {
-            node_id: self._engined.get(node_id, NONE) | self._held.get(node_id, NONE)
-            for node_id in self._engined.keys() | self._held
-        }
 
 
 def _move(

@@ -29,7 +29,7 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError, PendingRead
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import Fetch, Read
 from raykv.protocol.engine import EngineHello
@@ -130,7 +130,7 @@ class Served:
         pool_bytes = -(-int(ROOM * num_chunks * CHUNK_BYTES) // SLAB_BYTES) * SLAB_BYTES
         geometry = PoolGeometry(pool_bytes, SLAB_BYTES)
         self._keeper = keeper = PoolKeeper(NodeId(NODE), boot_life(), geometry)
-        self._service = NodeService(ServiceSettings(socket_name), keeper)
+        self._service = NodeService(socket_name, keeper)
         place = DiskPlace(folder, most_bytes=8 * pool_bytes, floor_bytes=0)
         self._tier = DiskTier(place, keeper, is_busy=self._service.is_copying)
         keeper.keep_floors = self._tier.keep_floors

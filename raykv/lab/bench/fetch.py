@@ -36,7 +36,7 @@ from raykv.client.cluster import Cluster, connect
 from raykv.cluster import ask, names
 from raykv.cluster import join as clusters
 from raykv.cluster.join import LOOPBACK
-from raykv.directory.launch import scheduler_actor
+from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench.named_jobs import SPACE, key_of, named_job
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
@@ -323,7 +323,7 @@ class Pair:
         keys = _keys(size)
         first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
         order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
-        ray.get(self._actors[1].drop.remote(encode(order)), timeout=DEADLINE_S)
+        ray.get(self._actors[1].ask.remote("drop", encode(order)), timeout=DEADLINE_S)
 
     def fetched(
         self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S

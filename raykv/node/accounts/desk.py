@@ -12,7 +12,7 @@ import msgspec
 from raykv.base.ids import Blocks, Key, Namespace
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
-from raykv.node.pool.catalog import STRETCH, ChunkRow, first_ones
+from raykv.node.pool.catalog import STRETCH, first_ones
 from raykv.node.pool.sessions import LocalSession
 from raykv.protocol import events, framing, operator, reader, status
 from raykv.protocol.columns import MAX_KEYS, require
@@ -28,6 +28,20 @@ from raykv.protocol.sessions import (
 
 MOST_PIECES = 64
 """Of a listing, that are looked at for one page."""
+
+QUESTIONS: dict[str, type[msgspec.Struct] | None] = {
+    "chunks": reader.ChunkQuery,
+    "descriptions": None,
+    "drop": operator.DropOrder,
+    "listing": events.ListingQuery,
+    "more_room": None,
+    "pins": None,
+    "requests": None,
+    "sessions": SessionQuery,
+    "why_miss": None,
+}
+"""Methods of `Desk` that answer people, by name. They take a struct of this kind, or plain values
+that they check themselves."""
 
 
 class Desk:
@@ -53,38 +67,19 @@ class Desk:
 
     def chunks(self, query: reader.ChunkQuery) -> reader.ChunkPage:
         """A page of the chunks."""
-        place = int(query.cursor or 0)
-        rows: list[ChunkRow] = []
+        place, now = int(query.cursor or 0), self._keeper.now()
+        rows: list[reader.ListedChunk] = []
         for _ in range(MOST_PIECES):
             if place == ALL_READ or not (query.order or len(rows) < query.limit):
                 break
             most = STRETCH if query.order else query.limit - len(rows)
             with self._lock:
-                found, place = self._keeper.catalog.stretch(query, place, most)
+                found, place = self._keeper.catalog.stretch(query, place, now, most)
             rows += found
             if query.order:
                 rows = first_ones(rows, query.order, query.limit)
-        return self._page(rows, "" if place == ALL_READ else str(place))
-
-    def _page(self, rows: list[ChunkRow], cursor: str) -> reader.ChunkPage:
-        with self._lock:
-            now = self._keeper.now()
-            owners = {row.owner for row in rows}
-            names = {each: self._owner.tenant(self._owner.tenants.label(each)) for each in owners}
-        chunks = [
-            reader.ListedChunk(
-                row.namespace,
-                row.key,
-                row.where,
-                row.num_bytes,
-                0.0 if row.came_at is None else max(0.0, now - row.came_at),
-                0.0 if row.found_at is None else max(0.0, now - row.found_at),
-                row.hits,
-                names[row.owner],
-            )
-            for row in rows
-        ]
-        return reader.ChunkPage(framing.PROTOCOL_VERSION, chunks, cursor)
+        cursor = "" if place == ALL_READ else str(place)
+        return reader.ChunkPage(framing.PROTOCOL_VERSION, rows, cursor)
 
     def drop(self, order: operator.DropOrder) -> operator.Released:
         """Give up copies in the pool of what is elsewhere."""

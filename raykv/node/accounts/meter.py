@@ -7,17 +7,30 @@ A reader sees plain numbers that may be a moment old.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 from raykv.base.ids import Direction, Refusal, TokenSource
 from raykv.base.tenants import OTHERS
-from raykv.metrics.breakers import breaker_families
+from raykv.cluster.breaker import rows_of
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
 from raykv.node.pool.owner import NodePool
 from raykv.protocol import measures, node, reader
 from raykv.protocol.sessions import SessionStage
+
+PEERS = ("scheduler", "own_node", "other_node")
+"""Kinds of peers that breakers are for."""
+
+BREAKER_STATES = ("open", "half_open")
+
+BREAKER_SUMS = {
+    "raykv_breaker_openings_total": "opened",
+    "raykv_breaker_failures_total": "failed",
+    "raykv_breaker_refusals_total": "refused",
+}
+"""Metrics that are sums of breakers since the start."""
 
 _NAMES = {direction: direction.name.lower() for direction in Direction}
 
@@ -35,15 +48,12 @@ class NodeMeter:
     fetch: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     reading: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     refusals: Counter[Refusal] = field(default_factory=Counter)
+    """Of chunks that were not copied."""
 
     def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
         """A copy job has ended, after so long in the queue."""
         self.queue[direction].observe(queued_s)
         self.copy[direction].observe(copied_s)
-
-    def refused(self, refusals: Iterable[Refusal]) -> None:
-        """Chunks of a job were not copied."""
-        self.refusals.update(refusals)
 
     def families(self, stats: node.NodeStats, owner: NodePool) -> list[measures.MetricFamily]:
         """All series of a NodeActor that has a pool; its lock is held."""
@@ -51,7 +61,6 @@ class NodeMeter:
         chunks = {"store": stats.chunks_stored, "load": stats.chunks_loaded}
         reasons = {(each.name.lower(),): self.refusals[each] for each in Refusal if each}
         accounts = owner.accounts
-        engines = [each.breakers for each in owner.engines]
         return [
             _pool(stats.pool_bytes, owner),
             number("raykv_pool_size_bytes", stats.pool_bytes),
@@ -75,12 +84,7 @@ class NodeMeter:
             histograms("raykv_copy_seconds", _rows(self.copy)),
             histograms("raykv_fetch_seconds", [((), self.fetch.data())]),
             histograms("raykv_read_seconds", [((), self.reading.data())]),
-            *breaker_families(
-                {
-                    "node": ([stats.breakers], stats.breakers),
-                    "engine": (engines, accounts.tally.breaker_totals()),
-                }
-            ),
+            *_breakers(stats.breakers, owner),
             *accounts.tally.families(),
             *_tenants(owner, stats.disk.tenant_bytes),
             histograms("raykv_removed_chunk_age_seconds", [((), accounts.ages.data())]),
@@ -95,6 +99,33 @@ def _pool(pool_bytes: int, owner: NodePool) -> measures.MetricFamily:
             found[state, owner.accounts.labels[namespace]] += num_bytes
     found["empty", ""] = max(0, pool_bytes - found.total())
     return numbers("raykv_pool_bytes", found)
+
+
+def _breakers(own: measures.BreakerReport, owner: NodePool) -> list[measures.MetricFamily]:
+    """Series of this actor's breakers and of its engines'. Labels distinguish peers by kind only,
+    since nodes come and go.
+    """
+    reports = [("node", own), *(("engine", each.breakers) for each in owner.engines)]
+    kinds = product(("node", "engine"), PEERS, BREAKER_STATES)
+    found: Counter[tuple[str, ...]] = Counter(dict.fromkeys(kinds, 0))
+    for whose, report in reports:
+        for row in rows_of(report):
+            state = row.state.replace("-", "_")
+            is_known = state in BREAKER_STATES
+            found[whose, _kind(row.peer), state if is_known else BREAKER_STATES[0]] += 1
+    sums = owner.accounts.tally.breakers
+    totals = [
+        numbers(name, {("node",): getattr(own, counter), ("engine",): sums[counter]})
+        for name, counter in BREAKER_SUMS.items()
+    ]
+    return [numbers("raykv_open_breakers", found), *totals]
+
+
+def _kind(peer: str) -> str:
+    scheduler, own_node, other_node = PEERS
+    if peer.startswith(measures.OWN_NODE):
+        return own_node
+    return scheduler if peer == scheduler else other_node
 
 
 def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[measures.MetricFamily]:

@@ -162,7 +162,7 @@ class DiskReads:
     def _read_for_ever(self) -> None:
         while not self._stopped.is_set():
             try:
-                request, answer = self._reads.get(timeout=deadlines.DISK_LOOK_S)
+                request, answer = self._reads.get(timeout=deadlines.WAKE_S)
             except queue.Empty:
                 continue
             try:

@@ -17,7 +17,6 @@ Nothing here raises into the NodeActor: a disk that can't be used is a problem i
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -27,7 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from raykv.base import deadlines, errors, settings, threads
@@ -201,7 +199,7 @@ class DiskTier:
             if folder is not None:
                 with suppress(OSError):
                     self._note_floors(folder)
-            self._sleep(min(deadlines.DISK_LOOK_S, wait_s))
+            self._sleep(min(deadlines.WAKE_S, wait_s))
             return
         if folder is None:
             folder = self._claim()
@@ -233,7 +231,7 @@ class DiskTier:
             if not self._batches and not self._wake.is_set():
                 with self._lock:
                     # Until something may have changed in the pool.
-                    self._lock.wait(deadlines.DISK_LOOK_S)
+                    self._lock.wait(deadlines.WAKE_S)
             self._sleep(DISK_NEXT_LOOK_S)
 
     def _next_to_copy(self) -> list[ChunkRecord]:
@@ -336,8 +334,7 @@ class DiskTier:
             self._end(left, is_written=False)
 
     def _copy(self, record: ChunkRecord) -> None:
-        data = np.empty(record.slot_bytes, np.uint8)
-        ctypes.memmove(data.ctypes.data, self._keeper.address_of(record), record.slot_bytes)
+        data = self._keeper.bytes_of(record).copy()
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self._keeper.check_bytes(record, checksum)
         with self._lock:

@@ -150,9 +150,9 @@ class NixlTransport:
         assert asked is not None
         try:
             described = received(source, asked.wait(0.0), node.NodeDescription)
-            if not described.nixl.metadata:
+            if not described.nixl:
                 return
-            known.name = self.agent.meet(described.nixl.metadata)
+            known.name = self.agent.meet(described.nixl)
         except (PeerError, NixlError) as error:
             logger.warning("node %s is not read through NIXL: %s", source.node_id, error)
             return

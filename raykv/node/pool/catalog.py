@@ -7,14 +7,13 @@ the lock of the pool's owner is held for a few milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from heapq import nsmallest
-from math import inf
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
+from operator import attrgetter
 
 from raykv.base.ids import Blocks, Key, Namespace, group_of
-from raykv.node.pool import claims, room, shelf
-from raykv.node.pool.index import PoolIndex
+from raykv.node.pool import claims, shelf
+from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.protocol import columns, framing, operator, reader
 from raykv.protocol.listing import ALL_READ, Reason, Where
@@ -28,94 +27,74 @@ ANYWHERE = Where.RAM | Where.DISK
 _TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
 
-class ChunkRow(NamedTuple):
-    """A chunk at this node.
-
-    `came_at`: when its store began, or the NodeActor if that was later; None of one that is on the
-    disk only. `found_at`: when it was found last, or came.
-    """
-
-    namespace: Namespace
-    key: Key
-    where: Where
-    num_bytes: int
-    blocks: Blocks
-    came_at: float | None = None
-    found_at: float | None = None
-    hits: int = 0
-    standing: Standing = Standing.NORMAL
-    owner: int = room.NOBODY
-
-
 class PoolCatalog:
     """See the module's docstring. Whoever calls holds the lock of the pool's owner.
 
     Args:
-        index: of the pool.
-        began_at: when the NodeActor did.
+        owner: of the pool.
+        began_at: when the NodeActor did. A chunk of an earlier life came then.
     """
 
-    def __init__(self, index: PoolIndex, began_at: float) -> None:
-        self._index = index
-        self._shelf = index.shelf
+    def __init__(self, owner: NodePool, began_at: float) -> None:
+        self._owner = owner
+        self._index = owner.index
+        self._shelf = owner.index.shelf
         self._began_at = began_at
 
     def stretch(
-        self, query: reader.ChunkQuery, place: int, most: int = STRETCH
-    ) -> tuple[list[ChunkRow], int]:
+        self, query: reader.ChunkQuery, place: int, now: float, most: int = STRETCH
+    ) -> tuple[list[reader.ListedChunk], int]:
         """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
-        ends there. So many places are looked at, `STRETCH` at most.
+        ends there. So many places are looked at, `STRETCH` at most. Ages are those at `now`.
         """
         where = _TIERS[query.tier]
         name = Namespace(query.namespace), Key(query.key)
-        if query.namespace and self.row(*name) is not None:
+        if query.namespace and self.row(*name, now) is not None:
             # No other key of its namespace begins so.
-            row = self.row(*name, where) if query.group in (None, group_of(name[1])) else None
+            row = self.row(*name, now, where) if query.group in (None, group_of(name[1])) else None
             return [] if row is None else [row], ALL_READ
         disk = self._index.disk_place
         if not where & Where.RAM:
             place = max(place, disk)
         chunks, following = self._index.page(place, min(most, STRETCH))
-        rows = [self._row(each, where) for each in chunks if _is_asked_for(each, query)]
+        rows = [self._row(each, now, where) for each in chunks if _is_asked_for(each, query)]
         is_end = following >= disk and not where & Where.DISK
         return [each for each in rows if each is not None], ALL_READ if is_end else following
 
-    def _row(self, chunk: ChunkRecord | shelf.ShelvedChunk, where: Where) -> ChunkRow | None:
+    def _row(
+        self, chunk: ChunkRecord | shelf.ShelvedChunk, now: float, where: Where
+    ) -> reader.ListedChunk | None:
         """One of a page, unless it is not asked for, or is in the pool as well and listed there."""
         if isinstance(chunk, ChunkRecord):
             if chunk.state is not ChunkState.READY or not where & Where.RAM:
                 return None
-            return self._in_pool(chunk, has_disk=bool(where & Where.DISK))
+            return self._in_pool(chunk, now, has_disk=bool(where & Where.DISK))
         is_alone = not where & Where.RAM or self._index.find(chunk.namespace, chunk.key) is None
-        return self._shelved(chunk) if is_alone and where & Where.DISK else None
+        return _shelved(chunk) if is_alone and where & Where.DISK else None
 
-    def row(self, namespace: Namespace, key: Key, where: Where = ANYWHERE) -> ChunkRow | None:
+    def row(
+        self, namespace: Namespace, key: Key, now: float, where: Where = ANYWHERE
+    ) -> reader.ListedChunk | None:
         """One chunk, as far as it is there."""
         record = self._index.find(namespace, key)
         if record is not None and where & Where.RAM:
-            return self._in_pool(record, has_disk=bool(where & Where.DISK))
+            return self._in_pool(record, now, has_disk=bool(where & Where.DISK))
         shelved = self._shelf.find(namespace, key)
-        return self._shelved(shelved) if shelved is not None and where & Where.DISK else None
+        return _shelved(shelved) if shelved is not None and where & Where.DISK else None
 
-    def _in_pool(self, record: ChunkRecord, *, has_disk: bool) -> ChunkRow:
+    def _in_pool(self, record: ChunkRecord, now: float, *, has_disk: bool) -> reader.ListedChunk:
         is_shelved = has_disk and self._shelf.find(record.namespace, record.key) is not None
         came_at = max(self._began_at, record.came_at)
-        return ChunkRow(
+        return reader.ListedChunk(
             record.namespace,
             record.key,
             ANYWHERE if is_shelved else Where.RAM,
             record.slot_bytes,
-            record.blocks,
-            came_at,
-            max(came_at, record.found_at),
+            max(0.0, now - came_at),
+            max(0.0, now - max(came_at, record.found_at)),
             record.hits,
-            record.standing,
-            record.owner,
+            self._owner.tenant(self._owner.tenants.label(record.owner)),
         )
-
-    def _shelved(self, kept: shelf.ShelvedChunk) -> ChunkRow:
-        chunk = kept.chunk
-        return ChunkRow(kept.namespace, kept.key, Where.DISK, chunk.num_bytes, chunk.blocks)
 
     def kept(self, names: Iterable[claims.Name], standing: Standing) -> operator.PinHere:
         """Which chunks of these stand so here, or higher, and which only wait for that."""
@@ -161,14 +140,12 @@ def _is_asked_for(chunk: ChunkRecord | shelf.ShelvedChunk, query: reader.ChunkQu
     )
 
 
-def first_ones(rows: Sequence[ChunkRow], order: str, limit: int) -> list[ChunkRow]:
-    """The first rows in an order: by age, idle, hits or size, what has most of it first."""
-    return nsmallest(limit, rows, key=_RANKS[order])
+def _shelved(kept: shelf.ShelvedChunk) -> reader.ListedChunk:
+    return reader.ListedChunk(kept.namespace, kept.key, Where.DISK, kept.chunk.num_bytes)
 
 
-_RANKS: Mapping[str, Callable[[ChunkRow], float]] = {
-    "age": lambda row: inf if row.came_at is None else row.came_at,
-    "idle": lambda row: inf if row.found_at is None else row.found_at,
-    "hits": lambda row: -row.hits,
-    "size": lambda row: -row.num_bytes,
-}
+def first_ones(
+    rows: Sequence[reader.ListedChunk], order: str, limit: int
+) -> list[reader.ListedChunk]:
+    """The first rows in an order, one of `reader.ORDERS`."""
+    return nlargest(limit, rows, key=attrgetter(reader.ORDERS[order]))

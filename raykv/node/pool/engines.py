@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.prompts.prefixes import companions
-from raykv.protocol import descriptions, framing, measures, node
+from raykv.protocol import descriptions, measures, node
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, PlaceFacts, Tell
 
 SILENT_S = 30.0
@@ -173,13 +173,6 @@ class LocalEngines:
         return ""
 
     def _objection(self, hello: EngineHello) -> str:
-        if hello.version != framing.PROTOCOL_VERSION:
-            return (
-                f"the engine speaks protocol {hello.version} of RayKV, the NodeActor "
-                f"{framing.PROTOCOL_VERSION}: install the same version on both"
-            )
-        if not hello.life:
-            return "an engine without a life"
         if not hello.slot_bytes:
             return "an engine without KV groups"
         for group, size in hello.slot_bytes.items():

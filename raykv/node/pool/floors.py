@@ -31,17 +31,10 @@ class Floors:
 
     Args:
         history: the present one.
-        known: floors by history, the latest last; of each by namespace.
     """
 
-    def __init__(
-        self, history: int = NO_HISTORY, known: Mapping[int, Mapping[str, int]] | None = None
-    ) -> None:
+    def __init__(self, history: int = NO_HISTORY) -> None:
         self._floors: dict[int, Clearings] = {}
-        self.history = history
-        for each, floors in (known or {}).items():
-            self.begin(each)
-            self.take(floors)
         self.begin(history)
 
     def begin(self, history: int) -> None:

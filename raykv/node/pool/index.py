@@ -451,12 +451,13 @@ class PoolIndex:
         self, records: Sequence[ChunkRecord], rank: int, *, ok: bool, blocks: Sequence[Blocks]
     ) -> list[ChunkRecord]:
         """`end_store` of some chunks of a job, with these blocks of each; returns those that are
-        READY now.
+        READY now. Whatever goes wrong here, the rank writes none of them any more.
         """
         mask, finished = 1 << rank, list[ChunkRecord]()
         assert all(record.writers & mask for record in records), (rank, records)
-        for record, stored in zip(records, blocks, strict=True):
+        for record in records:
             record.writers ^= mask
+        for record, stored in zip(records, blocks, strict=True):
             parts = self._parts.get(record)
             if parts is None:
                 self._free_if_idle(record)

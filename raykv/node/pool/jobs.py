@@ -24,7 +24,7 @@ from raykv.base.ids import GROUP_BYTES, NO_BLOCKS, Blocks, Direction, Key, Names
 from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import OfferedChunk, PoolIndex, StorePart
 from raykv.node.pool.records import VOID, ChunkRecord
-from raykv.protocol.columns import MAX_GROUPS, Numbers
+from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows, Reason
 
@@ -108,9 +108,8 @@ class Jobs:
 
     def begin_line(self, life: int, rank: int, num_ranks: int) -> None:
         """A worker is connected, perhaps before its last connection has ended."""
-        if 0 <= rank < num_ranks <= MAX_GROUPS and life != LANDINGS:
-            self._lines.setdefault(life, {}).setdefault(rank, []).append(num_ranks)
-            self._index.begin_line(life, rank)
+        self._lines.setdefault(life, {}).setdefault(rank, []).append(num_ranks)
+        self._index.begin_line(life, rank)
 
     def end_line(self, life: int, rank: int) -> None:
         """It is not any more: what it has not stored is void, and stays so for other ranks.
@@ -130,7 +129,7 @@ class Jobs:
         """Forget an engine that is gone, once all its workers are as well."""
         if not self._lines.get(life):
             self._lines.pop(life, None)
-            if self._engines.get(life) is None and life != LANDINGS:
+            if self._engines.get(life) is None:
                 self._stores.pop(life, None)
                 self._index.end_life(life)
 

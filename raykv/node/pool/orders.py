@@ -20,15 +20,12 @@ from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
 from raykv.node.pool import records, room
-from raykv.node.pool.claims import Name, Owner, OwnerKind
+from raykv.node.pool.claims import SOON_S, Name, Owner, OwnerKind
 from raykv.node.pool.index import PoolIndex
 from raykv.protocol import engine, operator
 
 MOST_TENANTS = 4096
 """That are told apart; all others that have no share are nobody in particular."""
-
-SOON_S = 1.0
-"""The end of a pin is moved only by more than that."""
 
 
 class TenantNumbers:
@@ -36,6 +33,8 @@ class TenantNumbers:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self.labels: dict[int, str] = {}
+        """The label of each number."""
         self._next = count(room.NOBODY + 1)
 
     def of(self, label: str) -> int:
@@ -46,17 +45,14 @@ class TenantNumbers:
     def of_share(self, label: str) -> int:
         """The number of a tenant that has a share, however many others there are."""
         if label not in self._numbers and is_label(label):
-            self._numbers[label] = next(self._next)
+            number = self._numbers[label] = next(self._next)
+            self.labels[number] = label
         return self._numbers.get(label, room.NOBODY)
 
     def forget(self, used: Collection[int]) -> None:
         """Forget all but these."""
         self._numbers = {label: each for label, each in self._numbers.items() if each in used}
-
-    @property
-    def labels(self) -> dict[int, str]:
-        """The label of each number."""
-        return {number: label for label, number in self._numbers.items()}
+        self.labels = {number: label for label, number in self._numbers.items()}
 
     def label(self, number: int) -> str:
         """The label of a number; empty: it is nobody's in particular."""

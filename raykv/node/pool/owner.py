@@ -38,7 +38,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Refusal
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool import engines, floors, jobs, orders, reporting, room, sessions
-from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
+from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, SOON_S, Claim, Name, Owner, OwnerKind
 from raykv.node.pool.index import FRESH_S, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
@@ -48,11 +48,11 @@ from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
-    EngineWelcome,
     FoundKeys,
     Hints,
     PlaceFacts,
     Tell,
+    Welcome,
 )
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.sessions import check_news
@@ -62,9 +62,6 @@ FAVOUR_S = 600.0
 
 SERIES_S = 60.0
 """How long what operators have brought here stays after the last chunk of their series."""
-
-SOON_S = 1.0
-"""A request's wish for a chunk is renewed only for more than that."""
 
 
 class NodePool:
@@ -108,11 +105,11 @@ class NodePool:
 
     # Engines
 
-    def hello(self, hello: EngineHello, now: float) -> EngineWelcome:
+    def hello(self, hello: EngineHello, now: float) -> Welcome:
         """An EngineCore introduces itself, perhaps again, or is refused with a sentence."""
         error = self.engines.hello(hello, now)
         self._leave()
-        return EngineWelcome(self.index.listing.life, error)
+        return Welcome(self.index.listing.life, error)
 
     def tell(self, tell: Tell, now: float) -> None:
         """What an engine says; nothing if it has said that already, or is not here."""

@@ -30,8 +30,6 @@ from raykv.protocol import columns, engine, node
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
 from raykv.protocol.sessions import check_news
 
-"""Of rows that a check is for."""
-
 MOST_ROWS = 1024
 """Names that have changed, and slots of a page, in one report."""
 

@@ -66,10 +66,11 @@ class Room:
         self._orders: dict[tuple[int, int], EvictionOrder] = {}
         self._shares: dict[int, Share] = {}
         self._wanted_at: dict[int, float] = {}
-        # By tenant, what is READY or being written; by namespace; and of all together.
+        # By tenant, what is READY or being written; and by namespace.
         self._used: Counter[int] = Counter()
         self._by_space: Counter[Namespace] = Counter()
-        self._all_used = 0
+        self.all_used = 0
+        """Bytes of all together, of what is being written too."""
         # By slot size, when to look again at all slabs of others.
         self._look_at: dict[int, float] = {}
 
@@ -98,13 +99,13 @@ class Room:
         """A chunk is being written."""
         self._used[record.owner] += record.slot_bytes
         self._by_space[record.namespace] += record.slot_bytes
-        self._all_used += record.slot_bytes
+        self.all_used += record.slot_bytes
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is neither being written nor READY any more."""
         self._used[record.owner] -= record.slot_bytes
         self._by_space[record.namespace] -= record.slot_bytes
-        self._all_used -= record.slot_bytes
+        self.all_used -= record.slot_bytes
 
     @property
     def by_space(self) -> dict[Namespace, int]:
@@ -125,11 +126,6 @@ class Room:
     def num_uses(self) -> int:
         """Another one whenever the orders are: chunks came, were found, or stand in another way."""
         return sum(order.now for order in self._orders.values())
-
-    @property
-    def all_used(self) -> int:
-        """Bytes of all together, of what is being written too."""
-        return self._all_used
 
     @property
     def used(self) -> dict[int, int]:
@@ -211,7 +207,7 @@ class Room:
         """Bytes of a holder, of what is being written too."""
         if holder != NOBODY:
             return self._used[holder]
-        return self._all_used - sum(self._used[each] for each in self._shares if each != NOBODY)
+        return self.all_used - sum(self._used[each] for each in self._shares if each != NOBODY)
 
     # Slabs
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.deadlines import NODE_LOOK_S, NODE_STOP_S
+from raykv.base.deadlines import NODE_STOP_S, WAKE_S
 from raykv.base.errors import HiddenStatesError, ThreadError, first_line
 from raykv.base.ids import Direction, Refusal, group_of
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -319,7 +319,7 @@ class Capturing:
             while not self._stopping:
                 if self._unwritten:
                     return self._unwritten.popleft()
-                self._lock.wait(NODE_LOOK_S)
+                self._lock.wait(WAKE_S)
         return None
 
     def _written(self, capture: copies.Capture, problem: str) -> None:

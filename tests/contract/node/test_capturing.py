@@ -17,7 +17,7 @@ from raykv.base.errors import HiddenStatesError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings
+from raykv.node.service import NodeService
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
@@ -47,7 +47,7 @@ class Here:
         self.slot_bytes = SLOT_BYTES
         geometry = PoolGeometry(8 * SLOT_BYTES, 8 * SLOT_BYTES)
         keeper = PoolKeeper(NodeId("here"), 1, geometry)
-        self.service = NodeService(ServiceSettings(self.name), keeper)
+        self.service = NodeService(self.name, keeper)
         self.service.start()
 
     def states(self, name: str, deadline_s: float = 10.0) -> HiddenStates:

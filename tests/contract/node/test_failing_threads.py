@@ -19,7 +19,7 @@ from raykv.base.ids import Direction, NodeId, Refusal
 from raykv.cluster.deaths import DeathWatch
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
 from tests.fixtures.node.links import NUM_SLOTS, Line, Node, Worker, ended, failures
 from tests.fixtures.node.links import SETTINGS as LINK_SETTINGS
@@ -70,7 +70,7 @@ class Service:
         self.slot_bytes = SLOT_BYTES
         geometry = PoolGeometry(NUM_SLOTS * SLOT_BYTES, NUM_SLOTS * SLOT_BYTES)
         keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
-        self.service = NodeService(ServiceSettings(self.name), keeper)
+        self.service = NodeService(self.name, keeper)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from raykv.copy.rows import CPUBackend
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol.listing import Where
 from tests.fixtures.cuda.copies import FakeDriver, always
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
@@ -508,7 +508,7 @@ def service() -> Iterator[NodeService]:
     page = honest_worker.PAGE
     name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
     keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(32 * page, 16 * page))
-    made = NodeService(ServiceSettings(name), keeper)
+    made = NodeService(name, keeper)
     made.start()
     yield made
     made.stop()

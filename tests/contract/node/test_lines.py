@@ -13,7 +13,7 @@ from raykv.base.ids import Direction, Namespace, Refusal, Stamp
 from raykv.node.service import NodeService
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch
-from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineWelcome, Fetched, Tell
+from raykv.protocol.engine import ChangesAnswer, ChangesQuery, Fetched, Tell, Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import OrdersDocument
@@ -44,10 +44,10 @@ def lines(service: NodeService) -> Iterator[list[RawLine]]:
 
 
 def opened(service: NodeService, lines: list[RawLine], life: int = LIFE) -> RawLine:
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     lines.append(line)
     line.send(hello_of(life, {0: PAGE}))
-    assert line.receive() == EngineWelcome(service.keeper.life)
+    assert line.receive() == Welcome(service.keeper.life)
     return line
 
 
@@ -186,7 +186,7 @@ def test_engine_in_another_namespace_is_there_with_its_next_hello(
 ) -> None:
     line = opened(service, lines)
     line.send(hello_of(LIFE, {0: 2 * PAGE}, "later"))
-    assert line.receive() == EngineWelcome(service.keeper.life)
+    assert line.receive() == Welcome(service.keeper.life)
     line.send(ChangesQuery(LIFE, "ns"))
     answer = line.receive()
     assert isinstance(answer, ChangesAnswer)
@@ -198,12 +198,27 @@ def test_engine_in_another_namespace_is_there_with_its_next_hello(
 def test_refused_engine_hears_why_and_is_not_here(
     service: NodeService, lines: list[RawLine]
 ) -> None:
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     lines.append(line)
     line.send(hello_of(LIFE, {0: PAGE + 1}))
     answer = line.receive()
-    assert isinstance(answer, EngineWelcome)
+    assert isinstance(answer, Welcome)
     assert "no slot has that size" in answer.error
+    assert line.receive() is None
+    assert not is_here(service)
+
+
+@pytest.mark.parametrize("group", [-1, 1 << 32])
+def test_engine_with_a_kv_group_that_no_key_has_hears_why(
+    service: NodeService, lines: list[RawLine], group: int
+) -> None:
+    line = RawLine(service.socket_name)
+    lines.append(line)
+    line.send(hello_of(LIFE, {group: PAGE}))
+    answer = line.receive()
+    assert isinstance(answer, Welcome)
+    assert "the engine sent this NodeActor no EngineHello" in answer.error
+    assert "slot_bytes" in answer.error
     assert line.receive() is None
     assert not is_here(service)
 
@@ -213,11 +228,11 @@ def test_one_engine_too_many_is_refused(
 ) -> None:
     monkeypatch.setattr("raykv.protocol.node.MOST_ENGINES", 1)
     opened(service, lines)
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     lines.append(line)
     line.send(hello_of(LIFE + 1, {0: PAGE}))
     answer = line.receive()
-    assert isinstance(answer, EngineWelcome)
+    assert isinstance(answer, Welcome)
     assert "connected already" in answer.error
     assert is_here(service)
 

@@ -21,7 +21,7 @@ from raykv.node.nixl.transport import MOST_BUFFERS, NixlTransport
 from raykv.node.peers import PeerError
 from raykv.protocol.columns import Numbers, Source
 from raykv.protocol.copies import Offer, Read, ReadReply
-from raykv.protocol.node import NixlEnd, NodeDescription
+from raykv.protocol.node import NodeDescription
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.nixl import FutureCall, NixlNetwork, OtherWay, needs_nixl
 from tests.fixtures.node.nixl import agent as nixl_agent
@@ -98,7 +98,7 @@ def test_source_that_has_no_nixl_is_read_the_other_way(
     network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def described(node: Node) -> NodeDescription:
-        return msgspec.structs.replace(NixlNetwork.described(network, node), nixl=NixlEnd())
+        return msgspec.structs.replace(NixlNetwork.described(network, node), nixl=b"")
 
     monkeypatch.setattr(network, "described", described)
     for number in range(2):

@@ -26,7 +26,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -93,7 +93,7 @@ def begin(pool_path: str = "") -> Node:
     name = f"raykv-test/partial/{os.getpid()}/{next(_names)}"
     size = NUM_SLOTS * SLOT_BYTES
     keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(size, size), pool_path)
-    service = NodeService(ServiceSettings(name), keeper)
+    service = NodeService(name, keeper)
     service.start()
     keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
     return Node(service, name)

@@ -15,7 +15,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.node.attached import receive_hello
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
 from tests.fixtures.waiting import wait_until
 
@@ -71,7 +71,7 @@ def test_node_takes_connections_again_when_it_has_descriptors_again(
     monkeypatch.setattr(raykv.node.service, "NODE_ACCEPT_PAUSE_S", 0.01)
     name = f"raykv-test/{os.getpid()}/full"
     keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(4096, 4096))
-    service = NodeService(ServiceSettings(name), keeper)
+    service = NodeService(name, keeper)
     listener = FullListener(name)
     monkeypatch.setattr(service, "_listener", listener)
     accepting = threading.Thread(target=service._accept)

@@ -21,14 +21,13 @@ from raykv.node.service import NodeService
 from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.engine import ChangesQuery, EngineWelcome
+from raykv.protocol.engine import ChangesQuery, Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import (
     AttachWorker,
     JobResults,
     NodeMessage,
-    WorkerAttached,
     believable,
 )
 from tests.fixtures.keys import numbered_key
@@ -127,7 +126,7 @@ def talk(service: NodeService, raw: bytes, fds: list[int]) -> list[NodeMessage]:
     """Send bytes as the first ones of a connection, then its end; all that is answered."""
     answers: list[NodeMessage] = []
     reader = wire.FrameReader()
-    with wire.connect(service.settings.socket_name, 5.0) as sock:
+    with wire.connect(service.socket_name, 5.0) as sock:
         try:
             if fds:
                 socket.send_fds(sock, [raw], fds)
@@ -154,7 +153,7 @@ def attach(service: NodeService, hello: msgspec.Struct, *more: msgspec.Struct) -
 
 def error_of(answers: list[NodeMessage]) -> str:
     (answer,) = answers
-    assert isinstance(answer, WorkerAttached)
+    assert isinstance(answer, Welcome)
     return answer.error
 
 
@@ -194,6 +193,7 @@ def layout(**fields: Any) -> RawHello:
 TENSOR = LAYOUT.tensors[0]
 ABSURD: dict[str, RawHello] = {
     "negative rank": replace(RAW, rank=-1),
+    "no life": replace(RAW, life=0),
     "rank above": replace(RAW, rank=1),
     "no ranks": replace(RAW, num_ranks=0),
     "many ranks": replace(RAW, num_ranks=BIG),
@@ -233,7 +233,7 @@ def test_stranger_who_sends_anything_loses_his_line_only(
 ) -> None:
     data = len(raw).to_bytes(4, "little") + raw if framed else raw
     for answer in talk(service, data, []):
-        assert isinstance(answer, WorkerAttached)
+        assert isinstance(answer, Welcome)
         assert answer.error
     assert service.stats().num_workers == 0
 
@@ -307,10 +307,10 @@ def any_job(draw: st.DrawFn) -> RawJob:
 def test_absurd_jobs_are_refused_and_leave_no_slot_behind(
     service: NodeService, jobs: list[RawJob], cancelled: list[int]
 ) -> None:
-    core = CoreLine(service.settings.socket_name, LIFE, {0: PAGE})
+    core = CoreLine(service.socket_name, LIFE, {0: PAGE})
     core.wait()
     answers = attach(service, HELLO, RawBatch(jobs, cancelled))
-    assert isinstance(answers[0], WorkerAttached)
+    assert isinstance(answers[0], Welcome)
     assert not answers[0].error
     known = {int(refusal) for refusal in Refusal}
     for answer in answers[1:]:
@@ -381,10 +381,10 @@ def test_chunks_that_were_admitted_are_given_up_when_a_later_one_fails(
 
 
 def test_engine_of_another_version_hears_both_versions(service: NodeService) -> None:
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     line.send(replace(hello_of(9, {0: PAGE}), version=PROTOCOL_VERSION + 1))
     welcome = line.receive()
-    assert isinstance(welcome, EngineWelcome)
+    assert isinstance(welcome, Welcome)
     assert f"protocol {PROTOCOL_VERSION + 1} of RayKV" in welcome.error
     assert line.receive() is None
     line.close()
@@ -393,10 +393,10 @@ def test_engine_of_another_version_hears_both_versions(service: NodeService) -> 
 @settings(max_examples=40, deadline=None)
 @given(raw=st.binary(max_size=200))
 def test_engine_that_says_anything_loses_its_line_only(service: NodeService, raw: bytes) -> None:
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     line.send(hello_of(9, {0: PAGE}))
     welcome = line.receive()
-    assert welcome == EngineWelcome(service.keeper.life)
+    assert welcome == Welcome(service.keeper.life)
     line.sock.sendall(len(raw).to_bytes(4, "little") + raw)
     assert line.receive() is None
     line.close()
@@ -404,7 +404,7 @@ def test_engine_that_says_anything_loses_its_line_only(service: NodeService, raw
 
 
 def test_line_of_an_engine_is_for_one_life(service: NodeService) -> None:
-    line = RawLine(service.settings.socket_name)
+    line = RawLine(service.socket_name)
     line.send(hello_of(9, {0: PAGE}))
     line.receive()
     line.send(ChangesQuery(10, "ns"))

@@ -15,15 +15,16 @@ from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import Grouping, export_kv
+from raykv.memory.cuda.kv import export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
 from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.worker import TensorLayout, WorkerAttached
+from raykv.protocol.worker import TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.cuda.memory import (
@@ -215,7 +216,9 @@ def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
     world.service.stop()
     wait_until(lambda: worker.link.node_life == 0, LONG_S, "the line breaks")
     keeper = PoolKeeper(NodeId("node"), boot_life(), world.service.keeper.geometry)
-    again = NodeService(world.service.settings, keeper, Devices(lambda: world.cuda, make_backend))
+    again = NodeService(
+        world.service.socket_name, keeper, Devices(lambda: world.cuda, make_backend)
+    )
     again.start()
     try:
         wait_until(lambda: worker.link.node_life == keeper.life, LONG_S, "it attaches again")
@@ -232,11 +235,11 @@ def test_worker_attaches_again_to_next_life_of_node(world: World) -> None:
 # The NodeActor can't
 
 
-def attach(service: NodeService, worker: Worker, **changed: Any) -> WorkerAttached:
+def attach(service: NodeService, worker: Worker, **changed: Any) -> Welcome:
     """The answer to an attach message with another layout."""
     layout = msgspec.structs.replace(worker.layout, **changed)
     hello = RawHello(PROTOCOL_VERSION, "e", 9, "ns", 0, 1, {0: 2 * PART_BYTES}, layout)
-    sock = wire.connect(service.settings.socket_name, LONG_S)
+    sock = wire.connect(service.socket_name, LONG_S)
     words = CancelWords.create()
     with sock:
         wire.send_with_fds(sock, hello, [words.region.fd])
@@ -244,7 +247,7 @@ def attach(service: NodeService, worker: Worker, **changed: Any) -> WorkerAttach
         while not frames:
             frames = reader.feed(sock.recv(1 << 16))
     words.close()
-    return msgspec.msgpack.decode(frames[0], type=WorkerAttached)
+    return msgspec.msgpack.decode(frames[0], type=Welcome)
 
 
 def test_worker_whose_memory_can_not_be_opened_hears_why(world: World) -> None:
@@ -291,7 +294,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)
     tensor = TensorLayout(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
-    exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+    exported = export_kv(cuda, [tensor], 1, [0], [[0]])
     kv = torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
     caches = SimpleNamespace(
         tensors=[SimpleNamespace(tensor=kv)], group_data_refs=[[SimpleNamespace(tensor_idx=0)]]
@@ -304,7 +307,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
 
     direct = DeviceLink(0, exported, LinkSettings(), lambda: 7)
     link = AutoLink(direct, staged)
-    name, life, sizes = world.service.settings.socket_name, next(lives), {0: SLOT_ALIGNMENT}
+    name, life, sizes = world.service.socket_name, next(lives), {0: SLOT_ALIGNMENT}
     target = LinkTarget(name, "e", life, "ns", 1, sizes)
     core = CoreLine(name, life, sizes)
     core.wait()
@@ -377,7 +380,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
 
     name = f"raykv-test-device/{os.getpid()}/{next(names)}"
     service = NodeService(
-        ServiceSettings(name),
+        name,
         PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * PAGE, 16 * PAGE)),
         Devices(load, make_backend),
     )
@@ -386,7 +389,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
         assert loads == []
         cuda = FakeCuda()
         tensor = TensorLayout(cuda.allocate(PAGE), 4, 512, 512)
-        exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+        exported = export_kv(cuda, [tensor], 1, [0], [[0]])
         link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
         link.set_target(LinkTarget(name, "e", 9, "ns", 1, {0: PAGE}))
         wait_until(lambda: bool(link.unsuited), LONG_S, "the NodeActor has refused")

@@ -13,7 +13,7 @@ from raykv.base.errors import SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, ServiceSettings, boot_life
+from raykv.node.service import NodeService, boot_life
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget
 from tests.fixtures.jobs import named_job
@@ -58,7 +58,7 @@ class Device:
 def service() -> Iterator[NodeService]:
     name = f"raykv-test/{os.getpid()}/staged"
     keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(64 * 4096, 16 * 4096))
-    running = NodeService(ServiceSettings(name), keeper)
+    running = NodeService(name, keeper)
     running.start()
     core = CoreLine(name, LIFE, {0: SLOT_BYTES})
     core.wait()
@@ -80,7 +80,7 @@ def link(service: NodeService, device: Device) -> Iterator[Any]:
 
     memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
     staged = StagedLink(0, memory, LinkSettings())
-    staged.set_target(LinkTarget(service.settings.socket_name, "e", LIFE, "ns", 1, {0: SLOT_BYTES}))
+    staged.set_target(LinkTarget(service.socket_name, "e", LIFE, "ns", 1, {0: SLOT_BYTES}))
     wait_until(lambda: staged.node_life == service.keeper.life, 10.0, "the link attaches")
     yield staged
     staged.close(5.0)
@@ -184,7 +184,7 @@ def test_rank_that_stores_less_of_a_job_leaves_no_chunk_that_waits_for_it(
     """Whatever room each rank's staging memory has: both speak of the same job."""
     from raykv.worker.staging import StagedLink, StagingMemory
 
-    name, life = service.settings.socket_name, LIFE + 1
+    name, life = service.socket_name, LIFE + 1
     core = CoreLine(name, life, {0: SLOT_BYTES}, num_ranks=2)
     core.wait()
     ranks = []

@@ -32,8 +32,8 @@ from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
-    EngineWelcome,
     Tell,
+    Welcome,
 )
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import EVICTIONS
@@ -183,7 +183,7 @@ class PlayedNode:
 
     # Engines
 
-    def hello(self, hello: EngineHello, post: Post[EngineWelcome]) -> None:
+    def hello(self, hello: EngineHello, post: Post[Welcome]) -> None:
         post(sent(self.pool.hello(sent(hello), self.clock)))
         self._told.setdefault(hello.life, -1)
 

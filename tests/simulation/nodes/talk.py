@@ -21,10 +21,10 @@ from raykv.protocol.engine import (
     Ask,
     AskAnswer,
     ChangesAnswer,
-    EngineWelcome,
     FoundKeys,
     Hints,
     Tell,
+    Welcome,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.sessions import SessionNews, SessionWord
@@ -59,7 +59,7 @@ class PlaceTalk:
         self._node_id = engine.seats.node_ids[place]
         # The namespace in which the engine has introduced itself.
         self._known_in: Namespace | None = None
-        self._hello: Call[EngineWelcome] | None = None
+        self._hello: Call[Welcome] | None = None
         self._changes: Call[ChangesAnswer] | None = None
         self._tell: Call[bool] | None = None
         self._seq = 0
@@ -99,7 +99,7 @@ class PlaceTalk:
             return False
         hello = self._engine.hello(self._place)
 
-        def welcome(answer: EngineWelcome) -> None:
+        def welcome(answer: Welcome) -> None:
             assert not answer.error, answer
             if hello.namespace == self._engine.namespace:
                 self._known_in = Namespace(hello.namespace)

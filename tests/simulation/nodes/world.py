@@ -525,7 +525,7 @@ class NodesWorld:
         """The witness is free once a later document than the one that it knows is in force."""
         if self._witness is not None:
             stamp = self.cluster.head.orders.stamp
-            if stamp is not None and stamp > self._witness[1]:
+            if stamp > self._witness[1]:
                 self._witness = None
 
     def _is_needed(self, node_id: NodeId) -> bool:

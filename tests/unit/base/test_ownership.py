@@ -299,7 +299,7 @@ def test_hidden_states_are_not_written_through_a_link(tmp_path: Path) -> None:
 
 def test_file_for_prometheus_is_not_written_through_a_link(tmp_path: Path) -> None:
     link(tmp_path / f".targets.{os.getpid()}")
-    TargetsFile(tmp_path / "targets", "10.0.0.1:6379").write(["10.0.0.2:9000"])
+    TargetsFile(tmp_path / "targets", "10.0.0.1:6379", lambda: ["10.0.0.2:9000"]).look()
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert not (tmp_path / "targets").is_symlink()
 

@@ -523,7 +523,7 @@ def test_quota_of_a_tenant_that_nobody_can_be_is_warned_of(
 
 
 def test_choices_of_a_listing_are_those_of_the_cluster() -> None:
-    assert tuple(chunks.Order) == ORDERS
+    assert tuple(chunks.Order) == tuple(ORDERS)
     assert tuple(chunks.Tier) == TIERS
 
 

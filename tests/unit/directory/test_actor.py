@@ -16,7 +16,6 @@ from raykv.directory import steward
 from raykv.directory.actor import SchedulerActor
 from raykv.directory.known import document as orders_document
 from raykv.directory.known.desk import Draft
-from raykv.directory.launch import forget_orders, forget_wish
 from raykv.directory.steward import Steward, next_life
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, Naming
@@ -222,11 +221,11 @@ def test_only_what_was_cleared_outlives_the_end_of_all_actors(store: Store) -> N
     carry_out(first, PinOrder(V, "b", "p", "space", Keys.of([b"k"]), 100.0))
     stamp = carry_out(first, ClearOrder(V, "c", "space"))
     store[WISH] = b"a wish"
-    forget_wish()
+    bequest.delete(WISH)
     # What is ordered until the actors have ended has a number that nothing else has.
     stamp = carry_out(first, ClearOrder(V, "d", "space"))
     for _ in range(2):
-        forget_orders()
+        bequest.forget_orders()
     assert store.keys() == {ORDERS, bequest.LIFE}
     later = decode(start().orders(), OrdersDocument)
     assert later.floors == {"space": stamp.number}

@@ -19,7 +19,7 @@ from raykv.protocol.findings import (
     Endpoint,
     Finding,
     HostFacts,
-    LimitFacts,
+    MemoryLimit,
     Severity,
     UnownedFolder,
 )
@@ -61,7 +61,7 @@ def host(**changes: Any) -> HostFacts:
         wall_time=0.0,
         pool_bytes=8 * GIB,
         left_bytes=2 * GIB,
-        limits=[LimitFacts("the box", 64 * GIB, 32 * GIB)],
+        limits=[MemoryLimit(32 * GIB, 64 * GIB, "the box")],
         shm_bytes=32 * GIB,
         plasma_folder="/dev/shm",
     )
@@ -380,7 +380,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
     ),
     (
         "pool that outgrows its limit",
-        with_second(host=host(limits=[LimitFacts("the box", 9 * GIB, GIB)])),
+        with_second(host=host(limits=[MemoryLimit(GIB, 9 * GIB, "the box")])),
         "memory",
         Severity.FAIL,
         ["node two", "2.0 GiB of 8.0 GiB", "the box allows 9.0 GiB and has 1.0 GiB free"],
@@ -394,7 +394,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
     ),
     (
         "memory nearly out",
-        with_second(host=host(left_bytes=0, limits=[LimitFacts("the box", 9 * GIB, 1)])),
+        with_second(host=host(left_bytes=0, limits=[MemoryLimit(1, 9 * GIB, "the box")])),
         "memory",
         Severity.WARN,
         ["node two", "hardly any memory left"],
@@ -529,13 +529,13 @@ def test_skew_within_the_error_of_its_measurement_is_none() -> None:
 
 
 def test_pool_that_still_fits_exactly_is_well() -> None:
-    limits = [LimitFacts("the box", 64 * GIB, 2 * GIB)]
+    limits = [MemoryLimit(2 * GIB, 64 * GIB, "the box")]
     assert wrong(with_second(host=host(limits=limits))) == []
     assert RESERVE_BYTES < GIB
 
 
 def test_pool_file_on_a_disk_may_have_more_left_than_memory_is_free() -> None:
-    limits = [LimitFacts("the box", 64 * GIB, GIB)]
+    limits = [MemoryLimit(GIB, 64 * GIB, "the box")]
     assert wrong(with_second(host=host(limits=limits, is_memory=False))) == []
 
 

@@ -14,7 +14,8 @@ from raykv.memory.limits import (
     ray_monitor,
     worker_limits,
 )
-from raykv.memory.room import MemoryLimit, monitor_settings
+from raykv.memory.room import monitor_settings
+from raykv.protocol.findings import MemoryLimit
 
 GIB = 1 << 30
 TOTAL = 64 * GIB

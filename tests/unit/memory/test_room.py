@@ -7,7 +7,6 @@ import pytest
 from raykv.base.errors import SettingError
 from raykv.memory.room import (
     RESERVE_BYTES,
-    MemoryLimit,
     MonitorSettings,
     PoolNeeds,
     check_pool_bytes,
@@ -16,6 +15,7 @@ from raykv.memory.room import (
     monitor_settings,
     objection,
 )
+from raykv.protocol.findings import MemoryLimit
 
 GIB = 1 << 30
 BOX = MemoryLimit(10 * GIB, 16 * GIB, "the box")

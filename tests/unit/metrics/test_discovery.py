@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raykv.metrics.discovery import FILE_NAME, Discovery, TargetsFile
+from raykv.metrics.discovery import FILE_NAME, TargetsFile
 from tests.house import ROOT
 
 
 def test_file_is_one_group_as_prometheus_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
-    TargetsFile(path, "10.0.0.1:6379").write(["10.0.0.1:1", "10.0.0.2:2"])
+    TargetsFile(path, "10.0.0.1:6379", lambda: ["10.0.0.1:1", "10.0.0.2:2"]).look()
     assert json.loads(path.read_text()) == [
         {
             "labels": {"job": "raykv", "cluster": "10.0.0.1:6379"},
@@ -28,13 +28,15 @@ def test_file_is_one_group_as_prometheus_reads_it(tmp_path: Path) -> None:
 
 def test_reader_never_sees_a_part(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
-    file = TargetsFile(path, "here")
-    file.write(["first:1"])
+    targets = ["first:1"]
+    file = TargetsFile(path, "here", lambda: list(targets))
+    file.look()
     done = threading.Event()
 
     def write() -> None:
         for number in range(300):
-            file.write([f"host-{number}:{port}" for port in range(200)])
+            targets[:] = [f"host-{number}:{port}" for port in range(200)]
+            file.look()
         done.set()
 
     thread = threading.Thread(target=write)
@@ -50,7 +52,7 @@ def test_reader_never_sees_a_part(tmp_path: Path) -> None:
 def test_file_follows_the_targets_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
     targets = ["a:1"]
-    keeper = Discovery(TargetsFile(path, "here"), lambda: list(targets))
+    keeper = TargetsFile(path, "here", lambda: list(targets))
     keeper.look()
     before = path.stat().st_ino
     keeper.look()
@@ -67,7 +69,7 @@ def test_what_fails_is_said_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "later"
-    keeper = Discovery(TargetsFile(folder / "targets.json", "here"), lambda: ["a:1"])
+    keeper = TargetsFile(folder / "targets.json", "here", lambda: ["a:1"])
     with caplog.at_level(logging.WARNING, logger="raykv.metrics"):
         keeper.look()
         keeper.look()

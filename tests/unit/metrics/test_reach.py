@@ -18,7 +18,6 @@ from raykv.metrics.reach import (
     Reach,
     WantedKeys,
 )
-from raykv.protocol.measures import KeySketch
 
 MOST = 4 * 0.0081
 """Four standard errors."""
@@ -76,22 +75,22 @@ def test_changes_in_pages_give_the_whole_sketch() -> None:
     engine, reach = WantedKeys(), Reach()
     engine.note(random_keys(20_000, 3))
     pages = 0
-    while (page := engine.take(1)).hashes:
-        assert len(page.hashes) <= 8 * MAX_HASHES
+    while page := engine.take(1):
+        assert len(page) <= 8 * MAX_HASHES
         reach.add(20_000, page)
         reach.add(0, page)
         pages += 1
     assert pages > 3
     assert np.array_equal(reach._sketch.smallest, sketch_of(random_keys(20_000, 3)).smallest)
     engine.note(random_keys(1, 4))
-    assert len(engine.take(1).hashes) <= 8
+    assert len(engine.take(1)) <= 8
 
 
 @given(st.lists(st.binary(max_size=40), max_size=3))
 def test_hashes_that_can_not_be_change_nothing_else(told: list[bytes]) -> None:
     reach = Reach()
     for each in told:
-        reach.add(100, KeySketch(each))
+        reach.add(100, each)
     sound = b"".join(each for each in told if len(each) % 8 == 0)
     different = {sound[at : at + 8] for at in range(0, len(sound), 8)} - {b"\xff" * 8}
     assert reach.num_distinct == len(different)
@@ -111,8 +110,8 @@ def key(number: int) -> bytes:
 def told(engine: WantedKeys, reach: Reach, life: int = 1) -> None:
     """Messages until nothing is new."""
     before = engine.num_wanted
-    while (sketch := engine.take(life)).hashes or engine.num_wanted != before:
-        assert len(sketch.hashes) <= 8 * MAX_HASHES
+    while (sketch := engine.take(life)) or engine.num_wanted != before:
+        assert len(sketch) <= 8 * MAX_HASHES
         reach.add(engine.num_wanted - before, sketch)
         before = engine.num_wanted
 
@@ -155,7 +154,7 @@ def test_engine_begins_anew_for_another_life_of_the_node() -> None:
 
 def test_nothing_wanted_has_no_ratio_and_no_news() -> None:
     assert Reach().hit_ratio == 0
-    assert WantedKeys().take(1).hashes == b""
+    assert WantedKeys().take(1) == b""
 
 
 def test_requests_that_nobody_takes_are_bounded() -> None:

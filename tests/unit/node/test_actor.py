@@ -100,7 +100,7 @@ def test_share_of_pins_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) 
     place = f"raykv/test-pin-share/{os.getpid()}"
     actor = NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(pin_share=0.5))
     try:
-        assert decode(actor.pins(), PinsHere).node.quota_bytes == 1 << 19
+        assert decode(actor.ask("pins"), PinsHere).node.quota_bytes == 1 << 19
     finally:
         actor._service.stop()
 
@@ -125,7 +125,7 @@ def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
     with pytest.raises(SettingError, match="does not fit"):
         refused.fetch(encode(order))
     with pytest.raises(SettingError, match="does not fit"):
-        refused.pins()
+        refused.ask("pins")
 
 
 def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

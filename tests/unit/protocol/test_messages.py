@@ -11,9 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError, VersionError
-from raykv.base.ids import ALL_BLOCKS, Key, Namespace, Stamp
-from raykv.protocol.columns import MAX_KEYS, Keys, NamedKeys, Numbers, Source, SourceKind
+from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Key, Namespace, Stamp
+from raykv.protocol import framing, wire
+from raykv.protocol.columns import (
+    MAX_KEYS,
+    MAX_NAME,
+    MAX_ROWS,
+    Keys,
+    NamedKeys,
+    Numbers,
+    Source,
+    SourceKind,
+)
 from raykv.protocol.copies import (
+    MOST_RESULT_BYTES,
+    MOST_ROW_BYTES,
     Capture,
     CopyJob,
     CopyResult,
@@ -28,11 +40,12 @@ from raykv.protocol.engine import (
     ChangesAnswer,
     ChangesQuery,
     EngineHello,
-    EngineWelcome,
+    EngineMessage,
     Fetched,
     FoundKeys,
     PlaceFacts,
     Tell,
+    Welcome,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import (
@@ -44,8 +57,11 @@ from raykv.protocol.listing import (
     Where,
 )
 from raykv.protocol.node import Marks, Report, ReportAnswer
+from raykv.protocol.sessions import SessionOrder
+from raykv.protocol.worker import JobResults
 
 V = PROTOCOL_VERSION
+BIG = (1 << 63) - 1
 ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
 KEYS = Keys.of([b"one", b"two"])
 NAMED = NamedKeys(["a", "b"], TWO, KEYS)
@@ -58,7 +74,7 @@ PART = ListingPart(
 
 SOUND: list[msgspec.Struct] = [
     EngineHello(V, "engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
-    EngineWelcome(3, "no room"),
+    Welcome(3, "no room"),
     Tell(7, 1, "a", FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
     ChangesQuery(7, "a", Position(1, 2, 0), 5),
     ChangesAnswer(PART, PlaceFacts(Stamp(1, 2), store_share=16)),
@@ -88,6 +104,9 @@ def of(kind: type[msgspec.Struct]) -> msgspec.Struct:
 WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (EngineHello, {"namespace": ""}),
     (EngineHello, {"life": -1}),
+    (EngineHello, {"life": 0}),
+    (EngineHello, {"slot_bytes": {-1: 4096}}),
+    (EngineHello, {"slot_bytes": {1 << 32: 4096}}),
     (EngineHello, {"num_ranks": 0}),
     (EngineHello, {"slot_bytes": {0: -1}}),
     (EngineHello, {"engine_id": "e" * 5000}),
@@ -186,3 +205,44 @@ def test_one_field_of_anything_is_refused_or_can_be_read(
         CopyResult: lambda result: list(result.rows),
     }
     readers.get(kind, encode)(found)
+
+
+def test_message_of_this_version_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "introduction", None)
+    for kind in (EngineHello, Tell, ChangesQuery):
+        message = of(kind)
+        assert receive(encode(message), EngineMessage, "an engine", "this test") == message
+
+
+def test_order_that_contradicts_itself_is_no_message() -> None:
+    raw = msgspec.msgpack.encode({"version": V, "namespace": "a", "session": "s", "word": 2})
+    with pytest.raises(msgspec.ValidationError, match="a pause of 0"):
+        framing.decode(raw, SessionOrder)
+    with pytest.raises(MessageError, match="an operator sent this test no SessionOrder"):
+        receive(raw, SessionOrder, "an operator", "this test")
+
+
+@pytest.mark.parametrize("width", [1, 36, MAX_KEY_BYTES])
+def test_result_of_the_largest_job_fits_into_a_frame(width: int) -> None:
+    # Keys of two lengths need a byte more each.
+    last = bytes(2 if width == 1 else 1)
+    most = min(MAX_ROWS, (MOST_RESULT_BYTES - len(last)) // (width + MOST_ROW_BYTES))
+    keys = [*[b"k" * width] * (most - 1), last]
+    assert isinstance(passed_job(keys), CopyJob)
+    if most < MAX_ROWS:
+        with pytest.raises(MessageError, match="chunks in one job"):
+            passed_job([keys[0], keys[0], *keys])
+    rows = ListedRows.of(
+        ListedRow(Namespace("n" * MAX_NAME), Key(key), Where.RAM, ALL_BLOCKS, Reason.STORED)
+        for key in keys
+    )
+    failed = Numbers.of(range(most))
+    result = CopyResult(BIG, BIG, BIG, rows, failed, bytes([1]) * most, BIG, 1.0)
+    assert len(wire.frame(JobResults([result], {BIG: BIG}))) <= wire.MAX_FRAME_BYTES
+
+
+def passed_job(keys: list[bytes]) -> CopyJob:
+    """What arrives of a job of these."""
+    count = Numbers(bytes(8 * len(keys)))
+    job = CopyJob(1, 0, "a", Keys.of(keys), count, count)
+    return receive(encode(job), CopyJob, "a worker", "this test")

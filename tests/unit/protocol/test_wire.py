@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.protocol import wire
-from raykv.protocol.worker import JobBatch, WorkerAttached
+from raykv.protocol.engine import Welcome
+from raykv.protocol.worker import JobBatch
 
 
 def batch(*cancelled: int) -> JobBatch:
@@ -74,7 +75,7 @@ def test_reader_refuses_a_larger_frame_before_its_bytes_come(size: int) -> None:
 
 def test_frame_is_refused_when_it_is_too_large() -> None:
     with pytest.raises(AssertionError):
-        wire.frame(WorkerAttached(1, "e" * wire.MAX_FRAME_BYTES))
+        wire.frame(Welcome(1, "e" * wire.MAX_FRAME_BYTES))
 
 
 def test_descriptors_travel_with_a_message(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -215,7 +215,7 @@ def test_node_keeps_no_more_chunks_than_one_can_have(
     assert sizes(directory._holdings) == {SPACE: 4}
     answer = one.report(0.0, gone(0), gone(11))
     assert answer.position.number == one.number
-    assert directory.members[NodeId("one")].num_chunks == 3
+    assert directory.members[NodeId("one")].chunks.total() == 3
     one.report(0.0, row_of(20))
     assert holders(directory, 20)
 

@@ -12,7 +12,7 @@ import pytest
 from raykv.base.clearings import MAX_NAMESPACES
 from raykv.base.ids import NodeId, Stamp
 from raykv.directory.known.document import MEMBERS_S, OrderError, Orders
-from raykv.protocol.engine import Naming
+from raykv.protocol.engine import NOTHING_ORDERED, Naming
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import (
     MAX_TOLD_DONE,
@@ -190,7 +190,7 @@ def test_history_begins_where_nobody_has_any() -> None:
     assert orders.first(104.9) is None
     first = orders.first(105.0)
     assert first == OrdersDocument(Stamp(1 << 32 | 8, 1))
-    assert orders.stamp is None
+    assert orders.stamp == NOTHING_ORDERED
     orders.confirm(first, 105.0)
     assert orders.stamp == first.stamp
     # What is ours is no news when a member shows it.

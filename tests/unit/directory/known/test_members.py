@@ -24,7 +24,7 @@ def report(node_id: str = "a", life: int = 2, seq: int = 1, **fields: Any) -> Re
 @pytest.fixture
 def members() -> Members:
     made = Members(10.0)
-    made.add(report(seq=1), 0.0)
+    made.hear(report(seq=1), 0.0)
     made.hear(report(seq=3), 0.0)
     return made
 
@@ -41,7 +41,6 @@ def test_report_counts_if_it_is_later_than_the_last(members: Members) -> None:
 
 def test_report_of_number_0_counts_first() -> None:
     members = Members(10.0)
-    members.add(report(seq=0), 0.0)
     assert members.hear(report(seq=0), 0.0).is_news
 
 
@@ -67,7 +66,7 @@ def test_life_that_is_over_does_not_come_back(members: Members) -> None:
     assert members.is_over(report(life=1, seq=99))
     assert members.is_over(report(life=2, seq=3))
     assert not members.is_over(report(life=2, seq=4))
-    members.add(report(life=2, seq=4), 5.0)
+    members.hear(report(life=2, seq=4), 5.0)
     members.check()
 
 
@@ -77,7 +76,6 @@ def test_so_many_members_and_lost_ones_are_remembered(
     monkeypatch.setattr(raykv.directory.known.members, "MOST_MEMBERS", 3)
     monkeypatch.setattr(raykv.directory.known.members, "MOST_LOST", 2)
     for node_id in "bc":
-        members.add(report(node_id), 0.0)
         members.hear(report(node_id), 0.0)
     assert members.is_over(report("d"))
     assert not members.is_over(report("a", seq=9))

@@ -7,19 +7,14 @@ from math import inf
 
 import pytest
 
-from raykv.base.ids import NO_BLOCKS, Blocks, Key, Stamp
-from raykv.node.pool.catalog import (
-    ChunkRow,
-    PoolCatalog,
-    first_ones,
-)
-from raykv.node.pool.records import Standing
+from raykv.base.ids import Blocks, Key, Stamp
+from raykv.node.pool.catalog import PoolCatalog, first_ones
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.columns import Numbers
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Reason, Where
 from raykv.protocol.operator import PinHere, Released
-from raykv.protocol.reader import ChunkQuery
+from raykv.protocol.reader import ChunkQuery, ListedChunk
 from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import PAGE, WHOLE, A, B, OwnedPool, begun, key, numbers, pin
 
@@ -33,24 +28,28 @@ class Shown:
         self.pool = OwnedPool(num_slabs)
         self.pool.hello()
         self.shelf = self.pool.node.index.shelf
-        self.catalog = PoolCatalog(self.pool.node.index, self.pool.now)
+        self.catalog = PoolCatalog(self.pool.node, self.pool.now)
 
     def shelve(self, *chunks: int) -> None:
         for chunk in chunks:
             self.shelf.put(A, DiskChunk(key(chunk), Stamp(0, 0), 0, PAGE, 0, Blocks(0, 2)), "file")
 
-    def pages(self, query: ChunkQuery, most: int = 3) -> Iterator[list[ChunkRow]]:
+    def pages(self, query: ChunkQuery, most: int = 3) -> Iterator[list[ListedChunk]]:
         """A walk with as small stretches as it takes."""
         place = 0
         while place != ALL_READ:
-            rows, place = self.catalog.stretch(query, place, most)
+            rows, place = self.catalog.stretch(query, place, self.pool.now, most)
             yield rows
+
+    def row(self, number: int) -> ListedChunk | None:
+        return self.catalog.row(A, key(number), self.pool.now)
 
     def listed(self, **wanted: object) -> list[tuple[int, Where]]:
         rows = [row for page in self.pages(asked(**wanted)) for row in page]
-        return list(
-            zip(numbers([row.key for row in rows]), [row.where for row in rows], strict=True)
-        )
+        return [
+            (number, Where(row.where))
+            for number, row in zip(numbers([row.key for row in rows]), rows, strict=True)
+        ]
 
 
 def pin_here(kept: list[int], waiting: list[int], num_bytes: int) -> PinHere:
@@ -85,7 +84,7 @@ def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
 ) -> None:
     shown.pool.store(*range(12))
     shown.shelve(*range(20, 26))
-    found: list[ChunkRow] = []
+    found: list[ListedChunk] = []
     for turn, page in enumerate(shown.pages(asked(), most=2)):
         found += page
         record = shown.pool.node.index.find(A, key(turn))
@@ -118,9 +117,9 @@ def test_whole_key_of_a_namespace_is_found_without_a_walk(shown: Shown) -> None:
     shown.pool.store(*range(10))
     shown.shelve(9, 11)
     for number, where in ((9, RAM | DISK), (11, DISK)):
-        (row,), end = shown.catalog.stretch(asked(namespace=A, key=key(number)), 0, most=1)
+        (row,), end = shown.catalog.stretch(asked(namespace=A, key=key(number)), 0, 0.0, most=1)
         assert (row.key, row.where, end) == (key(number), where, ALL_READ)
-    assert shown.catalog.stretch(asked(namespace=A, key=key(11), tier="ram"), 0)[0] == []
+    assert shown.catalog.stretch(asked(namespace=A, key=key(11), tier="ram"), 0, 0.0)[0] == []
 
 
 def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
@@ -129,52 +128,54 @@ def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
     shown.pool.store(1, blocks=Blocks(1, 1), tenant="lisa")
     shown.pool.now = 120.0
     shown.pool.found(1)
-    row = shown.catalog.row(A, key(1))
+    shown.pool.now = 125.0
+    row = shown.row(1)
     assert row is not None
-    assert (row.came_at, row.found_at, row.hits) == (107.0, 120.0, 1)
-    assert (row.num_bytes, row.blocks) == (PAGE, Blocks(1, 1))
-    assert shown.pool.node.tenants.label(row.owner) == "lisa"
-    assert row.standing is Standing.NORMAL
-    assert shown.catalog.row(A, key(2)) is None
+    assert (row.age_s, row.idle_s, row.hits) == (18.0, 5.0, 1)
+    assert (row.num_bytes, row.tenant) == (PAGE, "lisa")
+    assert shown.row(2) is None
 
 
 def test_chunk_that_nobody_has_found_is_idle_since_it_came(shown: Shown) -> None:
     shown.pool.now = 130.0
     shown.pool.store(1)
-    row = shown.catalog.row(A, key(1))
+    shown.pool.now = 132.0
+    row = shown.row(1)
     assert row is not None
-    assert (row.came_at, row.found_at) == (130.0, 130.0)
+    assert (row.age_s, row.idle_s) == (2.0, 2.0)
 
 
 def test_chunk_of_an_earlier_life_came_when_this_one_began(shown: Shown) -> None:
     shown.pool.store(1)
     shown.pool.record(1).came_at = -inf
-    row = shown.catalog.row(A, key(1))
+    shown.pool.now += 3.0
+    row = shown.row(1)
     assert row is not None
-    assert (row.came_at, row.found_at) == (100.0, 100.0)
+    assert (row.age_s, row.idle_s) == (3.0, 3.0)
 
 
 def test_when_a_chunk_came_to_the_disk_is_not_known(shown: Shown) -> None:
     shown.shelve(1)
-    row = shown.catalog.row(A, key(1))
+    shown.pool.now += 3.0
+    row = shown.row(1)
     assert row is not None
-    assert (row.came_at, row.found_at, row.num_bytes) == (None, None, PAGE)
+    assert (row.age_s, row.idle_s, row.num_bytes) == (0.0, 0.0, PAGE)
 
 
 def test_place_beyond_all_ends_the_listing(shown: Shown) -> None:
     shown.pool.store(1)
     shown.shelve(2)
     disk = shown.pool.node.index.disk_place
-    assert shown.catalog.stretch(asked(), disk - 1) == ([], disk)
-    assert shown.catalog.stretch(asked(), 1 << 80) == ([], ALL_READ)
+    assert shown.catalog.stretch(asked(), disk - 1, 0.0) == ([], disk)
+    assert shown.catalog.stretch(asked(), 1 << 80, 0.0) == ([], ALL_READ)
 
 
 def test_first_ones_are_those_with_most_of_it() -> None:
     rows = [
-        ChunkRow(A, Key(b"1"), RAM, 1, NO_BLOCKS, came_at=1.0, found_at=9.0, hits=2),
-        ChunkRow(A, Key(b"2"), RAM, 5, NO_BLOCKS, came_at=2.0, found_at=3.0, hits=0),
-        ChunkRow(A, Key(b"3"), RAM, 3, NO_BLOCKS, came_at=4.0, found_at=4.0, hits=7),
-        ChunkRow(A, Key(b"4"), DISK, 0, NO_BLOCKS),
+        ListedChunk(A, Key(b"1"), RAM, 1, age_s=9.0, idle_s=1.0, hits=2),
+        ListedChunk(A, Key(b"2"), RAM, 5, age_s=8.0, idle_s=7.0, hits=0),
+        ListedChunk(A, Key(b"3"), RAM, 3, age_s=6.0, idle_s=6.0, hits=7),
+        ListedChunk(A, Key(b"4"), DISK, 0),
     ]
     first = {
         order: [row.key.decode() for row in first_ones(rows, order, 2)]

@@ -10,6 +10,16 @@ A, B = Namespace("a"), Namespace("b")
 NOTHING = Stamp(0, 0)
 
 
+def floors_of(history: int, known: dict[int, dict[str, int]]) -> Floors:
+    """In a history, after others with these floors."""
+    floors = Floors(next(iter(known)))
+    for each, cleared in known.items():
+        floors.begin(each)
+        floors.take(cleared)
+    floors.begin(history)
+    return floors
+
+
 def test_copy_that_was_offered_before_a_clear_is_void() -> None:
     floors = Floors(1)
     floors.take({A: 8})
@@ -30,7 +40,7 @@ def test_floor_never_falls() -> None:
 
 
 def test_copy_of_another_history_is_older_than_every_clear_of_the_present_one() -> None:
-    floors = Floors(2, {1: {A: 57}})
+    floors = floors_of(2, {1: {A: 57}})
     # Ray was started anew: numbers begin again, and nothing was cleared since.
     assert not floors.is_void(A, Stamp(2, 0))
     assert not floors.is_void(A, Stamp(1, 57))
@@ -75,7 +85,7 @@ def test_histories_are_bounded() -> None:
 
 
 def test_clear_of_a_history_outlives_it() -> None:
-    floors = Floors(2, {1: {}})
+    floors = floors_of(2, {1: {}})
     floors.take({A: 5})
     floors.begin(3)
     assert floors.is_void(A, Stamp(1, 60))
@@ -85,7 +95,7 @@ def test_clear_of_a_history_outlives_it() -> None:
 
 
 def test_one_of_two_copies_is_the_older_one_whatever_their_histories() -> None:
-    floors = Floors(3, {1: {}, 2: {}})
+    floors = floors_of(3, {1: {}, 2: {}})
     stamps = [Stamp(9, 5), Stamp(1, 7), Stamp(1, 8), Stamp(2, 1), Stamp(3, 0)]
     for at, stamp in enumerate(stamps):
         assert [floors.is_older(stamp, other) for other in stamps] == [

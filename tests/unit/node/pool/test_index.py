@@ -239,6 +239,17 @@ def test_parts_that_do_not_come_in_time_make_a_chunk_void(pool: Pool) -> None:
     assert pool.offer(key(1), StorePart(1, 1, 1, 2)) is Refusal.POISONED
 
 
+def test_end_of_stores_that_fails_on_its_way_leaves_no_writer(pool: Pool) -> None:
+    part = StorePart(1, 1)
+    records = [begun(pool.offer(key(number), part)) for number in (1, 2, 3)]
+    with pytest.raises(ValueError, match="shorter"):
+        pool.index.end_stores(records, 0, ok=True, blocks=[ALL_BLOCKS])
+    assert not any(record.writers for record in records)
+    assert pool.index.expire(pool.now + 30) == 3
+    assert [record.state for record in records] == [ChunkState.VOID] * 3
+    assert not list(pool.index.places)
+
+
 def test_open_jobs_of_an_engine_are_bounded(pool: Pool) -> None:
     for number in range(MAX_OPEN_JOBS):
         pool.offer(key(1), StorePart(1, number))

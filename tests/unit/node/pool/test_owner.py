@@ -18,7 +18,6 @@ from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
-    EngineHello,
     FoundKeys,
     Hints,
     MissRecord,
@@ -69,7 +68,6 @@ def read_all(pool: OwnedPool, life: int = 1) -> ChangesAnswer:
         ({"slot_bytes": {0: 0}}, "no slot has that size"),
         ({"slot_bytes": {0: PAGE + 1}}, "no slot has that size"),
         ({"slot_bytes": {}}, "without KV groups"),
-        ({"life": 0}, "without a life"),
     ],
 )
 def test_engine_whose_chunks_do_not_fit_is_refused(fields: dict[str, int], sentence: str) -> None:
@@ -77,12 +75,6 @@ def test_engine_whose_chunks_do_not_fit_is_refused(fields: dict[str, int], sente
     assert sentence in pool.hello(**fields)  # type: ignore[arg-type]
     pool.node.check()
     assert not pool.report().engines
-
-
-def test_engine_of_another_version_is_refused() -> None:
-    pool = OwnedPool()
-    hello = EngineHello(1, "e", 1, A, slot_bytes={0: PAGE})
-    assert "speaks protocol 1" in pool.node.hello(hello, 0.0).error
 
 
 def test_number_of_engines_is_bounded() -> None:
