@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from raykv.base.ids import MissReason
-from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.memory import room
 from raykv.memory.room import RESERVE_BYTES, human_bytes
 from raykv.protocol.findings import Finding, HostFacts, MemoryLimit, Severity
@@ -55,12 +55,12 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
 
 def _missing(check: str, facts: ClusterFacts) -> str:
     """Why a check can't be complete: who has not answered; empty if everybody has."""
-    if check in ("placement", "orders", "hashes") and facts.scheduler.presence is Presence.SILENT:
+    if check in ("placement", "orders", "hashes") and facts.scheduler and facts.scheduler.why:
         return "the scheduler actor does not answer"
     silent = [
         _node(node)
         for node in facts.nodes
-        if node.is_alive and node.actor.presence is not Presence.MISSING and node.host is None
+        if node.is_alive and node.actor is not None and node.host is None
     ]
     if check in ("memory", "shm", "ports", "clocks", "threads") and silent:
         return f"the NodeActor of {_some(silent)} tells nothing of its host"
@@ -88,8 +88,8 @@ def _warn(what: str, mend: str) -> Complaint:
 
 def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
     actor = facts.scheduler
-    if actor.presence is Presence.MISSING:
-        if any(node.actor.presence is not Presence.MISSING for node in facts.nodes):
+    if actor is None:
+        if any(node.actor is not None for node in facts.nodes):
             yield _fail(
                 "there are NodeActors, but no scheduler actor",
                 "engines that run make a new one within seconds; if none does, see why in their "
@@ -100,13 +100,13 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
                 "RayKV does not run in this cluster",
                 "start an engine with RayKVConnector: it starts the actors",
             )
-    elif actor.presence is Presence.SILENT and actor.ray_state in _UNPLACED:
+    elif actor.why and actor.ray_state in _UNPLACED:
         yield _fail(
             f"the scheduler actor is not placed{_state(actor)}: {actor.why}",
             "it runs on Ray's head node; see whether that lives, and `ray list actors` for why "
             "Ray does not start it",
         )
-    elif actor.presence is Presence.SILENT:
+    elif actor.why:
         yield _fail(
             f"the scheduler actor does not answer{_state(actor)}: {actor.why}",
             "engines go on with what their own nodes hold; if its process hangs, end it: Ray "
@@ -128,7 +128,7 @@ def _placement(facts: ClusterFacts) -> Iterator[Complaint]:
         yield from _placed(node, facts)
     for engine in facts.engines:
         at = known.get(engine.node_id)
-        if at is None or at.actor.presence is Presence.MISSING:
+        if at is None or at.actor is None:
             yield _fail(
                 f"{_engine(engine)} is attached at node {_short(engine.node_id)}, which has no "
                 "NodeActor: it can neither load nor store",
@@ -148,17 +148,15 @@ def _placement(facts: ClusterFacts) -> Iterator[Complaint]:
 
 def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Complaint:
     """An engine is not attached: nothing is heard of its node."""
-    host = facts.hostnames.get(node_id, "")
-    node = f"{_short(node_id)} ({host})" if host else _short(node_id)
+    node = _at(node_id, facts.hostnames.get(node_id, ""))
     if any(each.node_id == node_id and each.is_alive for each in facts.nodes):
         return _fail(
-            f"engine {_short(engine_id)} has no cache: the NodeActor of its node {node} does not "
-            "report",
+            f"engine {_short(engine_id)} has no cache: the NodeActor of its {node} does not report",
             "a new one reports within seconds; if it does not, see the engine's log and whether "
             "Ray can start an actor on that node",
         )
     return _fail(
-        f"engine {_short(engine_id)} has no cache: its Ray node {node} is gone",
+        f"engine {_short(engine_id)} has no cache: its Ray {node} is gone",
         "start Ray on that host again (`ray start --address=...`): the engine goes on there by "
         "itself; or end the engine",
     )
@@ -167,14 +165,14 @@ def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Complaint:
 def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Complaint]:
     """What is wrong with a node's NodeActor as such."""
     actor = node.actor
-    if actor.presence is Presence.MISSING:
+    if actor is None:
         return
     if not node.is_alive:
         yield _warn(
             f"a NodeActor waits for node {_short(node.node_id)}, which is gone",
             "nothing is lost by ending it: `raykv down` ends all, the engines make theirs again",
         )
-    elif actor.presence is Presence.SILENT:
+    elif actor.why:
         yield _fail(
             f"the NodeActor of {_node(node)} does not answer{_state(actor)}: {actor.why}",
             "engines there compute everything; if its process hangs, end it (Ray starts another); "
@@ -553,8 +551,12 @@ def _short(name: str) -> str:
 
 
 def _node(node: NodeFacts) -> str:
-    host = f" ({node.hostname})" if node.hostname else ""
-    return f"node {_short(node.node_id)}{host}"
+    return _at(node.node_id, node.hostname)
+
+
+def _at(node_id: str, hostname: str) -> str:
+    host = f" ({hostname})" if hostname else ""
+    return f"node {_short(node_id)}{host}"
 
 
 def _state(actor: ActorFacts) -> str:

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from raykv.protocol.findings import HostFacts
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 
-class Presence(StrEnum):
-    """What became of a question to an actor."""
-
-    ANSWERED = "answered"
-    SILENT = "silent"
-    """It exists but did not answer in time."""
-    MISSING = "missing"
-    """There is no such actor."""
-
-
 @dataclass(frozen=True)
 class ActorFacts:
-    """A named actor. `ray_state` is Ray's word for it, empty where that is not known.
+    """A named actor that exists. `ray_state` is Ray's word for it, empty where that is not known.
 
-    `why` is what went wrong with the question.
+    `why` is what went wrong with the question to it, empty if it has answered in time.
     """
 
-    presence: Presence
     ray_state: str = ""
     why: str = ""
 
@@ -40,7 +28,8 @@ class NodeFacts:
     node_id: str
     hostname: str
     is_alive: bool
-    actor: ActorFacts
+    # None: there is no such actor.
+    actor: ActorFacts | None
     description: NodeDescription | None = None
     host: HostFacts | None = None
     # Its clock minus ours, and by how much that may be wrong.
@@ -54,7 +43,8 @@ class ClusterFacts:
 
     raykv_version: str
     protocol: int
-    scheduler: ActorFacts
+    # None: there is none.
+    scheduler: ActorFacts | None
     status: ClusterStatus | None
     nodes: Sequence[NodeFacts] = ()
     # Of all nodes that Ray remembers, by their ids.

@@ -14,7 +14,7 @@ import ray
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, find, named_actors
-from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeDescription
@@ -122,14 +122,11 @@ def _actor_states() -> dict[str, str]:
 
 def _actor_facts(
     name: str, named: list[str], answers: Mapping[str, Answer], states: Mapping[str, str]
-) -> ActorFacts:
+) -> ActorFacts | None:
     if name not in named:
-        return ActorFacts(Presence.MISSING)
-    state = states.get(name, "")
+        return None
     answer = answers.get(name, Answer(error="it can't be found"))
-    if answer.error:
-        return ActorFacts(Presence.SILENT, state, answer.error)
-    return ActorFacts(Presence.ANSWERED, state)
+    return ActorFacts(states.get(name, ""), answer.error)
 
 
 def _host_questions(

@@ -13,7 +13,7 @@ from the left of the queues.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -100,11 +100,12 @@ class SessionBox:
     Threads: `add` runs on the engine's thread, all else on the line's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counter[str]) -> None:
+        """News that is dropped is counted in `counters`."""
+        self._counters = counters
         self._queue: deque[_Said] = deque()
         self._num_added = 0
         self._num_taken = 0
-        self.num_dropped = 0
         # By session: how many keys of each column were told, and the last of them. A key stands for
         # all before it.
         self._told: OrderedDict[str, list[tuple[int, Key]]] = OrderedDict()
@@ -115,7 +116,7 @@ class SessionBox:
         """The caller must not change `columns` any more."""
         said = _Said(hint, columns, word)
         if self._num_added - self._num_taken + said.num_keys > MAX_SESSION_KEYS:
-            self.num_dropped += 1
+            self._counters["session_news_dropped"] += 1
             return
         self._num_added += said.num_keys
         self._queue.append(said)
@@ -187,15 +188,16 @@ class HintBox:
         self._columns: dict[str, list[list[Key]]] = {}
         self._pinned: deque[tuple[Key, float]] = deque()
         self._favoured: deque[tuple[Key, int]] = deque()
-        self.sessions = SessionBox()
-        self._ignored = 0
-        self._queued = 0
-        self._dropped = 0
+        # Since the start: what was ignored of wishes, and chunks of the others.
+        self.counters = Counter(
+            hints_ignored=0, hinted_chunks=0, hinted_chunks_dropped=0, session_news_dropped=0
+        )
+        self.sessions = SessionBox(self.counters)
 
     def begin(self, request_id: str, hint: Hint) -> None:
         """A request is new; wishes that are not allowed are left out."""
         kept = self._allowed_of(hint)
-        self._ignored += hint.num_wishes - kept.num_wishes
+        self.counters["hints_ignored"] += hint.num_wishes - kept.num_wishes
         if kept.num_wishes:
             self._requests[request_id] = kept
         if kept.session:
@@ -203,7 +205,7 @@ class HintBox:
 
     def note_ignored(self, count: int) -> None:
         """A request has asked for so many other things that are not done."""
-        self._ignored += count
+        self.counters["hints_ignored"] += count
 
     def _allowed_of(self, hint: Hint) -> Hint:
         may_prefer = self.allowed is not Allowed.NONE
@@ -226,9 +228,9 @@ class HintBox:
     def _queue(self, queue: deque[tuple[Key, T]], key: Key, wish: T) -> None:
         if len(queue) < MAX_QUEUED:
             queue.append((key, wish))
-            self._queued += 1
+            self.counters["hinted_chunks"] += 1
         else:
-            self._dropped += 1
+            self.counters["hinted_chunks_dropped"] += 1
 
     def name_chunks(self, request_id: str, columns: Iterable[Iterable[Key]]) -> None:
         """A request is about to end: `columns` has the keys of all its chunks, by KV group, in
@@ -259,12 +261,3 @@ class HintBox:
             favoured=Keys.of([key for key, _ in favoured]),
             priorities=[priority for _, priority in favoured],
         )
-
-    def counter_values(self) -> dict[str, int]:
-        """Counts since the start: what was ignored of wishes, and chunks of the others."""
-        return {
-            "hints_ignored": self._ignored,
-            "hinted_chunks": self._queued,
-            "hinted_chunks_dropped": self._dropped,
-            "session_news_dropped": self.sessions.num_dropped,
-        }

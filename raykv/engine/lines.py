@@ -28,7 +28,8 @@ from raykv.base.errors import AttachError, cause_of, first_line
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses
-from raykv.protocol import copies, engine, framing, wire
+from raykv.engine.fetches import Fetches
+from raykv.protocol import engine, framing, wire
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
@@ -78,21 +79,13 @@ class LineOwner(Protocol):
     def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
         """The answer to a query."""
 
-    def next_fetch(self) -> copies.Fetch | None:
-        """What to have fetched now; None: nothing."""
-
-    def fetched(self, result: copies.CopyResult) -> None:
-        """How that has ended."""
-
-    def broke(self) -> None:
-        """The line is down, or could not be opened: what was ordered has no result any more."""
-
 
 class PlaceLine:
     """See the module's docstring.
 
     Args:
         owner: of the line.
+        fetches: what is ordered over it; they are lost when it breaks, or can't be opened.
         node_id: of the place.
         locate: where the NodeActor is; told whether where it was does not do any more. It may take
             seconds, and raise.
@@ -101,10 +94,12 @@ class PlaceLine:
     def __init__(
         self,
         owner: LineOwner,
+        fetches: Fetches,
         node_id: NodeId,
         locate: Callable[[bool], NodeDescription],
     ) -> None:
         self._owner = owner
+        self._fetches = fetches
         self._node_id = node_id
         self._locate = locate
         self.refusal = ""
@@ -211,7 +206,7 @@ class PlaceLine:
     def _failed(self, error: Exception) -> None:
         """The line is down; said once until something has been heard."""
         self._close()
-        self._owner.broke()
+        self._fetches.lose_all()
         now, reason = time.monotonic(), first_line(cause_of(error))
         if self.breakers.failed(OWN_PLACE, self._call, now, reason) and not self._stopped.is_set():
             logger.warning("no line to the NodeActor: %s", reason)
@@ -234,7 +229,7 @@ class PlaceLine:
         if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
             self._send(query)
             self._queries.append((query, now))
-        while (order := self._owner.next_fetch()) is not None:
+        while (order := self._fetches.take()) is not None:
             self._send(order)
         if now < self._tell_at:
             return
@@ -265,7 +260,7 @@ class PlaceLine:
             if isinstance(message, engine.Welcome):
                 welcome = message
             elif isinstance(message, engine.Fetched):
-                self._owner.fetched(message.result)
+                self._fetches.came(message.result)
             elif self._queries:
                 self._answered(self._queries.popleft()[0], message)
         return welcome

@@ -98,9 +98,7 @@ class RemoteChunks:
         self.has_peers = False
         # Whether calls to the scheduler actor fail; set by the thread that makes them.
         self.is_cut_off = False
-        self.num_asked = 0
-        self.num_declined = 0
-        self.num_timed_out = 0
+        self.counters = Counter(chunks_asked=0, fetches_declined=0, waits_timed_out=0)
         self.fetching_bytes = 0
         self._fetching: dict[Key, FetchOrder] = {}
         self._orders: list[FetchOrder] = []
@@ -117,9 +115,7 @@ class RemoteChunks:
     def counter_values(self) -> dict[str, int]:
         """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
         return {
-            "chunks_asked": self.num_asked,
-            "fetches_declined": self.num_declined,
-            "waits_timed_out": self.num_timed_out,
+            **self.counters,
             "fetch_bytes_per_s": int(self.cost.fetch_bytes_per_s or 0),
             "disk_bytes_per_s": int(self.cost.disk_bytes_per_s or 0),
             "prefill_tokens_per_s": int(self.cost.prefill_tokens_per_s or 0),
@@ -144,7 +140,7 @@ class RemoteChunks:
             askers = self._askers.setdefault(key, [])
             if not askers:
                 self._questions.append(key)
-                self.num_asked += 1
+                self.counters["chunks_asked"] += 1
             askers.append(request)
 
     def wonder(self, request: RequestState, key: Key) -> None:
@@ -256,7 +252,8 @@ class RemoteChunks:
             if not request.is_decided:
                 request.is_decided = True
                 request.declined = self._objection(request, key, is_here)
-                self.num_declined += len(request.found) if request.declined else 0
+                if request.declined:
+                    self.counters["fetches_declined"] += len(request.found)
             return self._fetch(request, key, now)
         if key not in request.asked:
             self.ask(request, [key])
@@ -272,7 +269,7 @@ class RemoteChunks:
 
     def _give_up(self, request: RequestState, key: Key, reason: MissReason) -> Lookup:
         """The deadline has passed."""
-        self.num_timed_out += 1
+        self.counters["waits_timed_out"] += 1
         return request.missed(key, reason)
 
     def _fetch(self, request: RequestState, key: Key, now: float) -> Lookup:

@@ -154,24 +154,6 @@ class RequestState:
         return now - self.asking_since < deadline_s
 
 
-@dataclass(slots=True)
-class ViewCounters:
-    """Counters since the engine's start."""
-
-    hits: int = 0
-    misses: int = 0
-    chunks_offered: int = 0
-    chunks_stored: int = 0
-    chunks_loaded: int = 0
-    loads_failed: int = 0
-    stores_failed: int = 0
-    stores_without_room: int = 0
-    lookups_timed_out: int = 0
-    chunks_fetched: int = 0
-    bytes_fetched: int = 0
-    fetches_failed: int = 0
-
-
 def explain(request: RequestState, departures: Departures[MissReason]) -> None:
     """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
     miss = request.miss
@@ -215,9 +197,6 @@ class RequestTable:
     plain: set[str] = field(default_factory=set)
     _requests: dict[str, RequestState] = field(default_factory=dict)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def start(self, request_id: str, options: RequestOptions) -> None:
         """A request is new."""
         repeats = PREFILLED_REPEATS if options.prefilled else 0
@@ -233,10 +212,6 @@ class RequestTable:
     def bar(self, request_id: str) -> RequestState | None:
         """Not every chunk may be loaded from now on; None if the request is unknown."""
         self.plain.discard(request_id)
-        return self._requests.get(request_id)
-
-    def find(self, request_id: str) -> RequestState | None:
-        """None if it is unknown."""
         return self._requests.get(request_id)
 
     def get(self, request_id: str) -> RequestState:

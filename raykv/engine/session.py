@@ -127,7 +127,7 @@ class Session:
         self._call = call
         self._fetches = Fetches(view.remote.settings, self._end_fetch)
         self._num_refused = 0
-        self._line = PlaceLine(self, node_id, locate)
+        self._line = PlaceLine(self, self._fetches, node_id, locate)
         # What the engine's thread is to do between steps, in order.
         self._inbox: deque[Callable[[], None]] = deque()
         # Rows of answers that were put there, and those that were taken; where the last one ends.
@@ -407,18 +407,6 @@ class Session:
         self._orders = engine.NOTHING_ORDERED
         self._inbox.append(partial(self._move, node_id))
 
-    def next_fetch(self) -> copies.Fetch | None:
-        """See `LineOwner.next_fetch`."""
-        return self._fetches.take()
-
-    def fetched(self, result: copies.CopyResult) -> None:
-        """See `LineOwner.fetched`."""
-        self._fetches.came(result)
-
-    def broke(self) -> None:
-        """See `LineOwner.broke`."""
-        self._fetches.lose_all()
-
     def next_tell(self) -> engine.Tell | None:
         """See `LineOwner.next_tell`."""
         view, now = self._view, time.monotonic()
@@ -450,7 +438,7 @@ class Session:
         )
 
     def _counters(self) -> dict[str, int]:
-        counters = {**self._view.counter_values(), **self.hints.counter_values()}
+        counters = {**self._view.counter_values(), **self.hints.counters}
         counters[engines.WANTED] = self._wanted.num_wanted
         if self.described is not None:
             counters |= self.described.counter_values()

@@ -25,24 +25,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from raykv.base import ids
 from raykv.base.departures import Departures
-from raykv.base.ids import (
-    NO_BLOCKS,
-    Blocks,
-    EngineId,
-    Key,
-    Lookup,
-    MissReason,
-    Namespace,
-    NodeId,
-    Refusal,
-    Stamp,
-    group_of,
-)
+from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, Refusal
 from raykv.engine import accounts, cost, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
@@ -50,6 +40,21 @@ from raykv.engine.listed import ListedPlace, PlaceChange
 from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
+
+COUNTED = (
+    "misses",
+    "chunks_offered",
+    "chunks_stored",
+    "chunks_loaded",
+    "loads_failed",
+    "stores_failed",
+    "stores_without_room",
+    "lookups_timed_out",
+    "chunks_fetched",
+    "bytes_fetched",
+    "fetches_failed",
+)
+"""Counters of a view, which are told from the start."""
 
 _OF_WINDOWS = (
     MissReason.NEVER_STORED,
@@ -112,11 +117,13 @@ class EngineView:
         sampler: requests.StoreSampler | None = None,
         announcements: Announcements | None = None,
     ) -> None:
-        self.engine_id, self.life, self.namespace = EngineId(""), 0, Namespace("")
+        self.engine_id, self.life, self.namespace = ids.EngineId(""), 0, Namespace("")
         self.sampler = sampler or requests.StoreSampler()
         self.remote = remote or RemoteChunks(RemoteSettings(), cost.FetchCost())
         self.announcements = announcements
-        self.counters = requests.ViewCounters()
+        # Since the engine's start; hits stand apart, since each lookup may be one.
+        self.counters = Counter(dict.fromkeys(COUNTED, 0))
+        self.hits = 0
         self.requests = requests.RequestTable()
         self.accounts = accounts.Accounts()
         # The engine has left its namespace, and is in no other one yet.
@@ -136,17 +143,16 @@ class EngineView:
         # Resets so far, and of how many the number of their orders is known; what every place has
         # to show.
         self._resets = self._resets_numbered = 0
-        self._reset: Stamp | None = None
+        self._reset: ids.Stamp | None = None
         # Why no chunk may be loaded or stored now; and the requests of which every chunk that is
         # READY may be loaded, and those chunks: what a caller may look at before `lookup`.
         self._off: MissReason | None = MissReason.NOT_ATTACHED
         self.plain_requests = self.requests.plain
         self.loadable: Mapping[Key, Blocks] = {}
-        self.plain_hits = 0
 
     def begin(self, hello: engine.EngineHello, node_ids: Sequence[NodeId], now: float) -> None:
         """Who the engine is, and the nodes that its ranks run on: at least one. Once."""
-        self.engine_id, self.life = EngineId(hello.engine_id), hello.life
+        self.engine_id, self.life = ids.EngineId(hello.engine_id), hello.life
         self.namespace = Namespace(hello.namespace)
         self._places = [_Place(each, self._read_anew(now)) for each in node_ids]
         self._ready = self._common()
@@ -212,7 +218,7 @@ class EngineView:
                 break
         else:
             return MissReason.CLEARING if self.is_clearing else None
-        if any(each.facts.is_paused for each in self._places):
+        if self.is_paused:
             return MissReason.PAUSED
         is_attached = all(each.listed.position.life for each in self._places)
         return MissReason.NODE_LOST if is_attached else MissReason.NOT_ATTACHED
@@ -246,7 +252,7 @@ class EngineView:
             self._ready.pop(key, None)
 
     @property
-    def orders(self) -> Stamp:
+    def orders(self) -> ids.Stamp:
         """The number of the orders that every place has shown: what is offered now is stored under
         it.
         """
@@ -291,11 +297,11 @@ class EngineView:
 
         `keys` are all of one KV group that the prompt has.
         """
-        request = self.requests.find(request_id)
-        if request is None or self._off or not request.options.load:
+        request = self.requests.get(request_id)
+        if not request.is_known or self._off or not request.options.load:
             return
         if keys:
-            request.chunks[group_of(keys[0])] = keys
+            request.chunks[ids.group_of(keys[0])] = keys
         request.touch_at = self._looked_at + TOUCH_S
         self._found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
@@ -324,20 +330,20 @@ class EngineView:
         if (barrier := self._off or request.barrier(key)) is not None:
             return request.missed(key, barrier)
         if key in self._ready:
-            self.counters.hits += 1
+            self.hits += 1
             return Lookup.HIT
         if (deadline_s := self._wait_s(key)) is not None:
             if request.may_wait(now, deadline_s):
                 return Lookup.HIT_PENDING
-            self.counters.lookups_timed_out += 1
-            self.counters.misses += 1
+            self.counters["lookups_timed_out"] += 1
+            self.counters["misses"] += 1
             return request.missed(key, MissReason.PENDING_TOO_LONG)
         if self._may_read_on(request, now):
             return Lookup.RETRY
         self._find_on_disks(request, key)
         found = self.remote.lookup(request, key, now, self._has)
         if found is Lookup.MISS:
-            self.counters.misses += 1
+            self.counters["misses"] += 1
             requests.explain(request, self._departures)
             if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
                 self.remote.wonder(request, key)
@@ -456,14 +462,14 @@ class EngineView:
             seconds = max(seconds, result.seconds)
             for at, refusal in _failed(result, len(orders)):
                 refusals[at] = Refusal.NONE if refusal is Refusal.HERE else refusal
-        self.counters.bytes_fetched += num_bytes
+        self.counters["bytes_fetched"] += num_bytes
         if None not in results:
             self.remote.measure(orders, num_bytes, seconds)
         for order, reason in self.remote.finish(orders, refusals):
             if reason is None:
-                self.counters.chunks_fetched += 1
+                self.counters["chunks_fetched"] += 1
                 continue
-            self.counters.fetches_failed += 1
+            self.counters["fetches_failed"] += 1
             self.remote.forget_source(self.requests.values(), order.key, reason)
 
     def _believe(self, place: _Place, result: CopyResult, now: float) -> None:
@@ -501,19 +507,19 @@ class EngineView:
         self.bar(request_id, [keys[number] for number, _ in failed])
         for number, refusal in failed:
             if refusal is Refusal.PARTIAL:
-                blocks = there.get(keys[number], NO_BLOCKS)
+                blocks = there.get(keys[number], ids.NO_BLOCKS)
                 self._changed(at.listed.distrust(keys[number], blocks))
 
     def bar(self, request_id: str, keys: Collection[Key]) -> None:
         """A request did not get chunks: they are a MISS for it from now on."""
-        self.counters.loads_failed += len(keys)
+        self.counters["loads_failed"] += len(keys)
         request = self.requests.bar(request_id) if keys else None
         if request is not None:
             request.barred.update(keys)
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """vLLM has completed a load job on all ranks."""
-        self.counters.chunks_loaded += len(keys)
+        self.counters["chunks_loaded"] += len(keys)
 
     # Stores
 
@@ -537,11 +543,11 @@ class EngineView:
         if self.announcements is not None:
             self.announcements.expect(offered)
             self.announcements.come(key for key in present if key in self._ready)
-        self.counters.chunks_offered += len(offered)
+        self.counters["chunks_offered"] += len(offered)
         return offered
 
     def _may_have_room(self, request: requests.RequestState, key: Key) -> bool:
-        group = group_of(key)
+        group = ids.group_of(key)
         first = request.no_room.get(group)
         if first is None:
             return True
@@ -559,10 +565,10 @@ class EngineView:
         request = self.requests.get(request_id)
         for number, refusal in _failed(result, len(keys)):
             key = keys[number]
-            self.counters.stores_failed += 1
+            self.counters["stores_failed"] += 1
             if refusal is Refusal.NO_ROOM:
-                self.counters.stores_without_room += 1
-                request.no_room.setdefault(group_of(key), key)
+                self.counters["stores_without_room"] += 1
+                request.no_room.setdefault(ids.group_of(key), key)
             full = refusal is Refusal.NO_ROOM
             self._departures.note([key], MissReason.POOL_FULL if full else MissReason.STORE_FAILED)
 
@@ -571,7 +577,7 @@ class EngineView:
         for key in keys:
             if key in self._pending:
                 self._pending.discard(key)
-                self.counters.chunks_stored += key in self._ready
+                self.counters["chunks_stored"] += key in self._ready
                 if self.announcements is not None:
                     self.announcements.changed(key, is_there=key in self._ready)
 
@@ -596,7 +602,7 @@ class EngineView:
         """The number of the last reset, if it has not been ordered yet; else 0."""
         return self._resets if self._resets != self._resets_numbered else 0
 
-    def cleared(self, reset: int, orders: Stamp, now: float) -> None:
+    def cleared(self, reset: int, orders: ids.Stamp, now: float) -> None:
         """The orders that clear the namespace for a reset have that number."""
         if reset == self.wanted_clear:
             self._resets_numbered, self._reset = reset, orders
@@ -653,11 +659,14 @@ class EngineView:
 
     def counter_values(self) -> dict[str, int]:
         """All counters by name."""
-        own = {name: getattr(self.counters, name) for name in requests.ViewCounters.__slots__}
-        own["hits"] += self.plain_hits
-        own["requests_not_stored"] = self.sampler.num_left_out
-        own["weights_changed"] = int(self.has_left)
-        return {**own, **self.remote.counter_values(), **self.accounts.counter_values()}
+        return {
+            "hits": self.hits,
+            **self.counters,
+            "requests_not_stored": self.sampler.num_left_out,
+            "weights_changed": int(self.has_left),
+            **self.remote.counter_values(),
+            **self.accounts.counter_values(),
+        }
 
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""

@@ -47,14 +47,6 @@ class Fragments:
     size: Column
 
 
-@dataclass(frozen=True)
-class PageSpan:
-    """The bytes [begin, end) of a rank's page."""
-
-    begin: int
-    end: int
-
-
 def fragments_of(page: PageMap) -> Fragments:
     """All fragments of a map without an `objection`, run by run."""
     counts = np.array(page.counts, np.int64)
@@ -71,10 +63,10 @@ def fragments_of(page: PageMap) -> Fragments:
     )
 
 
-def clipped(found: Fragments, span: PageSpan) -> Fragments:
+def clipped(found: Fragments, span: range) -> Fragments:
     """The parts of fragments that lie in a span of the rank's page."""
-    begin = np.maximum(found.own, span.begin)
-    end = np.minimum(found.own + found.size, span.end)
+    begin = np.maximum(found.own, span.start)
+    end = np.minimum(found.own + found.size, span.stop)
     some = end > begin
     shift = (begin - found.own)[some]
     return Fragments(begin[some], found.whole[some] + shift, (end - begin)[some])
@@ -85,8 +77,8 @@ def own_bytes(page: PageMap) -> int:
     return sum(size * count for size, count in zip(page.sizes, page.counts, strict=True))
 
 
-def shares(pages: Sequence[PageMap]) -> Iterator[PageSpan]:
-    """What the rank stores of each of a group's pages.
+def shares(pages: Sequence[PageMap]) -> Iterator[range]:
+    """Which bytes the rank stores of each of a group's pages.
 
     Cut out of all pages together: but for the ends of a share whole pages are stored.
     """
@@ -101,7 +93,7 @@ def shares(pages: Sequence[PageMap]) -> Iterator[PageSpan]:
             for number in (page.writer, page.writer + 1)
         ]
         seen[copies] += size
-        yield PageSpan(*(min(max(end, 0), size) for end in ends))
+        yield range(*(min(max(end, 0), size) for end in ends))
 
 
 def _share_end(total: int, number: int, copies: int) -> int:

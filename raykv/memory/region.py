@@ -135,15 +135,13 @@ class Region:
         Raises:
             HandleError: there are not enough.
         """
-        flags = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        flags, fd = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB, -1
         try:
             fd = os.memfd_create(f"raykv-{name}", flags)
-        except OSError as error:
-            raise HandleError(f"no huge pages for {name}: {error.strerror}") from error
-        try:
             os.ftruncate(fd, num_bytes)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise HandleError(f"no huge pages for {name}: {error.strerror}") from error
         return cls(fd, num_bytes, f"huge pages for {name}")
 

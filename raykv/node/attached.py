@@ -39,7 +39,7 @@ class AttachedWorker:
         hello: AttachWorker,
         kv: handles.OpenedKV,
         words: CancelWords,
-        devices: Devices | None = None,
+        devices: Devices,
     ) -> None:
         self.hello = hello
         self.words = words
@@ -70,7 +70,6 @@ class AttachedWorker:
         if not isinstance(self._kv, DeviceKV):
             return CPUBackend(self._kv.address, pool_address, rows)
         if self._device_backend is None:
-            assert self._devices is not None, self.device
             self._device_backend = self._devices.backend(self._kv, pool_address)
         return self._device_backend
 

@@ -175,7 +175,7 @@ class Copying:
             record = job.under_way[at]
             end = ends[group_of(record.key)]
             if end < record.slot_bytes:
-                ctypes.memset(self._keeper.address_of(record) + end, 0, record.slot_bytes - end)
+                self._keeper.bytes_of(record)[end:] = 0
 
     def _end(self, queued: QueuedJob, chunks: Sequence[int], done: bool) -> bool:
         """End admitted chunks, whose copy is done or was stopped; False: they have failed."""

@@ -12,7 +12,6 @@ is WRITING like any other: nobody reads it before all is there and checked.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -354,7 +353,7 @@ class FetchService:
             return Refusal.NONE if record is Refusal.HERE else record
         is_there = False
         try:
-            ctypes.memmove(self._keeper.address_of(record), part.ctypes.data, slot_bytes)
+            self._keeper.bytes_of(record)[:] = part
             is_there = True
         finally:
             self._keeper.landed(record, ok=is_there, checksum=checksum)

@@ -14,7 +14,6 @@ A quarantined chunk is gone: its load fails, and the listing says that it was da
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable
 
@@ -83,8 +82,7 @@ class Integrity:
 
     def _checksum(self, record: ChunkRecord, is_cancelled: Callable[[], bool]) -> int | None:
         """Checksum of a chunk's bytes in the pool; the caller is a reader of its slot."""
-        place = self._keeper.address_of(record)
-        data = memoryview((ctypes.c_ubyte * record.slot_bytes).from_address(place)).cast("B")
+        data = self._keeper.bytes_of(record).data
         hasher = xxhash.xxh3_64()
         for start in range(0, record.slot_bytes, PIECE_BYTES):
             if is_cancelled():

@@ -10,11 +10,15 @@ of orders on, which says what of it is void; without one it is dropped.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
@@ -91,6 +95,11 @@ class PoolKeeper:
     def address_of(self, record: ChunkRecord) -> int:
         """Where a record's bytes are in this process."""
         return self.pool.address + record.slot * SLOT_ALIGNMENT
+
+    def bytes_of(self, record: ChunkRecord) -> npt.NDArray[np.uint8]:
+        """A chunk's bytes where they are, [slot_bytes] uint8."""
+        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.address_of(record))
+        return np.frombuffer(memoryview(place), np.uint8)
 
     # Workers' jobs
 

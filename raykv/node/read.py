@@ -96,7 +96,7 @@ class ReadService:
                     reads.append(ChunkRead(each))
                     continue
                 to = data[end : end + each.slot_bytes]
-                ctypes.memmove(to.ctypes.data, self.keeper.address_of(each), each.slot_bytes)
+                to[:] = self.keeper.bytes_of(each)
                 reads.append(self._compared(each, to, with_checksum=with_checksums))
                 end += 0 if reads[-1].refusal else each.slot_bytes
         finally:
@@ -118,7 +118,7 @@ class ReadService:
                 ChunkRead(each)
                 if isinstance(each, Refusal)
                 else self._compared(
-                    each, self._bytes_of(each), with_checksum=request.with_checksums
+                    each, self.keeper.bytes_of(each), with_checksum=request.with_checksums
                 )
                 for each in found
             ]
@@ -134,11 +134,6 @@ class ReadService:
         with self._lock:
             self.bytes_sent += sum(record.slot_bytes for record in good)
         return _with_reads(reply, reads, request), good
-
-    def _bytes_of(self, record: ChunkRecord) -> Bytes:
-        """A chunk's bytes where they are."""
-        place = (ctypes.c_ubyte * record.slot_bytes).from_address(self.keeper.address_of(record))
-        return np.frombuffer(memoryview(place), np.uint8)
 
     def _compared(self, record: ChunkRecord, data: Bytes, *, with_checksum: bool) -> ChunkRead:
         """What there is to say of a chunk that has a reader; `data` are its bytes."""

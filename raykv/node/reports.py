@@ -139,7 +139,7 @@ class Reports:
             report = owner.report()
         report = msgspec.structs.replace(report, orders=self._shown, **self._about)
         self._sent_at = time.monotonic()
-        answer = self._told(report)
+        answer = receive(self._call("report", encode(report)), node.ReportAnswer, SCHEDULER, HERE)
         self._next_at = time.monotonic() + answer.pause_ms / 1000
         with keeper.lock:
             now = keeper.now()
@@ -152,9 +152,6 @@ class Reports:
         if wants_document:
             self._ask_for_orders()
         self._ask_for_pins()
-
-    def _told(self, report: node.Report) -> node.ReportAnswer:
-        return receive(self._call("report", encode(report)), node.ReportAnswer, SCHEDULER, HERE)
 
     def _call(self, method: str, *arguments: bytes) -> Any:
         if self._scheduler is None:

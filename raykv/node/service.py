@@ -413,7 +413,7 @@ class NodeService:
         self._counters[f"chunks_{kind}"] += done
         self._counters["chunks_refused"] += len(refused)
         self._counters["jobs_cancelled"] += Refusal.CANCELLED in refused
-        self.meter.refused(refused)
+        self.meter.refusals.update(refused)
 
     # Looking
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from raykv.cluster.processes import end_children
 from raykv.serve.arguments import ModelArguments, parse, plan_of
-from raykv.serve.http.exchange import Head, HttpRequest, Pieces, drive
+from raykv.serve.http.exchange import HttpRequest, Pieces, drive
 from raykv.serve.http.metrics import ReplicaMetrics
 from raykv.serve.models import find_model
 from raykv.vllm import command as vllm_command
@@ -49,20 +49,15 @@ class EngineReplica:
 
         The head comes with the first of them: until then the caller can try another replica.
         """
-        held: Head | None = None
         async with aclosing(drive(self._app, request)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Head):
-                    held = piece
-                    continue
-                if held is not None:
-                    await self._still_there()
-                    yield held
-                    held = None
-                yield piece
-        if held is not None:
+            head = await anext(pieces)
+            first = await anext(pieces, None)
             await self._still_there()
-            yield held
+            yield head
+            if first is not None:
+                yield first
+            async for piece in pieces:
+                yield piece
 
     async def metrics(self) -> ReplicaMetrics:
         """What the `/metrics` of a server of vLLM's would answer."""

@@ -39,7 +39,7 @@ from raykv.vllm import mending, misses, params, transfers, weights, windows
 from raykv.vllm.identity import media, placement, weight_changes
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
-from raykv.vllm.insight.sources import tell_sources
+from raykv.vllm.insight.sources import SOURCES_FIELD
 from raykv.vllm.internals import arguments, names, scheduling
 from raykv.vllm.internals.engine import watch_rests
 from raykv.vllm.internals.offloading import (
@@ -176,7 +176,6 @@ class RayKVConnector(OffloadingConnector):
             ),
         )
         manager.start(self._runtime.session)
-        tell_sources(manager.misses)
         manager.misses.shows_tokens = spec.settings.why_miss_text
         if vllm_config.observability_config.otlp_traces_endpoint:
             from raykv.vllm.insight.tracing import request_spans
@@ -185,7 +184,10 @@ class RayKVConnector(OffloadingConnector):
         track_chunks(self._tables, spec.kv_events_config, hello.model, described, manager.view)
         manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
         watch_rests()
-        scheduling.watch_scheduler(RayKVConnector)
+        if not scheduling.watch_scheduler(RayKVConnector):
+            logger.warning(
+                "this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD
+            )
         weight_changes.watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
@@ -515,6 +517,11 @@ class RayKVConnector(OffloadingConnector):
         evict = partial(evict_blocks, self)
         self._siblings.end_step(scheduled, result, evict)
         self._loading.end_step(scheduler, scheduled, result, evict)
+
+    def tell_sources(self, outputs: Any) -> None:
+        """The same step's outputs are about to go to the front ends; never raises."""
+        if self._manager.misses.has_untold:
+            self._manager.misses.tell(outputs)
 
     def _target(self) -> LinkTarget | None:
         """Where the workers find their NodeActor; mostly what they were told last."""

@@ -126,7 +126,7 @@ class RayOffloadingManager(OffloadingManager):
         """See `OffloadingManager.lookup`. vLLM calls it for every chunk of every prefix."""
         view = self.view
         if key in view.loadable and req_context.req_id in view.plain_requests:
-            view.plain_hits += 1
+            view.hits += 1
             return LookupResult.HIT
         return self._lookup(key, req_context)
 

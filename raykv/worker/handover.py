@@ -49,7 +49,7 @@ def export_from_gpu(
         TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
         for tensor in tensors
     ]
-    return kv.export_kv(load(), where, kv.Grouping(blocks_per_chunk, group_ids, groups, canonical))
+    return kv.export_kv(load(), where, blocks_per_chunk, group_ids, groups, canonical)
 
 
 def may_sleep(model_config: Any) -> bool:

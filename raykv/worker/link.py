@@ -32,8 +32,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import msgspec
-
 from raykv.base.errors import AttachError
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
@@ -382,7 +380,7 @@ class WorkerLink:
             if not data:
                 raise AttachError("the NodeActor closed the connection while we attached")
             for raw in reader.feed(data):
-                answer = msgspec.msgpack.decode(raw, type=worker.NodeMessage)
+                answer = framing.receive(raw, worker.NodeMessage, "the NodeActor", "this worker")
                 if not isinstance(answer, engine.Welcome):
                     raise AttachError(f"unexpected answer to the attach message: {answer}")
                 self.unsuited = answer.error if answer.unsuited else ""
@@ -435,7 +433,7 @@ class WorkerLink:
             self._disconnect("it is gone")
             return
         for raw in self._reader.feed(data):
-            message = msgspec.msgpack.decode(raw, type=worker.NodeMessage)
+            message = framing.receive(raw, worker.NodeMessage, "the NodeActor", "this worker")
             if isinstance(message, worker.JobResults):
                 for result in message.results:
                     self._finish(result)
@@ -507,12 +505,7 @@ class WorkerLink:
         )
         if flying and not self._end_node_actor(by_device):
             return
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        self._close()
         for pending in flying:
             self._fail(pending, Refusal.NODE_LOST)
         self._fail_queued()
@@ -564,6 +557,9 @@ class WorkerLink:
         """Give all jobs up at the end: no copy may outlive the engine's use of its memory."""
         for job_id in list(self._pending):
             self._words.cancel(job_id)
+        self._close()
+
+    def _close(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None

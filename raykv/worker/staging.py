@@ -158,9 +158,10 @@ class _Staged:
         start = sum(counts[:first])
         return list(self.job.block_ids[start : start + sum(counts[first:last])])
 
-    def fail(self, first: int, last: int, refusal: Refusal) -> None:
-        for chunk in range(first, last):
-            self.failed[chunk] = int(refusal)
+    def fail_rest(self, refusal: Refusal) -> None:
+        """What was not submitted has failed."""
+        self.failed |= dict.fromkeys(range(self.next_chunk, self.num_chunks), int(refusal))
+        self.next_chunk = self.num_chunks
 
     def joined(self) -> copies.CopyResult:
         """How it has ended. What parts say counts if one life of the NodeActor said it."""
@@ -222,8 +223,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         self._submit_more(job)
         if job.is_store:
             # Nobody waits for a store: what finds no room now is not stored.
-            job.fail(job.next_chunk, job.num_chunks, Refusal.QUEUE_FULL)
-            job.next_chunk = job.num_chunks
+            job.fail_rest(Refusal.QUEUE_FULL)
             self._end_if_done(job)
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)
@@ -241,8 +241,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         ]
         for job_id in loads:
             job = self._jobs[job_id]
-            job.fail(job.next_chunk, job.num_chunks, Refusal.CANCELLED)
-            job.next_chunk = job.num_chunks
+            job.fail_rest(Refusal.CANCELLED)
         self._link.wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
 
@@ -269,8 +268,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         while self._waiting:
             job = self._jobs.get(self._waiting[0])
             if job is not None and now > job.deadline:
-                job.fail(job.next_chunk, job.num_chunks, Refusal.CANCELLED)
-                job.next_chunk = job.num_chunks
+                job.fail_rest(Refusal.CANCELLED)
                 self._end_if_done(job)
             if job is not None and job.next_chunk < job.num_chunks:
                 self._submit_more(job)
@@ -319,7 +317,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
             self._move(job, part, failed)
         except Exception:
             guard.report("StagedLink.copy")
-            job.fail(part.first, part.last, Refusal.COPY_FAILED)
+            job.failed |= dict.fromkeys(range(part.first, part.last), int(Refusal.COPY_FAILED))
             return False
         return True
 

@@ -11,7 +11,7 @@ import socket
 import sys
 
 from raykv.base.ids import Direction
-from raykv.memory.cuda.kv import ExportedKV, Grouping, export_kv
+from raykv.memory.cuda.kv import ExportedKV, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -37,7 +37,7 @@ def main() -> None:
     total = NUM_BLOCKS * slot_bytes
     base = cuda.allocate(total, pieces=[total // 2] * 2 if kind == "cuda-fd" else None)
     tensor = TensorLayout(base, NUM_BLOCKS, slot_bytes, slot_bytes)
-    exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+    exported = export_kv(cuda, [tensor], 1, [0], [[0]])
     assert exported.layout.kind == kind
     if stage == "half attached":
         kept: object = greet(name, slot_bytes, exported)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from raykv.memory.cuda.driver import load
-from raykv.memory.cuda.kv import ExportedKV, Grouping, export_kv
+from raykv.memory.cuda.kv import ExportedKV, export_kv
 from raykv.protocol.framing import encode
 from raykv.protocol.worker import TensorLayout
 
@@ -43,7 +43,7 @@ def export(layers: list[torch.Tensor]) -> ExportedKV:
         TensorLayout(each.data_ptr(), each.shape[0], each.stride(0), each.shape[1])
         for each in layers
     ]
-    return export_kv(load(), tensors, Grouping(1, [0], [list(range(len(layers)))]))
+    return export_kv(load(), tensors, 1, [0], [list(range(len(layers)))])
 
 
 def delay(layers: list[torch.Tensor], value: int, exported: ExportedKV) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from raykv.base.ids import Direction, Refusal
 from raykv.memory.cuda import driver as cuda_driver
-from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, Grouping, export_kv
+from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, export_kv
 from raykv.node.states.file import load_hidden_states, promise
 from raykv.protocol.copies import Capture
 from raykv.protocol.worker import TensorLayout
@@ -90,8 +90,8 @@ class Worker:
         self.kv = torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda")
         torch.cuda.synchronize()
         tensors = [TensorLayout(x.data_ptr(), NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for x in self.kv]
-        grouping = Grouping(BLOCKS_PER_CHUNK, [0], [list(range(num_layers))])
-        self.exported = export_kv(cuda_driver.load(), tensors, grouping)
+        groups = [list(range(num_layers))]
+        self.exported = export_kv(cuda_driver.load(), tensors, BLOCKS_PER_CHUNK, [0], groups)
         settings = LinkSettings(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
         self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
         slot_bytes = num_layers * BLOCKS_PER_CHUNK * PAGE_BYTES

@@ -115,7 +115,7 @@ def test_what_one_step_stores_finds_room_in_a_small_pool_beside_other_engines(
     node = SharedNode(POOL_CHUNKS, num_engines=num_engines)
     for prompt in range(12):
         node.ask(prompt, 32, engine=prompt % num_engines)
-    assert sum(view.counters.chunks_stored for view in node.views) == 12 * 32
+    assert sum(view.counters["chunks_stored"] for view in node.views) == 12 * 32
 
 
 def test_first_prompts_of_a_model_with_three_groups_are_stored() -> None:

@@ -91,7 +91,7 @@ class Answering:
         self.asked = 0
 
     async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
-        """See `raykv.serve.router.planner.Renderer`."""
+        """See `raykv.serve.router.planner.RoutePlanner`."""
         return [PromptTokens(self.tokens, PLAIN)]
 
     async def find(self, prompts: Sequence[PromptKeys]) -> list[FoundPrompt] | None:
@@ -111,7 +111,7 @@ class PlacedTurns:
             Candidate(f"r{n}", f"n{n % NUM_NODES}", n % 7) for n in range(NUM_REPLICAS)
         ]
         self._answers = Answering()
-        self._planner = RoutePlanner(self._answers, self._answers, RouteSettings())
+        self._planner = RoutePlanner(self._answers.render, self._answers, RouteSettings())
         self._planner.keep([each.name for each in self._replicas])
         self._system = self._text(SYSTEM_TOKENS)
         for each in self._replicas:

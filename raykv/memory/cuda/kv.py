@@ -19,7 +19,6 @@ import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -35,16 +34,6 @@ CUDA_IPC = "cuda-ipc"
 CUDA_FD = "cuda-fd"
 
 CHANGE_ALLOCATOR = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """How tensors make chunks; see `KVLayout`."""
-
-    blocks_per_chunk: int
-    group_ids: list[int]
-    groups: list[list[int]]
-    canonical: CanonicalPages = NOT_CANONICAL
 
 
 class ExportedKV:
@@ -82,9 +71,16 @@ class ExportedKV:
 
 
 def export_kv(
-    driver: MemoryDriver, tensors: Sequence[TensorLayout], grouping: Grouping
+    driver: MemoryDriver,
+    tensors: Sequence[TensorLayout],
+    blocks_per_chunk: int,
+    group_ids: list[int],
+    groups: list[list[int]],
+    canonical: CanonicalPages = NOT_CANONICAL,
 ) -> ExportedKV:
     """Hand over the memory that tensors of one GPU lie in; their offsets are addresses here.
+
+    How they make chunks: see `KVLayout`.
 
     Raises:
         HandleError: it can't be handed over; the text says which setting to change.
@@ -102,13 +98,13 @@ def export_kv(
     layout = KVLayout(
         kind=CUDA_IPC if all(is_ordinary) else CUDA_FD,
         num_bytes=sum(piece.num_bytes for piece in pieces),
-        blocks_per_chunk=grouping.blocks_per_chunk,
+        blocks_per_chunk=blocks_per_chunk,
         tensors=_tensor_layouts(pieces, tensors),
-        group_ids=grouping.group_ids,
-        groups=grouping.groups,
+        group_ids=group_ids,
+        groups=groups,
         device=devices.pop(),
         piece_bytes=[piece.num_bytes for piece in pieces],
-        canonical=grouping.canonical,
+        canonical=canonical,
     )
     if layout.kind == CUDA_IPC:
         handles = [driver.export_memory(piece.base) for piece in pieces]

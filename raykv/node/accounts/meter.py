@@ -7,7 +7,7 @@ A reader sees plain numbers that may be a moment old.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -48,15 +48,12 @@ class NodeMeter:
     fetch: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     reading: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     refusals: Counter[Refusal] = field(default_factory=Counter)
+    """Of chunks that were not copied."""
 
     def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
         """A copy job has ended, after so long in the queue."""
         self.queue[direction].observe(queued_s)
         self.copy[direction].observe(copied_s)
-
-    def refused(self, refusals: Iterable[Refusal]) -> None:
-        """Chunks of a job were not copied."""
-        self.refusals.update(refusals)
 
     def families(self, stats: node.NodeStats, owner: NodePool) -> list[measures.MetricFamily]:
         """All series of a NodeActor that has a pool; its lock is held."""

@@ -17,7 +17,6 @@ Nothing here raises into the NodeActor: a disk that can't be used is a problem i
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -27,7 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from raykv.base import deadlines, errors, settings, threads
@@ -336,8 +334,7 @@ class DiskTier:
             self._end(left, is_written=False)
 
     def _copy(self, record: ChunkRecord) -> None:
-        data = np.empty(record.slot_bytes, np.uint8)
-        ctypes.memmove(data.ctypes.data, self._keeper.address_of(record), record.slot_bytes)
+        data = self._keeper.bytes_of(record).copy()
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self._keeper.check_bytes(record, checksum)
         with self._lock:

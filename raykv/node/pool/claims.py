@@ -44,6 +44,10 @@ PIN_SHARE = 0.25
 """Of the pool, that pins may take by default."""
 
 
+SOON_S = 1.0
+"""The end of a claim is moved only by more than that."""
+
+
 class OwnerKind(IntEnum):
     """Who wants something."""
 

@@ -20,15 +20,12 @@ from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
 from raykv.node.pool import records, room
-from raykv.node.pool.claims import Name, Owner, OwnerKind
+from raykv.node.pool.claims import SOON_S, Name, Owner, OwnerKind
 from raykv.node.pool.index import PoolIndex
 from raykv.protocol import engine, operator
 
 MOST_TENANTS = 4096
 """That are told apart; all others that have no share are nobody in particular."""
-
-SOON_S = 1.0
-"""The end of a pin is moved only by more than that."""
 
 
 class TenantNumbers:

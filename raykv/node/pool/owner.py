@@ -38,7 +38,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace, NodeId, Refusal
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool import engines, floors, jobs, orders, reporting, room, sessions
-from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, Claim, Name, Owner, OwnerKind
+from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, SOON_S, Claim, Name, Owner, OwnerKind
 from raykv.node.pool.index import FRESH_S, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
@@ -62,9 +62,6 @@ FAVOUR_S = 600.0
 
 SERIES_S = 60.0
 """How long what operators have brought here stays after the last chunk of their series."""
-
-SOON_S = 1.0
-"""A request's wish for a chunk is renewed only for more than that."""
 
 
 class NodePool:

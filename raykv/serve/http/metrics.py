@@ -42,20 +42,16 @@ class ReplicaMetrics:
 
 
 class SharedMetrics:
-    """The pages of all replicas, collected once for all who ask within `fresh_s`.
+    """The pages of all replicas, collected once for all who ask within `METRICS_FRESH_S`.
 
     Args:
         collect: asks the replicas.
-        fresh_s: how long what they have said is shown.
     """
 
     def __init__(
-        self,
-        collect: Callable[[], Coroutine[Any, Any, Sequence[ReplicaMetrics]]],
-        fresh_s: float = METRICS_FRESH_S,
+        self, collect: Callable[[], Coroutine[Any, Any, Sequence[ReplicaMetrics]]]
     ) -> None:
         self._collect = collect
-        self._fresh_s = fresh_s
         self._since = float("-inf")
         self._pages: asyncio.Future[Sequence[ReplicaMetrics]] | None = None
         # By which of the pages are in it.
@@ -68,7 +64,7 @@ class SharedMetrics:
             HTTPException: there is nothing for it.
         """
         now = asyncio.get_running_loop().time()
-        if self._pages is None or (self._pages.done() and now - self._since >= self._fresh_s):
+        if self._pages is None or (self._pages.done() and now - self._since >= METRICS_FRESH_S):
             self._since, self._merged = now, {}
             self._pages = asyncio.create_task(self._collect())
         merged = self._merged

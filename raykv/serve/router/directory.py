@@ -12,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raykv.base.errors import ClusterError, first_line
@@ -55,21 +55,14 @@ class FoundPrompt:
     anywhere: int
 
 
-@dataclass(eq=False)
 class _Question:
     """About one prompt. `groups`: what its chunks are, as a question says it."""
 
-    prompt: prompt_keys.PromptKeys
-    groups: str
-    keys: list[bytes]
-    answer: asyncio.Future[FoundPrompt | None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
-def _question(prompt: prompt_keys.PromptKeys) -> _Question:
-    keys: list[bytes] = [key for keys in prompt.keys.values() for key in keys]
-    return _Question(prompt, descriptions.groups_text(list(prompt.keys)), keys)
+    def __init__(self, prompt: prompt_keys.PromptKeys) -> None:
+        self.groups = descriptions.groups_text(list(prompt.keys))
+        self.counts = [len(keys) for keys in prompt.keys.values()]
+        self.keys: list[bytes] = [key for keys in prompt.keys.values() for key in keys]
+        self.answer = asyncio.get_running_loop().create_future()
 
 
 class AskedDirectory:
@@ -140,7 +133,7 @@ class AskedDirectory:
         """Where prompts are; None: the directory has not answered in time."""
         if self._space is None or len(self._waiting) >= MOST_WAITING:
             return None
-        questions = [_question(prompt) for prompt in prompts]
+        questions = [_Question(prompt) for prompt in prompts]
         for question in questions:
             if not question.keys:
                 question.answer.set_result(FoundPrompt({}, 0))
@@ -199,7 +192,7 @@ class AskedDirectory:
             space.namespace,
             batch[0].groups,
             [key for question in batch for key in question.keys],
-            [len(keys) for question in batch for keys in question.prompt.keys.values()],
+            [count for question in batch for count in question.counts],
         )
         raw = await self._actor.prefixes.remote(encode(query))
         page = receive(raw, PrefixPage, ask.SCHEDULER, "the router")

@@ -49,7 +49,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
         plan = plan_of(parse(ModelArguments, model), ray_address=None)
         self._directory = directory.AskedDirectory(plan.model, settings.namespace)
         self._renderer = PromptRenderer(lambda: _vllm_renderer([plan.model, *plan.flags]))
-        self._planner = planner.RoutePlanner(self._renderer, self._directory, settings)
+        self._planner = planner.RoutePlanner(self._renderer.render, self._directory, settings)
         self._placed: OrderedDict[str, planner.PlacedRequest] = OrderedDict()
         # Requests that a replica has taken.
         self._taken: OrderedDict[str, tuple[exchange.HttpRequest, planner.PlacedRequest]] = (

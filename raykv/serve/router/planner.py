@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -32,14 +32,6 @@ MOST_UNKNOWN = 0.25
 
 MOST_UNANSWERED = 4096
 """Requests that went somewhere and have not begun; the oldest ones are no longer counted."""
-
-
-class Renderer(Protocol):
-    """Renders the prompts of a request."""
-
-    async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
-        """Their tokens, soon."""
-        ...
 
 
 class Finder(Protocol):
@@ -79,7 +71,7 @@ class RoutePlanner:
     """Decides for one router; see `raykv.serve.router.rank`. Lives on the router's event loop.
 
     Args:
-        renderer: see there.
+        render: makes the tokens of a request's prompts, soon, or says why it does not.
         directory: see `Finder`.
         settings: of the router.
         clock: of a monotonic clock, in seconds.
@@ -88,13 +80,13 @@ class RoutePlanner:
 
     def __init__(
         self,
-        renderer: Renderer,
+        render: Callable[[HttpRequest], Awaitable[list[PromptTokens] | Fallback]],
         directory: Finder,
         settings: RouteSettings,
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[bytes, str], Trail] = read_trail,
     ) -> None:
-        self._renderer = renderer
+        self._render = render
         self._directory = directory
         self._weights = settings
         self._clock = clock
@@ -115,7 +107,7 @@ class RoutePlanner:
 
     async def _asked(self, request: HttpRequest, trail: Trail) -> PlacedRequest:
         """With what the directory says of each of its prompts, or why it says nothing."""
-        rendered = await self._renderer.render(request)
+        rendered = await self._render(request)
         if isinstance(rendered, Fallback):
             return PlacedRequest(trail, silence=rendered)
         hasher = self._directory.hasher
@@ -136,7 +128,7 @@ class RoutePlanner:
         """All replicas, the best one first: it is remembered that the prompts go there."""
         now = self._clock()
         counted = [self._counted(each) for each in replicas]
-        choices = rank(counted, [self._place_of(request, now)], self._weights)
+        choices = rank(counted, self._place_of(request, now), self._weights)
         request.choices = {each.name: each for each in choices}
         if choices:
             best = next(each for each in replicas if each.name == choices[0].name)

@@ -103,10 +103,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlace:
-    """Where a prompt of `num_tokens` is, in tokens from its beginning on; they may be estimates.
+    """Where a request's prompts are, in tokens from their beginnings on; all may be estimates.
 
-    `on_nodes`: what each node's pool has; `anywhere`: what can be loaded if the rest is fetched;
-    `held`: by replica, what it is believed to have in vLLM's own cache, or to compute just now.
+    `num_tokens`: of all; `on_nodes`: what each node's pool has; `anywhere`: what can be loaded if
+    the rest is fetched; `held`: by replica, what it is believed to have in vLLM's own cache, or to
+    compute just now.
     """
 
     num_tokens: float
@@ -124,11 +125,9 @@ class Choice:
     work: float
 
 
-def rank(
-    replicas: Sequence[Candidate], prompts: Sequence[PromptPlace], weights: Weights
-) -> list[Choice]:
-    """All replicas, the best one first; a request may have several prompts."""
-    works = {each.name: _work(each, prompts, weights) for each in replicas}
+def rank(replicas: Sequence[Candidate], prompt: PromptPlace, weights: Weights) -> list[Choice]:
+    """All replicas, the best one first."""
+    works = {each.name: _work(each, prompt, weights) for each in replicas}
     costs = {
         each.name: works[each.name] + weights.waiting * each.waiting + weights.request * each.load
         for each in replicas
@@ -137,15 +136,12 @@ def rank(
     return [Choice(each.name, costs[each.name], works[each.name]) for each in ordered]
 
 
-def _work(replica: Candidate, prompts: Sequence[PromptPlace], weights: Weights) -> float:
-    work = 0.0
-    for prompt in prompts:
-        held = min(prompt.held.get(replica.name, 0), prompt.num_tokens)
-        here = max(held, min(prompt.on_nodes.get(replica.node_id, 0), prompt.num_tokens))
-        found = max(here, min(prompt.anywhere, prompt.num_tokens))
-        work += weights.load * (here - held) + weights.fetch * (found - here)
-        work += prompt.num_tokens - found
-    return work
+def _work(replica: Candidate, prompt: PromptPlace, weights: Weights) -> float:
+    held = min(prompt.held.get(replica.name, 0), prompt.num_tokens)
+    here = max(held, min(prompt.on_nodes.get(replica.node_id, 0), prompt.num_tokens))
+    found = max(here, min(prompt.anywhere, prompt.num_tokens))
+    moved = weights.load * (here - held) + weights.fetch * (found - here)
+    return moved + prompt.num_tokens - found
 
 
 class RecentPrompts:

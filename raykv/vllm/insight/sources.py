@@ -16,19 +16,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
 
 from raykv.base.guard import guarded, nothing
-from raykv.vllm.internals import answers, engine, scheduling
-from raykv.vllm.misses import SOURCES_PARAM, MissReporter
+from raykv.vllm.internals import answers, engine
+from raykv.vllm.misses import SOURCES_PARAM
 
 logger = logging.getLogger("raykv")
 
 SOURCES_FIELD = "raykv_sources"
 """In `prompt_tokens_details` of an answer's usage."""
-
-# Of the engines of this process.
-_reporters: WeakSet[MissReporter] = WeakSet()
 
 
 class CountedTokens(int):
@@ -43,25 +39,6 @@ class CountedTokens(int):
 
     def __getnewargs__(self) -> tuple[int, Mapping[str, int]]:  # type: ignore[override]
         return int(self), self.sources
-
-
-# In EngineCore
-
-
-def tell_sources(reporter: MissReporter) -> None:
-    """From now on first outputs have what the reporter knows."""
-    _reporters.add(reporter)
-    if not scheduling.wrap_step_ends(_telling):
-        logger.warning("this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD)
-
-
-@engine.around
-def _telling(update: Any, /, *args: Any, **kwargs: Any) -> Any:
-    outputs = update(*args, **kwargs)
-    for reporter in tuple(_reporters):
-        if reporter.has_untold:
-            reporter.tell(outputs)
-    return outputs
 
 
 # In the front end

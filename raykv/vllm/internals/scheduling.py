@@ -8,21 +8,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from raykv.base.guard import guarded, nothing
-from raykv.vllm.internals.engine import Wrapper, around, wrap
+from raykv.vllm.internals.engine import around, wrap
 
 
-def wrap_step_ends(wrapper: Wrapper) -> bool:
-    """`update(scheduler, scheduled, result)`, which makes of a step the outputs for each front
-    end.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return wrap(Scheduler, "update_from_output", wrapper)
-
-
-def watch_scheduler(kind: type) -> None:
+def watch_scheduler(kind: type) -> bool:
     """From now on connectors of this kind hear of the end of each step before vLLM looks at its
-    result, and requests that they load for are admitted and taken back; again changes nothing.
+    result, and of what it has made of it; requests that they load for are admitted and taken back.
+    A second call changes nothing. False: this vLLM ends steps in another way.
 
     A reset that takes running requests back takes back those too that wait with blocks, in engines
     with a connector of this kind.
@@ -38,7 +30,10 @@ def watch_scheduler(kind: type) -> None:
     ) -> Any:
         for connector in ours(scheduler):
             connector.end_step(scheduler, scheduled, result)
-        return update(scheduler, scheduled, result, *more, **named)
+        outputs = update(scheduler, scheduled, result, *more, **named)
+        for connector in ours(scheduler):
+            connector.tell_sources(outputs)
+        return outputs
 
     @around
     def taking_back(
@@ -48,10 +43,10 @@ def watch_scheduler(kind: type) -> None:
             take_back_loaded(scheduler)
         return reset(scheduler, reset_running_requests, *more, **named)
 
-    wrap_step_ends(ending)
     wrap(Scheduler, "_handle_blocked_waiting_request", _admitting_failed_loads)
     wrap(Scheduler, "_inflight_prefill_reserved_blocks", _keeping_room_for_windows)
     wrap(Scheduler, "reset_prefix_cache", taking_back)
+    return wrap(Scheduler, "update_from_output", ending)
 
 
 @around

@@ -112,7 +112,7 @@ def test_chunk_of_another_node_is_there_after_its_fetch(place: PlayedPlace, engi
     engine.until(lambda: view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is there")
     (sent,) = place.fetches
     assert (sent.life, sent.namespace, sent.sources) == (view.life, "ns", [Source("far")])
-    assert view.counters.chunks_fetched == 1
+    assert view.counters["chunks_fetched"] == 1
 
 
 def test_fetches_that_take_long_hold_up_nothing_else(place: PlayedPlace, engine: Engine) -> None:

@@ -15,7 +15,7 @@ from raykv.base.errors import HandleError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Namespace, NodeId, Refusal
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import Grouping, export_kv
+from raykv.memory.cuda.kv import export_kv
 from raykv.memory.words import CancelWords
 from raykv.node.devices import Devices
 from raykv.node.keeper import PoolKeeper
@@ -147,7 +147,8 @@ def test_stores_that_are_submitted_together_wait_for_one_event(world: World) -> 
         )
     )
     assert worker.cuda.calls.count("record_event") == 1
-    wait_until(lambda: world.service.stats().queued_jobs == 0, LONG_S, "the copies wait")
+    # The first one waits for the event, and the other one for the first.
+    wait_until(lambda: world.service.stats().queued_jobs == 1, LONG_S, "the copies wait")
     assert worker.link.drain() == []
     stream.run()
     ended: list[int] = []
@@ -294,7 +295,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)
     tensor = TensorLayout(base, NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES)
-    exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+    exported = export_kv(cuda, [tensor], 1, [0], [[0]])
     kv = torch.randint(-128, 127, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
     caches = SimpleNamespace(
         tensors=[SimpleNamespace(tensor=kv)], group_data_refs=[[SimpleNamespace(tensor_idx=0)]]
@@ -389,7 +390,7 @@ def test_cuda_is_not_touched_before_a_worker_needs_it() -> None:
         assert loads == []
         cuda = FakeCuda()
         tensor = TensorLayout(cuda.allocate(PAGE), 4, 512, 512)
-        exported = export_kv(cuda, [tensor], Grouping(1, [0], [[0]]))
+        exported = export_kv(cuda, [tensor], 1, [0], [[0]])
         link = DeviceLink(0, exported, LinkSettings(), lambda: 7)
         link.set_target(LinkTarget(name, "e", 9, "ns", 1, {0: PAGE}))
         wait_until(lambda: bool(link.unsuited), LONG_S, "the NodeActor has refused")

@@ -13,7 +13,7 @@ from rich.console import Console
 from raykv.base.ids import Stamp
 from raykv.cli.trouble import exit_code, print_findings
 from raykv.doctor.checks import CHECKS, MANY_MISSED, MANY_STORED, diagnose
-from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts, Presence
+from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.memory.room import RESERVE_BYTES
 from raykv.protocol.findings import (
     Endpoint,
@@ -29,9 +29,9 @@ from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 
 GIB = 1 << 30
 PROTOCOL = 7
-ANSWERED = ActorFacts(Presence.ANSWERED, "ALIVE")
-MISSING = ActorFacts(Presence.MISSING)
-SILENT = ActorFacts(Presence.SILENT, "ALIVE", "no answer within 5 s")
+ANSWERED = ActorFacts("ALIVE")
+MISSING = None
+SILENT = ActorFacts("ALIVE", "no answer within 5 s")
 
 TRAITS = {"hash_algorithm": "sha256", "hash_seed": "abc", "dtype": "bfloat16"}
 

@@ -192,7 +192,7 @@ def test_found_chunks_are_a_miss_for_a_request_when_computing_them_is_faster() -
     request = fetcher.found(A, B, C)
     assert fetcher.look(request, A, B, C) == [MISS] * 3
     assert fetcher.remote.take_orders() == []
-    assert fetcher.remote.num_declined == 3
+    assert fetcher.remote.counters["fetches_declined"] == 3
 
 
 def test_found_chunks_are_fetched_when_that_is_not_slower() -> None:
@@ -200,7 +200,7 @@ def test_found_chunks_are_fetched_when_that_is_not_slower() -> None:
     assert fetcher.look(fetcher.found(A, B, C), A, B, C) == [HIT_PENDING] * 3
     assert [order.num_bytes for order in fetcher.remote.take_orders()] == [1000] * 3
     assert fetcher.remote.fetching_bytes == 3000
-    assert fetcher.remote.num_declined == 0
+    assert fetcher.remote.counters["fetches_declined"] == 0
 
 
 def test_chunks_of_several_groups_are_bytes_of_each_and_tokens_of_one() -> None:

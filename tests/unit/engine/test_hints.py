@@ -23,7 +23,7 @@ def told(allowed: Allowed, hint: Hint, count: int = 2) -> tuple[Hints, dict[str,
     box = HintBox(allowed)
     box.begin("request", hint)
     box.add("request", keys(count))
-    return box.take(), box.counter_values()
+    return box.take(), box.counters
 
 
 def test_nothing_is_passed_on_unless_the_server_allows_it() -> None:
@@ -109,7 +109,7 @@ def end(box: HintBox, request_id: str, *columns: list[Key]) -> None:
 def test_session_is_not_told_unless_the_server_allows_it(allowed: Allowed) -> None:
     box = HintBox(allowed)
     assert run(box, Hint(session="agent", is_over=True), keys(2)) == []
-    assert box.counter_values()["hints_ignored"] == 1
+    assert box.counters["hints_ignored"] == 1
 
 
 def test_session_is_told_when_its_request_comes_and_when_it_ends() -> None:
@@ -118,7 +118,7 @@ def test_session_is_told_when_its_request_comes_and_when_it_ends() -> None:
         SessionNews("agent", SessionWord.CAME),
         SessionNews("agent", SessionWord.USED, Keys.of([*keys(2)])),
     ]
-    assert box.counter_values()["hints_ignored"] == 0
+    assert box.counters["hints_ignored"] == 0
 
 
 def test_end_and_pause_are_told_with_the_chunks_of_the_request() -> None:
@@ -182,7 +182,7 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
     for request in "ab":
         box.begin(request, SESSION)
         end(box, request, keys(2))
-    assert box.counter_values()["session_news_dropped"] == 1
+    assert box.counters["session_news_dropped"] == 1
     assert [each.keys for each in said(box)] == [[], keys(2), []]
 
 

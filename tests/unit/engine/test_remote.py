@@ -498,7 +498,7 @@ def test_failed_fetch_is_a_miss_for_those_that_knew_and_a_later_request_asks_ane
     assert look(view, "ab", request="other") == expected
     assert look(view, "a", request="later") == [RETRY]
     assert asked(view) == [A]
-    assert view.counters.fetches_failed == expected.count(MISS)
+    assert view.counters["fetches_failed"] == expected.count(MISS)
 
 
 def test_chunk_that_is_being_fetched_is_not_stored_as_well(view: EngineView) -> None:

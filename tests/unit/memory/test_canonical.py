@@ -14,7 +14,7 @@ from raykv.base.errors import HandleError
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.plan import CopyRuns, Planner
-from raykv.memory.canonical import MAX_ROWS, PageSpan, objection, shares
+from raykv.memory.canonical import MAX_ROWS, objection, shares
 from raykv.memory.handles import check_layout
 from raykv.protocol.copies import CopyJob
 from raykv.protocol.framing import decode, encode
@@ -101,17 +101,17 @@ def test_chunk_is_as_large_for_any_number_of_ranks() -> None:
 @pytest.mark.parametrize("num_writers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("sizes", [[64], [4096] * 3, [100, 7, 5000], [1] * 7])
 def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers: int) -> None:
-    found: list[list[PageSpan]] = []
+    found: list[list[range]] = []
     for writer in range(num_writers):
         pages = [
             PageMap(size, [0], [0], [size], [1], [size], [size], num_writers, writer)
             for size in sizes
         ]
         found.append(list(shares(pages)))
-        assert sum(span.end - span.begin for span in found[-1]) > 0
+        assert sum(span.stop - span.start for span in found[-1]) > 0
     for layer, size in enumerate(sizes):
         spans = [each[layer] for each in found]
-        covered = [byte for span in spans for byte in range(span.begin, span.end)]
+        covered = [byte for span in spans for byte in range(span.start, span.stop)]
         assert covered == list(range(size))
 
 
@@ -129,7 +129,7 @@ def test_rows_of_some_chunks_of_several_lengths_are_those_of_each(some: list[int
 
 def test_large_shares_are_whole_pages_but_for_their_ends() -> None:
     pages = [PageMap(4096, [0], [0], [4096], [1], [1], [1], 2, 1) for _ in range(3)]
-    assert list(shares(pages)) == [PageSpan(4096, 4096), PageSpan(2048, 4096), PageSpan(0, 4096)]
+    assert list(shares(pages)) == [range(4096, 4096), range(2048, 4096), range(4096)]
 
 
 def test_share_that_begins_inside_of_a_fragment_goes_to_its_own_place() -> None:

@@ -260,7 +260,7 @@ def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:
 def test_jobs_and_refusals_are_measured() -> None:
     meter = NodeMeter()
     meter.ran(Direction.LOAD, 0.2, 0.01)
-    meter.refused([Refusal.NOT_HERE, Refusal.NOT_HERE, Refusal.CANCELLED])
+    meter.refusals.update([Refusal.NOT_HERE, Refusal.NOT_HERE, Refusal.CANCELLED])
     text = text_of(meter.families(NodeStats(), pool()))
     assert 'raykv_queue_seconds_bucket{direction="load",le="0.25"} 1.0' in text
     assert 'raykv_queue_seconds_bucket{direction="load",le="0.1"} 0.0' in text

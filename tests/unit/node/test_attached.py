@@ -11,6 +11,7 @@ from raykv.memory.handles import MEMFD, open_kv
 from raykv.memory.region import Region
 from raykv.memory.words import NUM_WORDS, CancelWords
 from raykv.node.attached import AttachedWorker
+from raykv.node.devices import Devices
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
@@ -31,7 +32,7 @@ def worker() -> Iterator[AttachedWorker]:
         slot_bytes={0: 4096},
     )
     kv = open_kv(LAYOUT, [Region.anonymous(4096, "kv").fd])
-    attached = AttachedWorker(here, hello, kv, CancelWords.create())
+    attached = AttachedWorker(here, hello, kv, CancelWords.create(), Devices())
     yield attached
     attached.unmap()
     here.close()

@@ -454,7 +454,7 @@ def test_ignored_keys_are_counted_and_logged_once_each(
         engine.begin(PlayedRequest(str(number), kv_transfer_params=params))
     said = [each.getMessage() for each in caplog.records if "said once" in each.getMessage()]
     assert sorted("raykv_sesion" in each for each in said) == [False, True]
-    assert engine.connector._manager.hints.counter_values()["hints_ignored"] == 6
+    assert engine.connector._manager.hints.counters["hints_ignored"] == 6
     account = engine.view.accounts.get("0")
     assert account is not None
     assert account.ignored.keys() == {"raykv_sesion", PRIORITY}

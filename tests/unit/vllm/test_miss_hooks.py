@@ -177,7 +177,7 @@ def test_request_with_the_id_of_an_earlier_one_has_nothing_of_its_options_and_ba
     output = SchedulerOutput.make_empty()
     output.finished_req_ids = {"r"}
     engine.connector.build_connector_meta(output)
-    assert "r" in engine.view.requests
+    assert engine.view.requests.get("r").is_known
     assert ("r" in manager.barred) == is_barred
     known = engine.connector._tables.find("r")
     assert known is not None

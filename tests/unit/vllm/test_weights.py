@@ -308,7 +308,7 @@ def test_ends_of_jobs_of_other_weights_bar_what_did_not_come_and_say_nothing_els
     told = RayKVWorkerMetadata(ends=ends)
     engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert engine.view.requests.get(request.request_id).barred == {key(0)}
-    assert not engine.view.counters.stores_failed
+    assert not engine.view.counters["stores_failed"]
 
 
 def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> None:

@@ -180,7 +180,7 @@ class SimRenderer:
         self._requests = requests
 
     async def render(self, request: HttpRequest) -> list[PromptTokens] | Fallback:
-        """See `raykv.serve.router.planner.Renderer`."""
+        """See `raykv.serve.router.planner.RoutePlanner`."""
         asked = self._requests[int(request.body)]
         return [PromptTokens([asked.num_tokens, *asked.chunks.tolist()], PLAIN)]
 
@@ -222,7 +222,7 @@ class SimKVRouter:
     ) -> None:
         trails = [_trail(each) for each in requests]
         self._planner = RoutePlanner(
-            SimRenderer(requests),
+            SimRenderer(requests).render,
             directory,
             RouteSettings(),
             clock,

@@ -18,7 +18,6 @@ from raykv.memory.cuda.kv import (
     CUDA_IPC,
     DeviceKV,
     ExportedKV,
-    Grouping,
     export_kv,
 )
 from raykv.memory.handles import check_layout, open_kv
@@ -42,7 +41,7 @@ def num_fds() -> int:
 
 def export(cuda: FakeCuda, *tensors: TensorLayout) -> ExportedKV:
     indices = list(range(len(tensors)))
-    return export_kv(cuda, tensors, Grouping(1, [0], [indices]))
+    return export_kv(cuda, tensors, 1, [0], [indices])
 
 
 def opened(cuda: FakeCuda, exported: ExportedKV) -> DeviceKV:

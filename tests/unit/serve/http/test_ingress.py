@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError
 
 from raykv.serve.arguments import IngressArguments
 from raykv.serve.http import ingress as module
+from raykv.serve.http import metrics
 from raykv.serve.http.exchange import STARTS, Head, HttpRequest
 from raykv.serve.http.ingress import (
     BrokenAnswerError,
@@ -309,7 +310,8 @@ def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
     assert b'replica="r1"' in asyncio.run(asyncio.wait_for(play(), 10))
 
 
-def test_metrics_are_collected_again_when_they_are_old() -> None:
+def test_metrics_are_collected_again_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
     times: list[int] = []
 
     async def collect() -> list[ReplicaMetrics]:
@@ -317,7 +319,7 @@ def test_metrics_are_collected_again_when_they_are_old() -> None:
         return [keyed("r1")]
 
     async def play() -> None:
-        shared = SharedMetrics(collect, fresh_s=0.0)
+        shared = SharedMetrics(collect)
         for _ in range(3):
             await shared.page(b"")
 

@@ -80,7 +80,7 @@ class PlayedDirectory:
 def planner(
     directory: PlayedDirectory, answer: list[PromptTokens] | Fallback, now: float = 0.0
 ) -> RoutePlanner:
-    return RoutePlanner(PlayedRenderer(answer), directory, RouteSettings(), lambda: now)
+    return RoutePlanner(PlayedRenderer(answer).render, directory, RouteSettings(), lambda: now)
 
 
 def test_request_goes_to_the_node_that_has_its_prompt() -> None:
@@ -110,7 +110,7 @@ def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_
 
 def test_new_prompts_are_spread_by_the_work_that_was_sent() -> None:
     renderer = PlayedRenderer([])
-    made = RoutePlanner(renderer, PlayedDirectory(), RouteSettings(), lambda: 0.0)
+    made = RoutePlanner(renderer.render, PlayedDirectory(), RouteSettings(), lambda: 0.0)
     went = []
     for number, length in enumerate((90, 30, 30, 30, 40, 40)):
         renderer.answer = [prompt(1000 + number, length)]
@@ -123,7 +123,7 @@ def test_new_prompts_are_spread_by_the_work_that_was_sent() -> None:
 
 def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
     directory, renderer = PlayedDirectory(), PlayedRenderer([prompt(1, 2000)])
-    made = RoutePlanner(renderer, directory, RouteSettings(), lambda: 0.0)
+    made = RoutePlanner(renderer.render, directory, RouteSettings(), lambda: 0.0)
     made.keep(["r1", "r2"])
     first = placed_at(made, asking(1, 2000))
     made.choose(first, REPLICAS)
@@ -164,7 +164,7 @@ def test_what_has_been_computed_is_in_the_pool_of_its_node() -> None:
     assert before[0].work == far[0].work == pytest.approx(again.trail.num_tokens)
     made.began(first)
     # Two more replicas were believed to compute it meanwhile.
-    later = RoutePlanner(PlayedRenderer([]), PlayedDirectory(), RouteSettings(), lambda: 0.0)
+    later = RoutePlanner(PlayedRenderer([]).render, PlayedDirectory(), RouteSettings(), lambda: 0.0)
     later._stored = made._stored
     near, far = later.choose(again, [sibling]), later.choose(again, [REPLICAS[1]])
     assert near[0].work < far[0].work < before[0].work
@@ -235,7 +235,7 @@ def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:
     directory = PlayedDirectory()
     renderer = PlayedRenderer([prompt(1, 100)])
     now = [0.0]
-    made = RoutePlanner(renderer, directory, RouteSettings(recent_s=30.0), lambda: now[0])
+    made = RoutePlanner(renderer.render, directory, RouteSettings(recent_s=30.0), lambda: now[0])
     directory.answers = False
     first = placed_at(made, asking(1, 300))
     assert (first.silence, made.remembers(first)) == (Fallback.NO_ANSWER, False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -28,11 +29,14 @@ from raykv.base import guard
 from raykv.base.ids import MissReason
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
+from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.insight import sources
 from raykv.vllm.insight.sources import SOURCES_FIELD, CountedTokens
+from raykv.vllm.internals import scheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
 from tests.fixtures.place import CopyingPlace, engine_hello
+from tests.fixtures.vllm import Engine
 from tests.unit.vllm.test_miss_reporter import CHUNK, PlayedRequest
 
 PROMPT = 5 * CHUNK + 3
@@ -167,24 +171,26 @@ def test_request_that_ends_without_a_token_leaves_nothing(reporter: MissReporter
     assert not reporter.has_untold
 
 
-def test_step_of_vllms_scheduler_is_told_of_while_there_is_news(reporter: MissReporter) -> None:
-    sources.tell_sources(reporter)
-    made = step(first(3 * CHUNK))
-    update = sources._telling(lambda _scheduler: made)
-    assert update(None) is made
+def test_step_of_vllms_scheduler_is_told_of_while_there_is_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, made = Engine(), step(first(3 * CHUNK))
+    engine.view.start_request("r", RequestOptions())
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: made)
+    assert scheduling.watch_scheduler(RayKVConnector)
+    scheduler: Any = SimpleNamespace(connector=engine.connector)
+
+    def update() -> Any:
+        scheduled: Any = object()
+        result: Any = None
+        return Scheduler.update_from_output(scheduler, scheduled, result)
+
+    assert update() is made
     assert made[0].outputs[0].kv_transfer_params is None
+    reporter = engine.connector._manager.misses
     finish_load(reporter, admit_from_everywhere(reporter), 3 * CHUNK)
-    assert update(None) is made
+    assert update() is made
     assert made[0].outputs[0].kv_transfer_params == {SOURCES_PARAM: OF_ALL}
-
-
-def test_reporter_of_an_engine_that_has_ended_is_forgotten(view: EngineView) -> None:
-    manager = RayOffloadingManager(view)
-    sources.tell_sources(manager.misses)
-    before = len(sources._reporters)
-    del manager
-    gc.collect()
-    assert len(sources._reporters) == before - 1
 
 
 # In the front end
