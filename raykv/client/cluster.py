@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from inspect import signature
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
@@ -22,10 +23,9 @@ import ray
 from raykv.base.deadlines import CLIENT_S, LOOK_S, STATES_READ_S
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.settings import load_settings
-from raykv.client import accounts, listing, pools, quotas, scheduler, ship
-from raykv.client.pins import Pinning
-from raykv.client.sessions import ClientSession, SessionDesk
-from raykv.client.transfers import Moving
+from raykv.client import accounts, listing, pools, quotas, scheduler, ship, transfers
+from raykv.client import pins as pinning
+from raykv.client.sessions import ClientSession, found_sessions
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import checks
@@ -50,20 +50,22 @@ WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""
 
 
-Part = TypeVar("Part")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _of(
-    part: Callable[[Cluster], Part], method: Callable[Concatenate[Part, P], R]
+def _method(
+    function: Callable[Concatenate[scheduler.Scheduler, P], R],
 ) -> Callable[Concatenate[Cluster, P], R]:
-    """A method of a part of the cluster as the cluster's own: its signature, its docstring."""
+    """What is asked of a cluster's scheduler as a method of the cluster, docstring and all."""
 
-    @wraps(method)
-    def call(cluster: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(part(cluster), *args, **kwargs)
+    @wraps(function)
+    def call(self: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(self._scheduler, *args, **kwargs)
 
+    first, *others = signature(function).parameters.values()
+    own = signature(function).replace(parameters=[first.replace(name="self"), *others])
+    call.__signature__ = own  # type: ignore[attr-defined]
     return call
 
 
@@ -74,12 +76,7 @@ class Cluster:
         self.address = address
         self._joined_here = joined_here
         self._scheduler = scheduler.Scheduler(address)
-        self._reader = listing.Reader(self._scheduler)
-        self._pins = Pinning(self._scheduler)
         self.quotas = quotas.Quotas(self._scheduler)
-        self._transfers = Moving(self._scheduler)
-        self._sessions = SessionDesk(self._scheduler, self._transfers)
-        self._shipping = ship.Shipping(self._scheduler, self._reader, self._pins)
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
@@ -188,11 +185,11 @@ class Cluster:
 
     # Chunks
 
-    chunks = _of(lambda self: self._reader, listing.Reader.chunks)
+    chunks = _method(listing.chunks)
 
-    chunk = _of(lambda self: self._reader, listing.Reader.chunk)
+    chunk = _method(listing.chunk)
 
-    lookup = _of(lambda self: self._reader, listing.Reader.lookup)
+    lookup = _method(listing.lookup)
 
     def why_miss(self, request_id: str) -> list[reader.Explanation]:
         """Why tokens of a request were not loaded; known about a second after it has ended.
@@ -210,7 +207,7 @@ class Cluster:
         self._scheduler.find()
         return accounts.why_miss(request_id)
 
-    log = _of(lambda self: self._scheduler, scheduler.Scheduler.log)
+    log = _method(scheduler.Scheduler.log)
 
     def more_room(self) -> MoreRoom:
         """What more room in each pool would have saved in the last hour, in computed tokens.
@@ -333,11 +330,11 @@ class Cluster:
 
     # Pins
 
-    pin = _of(lambda self: self._pins, Pinning.pin)
+    pin = _method(pinning.pin)
 
-    unpin = _of(lambda self: self._pins, Pinning.unpin)
+    unpin = _method(pinning.unpin)
 
-    pins = _of(lambda self: self._pins, Pinning.pins)
+    pins = _method(pinning.pins)
 
     # Sessions
 
@@ -352,7 +349,7 @@ class Cluster:
         Raises:
             SettingError: the name is empty or too long.
         """
-        return ClientSession(name, namespace, self._sessions)
+        return ClientSession(name, namespace, self._scheduler)
 
     def sessions(self, *, namespace: str = "") -> list[SessionStatus]:
         """The sessions that were used last, 256 of them at most, the latest first.
@@ -363,17 +360,17 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return self._sessions.found(self._sessions.whole(namespace))
+        return found_sessions(self._scheduler, namespace)
 
     # Transfers
 
-    prefetch = _of(lambda self: self._transfers, Moving.prefetch)
+    prefetch = _method(transfers.prefetch)
 
-    move = _of(lambda self: self._transfers, Moving.move)
+    move = _method(transfers.move)
 
-    export_chunks = _of(lambda self: self._shipping, ship.Shipping.export_chunks)
+    export_chunks = _method(ship.export_chunks)
 
-    import_chunks = _of(lambda self: self._shipping, ship.Shipping.import_chunks)
+    import_chunks = _method(ship.import_chunks)
 
     # Pools
 

@@ -38,123 +38,125 @@ Watch = Callable[[TransferResult], None]
 SourcesOf = Mapping[bytes, Sequence[Source]]
 
 
-@dataclass(frozen=True)
-class Moving:
-    """Has chunks fetched by the NodeActor that is to have them."""
+def prefetch(
+    scheduler: Scheduler,
+    keys: Sequence[bytes | str],
+    node_id: str,
+    *,
+    namespace: str = "",
+    deadline_s: float = TRANSFER_S,
+    watch: Watch = lambda _: None,
+) -> TransferResult:
+    """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
+    from other pools, or from disks what is in none.
 
-    scheduler: Scheduler
+    The first chunks come first. What does not come is no error: the result counts it.
 
-    def prefetch(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> TransferResult:
-        """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
-        from other pools, or from disks what is in none.
+    Args:
+        keys: as for `pin`.
+        node_id: Ray's, or the beginning of it.
+        namespace: as for `pin`.
+        deadline_s: for all of them.
+        watch: called after every page with the result so far.
 
-        The first chunks come first. What does not come is no error: the result counts it.
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer; the node has no pool.
+    """
+    target = scheduler.node(node_id)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    return bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch).result
 
-        Args:
-            keys: as for `pin`.
-            node_id: Ray's, or the beginning of it.
-            namespace: as for `pin`.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer; the node has no pool.
-        """
-        target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
-        return self.bring(asked, target, space, time.monotonic() + deadline_s, watch).result
+def move(
+    scheduler: Scheduler,
+    keys: Sequence[bytes | str],
+    node_id: str,
+    *,
+    namespace: str = "",
+    deadline_s: float = TRANSFER_S,
+    watch: Watch = lambda _: None,
+) -> TransferResult:
+    """`prefetch`, then give up the copies that other nodes have of what is there now.
 
-    def move(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> TransferResult:
-        """`prefetch`, then give up the copies that other nodes have of what is there now.
+    A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
+    more blocks. What is on disks stays there.
 
-        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
-        more blocks. What is on disks stays there.
+    Raises:
+        ClusterError: as for `prefetch`.
+    """
+    target = scheduler.node(node_id)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    pages = bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch)
+    dropped, kept = _drop(scheduler, pages, pages.there)
+    if kept:
+        pinned = pins.pinned_on(scheduler, target, space)
+        there = {key: pages.there[key] for key in pinned & pages.there.keys()}
+        also, _ = _drop(scheduler, pages, there, with_pinned=True)
+        dropped, kept = dropped + also, kept - also
+    return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
 
-        Raises:
-            ClusterError: as for `prefetch`.
-        """
-        target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
-        pages = self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
-        dropped, kept = self._drop(pages, pages.there)
-        if kept:
-            pinned = pins.Pinning(self.scheduler).pinned_on(target, space)
-            there = {key: pages.there[key] for key in pinned & pages.there.keys()}
-            also, _ = self._drop(pages, there, with_pinned=True)
-            dropped, kept = dropped + also, kept - also
-        return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
 
-    def bring(
-        self, keys: list[bytes], node_id: str, namespace: str, give_up_at: float, watch: Watch
-    ) -> Pages:
-        """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
-        pages = Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
-        sizes: dict[int, int] = {}
-        silent: set[str] = set()
-        if not all(self.scheduler.sources_of(pages.namespace, keys)):
-            # What was just stored is reported within milliseconds.
-            time.sleep(LOOK_S)
-        for start in range(0, len(keys), PAGE_CHUNKS):
-            page = keys[start : start + PAGE_CHUNKS]
-            found = self.scheduler.sources_of(pages.namespace, page)
-            known = {
-                key: sorted(sources, key=lambda each: each.is_disk)
-                for key, sources in zip(page, found, strict=True)
-                if sources
-            }
-            for group in {group_of(Key(key)) for key in known} - sizes.keys():
-                some = {key: known[key] for key in known if group_of(Key(key)) == group}
-                sizes |= _size_of(pages.namespace, group, some, silent)
-            wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
-            here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
-            pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
-            pages.fetch(wanted, known, here)
-        return pages
+def bring(
+    scheduler: Scheduler,
+    keys: list[bytes],
+    node_id: str,
+    namespace: str,
+    give_up_at: float,
+    watch: Watch,
+) -> Pages:
+    """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
+    pages = Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
+    sizes: dict[int, int] = {}
+    silent: set[str] = set()
+    if not all(scheduler.sources_of(pages.namespace, keys)):
+        # What was just stored is reported within milliseconds.
+        time.sleep(LOOK_S)
+    for start in range(0, len(keys), PAGE_CHUNKS):
+        page = keys[start : start + PAGE_CHUNKS]
+        found = scheduler.sources_of(pages.namespace, page)
+        known = {
+            key: sorted(sources, key=lambda each: each.is_disk)
+            for key, sources in zip(page, found, strict=True)
+            if sources
+        }
+        for group in {group_of(Key(key)) for key in known} - sizes.keys():
+            some = {key: known[key] for key in known if group_of(Key(key)) == group}
+            sizes |= _size_of(pages.namespace, group, some, silent)
+        wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
+        here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
+        pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
+        pages.fetch(wanted, known, here)
+    return pages
 
-    def _drop(
-        self, pages: Pages, there: Mapping[bytes, Blocks], *, with_pinned: bool = False
-    ) -> tuple[int, int]:
-        """Give up what others have in their pools of chunks that are there with these blocks;
-        returns how many copies were given up, and how many were not.
-        """
-        asked = list(there)
-        elsewhere: dict[str, list[bytes]] = {}
-        found = self.scheduler.sources_of(pages.namespace, asked)
-        for key, sources in zip(asked, found, strict=True):
-            for source in sources:
-                if source.node_id != pages.node_id and not source.is_disk:
-                    elsewhere.setdefault(source.node_id, []).append(key)
 
-        def question(node_id: str, actor: Any) -> Any:
-            keys = elsewhere[node_id]
-            order = DropOrder(
-                framing.PROTOCOL_VERSION,
-                pages.namespace,
-                Keys.of(keys),
-                Numbers.of(there[key].first for key in keys),
-                Numbers.of(there[key].length for key in keys),
-                with_pinned,
-            )
-            return actor.ask.remote("drop", framing.encode(order))
+def _drop(
+    scheduler: Scheduler, pages: Pages, there: Mapping[bytes, Blocks], *, with_pinned: bool = False
+) -> tuple[int, int]:
+    """Give up what others have in their pools of chunks that are there with these blocks;
+    returns how many copies were given up, and how many were not.
+    """
+    asked = list(there)
+    elsewhere: dict[str, list[bytes]] = {}
+    found = scheduler.sources_of(pages.namespace, asked)
+    for key, sources in zip(asked, found, strict=True):
+        for source in sources:
+            if source.node_id != pages.node_id and not source.is_disk:
+                elsewhere.setdefault(source.node_id, []).append(key)
 
-        released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
-        return sum(each.dropped for each in released), sum(each.kept for each in released)
+    def question(node_id: str, actor: Any) -> Any:
+        keys = elsewhere[node_id]
+        order = DropOrder(
+            framing.PROTOCOL_VERSION,
+            pages.namespace,
+            Keys.of(keys),
+            Numbers.of(there[key].first for key in keys),
+            Numbers.of(there[key].length for key in keys),
+            with_pinned,
+        )
+        return actor.ask.remote("drop", framing.encode(order))
+
+    released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
+    return sum(each.dropped for each in released), sum(each.kept for each in released)
 
 
 @dataclass
