@@ -30,12 +30,12 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
-from raykv.protocol import descriptions, findings, operator, reader
+from raykv.protocol import descriptions, findings, operator
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Kept
 from raykv.protocol.sessions import SessionStatus
-from raykv.protocol.status import ClusterStatus, MoreRoom
+from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers, replay
 
 # For a person or a program to join the cluster: tenths of a second, or many where all cores of the
@@ -191,46 +191,13 @@ class Cluster:
 
     lookup = _method(listing.lookup)
 
-    def why_miss(self, request_id: str) -> list[reader.Explanation]:
-        """Why tokens of a request were not loaded; known about a second after it has ended.
-
-        Args:
-            request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
-
-        Returns:
-            The requests whose ids begin so, the newest first, at most 16 of each node's latest
-            4,096.
-
-        Raises:
-            ClusterError: RayKV does not run here, does not answer, or knows no such request.
-        """
-        self._scheduler.find()
-        return accounts.why_miss(request_id)
+    why_miss = _method(accounts.why_miss)
 
     log = _method(scheduler.Scheduler.log)
 
-    def more_room(self) -> MoreRoom:
-        """What more room in each pool would have saved in the last hour, in computed tokens.
+    more_room = _method(accounts.more_room)
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer.
-        """
-        self._scheduler.find()
-        return accounts.more_room()
-
-    def requests(self, after: str | int = "") -> reader.EndedRequests:
-        """Requests that have ended, all over the cluster, and what became of their tokens; some of
-        them if there are many.
-
-        Args:
-            after: the place behind the last one that is known, as an earlier answer has it;
-                empty, or 0: from the oldest one on that is remembered.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or that is no place.
-        """
-        self._scheduler.find()
-        return accounts.ended_requests(str(after or ""))
+    requests = _method(accounts.requests)
 
     # Events
 
