@@ -30,7 +30,7 @@ def why_miss(scheduler: Scheduler, request_id: str) -> list[Explanation]:
         ClusterError: RayKV does not run here, does not answer, or knows no such request.
     """
     scheduler.find()
-    answers = ask.ask_each(Explanations, lambda _, each: each.ask.remote("why_miss", request_id))
+    answers = ask.ask_each(Explanations, ask.asking("why_miss", request_id))
     told = answers.values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
@@ -49,7 +49,7 @@ def more_room(scheduler: Scheduler) -> MoreRoom:
         ClusterError: RayKV does not run here, or does not answer.
     """
     scheduler.find()
-    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.ask.remote("more_room")).values())
+    told = list(ask.ask_each(MoreRoom, ask.asking("more_room")).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -101,7 +101,7 @@ def requests(scheduler: Scheduler, after: str | int = "") -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
+        pages |= ask.ask_each(RequestPage, ask.asking("requests", 0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last

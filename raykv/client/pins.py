@@ -6,7 +6,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from raykv.base.deadlines import LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
@@ -73,7 +72,7 @@ def _made(scheduler: Scheduler, order: operator.PinOrder) -> operator.PinStatus:
     give_up_at = time.monotonic() + PIN_HEARD_S
     asked: Collection[str] | None = None
     while True:
-        nodes, silent = ask.ask_nodes(operator.PinsHere, _question, asked, PIN_HEARD_S)
+        nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), asked, PIN_HEARD_S)
         warn_of(silent)
         asked = nodes.keys()
         is_done = all(order.pin_id in node.held for node in nodes.values())
@@ -102,7 +101,7 @@ def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
     for key, sources in zip(order.keys, found, strict=True):
         if key not in pinned:
             needed.update(source.node_id for source in sources if not source.is_disk)
-    nodes, silent = ask.ask_nodes(operator.PinsHere, _question, needed, PIN_HEARD_S)
+    nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), needed, PIN_HEARD_S)
     warn_of(silent)
     for node_id, node in nodes.items():
         earlier = node.held.get(order.pin_id, operator.PinHere())
@@ -147,7 +146,7 @@ def pins(scheduler: Scheduler) -> operator.Pinned:
         ClusterError: RayKV does not run here, or does not answer.
     """
     told = _told(scheduler)
-    nodes = list(ask_each(operator.PinsHere, _question).values())
+    nodes = list(ask_each(operator.PinsHere, ask.asking("pins")).values())
     return operator.Pinned(
         PROTOCOL_VERSION,
         [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
@@ -174,7 +173,7 @@ def chunks_of(scheduler: Scheduler, pin_id: str) -> tuple[str, list[bytes]]:
 
 def pinned_on(scheduler: Scheduler, node_id: str, namespace: str) -> set[bytes]:
     """Chunks of a namespace that pins without a priority keep on a node."""
-    nodes = ask_each(operator.PinsHere, _question, [node_id]).values()
+    nodes = ask_each(operator.PinsHere, ask.asking("pins"), [node_id]).values()
     return {
         keys[at]
         for pin_id, pin in _told(scheduler).items()
@@ -193,10 +192,6 @@ def _told(scheduler: Scheduler) -> dict[str, operator.OrderedPin]:
 def _keys_of(scheduler: Scheduler, pin: operator.OrderedPin) -> list[bytes]:
     raw = scheduler.ask("pin_keys", pin.digest)
     return [key for _, key in receive(raw, columns.NamedKeys, SCHEDULER, HERE)] if raw else []
-
-
-def _question(_: str, actor: Any) -> Any:
-    return actor.ask.remote("pins")
 
 
 def _status(

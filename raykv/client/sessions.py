@@ -191,8 +191,8 @@ class ClientSession:
 
 
 def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
-    query = encode(SessionQuery(PROTOCOL_VERSION, namespace, session, first))
-    return lambda _, actor: actor.ask.remote("sessions", query)
+    query = SessionQuery(PROTOCOL_VERSION, namespace, session, first)
+    return ask.asking("sessions", encode(query))
 
 
 def check_session(name: str) -> None:

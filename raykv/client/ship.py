@@ -195,12 +195,16 @@ def import_chunks(
     # More can't come, and need not be asked for.
     files = first_that_fit(files, _geometry(scheduler, target))
     no_room = asked - sum(len(file.chunks) for file in files)
-    result = operator.TransferResult(asked=asked, no_room=no_room)
+    space = str(files[0].namespace)
     here = ask.ask_ray(cluster.resolve_node_id, "")
     with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
-        return transfers.fetch_files(
-            scheduler, _pages(files), source, target, deadline_s, watch, result
+        give_up_at = time.monotonic() + deadline_s
+        transfer = transfers.Transfer(
+            target, space, give_up_at, watch, asked=asked, no_room=no_room
         )
+        for sizes in _pages(files):
+            transfer.fetch_from(source, sizes, scheduler)
+    return transfer.result
 
 
 def _geometry(scheduler: Scheduler, node_id: str) -> PoolGeometry | None:
@@ -220,11 +224,11 @@ def _roomiest(scheduler: Scheduler) -> str:
     return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
 
 
-def _pages(files: Iterable[ChunkFile]) -> Iterator[tuple[str, dict[bytes, int]]]:
+def _pages(files: Iterable[ChunkFile]) -> Iterator[dict[bytes, int]]:
     for file in files:
         for start in range(0, len(file.chunks), transfers.PAGE_CHUNKS):
             page = file.chunks[start : start + transfers.PAGE_CHUNKS]
-            yield str(file.namespace), {chunk.key: chunk.num_bytes for chunk in page}
+            yield {chunk.key: chunk.num_bytes for chunk in page}
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:

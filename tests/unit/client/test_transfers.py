@@ -11,7 +11,7 @@ import ray
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client import pins, transfers
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import fetch_files
+from raykv.client.transfers import Transfer
 from raykv.protocol.columns import Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -211,10 +211,11 @@ def test_files_are_fetched_from_their_source_in_one_series(
 ) -> None:
     played = PlayedNodes(monkeypatch, {})
     source = Source("import", SourceKind.IMPORT)
-    pages = iter([(SPACE, {A: 4096}), (SPACE, {B: 8192})])
     began = time.monotonic()
-    asked = TransferResult(asked=2)
-    result = fetch_files(played.scheduler, pages, source, "target", 5.0, lambda _: None, asked)
+    transfer = Transfer("target", SPACE, began + 5.0, lambda _: None, asked=2)
+    for sizes in ({A: 4096}, {B: 8192}):
+        transfer.fetch_from(source, sizes, played.scheduler)
+    result = transfer.result
     assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
         ([A], [4096]),
         ([B], [8192]),
