@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -125,6 +125,12 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         print_json(found)
     else:
         show(found)
+
+
+def answer_if_any(found: T, show: Callable[[T], None], nothing: str, *, as_json: bool) -> NoReturn:
+    """Print what a command has found, or say that there is `nothing`, which is exit code 1."""
+    answer(found, show if found else lambda _: say(nothing), as_json=as_json)
+    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
 
 
 def done(facts: Any, sentence: str, *, as_json: bool) -> None:

@@ -264,15 +264,7 @@ def prefetch(
 
     Example: raykv prefetch text:@system-prompt.txt --to 3f9a
     """
-    given = read_keys(keys)
-    with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
-        found = cluster.prefetch(
-            all_keys(cluster, given, namespace),
-            to,
-            namespace=namespace,
-            deadline_s=timeout,
-            watch=watch,
-        )
+    found = _transferred("prefetch", keys, to, namespace, timeout, ray_address)
     report(found, as_json=as_json)
 
 
@@ -292,16 +284,19 @@ def move(
 
     Example: raykv move @session.keys --to 3f9a
     """
-    given = read_keys(keys)
-    with raykv.connect(ray_address) as cluster, counting("move") as watch:
-        found = cluster.move(
-            all_keys(cluster, given, namespace),
-            to,
-            namespace=namespace,
-            deadline_s=timeout,
-            watch=watch,
-        )
+    found = _transferred("move", keys, to, namespace, timeout, ray_address)
     report(found, as_json=as_json)
+
+
+def _transferred(
+    how: str, keys: Sequence[str], to: str, namespace: str, timeout_s: float, address: str | None
+) -> TransferResult:
+    """What became of a `prefetch` or a `move`."""
+    given = read_keys(keys)
+    with raykv.connect(address) as cluster, counting(how) as watch:
+        order = cluster.move if how == "move" else cluster.prefetch
+        wanted = all_keys(cluster, given, namespace)
+        return order(wanted, to, namespace=namespace, deadline_s=timeout_s, watch=watch)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from inspect import signature
 from types import TracebackType
@@ -22,7 +22,6 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, LOOK_S, STATES_READ_S
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.base.settings import load_settings
 from raykv.client import accounts, listing, pools, quotas, scheduler, ship, transfers
 from raykv.client import pins as pinning
 from raykv.client.sessions import ClientSession, found_sessions
@@ -341,38 +340,7 @@ class Cluster:
 
     # Pools
 
-    def up(
-        self,
-        *,
-        on: str | None = None,
-        node_ids: Sequence[str] = (),
-        pool_bytes: int | None = None,
-        pool_path: str | None = None,
-        slab_bytes: int | None = None,
-        deadline_s: float = pools.UP_S,
-        watch: pools.Watch = lambda _: None,
-    ) -> list[operator.NodeUp]:
-        """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
-        match and join later get one too. What is there already stays as it is.
-
-        Args:
-            on: "all", a Ray resource like "GPU", or a label like "pool=kv". Default: the nodes
-                with a GPU if there are any, else all.
-            node_ids: these instead, by Ray's ids.
-            pool_bytes: default: the setting, else a quarter of what each node has free.
-            pool_path: a file for the pools; default: the setting.
-            slab_bytes: the largest chunk that a pool can hold. Default: 64 MiB, or an eighth of a
-                pool that is smaller than 512 MiB.
-            deadline_s: for all of it.
-            watch: called several times a second with how far each node is.
-
-        Raises:
-            ClusterError: no node matches, or Ray does not answer.
-            SettingError: a setting is malformed.
-        """
-        settings = load_settings({})
-        wish = pools.wish_of(settings, on, node_ids, pool_bytes, pool_path, slab_bytes)
-        return pools.up(self.address, settings, wish, deadline_s, watch)
+    up = _method(pools.up)
 
     def keep(self, deadline_s: float = pools.KEEP_S) -> list[Kept]:
         """Have all that the pools hold where it outlives the actors: on disks, in pool files.
