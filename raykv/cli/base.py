@@ -127,10 +127,15 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         show(found)
 
 
-def answer_if_any(found: T, show: Callable[[T], None], nothing: str, *, as_json: bool) -> NoReturn:
+def answer_if_any(
+    found: T | None, show: Callable[[T], None], nothing: str, *, as_json: bool
+) -> NoReturn:
     """Print what a command has found, or say that there is `nothing`, which is exit code 1."""
-    answer(found, show if found else lambda _: say(nothing), as_json=as_json)
-    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+    if found:
+        answer(found, show, as_json=as_json)
+        raise typer.Exit(ExitCode.OK)
+    done(found, nothing, as_json=as_json)
+    raise typer.Exit(ExitCode.NOT_WELL)
 
 
 def done(facts: Any, sentence: str, *, as_json: bool) -> None:
