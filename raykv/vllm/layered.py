@@ -34,7 +34,7 @@ from raykv.vllm.internals.scheduling import (
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.weights import WeightChanges
 from raykv.vllm.worker import RayKVConnectorWorker
-from raykv.worker.front import ALL_LAYERS
+from raykv.worker.link import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
 

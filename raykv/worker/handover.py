@@ -12,15 +12,16 @@ see no such GPU. In the second case an engine with `auto` goes on staged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from raykv.base import errors, guard
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
+from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout, not_done
-from raykv.worker import front, job, staging
+from raykv.worker import job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
 logger = logging.getLogger("raykv")
@@ -97,7 +98,6 @@ class DeviceLink(WorkerLink):
         super().__init__(rank, exported.layout, exported.fds, settings)
         self._exported = exported
         self._stream = stream
-        self._unsent: list[CopyResult] = []
 
     def submit(self, *requests: job.JobRequest) -> None:
         """See `WorkerLink.submit`. The copies wait for all that was queued for the GPU before."""
@@ -106,48 +106,59 @@ class DeviceLink(WorkerLink):
         except Exception:
             # Without their event copies would run ahead of what they depend on.
             guard.report("DeviceLink.submit")
-            self._unsent += [
-                not_done(each.job_id, each.num_chunks, Refusal.COPY_FAILED) for each in requests
-            ]
+            with self._lock:
+                self._results.extend(
+                    not_done(each.job_id, each.num_chunks, Refusal.COPY_FAILED) for each in requests
+                )
             return
         super().submit(*requests)
 
-    def drain(self) -> list[CopyResult]:
-        failed, self._unsent = self._unsent, []
-        return failed + super().drain()
 
-
-class AutoLink(front.FrontLink[DeviceLink | staging.StagedLink]):
+class AutoLink:
     """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
+    For its methods see `WorkerLink`.
 
     Methods run on the worker's main thread.
     """
 
     def __init__(self, link: DeviceLink, make_staged: Callable[[str], staging.StagedLink]) -> None:
         """`make_staged` gets the reason, which it logs."""
-        super().__init__(link)
+        self._link: DeviceLink | staging.StagedLink = link
         self._make_staged = make_staged
-        self._target: LinkTarget | None = None
-        self._submitted: set[int] = set()
+
+    @property
+    def node_life(self) -> int:
+        return self._link.node_life
+
+    def breaker_report(self) -> BreakerReport:
+        return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget) -> None:
-        self._target = target
         self._change_if_unsuited()
         self._link.set_target(target)
 
     def submit(self, *requests: job.JobRequest) -> None:
         self._link.submit(*requests)
-        self._submitted.update(each.job_id for each in requests)
 
     def drain(self) -> list[CopyResult]:
-        results = self._link.drain()
-        self._submitted.difference_update(result.job_id for result in results)
-        return results
+        return self._link.drain()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._link.wait(job_ids)
+
+    def finish(self, job_ids: Collection[int]) -> None:
+        self._link.finish(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        return self._link.wait_layers(job_ids, count)
+
+    def close(self, timeout_s: float) -> None:
+        self._link.close(timeout_s)
 
     def _change_if_unsuited(self) -> None:
         """Only between jobs: whatever was submitted ends where it was."""
         link = self._link
-        if isinstance(link, staging.StagedLink) or not link.unsuited or self._submitted:
+        if isinstance(link, staging.StagedLink) or not link.unsuited or not link.is_idle:
             return
         try:
             self._link = self._make_staged(link.unsuited)

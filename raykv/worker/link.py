@@ -72,6 +72,9 @@ LINK_HALT_S = 1.0
 # hundreds of GiB. After that the engine ends, since its memory is not its own any more.
 LINK_LAST_S = 60.0
 
+ALL_LAYERS = 1 << 30
+"""More than there are: waits for the end of a job."""
+
 _NEVER_FAILED = measures.BreakerReport()
 
 
@@ -182,6 +185,12 @@ class WorkerLink:
         except Exception:
             # The jobs were accepted: the next look for their results tries again.
             logger.exception("the line to the NodeActor could not be woken")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs have ended, and `drain` has said so."""
+        with self._lock:
+            return not self._pending and not self._results
 
     def drain(self) -> list[copies.CopyResult]:
         """Jobs that have ended since the last call."""

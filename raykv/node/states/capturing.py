@@ -293,7 +293,7 @@ class Capturing:
         """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
-            yield runs.some(first, first + step)
+            yield runs.some(slice(first, first + step))
 
     # The threads that write
 

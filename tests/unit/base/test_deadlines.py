@@ -76,7 +76,7 @@ BOUNDED = {
     ("raykv.worker.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
     ("raykv.worker.link", "_await_attached", "recv"): "it is readable",
     ("raykv.worker.link", "_receive", "recv"): "MSG_DONTWAIT",
-    ("raykv.worker.front", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.worker.handover", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.transfers", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.base.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",
