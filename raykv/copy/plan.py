@@ -197,13 +197,8 @@ class JobPlan:
         self._groups, self._blocks = groups, _column(job.block_ids)
         each = list(zip(groups.tolist(), self._counts.tolist(), strict=True))
         self._kinds = [(known[id_], id_, count) for id_, count in sorted(set(each))]
-        if len(self._kinds) == 1:
-            ((group, _, count),) = self._kinds
-            size = group.block_bytes * count
-            self.ends = [size * number for number in range(1, len(each) + 1)]
-        else:
-            sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
-            self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
+        sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
+        self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
 
     @property
     def groups(self) -> set[int]:

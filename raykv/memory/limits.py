@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,12 +83,10 @@ def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
 def disk_limit(path: Path) -> MemoryLimit | None:
     """Room of the file system that `path` is, or will be, in; None if it can't be told."""
     try:
-        found = os.statvfs(path if path.exists() else path.parent)
+        found = shutil.disk_usage(path if path.exists() else path.parent)
     except OSError:
         return None
-    size = found.f_frsize
-    source = f"the file system of {path}"
-    return MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
+    return MemoryLimit(found.free, found.total, f"the file system of {path}")
 
 
 def is_in_memory(path: Path, root: Path = Path("/")) -> bool:

@@ -167,7 +167,7 @@ class NodeActor:
         self._reading = read.ReadService(keeper)
         if self._disk_place.path:
             is_busy = self._service.is_copying
-            self._disk = DiskTier(self._disk_place, keeper, self._wake, is_busy)
+            self._disk = DiskTier(self._disk_place, keeper, is_busy)
             keeper.keep_floors = self._disk.keep_floors
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
@@ -199,11 +199,6 @@ class NodeActor:
             time.sleep(NODE_DRAIN_LOOK_S)
         with self._keeper.lock:
             self._keeper.owner.is_leaving = True
-            self._keeper.lock.notify_all()
-
-    def _wake(self) -> None:
-        """The disk has changed the listing."""
-        with self._keeper.lock:
             self._keeper.lock.notify_all()
 
     def _open_nixl(self, peers: RayPeers) -> None:
@@ -355,7 +350,7 @@ class NodeActor:
             breakers=joined([self._reports.breaker_report(), self._fetching.breaker_report()]),
             metrics_address="" if metrics is None else metrics.address,
             metrics_problem="" if metrics is None else metrics.problem,
-            disk=node.DiskStats() if self._disk is None else self._disk.stats(),
+            disk=node.DiskStats() if self._disk is None else self._disk.reads.stats(),
         )
 
     # People
@@ -379,7 +374,7 @@ class NodeActor:
         keeper, place, problem = self._keeper, self._pool_path, ""
         if self._disk is not None:
             place, left = self._disk_place.path, self._disk.keep(deadline_s)
-            problem = self._disk.stats().problem
+            problem = self._disk.reads.stats().problem
         elif place:
             left = keeper.wait_for_seals(deadline_s)
         else:

@@ -40,7 +40,7 @@ from raykv.cluster import breaker, deaths
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.protocol import copies, engine, framing, measures, wire, worker
-from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
+from raykv.worker.aftermath import Aftermath, Killed, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
@@ -541,7 +541,7 @@ class WorkerLink:
             if since_s >= LINK_EXIT_S and is_killed and not halted:
                 halted = deaths.has_halted(LINK_HALT_S)
             seen = Killed(since_s, self._pidfd in readable, halted, by_device)
-            match aftermath(seen, Patience(LINK_EXIT_S, LINK_LAST_S)):
+            match aftermath(seen, LINK_EXIT_S, LINK_LAST_S):
                 case Aftermath.SAFE:
                     if not seen.has_exited:
                         logger.error(
