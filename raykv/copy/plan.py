@@ -235,7 +235,7 @@ class JobPlan:
         if len(self._kinds) == 1 and len(wanted):
             ((group, _, count),) = self._kinds
             rows = _rows(group, slots, first, self._blocks.reshape(-1, count)[wanted])
-            return merged(CopyRuns(*rows.reshape(3, -1), slab_bytes))
+            return _runs(rows.reshape(3, -1), slab_bytes)
         groups, counts = self._groups[wanted], self._counts[wanted]
         starts = (np.cumsum(self._counts) - self._counts)[wanted]
         widths = {id_: len(group.size) for group, id_, _ in self._kinds}
@@ -249,7 +249,7 @@ class JobPlan:
             theirs = self._blocks[starts[some, None] + np.arange(count)]
             made = _rows(group, slots[some], first[some], theirs)
             rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
-        return merged(CopyRuns(*rows, slab_bytes))
+        return _runs(rows, slab_bytes)
 
     def layers(
         self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int
@@ -273,7 +273,7 @@ class JobPlan:
 
         def layer_of(layer: int) -> CopyRuns:
             rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
-            return merged(CopyRuns(*rows, slab_bytes))
+            return _runs(rows, slab_bytes)
 
         return map(layer_of, range(num_layers))
 
@@ -364,6 +364,11 @@ def _group(layout: worker.KVLayout, index: int, rank: int, direction: Direction)
         per_layer=counts[0] if is_even else 1,
         num_layers=len(tensors) if is_even else 1,
     )
+
+
+def _runs(rows: Column, slab_bytes: int) -> CopyRuns:
+    kv, pool, size = rows
+    return merged(CopyRuns(kv, pool, size, slab_bytes))
 
 
 def merged(runs: CopyRuns) -> CopyRuns:

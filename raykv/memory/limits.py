@@ -41,11 +41,9 @@ def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> Memor
     """
     machine = _machine(root)
     group = root / "sys/fs/cgroup"
-    found = _monitored(group, "memory.max", "memory.current", "")
-    if found is None:
-        found = _monitored(
-            group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        )
+    found = _monitored(group, "memory.max", "memory.current", "") or _monitored(
+        group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    )
     if found is not None and found.total_bytes <= machine.total_bytes:
         used = found.total_bytes - found.free_bytes
         return room.monitor_limit(settings, used, found.total_bytes, "the container's memory")

@@ -20,37 +20,11 @@ from raykv.base.ids import Refusal
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout, not_done
+from raykv.protocol.worker import KVLayout, TensorLayout, not_done
 from raykv.worker import job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
 logger = logging.getLogger("raykv")
-
-
-def export_from_gpu(
-    kv_caches: Any,
-    group_ids: list[int],
-    blocks_per_chunk: int,
-    load: Callable[[], driver.MemoryDriver] = driver.load,
-    canonical: CanonicalPages = NOT_CANONICAL,
-) -> kv.ExportedKV:
-    """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
-
-    `canonical` says where its pages are in chunks that any number of ranks shares.
-
-    Raises:
-        HandleError: it can't be handed over; the text says why, and what to change.
-    """
-    tensors = [entry.tensor for entry in kv_caches.tensors]
-    kinds = {tensor.device.type for tensor in tensors}
-    if kinds != {"cuda"}:
-        raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
-    groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
-    where = [
-        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
-        for tensor in tensors
-    ]
-    return kv.export_kv(load(), where, blocks_per_chunk, group_ids, groups, canonical)
 
 
 def may_sleep(model_config: Any) -> bool:
@@ -59,20 +33,6 @@ def may_sleep(model_config: Any) -> bool:
     return bool(
         model_config.enable_sleep_mode or getattr(model_config, "enable_cumem_allocator", False)
     )
-
-
-def refuse_sleep_mode(sleeps: bool) -> None:
-    """While an engine sleeps its KV cache's memory is given back; then it gets another one.
-
-    Raises:
-        HandleError: the engine can sleep.
-    """
-    if sleeps:
-        raise errors.HandleError(
-            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
-            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
-            "costs)"
-        )
 
 
 def current_stream() -> int:
@@ -176,20 +136,30 @@ def _never(reason: str) -> staging.StagedLink:
 def device_link(
     spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[DeviceLink, KVLayout]:
-    """The NodeActor maps the GPU memory of the KV cache.
+    """The NodeActor maps the GPU memory of vLLM's `CanonicalKVCaches`.
 
     Raises:
-        HandleError: that can't be.
+        HandleError: that can't be; the text says why, and what to change.
     """
-    refuse_sleep_mode(spec.sleeps)
-    try:
-        exported = export_from_gpu(
-            kv_caches,
-            spec.group_ids,
-            spec.blocks_per_chunk,
-            load,
-            spec.canonical_pages(kv_caches),
+    if spec.sleeps:
+        # While an engine sleeps its KV cache's memory is given back; then it gets another one.
+        raise errors.HandleError(
+            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
+            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
+            "costs)"
         )
+    tensors = [entry.tensor for entry in kv_caches.tensors]
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds != {"cuda"}:
+        raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
+    groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
+    where = [
+        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        for tensor in tensors
+    ]
+    pages = spec.canonical_pages(kv_caches)
+    try:
+        exported = kv.export_kv(load(), where, spec.blocks_per_chunk, spec.group_ids, groups, pages)
     except driver.CUDAError as error:
         raise errors.HandleError(f"its GPU memory can't be shared: {error}") from error
     logger.info(

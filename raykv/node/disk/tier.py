@@ -158,7 +158,7 @@ class DiskTier:
         give_up_at = time.monotonic() + deadline_s
         with self._lock:
             self._keep_at = 0
-        while self._keep_at is not None and time.monotonic() < give_up_at:
+        while self._is_keeping and time.monotonic() < give_up_at:
             if self.reads.problem not in ("", reads.OPENING):
                 break
             self._poke()
@@ -166,6 +166,10 @@ class DiskTier:
         with self._lock:
             self._keep_at = None
             return len(self._shelf.unwritten(0, 1 << 62)[0])
+
+    @property
+    def _is_keeping(self) -> bool:
+        return self._keep_at is not None
 
     # The writer's thread
 
@@ -214,7 +218,7 @@ class DiskTier:
         if is_last:
             with self._lock:
                 self._keep_at = None
-        elif not records and self._keep_at is None:
+        elif not records and not self._is_keeping:
             if not self._batches and not self._wake.is_set():
                 with self._lock:
                     # Until something may have changed in the pool.

@@ -351,7 +351,7 @@ def test_copy_of_long_runs_keeps_to_their_bytes(
 @pytest.mark.parametrize("offset", [0, 1, 64, 4095])
 def test_copy_of_a_run_in_pieces_is_whole(kind: str, offset: int) -> None:
     size = 3 * (1 << 20) + 77
-    runs = CopyRuns(*(np.array([number]) for number in (5, offset, size)))
+    runs = CopyRuns(np.array([5]), np.array([offset]), np.array([size]))
     with MEMORIES[kind](1, size + 8192, size + 8192) as memory:
         fill(memory, offset)
         _, pool = after_rows(memory, STORE, runs, 0, 1)

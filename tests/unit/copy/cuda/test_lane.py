@@ -458,7 +458,8 @@ def test_neighbouring_slots_in_two_pinned_pieces_are_copied(
     expected = memory.after(direction, runs)
     assert memory.copy(direction, runs)
     assert memory.now == expected
-    whole = CopyRuns(*(np.array([number]) for number in (0, 0, 4 * PAGE)))
+    start = np.array([0])
+    whole = CopyRuns(start, start, np.array([4 * PAGE]))
     with pytest.raises(CUDAError):
         memory.copy(direction, whole)
 
