@@ -210,16 +210,13 @@ def _prefix(
 def _tokens_on_disk(
     chunks: Sequence[reader.PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
 ) -> int:
-    """How many of the first tokens need a chunk that is on a disk and in no pool. A group with a
-    window looks back from the last of them.
-    """
-    windows = {each.group: each.window for each in groups}
+    """How many of the first tokens need a chunk that is on a disk and in no pool."""
     tokens: set[int] = set()
-    for chunk in chunks:
-        window, size = windows[chunk.group], chunk.end_token - chunk.first_token
-        needed_from = 0 if window is None else cached_tokens - window * size
-        if chunk.disks and not chunk.nodes and chunk.first_token >= needed_from:
-            tokens.update(range(chunk.first_token, min(chunk.end_token, cached_tokens)))
+    for group in groups:
+        of_group = [chunk for chunk in chunks if chunk.group == group.group]
+        for chunk in needed_chunks(group, of_group, cached_tokens):
+            if chunk.disks and not chunk.nodes:
+                tokens.update(range(chunk.first_token, chunk.end_token))
     return len(tokens)
 
 

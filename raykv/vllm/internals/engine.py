@@ -110,17 +110,16 @@ def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
     before = current_alloc_conf()
     if not conf_flag_enabled(before, EXPANDABLE_SEGMENTS):
         return None
-    without = with_conf_flag(before, EXPANDABLE_SEGMENTS, False)
-    return _changed(set_alloc_conf, before, without)
 
+    @contextmanager
+    def ordinary() -> Iterator[None]:
+        set_alloc_conf(with_conf_flag(before, EXPANDABLE_SEGMENTS, False))
+        try:
+            yield
+        finally:
+            set_alloc_conf(before)
 
-@contextmanager
-def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[None]:
-    change(to)
-    try:
-        yield
-    finally:
-        change(before)
+    return ordinary()
 
 
 # Methods that are wrapped in vLLM's processes
@@ -166,17 +165,6 @@ def around(call: Callable[..., Any]) -> Wrapper:
         return wrapped
 
     return wrapper
-
-
-def mark_adapter(request: Any, digest: str) -> None:
-    """Remember with vLLM's `Request` which adapter is in its hashes."""
-    request._raykv_adapter = digest
-
-
-def marked_adapter(request: Any) -> str | None:
-    """What was remembered; None: nothing."""
-    found: str | None = getattr(request, "_raykv_adapter", None)
-    return found
 
 
 def wrap_adapter_hashes(wrapper: Wrapper) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from raykv.protocol.descriptions import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup, Description, pack_tokens
 from raykv.vllm.internals.names import TRACKER, missing_of
 
 
@@ -299,27 +299,22 @@ def scheduler_side(connector: Any) -> Any:
     return getattr(connector, "connector_scheduler", None)
 
 
-class ChunkText(NamedTuple):
-    """What a chunk is made of, by its blocks; `kind` is the KV group's kind of attention."""
-
-    parent: bytes | None
-    hashes: tuple[bytes, ...]
-    token_ids: tuple[int, ...]
-    block_size: int
-    kind: str
-    lora: str | None
-
-
-def described_chunk(tracker: Any, request: Any, group_config: Any, chunk_idx: int) -> ChunkText:
-    """What vLLM's `OffloadingEventsTracker` would say of a chunk in its events."""
+def described_chunk(
+    tracker: Any, request: Any, group_config: Any, chunk_idx: int, **named: Any
+) -> Description:
+    """What vLLM's `OffloadingEventsTracker` would say in its events of a chunk that is `named` so:
+    by namespace, key and model.
+    """
     found = tracker._build_event_metadata(request, group_config, chunk_idx)
-    return ChunkText(
-        found.parent_block_hash,
-        found.block_hashes,
-        found.token_ids,
-        found.block_size,
-        found.kv_cache_spec.kv_cache_spec_kind or "",
-        found.lora_name,
+    parent = found.parent_block_hash
+    return Description(
+        parent=None if parent is None else bytes(parent),
+        inner=b"".join(found.block_hashes[:-1]),
+        tokens=pack_tokens(found.token_ids),
+        block_size=found.block_size,
+        kind=found.kv_cache_spec.kv_cache_spec_kind or "",
+        lora=found.lora_name,
+        **named,
     )
 
 
@@ -422,10 +417,3 @@ def count_by_transfer_type(metrics: Any) -> Any:
     """
     metrics._observe_deprecated_metrics = True
     return metrics
-
-
-def is_registered(connector: str) -> bool:
-    """Whether vLLM knows a connector of this name in this process."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    return connector in getattr(KVConnectorFactory, "_registry", ())

@@ -47,7 +47,6 @@ class _WithoutWorkers:
     """Stands for an engine's executor: answers for workers with a model of shapes."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._cache_config = vllm_config.cache_config
         self._config = vllm_config
         self._num_ranks = vllm_config.parallel_config.world_size
         self.kv_cache_configs: list[Any] = []
@@ -65,7 +64,7 @@ class _WithoutWorkers:
         return [[layout.name for layout in layouts]] * self._num_ranks
 
     def set_kv_cache_layout(self, layout: str, *_more: Any) -> None:
-        self._cache_config.kv_cache_layout = layout
+        self._config.cache_config.kv_cache_layout = layout
 
     def determine_available_memory(self) -> list[int]:
         """Enough for any model: nothing is allocated."""
