@@ -91,7 +91,7 @@ class PoolIndex:
         geometry: PoolGeometry,
         listing: Listing,
         floors: Floors,
-        companions: room.Companions | None = None,
+        companions: room.Companions = lambda *_: (),
         pin_share: float = claims.PIN_SHARE,
     ) -> None:
         self.listing = listing

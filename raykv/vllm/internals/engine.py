@@ -98,26 +98,22 @@ def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
     if sleeps:
         return None
     try:
-        from vllm.device_allocator.alloc_conf import (
-            EXPANDABLE_SEGMENTS,
-            conf_flag_enabled,
-            current_alloc_conf,
-            set_alloc_conf,
-            with_conf_flag,
-        )
+        from vllm.device_allocator import alloc_conf
     except ImportError:
         return None
-    before = current_alloc_conf()
-    if not conf_flag_enabled(before, EXPANDABLE_SEGMENTS):
+    before = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
         return None
 
     @contextmanager
     def ordinary() -> Iterator[None]:
-        set_alloc_conf(with_conf_flag(before, EXPANDABLE_SEGMENTS, False))
+        alloc_conf.set_alloc_conf(
+            alloc_conf.with_conf_flag(before, alloc_conf.EXPANDABLE_SEGMENTS, False)
+        )
         try:
             yield
         finally:
-            set_alloc_conf(before)
+            alloc_conf.set_alloc_conf(before)
 
     return ordinary()
 

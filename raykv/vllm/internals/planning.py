@@ -107,11 +107,9 @@ def _first_of_its_ranks(parallel: Any) -> Iterator[None]:
 
 def planned_tables(spec: Any, vllm_config: Any, kv_cache_config: Any) -> SchedulerTables:
     """Of a scheduler's side that knows its KV groups, and no request."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        SchedulerOffloadConfig,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
-    config = SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+    config = scheduler.SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
     return SchedulerTables(SimpleNamespace(config=config))
 
 
@@ -126,16 +124,14 @@ def offered_chunks(tables: SchedulerTables, prompt: int) -> dict[int, int | None
     }
 
 
-def _offered(scheduler: Any, group_config: Any, prompt: int) -> int:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
+def _offered(owner: Any, group_config: Any, prompt: int) -> int:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
-    config = scheduler.config
+    config = owner.config
     chunks: int = prompt // group_config.tokens_per_chunk
     is_dense = config.retention_interval is None
-    mask = OffloadingConnectorScheduler._reachable_store_block_mask(
-        scheduler,
+    mask = scheduler.OffloadingConnectorScheduler._reachable_store_block_mask(
+        owner,
         group_config=group_config,
         start_chunk_idx=0,
         end_chunk_idx=chunks,
