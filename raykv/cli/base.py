@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -93,8 +94,6 @@ def confirm(sentence: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output; bytes, which keys are, as hexadecimal digits."""
-    import msgspec
-
     typer.echo(msgspec.json.format(_json(value)).decode())
 
 
@@ -104,8 +103,6 @@ def print_json_line(value: Any) -> None:
 
 
 def _json(value: Any) -> bytes:
-    import msgspec
-
     return msgspec.json.encode(_with_hex(msgspec.to_builtins(value, builtin_types=(bytes,))))
 
 
@@ -125,6 +122,17 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         print_json(found)
     else:
         show(found)
+
+
+def answer_if_any(
+    found: T | None, show: Callable[[T], None], nothing: str, *, as_json: bool
+) -> NoReturn:
+    """Print what a command has found, or say that there is `nothing`, which is exit code 1."""
+    if found:
+        answer(found, show, as_json=as_json)
+        raise typer.Exit(ExitCode.OK)
+    done(found, nothing, as_json=as_json)
+    raise typer.Exit(ExitCode.NOT_WELL)
 
 
 def done(facts: Any, sentence: str, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.errors import SettingError
-from raykv.inspect.frames import pandas
+from raykv.inspect.frames import REAL, TEXT, WHOLE, pandas
 from raykv.inspect.hits import prefix_hits, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES
 from raykv.inspect.traces import Trace, prompts_of
@@ -158,26 +159,14 @@ def prefix_tree(trace: Trace) -> pd.DataFrame:
         Columns chunk (its number in the trace), parent (NA: the head of a prompt), depth (0: a
         head), uses and tokens. Parents come before their children.
     """
-    parents: dict[int, int | None] = {}
-    depths: dict[int, int] = {}
-    uses: dict[int, int] = {}
+    first: dict[int, tuple[int, int | None, int]] = {}
+    uses: Counter[int] = Counter()
     for prompt in prompts_of(trace):
-        parent: int | None = None
-        for depth, chunk in enumerate(prompt):
-            parents.setdefault(chunk, parent)
-            depths.setdefault(chunk, depth)
-            uses[chunk] = uses.get(chunk, 0) + 1
-            parent = chunk
-    return pandas().DataFrame(
-        {
-            "chunk": list(parents),
-            "parent": list(parents.values()),
-            "depth": list(depths.values()),
-            "uses": list(uses.values()),
-            "tokens": trace.chunk_tokens,
-        },
-        dtype="Int64",
-    )
+        uses.update(prompt)
+        for depth, (parent, chunk) in enumerate(zip([None, *prompt], prompt, strict=False)):
+            first.setdefault(chunk, (chunk, parent, depth))
+    rows = [(*place, uses[chunk], trace.chunk_tokens) for chunk, place in first.items()]
+    return _table(rows, dict.fromkeys(["chunk", "parent", "depth", "uses", "tokens"], WHOLE))
 
 
 # Events
@@ -202,16 +191,8 @@ def occupancy(events: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.Dat
     for event in _rows(events):
         place = (event["life"], event["seq"], event["time_s"])
         rows += [(*place, node, len(held[node])) for node in _apply(held, event)]
-    return _table(
-        rows,
-        {
-            "life": "Int64",
-            "seq": "Int64",
-            "time_s": "Float64",
-            "node_id": "string",
-            "chunks": "Int64",
-        },
-    )
+    types = {"life": WHOLE, "seq": WHOLE, "time_s": REAL, "node_id": TEXT, "chunks": WHOLE}
+    return _table(rows, types)
 
 
 def _rows(events: pd.DataFrame) -> Iterator[Mapping[str, Any]]:
@@ -271,13 +252,7 @@ def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
             node, (namespace, key) = name
             age_s, age = event["time_s"] - began["time_s"], event["seq"] - began["seq"]
             rows.append((node, namespace, key, age_s, age))
-    types = {
-        "node_id": "string",
-        "namespace": "string",
-        "key": "string",
-        "age_s": "Float64",
-        "age_events": "Int64",
-    }
+    types = {"node_id": TEXT, "namespace": TEXT, "key": TEXT, "age_s": REAL, "age_events": WHOLE}
     found = _table(rows, types).sort_values(["age_s", "age_events"], ignore_index=True)
     found["share"] = (np.arange(len(found)) + 1) / max(1, len(found))
     return found
