@@ -172,7 +172,8 @@ class Ingress:
             await Router()(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body: bytes | bytearray = bytearray()
+        body = bytearray()
+        held: bytes | bytearray = body
         try:
             await self._read(body, Request(scope, receive))
             request = exchange.HttpRequest(
@@ -183,7 +184,8 @@ class Ingress:
                 bytes(body),
             )
             # From here on one copy is held, not two.
-            body = request.body
+            held = request.body
+            del body
 
             async def answer() -> None:
                 response = await self._answer(request)
@@ -195,7 +197,7 @@ class Ingress:
         except HTTPException as error:
             await exchange.refusal(error.status_code, error.detail)(scope, receive, send)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= len(held)
 
     async def _read(self, body: bytearray, request: Request) -> None:
         """Fill `body`, counting it as held.
