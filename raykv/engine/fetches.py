@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from raykv.base import deadlines
-from raykv.engine.remote import FetchOrder, RemoteSettings
+from raykv.base.settings import Settings
+from raykv.engine.remote import FetchOrder
 from raykv.protocol import columns, framing
 from raykv.protocol.copies import CopyResult, Fetch
 
@@ -51,7 +52,7 @@ class Fetches:
 
     def __init__(
         self,
-        settings: RemoteSettings,
+        settings: Settings,
         end: Callable[[list[FetchOrder], CopyResult | None], None],
     ) -> None:
         self._settings = settings
@@ -114,7 +115,7 @@ class Fetches:
             slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
             tenant=orders[0].tenant,
             deadline_s=self._settings.fetch_deadline_s,
-            with_checksums=self._settings.with_checksums,
+            with_checksums=self._settings.fetch_checksums,
         ).reading(order.sources for order in orders)
 
 

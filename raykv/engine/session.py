@@ -125,7 +125,7 @@ class Session:
         self._view = view
         self._first = hello
         self._call = call
-        self._fetches = Fetches(view.remote.settings, self._end_fetch)
+        self._fetches = Fetches(view.settings, self._end_fetch)
         self._num_refused = 0
         self._line = PlaceLine(self, self._fetches, node_id, locate)
         # What the engine's thread is to do between steps, in order.

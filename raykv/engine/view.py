@@ -33,11 +33,12 @@ from itertools import chain, islice
 from raykv.base import ids
 from raykv.base.departures import Departures
 from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, Refusal
-from raykv.engine import accounts, cost, requests
+from raykv.base.settings import Settings
+from raykv.engine import accounts, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
 from raykv.engine.listed import ListedPlace, PlaceChange
-from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
+from raykv.engine.remote import MAX_ASKED, ChunkSize, FetchOrder, RemoteChunks
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
 
@@ -103,23 +104,21 @@ class EngineView:
     """See the module's docstring. Times are of one clock that never goes back.
 
     Args:
-        lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
-        remote: chunks of other nodes.
-        sampler: chooses the requests that store; None: all do.
+        settings: of the engine.
+        sizes: of chunks, by KV group index.
         announcements: of chunks that come and go, for vLLM's subscribers; None: there are none.
     """
 
     def __init__(
         self,
-        lookup_deadline_s: float,
-        *,
-        remote: RemoteChunks | None = None,
-        sampler: requests.StoreSampler | None = None,
+        settings: Settings,
+        sizes: Mapping[int, ChunkSize] | None = None,
         announcements: Announcements | None = None,
     ) -> None:
         self.engine_id, self.life, self.namespace = ids.EngineId(""), 0, Namespace("")
-        self.sampler = sampler or requests.StoreSampler()
-        self.remote = remote or RemoteChunks(RemoteSettings(), cost.FetchCost())
+        self.settings = settings
+        self.sampler = requests.StoreSampler(is_on=settings.stop_unused_stores)
+        self.remote = RemoteChunks(settings, sizes or {})
         self.announcements = announcements
         # Since the engine's start; hits stand apart, since each lookup may be one.
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
@@ -130,7 +129,6 @@ class EngineView:
         self.has_left = False
         # It has come to its namespace while it ran, and no request has begun there.
         self.is_new = False
-        self._lookup_deadline_s = lookup_deadline_s
         self._departures: Departures[MissReason] = Departures()
         self._readers = 0
         self._places: list[_Place] = []
@@ -332,8 +330,8 @@ class EngineView:
         if key in self._ready:
             self.hits += 1
             return Lookup.HIT
-        if (deadline_s := self._wait_s(key)) is not None:
-            if request.may_wait(now, deadline_s):
+        if self._is_being_stored(key):
+            if request.may_wait(now, self.settings.lookup_deadline_s):
                 return Lookup.HIT_PENDING
             self.counters["lookups_timed_out"] += 1
             self.counters["misses"] += 1
@@ -353,16 +351,12 @@ class EngineView:
         """Whether places have chunks that are not known yet, and a request may wait for that."""
         is_behind = not self.is_whole or any(each.has_more for each in self._places)
         may_wait = request.is_known and is_behind
-        return may_wait and request.may_ask(now, self.remote.settings.query_deadline_s)
+        return may_wait and request.may_ask(now, self.settings.query_deadline_s)
 
-    def _wait_s(self, key: Key) -> float | None:
-        """How long a request may wait for a chunk that is being stored; None: it is not."""
-        if key in self._pending:
-            return self._lookup_deadline_s
-        if self.remote.is_fetching(key):
-            # What is coming is this.
-            return None
-        return self.remote.settings.pending_deadline_s if self._is_coming(key) else None
+    def _is_being_stored(self, key: Key) -> bool:
+        """Whether an engine stores a chunk; one that is fetched is coming, too."""
+        is_fetched = self.remote.is_fetching(key)
+        return key in self._pending or (not is_fetched and self._is_coming(key))
 
     def _is_coming(self, key: Key) -> bool:
         """Whether every place that does not have a chunk is getting it from another engine."""

@@ -43,7 +43,7 @@ from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, Key, Lookup, MissReason, TokenSource
 from raykv.engine import layered, requests
 from raykv.engine.announcements import News
-from raykv.engine.hints import HintBox
+from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol import descriptions, engine
@@ -90,27 +90,17 @@ def _refused_load(
 class RayOffloadingManager(OffloadingManager):
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        view: EngineView,
-        hints: HintBox | None = None,
-        labels: Mapping[str, str] | None = None,
-        *,
-        tenants_by_server: bool = False,
-    ) -> None:
-        """`labels` of the settings are for its metrics; `tenants_by_server`: the server says whose
-        a request is.
-        """
+    def __init__(self, view: EngineView) -> None:
         self.view = view
-        self._labels = labels or {}
+        self._labels = view.settings.labels()
         self.session: Session | None = None
-        self.hints = hints or HintBox()
+        self.hints = HintBox(Allowed(view.settings.client_hints))
         self.misses = MissReporter(view)
         # Empty without `layerwise_loads`.
         self.layered = layered.LayeredLoads()
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
-        view.accounts.tenants_by_server = tenants_by_server
+        view.accounts.tenants_by_server = view.settings.tenant_source == "server"
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._logged_sampling = False
@@ -145,7 +135,7 @@ class RayOffloadingManager(OffloadingManager):
         too.
         """
         end = req_context.get_offload_key_position(key)
-        return end is not None and end % self.view.remote.settings.size_of(Key(key)).num_tokens != 0
+        return end is not None and end % self.view.remote.size_of(Key(key)).num_tokens != 0
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:

@@ -83,8 +83,6 @@ class MissReporter:
 
     def __init__(self, view: EngineView) -> None:
         self._view = view
-        # Whether tokens of prompts may be shown to operators.
-        self.shows_tokens = False
         self._partings = Partings()
         self._complained: set[str] = set()
         # Others take its place in engines whose vLLM traces.
@@ -205,7 +203,7 @@ class MissReporter:
                 num_found=(account.own + account.loaded) // chunk_tokens,
             )
         )
-        if parting is None or self.shows_tokens:
+        if parting is None or self._view.settings.why_miss_text:
             return parting
         return msgspec.structs.replace(parting, before=[], own=[], other=[])
 

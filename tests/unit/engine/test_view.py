@@ -244,8 +244,8 @@ def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_com
     asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
     assert view.lookup("r", A, 0.0) is PENDING
     node.says(row(A, Where.COMING, Reason.COMING))
-    settings = view.remote.settings
-    assert settings.pending_deadline_s < settings.fetch_deadline_s
+    settings = view.settings
+    assert settings.lookup_deadline_s < settings.fetch_deadline_s
     assert view.lookup("r", A, settings.fetch_deadline_s - 0.1) is PENDING
     assert view.lookup("r", A, settings.fetch_deadline_s) is MISS
     assert reason(view) is MissReason.FETCH_FAILED
