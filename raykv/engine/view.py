@@ -10,7 +10,7 @@ vLLM's scheduler thread drives it; a lookup is a dict access. What is READY is w
 said, and nothing else; it changes between engine steps only, so that a HIT is still there when the
 load is prepared. Where it is wrong, a load fails and vLLM computes.
 
-Threads: `query`, `take_found`, `question`, `remote.take_questions` and `remote.take_announced` may
+Threads: `query`, `found.take`, `question`, `remote.take_questions` and `remote.take_announced` may
 run on another thread. They only pop from the left of queues.
 
 Invariants:
@@ -135,7 +135,8 @@ class EngineView:
         self._ready: Mapping[Key, Blocks] = {}
         # What this engine is storing.
         self._pending: set[Key] = set()
-        self._found = FoundChunks()
+        # What the places are to be told of.
+        self.found = FoundChunks()
         # When `look` was called last.
         self._looked_at = 0.0
         # Resets so far, and of how many the number of their orders is known; what every place has
@@ -301,7 +302,7 @@ class EngineView:
         if keys:
             request.chunks[ids.group_of(keys[0])] = keys
         request.touch_at = self._looked_at + TOUCH_S
-        self._found.note(request, (key for key in keys if key in self._ready))
+        self.found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         elsewhere = (key for key in absent if not self._find_on_disks(request, key))
         self.remote.ask(request, islice(elsewhere, MAX_ASKED))
@@ -309,7 +310,7 @@ class EngineView:
     def touch(self, request_id: str, now: float) -> None:
         """A request waits to be admitted: its places are to keep what it has found."""
         if not self._off:
-            self._found.note_again(self.requests.get(request_id), self._ready, now)
+            self.found.note_again(self.requests.get(request_id), self._ready, now)
 
     def _find_on_disks(self, request: requests.RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
@@ -360,7 +361,7 @@ class EngineView:
 
     def _is_coming(self, key: Key) -> bool:
         """Whether every place that does not have a chunk is getting it from another engine."""
-        return all(key in each.listed.ready or each.listed.is_coming(key) for each in self._places)
+        return all(key in each.listed.ready or key in each.listed.coming for each in self._places)
 
     def reach(self, request_id: str, keys: Iterable[Key]) -> int:
         """How many chunks of a prefix are known, without a gap: here, on their way, or elsewhere as
@@ -474,18 +475,9 @@ class EngineView:
     def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
         """Chunks that `lookup` called HIT are about to be loaded."""
         request = self.requests.get(request_id)
-        self._found.note(request, (key for key in keys if key not in request.told))
+        self.found.note(request, (key for key in keys if key not in request.told))
         if self.announcements is not None:
             self.announcements.come(key for key in keys if key in self._ready)
-
-    def take_found(self, most: int = columns.MAX_KEYS // 2) -> engine.FoundKeys:
-        """What requests have found since the last call, to be told to the places."""
-        return self._found.take(most)
-
-    @property
-    def has_found(self) -> bool:
-        """Whether something waits for `take_found`."""
-        return len(self._found) > 0
 
     def end_load(
         self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
@@ -528,7 +520,7 @@ class EngineView:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []
         present = dict.fromkeys(filter(self._has, keys))
-        self._found.note(request, present)
+        self.found.note(request, present)
         offered = [key for key in keys if key not in present]
         if request.no_room:
             offered = [key for key in offered if self._may_have_room(request, key)]
@@ -610,7 +602,7 @@ class EngineView:
     def _forget(self, why: MissReason) -> None:
         self._departures.note(chain(self._pending, reversed(list(self._ready))), why)
         self._pending.clear()
-        self._found.clear()
+        self.found.clear()
         if self.announcements is not None:
             self.announcements.lose_all()
         self.remote.forget_all()

@@ -170,7 +170,8 @@ class RayOffloadingManager(OffloadingManager):
         """
         if req_context.req_id in self.layered.held:
             return None
-        if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
+        request_id = req_context.req_id
+        if request_id in self.barred or request_id in self.layered.spoiled:
             return PrepareStoreOutput([], self._named([], req_context), [])
         most = self.view.requests.get(req_context.req_id).options.most_stored
         if most is not None:
@@ -259,7 +260,7 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.view.finish_request(req_context.req_id)
-        self.layered.forget(req_context.req_id)
+        self.layered.spoiled.discard(req_context.req_id)
         self.hints.end(req_context.req_id)
         self._nudge()
 

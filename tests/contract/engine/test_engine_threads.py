@@ -62,7 +62,7 @@ def test_engine_goes_on_after_the_thread_of_its_line_has_failed(place: PlayedPla
             fail()
             return super().query(place)
 
-    view = Faulty(1.0)
+    view = Faulty(Settings(lookup_deadline_s=1.0))
     place.store(key(1))
     session = session_at(place, PlayedScheduler(), view)
     try:

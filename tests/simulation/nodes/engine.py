@@ -178,7 +178,7 @@ class PlayedEngine:
         for group in range(len(self.model.groups)):
             keys = self.model.keys(group, prompt)
             self.view.ask(request.request_id, keys)
-            found = {key for _, key in self.view._found._rows}
+            found = {key for _, key in self.view.found._rows}
             untold = [key for key in keys if key in self.view.loadable and key not in found]
             assert not untold, f"{self} tells nobody that {request} has found {untold}"
         return request

@@ -502,7 +502,7 @@ def test_failed_fetch_is_a_miss_for_those_that_knew_and_a_later_request_asks_ane
 def test_chunk_that_is_being_fetched_is_not_stored_as_well(view: EngineView) -> None:
     order_all(view, "a")
     assert view.prepare_store("r", keys("ab")) == [B]
-    assert [*view.take_found().keys] == [A]
+    assert [*view.found.take().keys] == [A]
 
 
 def test_other_chunks_that_a_request_knows_of_can_be_fetched_after_one_has_failed(
