@@ -58,10 +58,9 @@ INSTEAD = {
 ENV_PREFIX = "RAYKV_"
 
 LOG_LEVEL = "RAYKV_LOG_LEVEL"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+"""The one variable with our prefix that is not a setting of an engine."""
 
-OTHER_VARIABLES = frozenset({LOG_LEVEL})
-"""Variables with our prefix that are not settings of an engine."""
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 _SERVICE_LINK = re.compile(
@@ -357,7 +356,7 @@ def load_settings(
             raise SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}
     for variable, value in environment.items():
-        if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+        if not variable.startswith(ENV_PREFIX) or variable == LOG_LEVEL:
             continue
         if _is_service_link(variable, value):
             continue

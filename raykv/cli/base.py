@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -125,6 +125,17 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         print_json(found)
     else:
         show(found)
+
+
+def answer_if_any(
+    found: T | None, show: Callable[[T], None], nothing: str, *, as_json: bool
+) -> NoReturn:
+    """Print what a command has found, or say that there is `nothing`, which is exit code 1."""
+    if found:
+        answer(found, show, as_json=as_json)
+        raise typer.Exit(ExitCode.OK)
+    done(found, nothing, as_json=as_json)
+    raise typer.Exit(ExitCode.NOT_WELL)
 
 
 def done(facts: Any, sentence: str, *, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +19,9 @@ from raykv.cli.base import (
     ExitCode,
     ago,
     answer,
+    answer_if_any,
     app,
     console,
-    print_json,
     say,
     table_of,
 )
@@ -82,15 +83,13 @@ def ls(  # noqa: PLR0913 - a command's options
                 tier=tier or "",
             )
         )
-    if as_json:
-        print_json(found)
-    elif found:
+
+    def show(found: Sequence[Chunk]) -> None:
         console().print(_chunk_table(found))
         if len(found) == limit:
             say(f"only the first {limit} chunks are listed; raise --limit for more", "dim")
-    else:
-        say("no chunks")
-    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+
+    answer_if_any(found, show, "no chunks", as_json=as_json)
 
 
 def _chunk_table(chunks: Sequence[Chunk]) -> Table:
@@ -136,17 +135,13 @@ def show(
     with raykv.connect(ray_address) as cluster:
         found = cluster.chunk(key)
         spaces = {each.namespace: each for each in cluster.status().spaces} if found else {}
-    if as_json:
-        print_json(found)
-    elif found:
-        _print_chunk(found, spaces.get(found[0].namespace))
-    else:
-        say(f"no node has a chunk whose key begins with {key}")
-    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+    nothing = f"no node has a chunk whose key begins with {key}"
+    answer_if_any(found, partial(_print_chunk, spaces), nothing, as_json=as_json)
 
 
-def _print_chunk(copies: list[Chunk], space: NamespaceStatus | None) -> None:
+def _print_chunk(spaces: Mapping[str, NamespaceStatus], copies: list[Chunk]) -> None:
     first = copies[0]
+    space = spaces.get(first.namespace)
     say(f"key         {first.key.hex()}")
     say(f"block hash  {first.block_hash.hex()}")
     say(f"KV group    {group_text(first.group, {} if space is None else space.traits)}")

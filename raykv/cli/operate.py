@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.parsing import parse_size
-from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, table_of
+from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, say, table_of
 from raykv.cli.chunks import Form, read_prompt
 from raykv.memory.room import human_bytes
 
@@ -264,15 +264,7 @@ def prefetch(
 
     Example: raykv prefetch text:@system-prompt.txt --to 3f9a
     """
-    given = read_keys(keys)
-    with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
-        found = cluster.prefetch(
-            all_keys(cluster, given, namespace),
-            to,
-            namespace=namespace,
-            deadline_s=timeout,
-            watch=watch,
-        )
+    found = _transferred("prefetch", keys, to, namespace, timeout, ray_address)
     report(found, as_json=as_json)
 
 
@@ -292,16 +284,19 @@ def move(
 
     Example: raykv move @session.keys --to 3f9a
     """
-    given = read_keys(keys)
-    with raykv.connect(ray_address) as cluster, counting("move") as watch:
-        found = cluster.move(
-            all_keys(cluster, given, namespace),
-            to,
-            namespace=namespace,
-            deadline_s=timeout,
-            watch=watch,
-        )
+    found = _transferred("move", keys, to, namespace, timeout, ray_address)
     report(found, as_json=as_json)
+
+
+def _transferred(
+    how: str, keys: Sequence[str], to: str, namespace: str, timeout_s: float, address: str | None
+) -> TransferResult:
+    """What became of a `prefetch` or a `move`."""
+    given = read_keys(keys)
+    with raykv.connect(address) as cluster, counting(how) as watch:
+        order = cluster.move if how == "move" else cluster.prefetch
+        wanted = all_keys(cluster, given, namespace)
+        return order(wanted, to, namespace=namespace, deadline_s=timeout_s, watch=watch)
 
 
 @contextmanager
@@ -318,29 +313,37 @@ def counting(what: str) -> Iterator[Callable[[TransferResult], None]]:
         yield watch
 
 
-def report(found: TransferResult, *, as_json: bool) -> None:
-    """What became of a transfer; ends the command, with exit code 1 if not all chunks are there."""
-    facts = {**msgspec.to_builtins(found), "failed": found.failed}
-    done(facts, _sentence(found), as_json=as_json)
+def report(found: TransferResult, *, as_json: bool, which: str = "") -> None:
+    """What became of a transfer; ends the command, with exit code 1 if not all chunks are there.
+
+    `which` says, behind a comma, which chunks came if there was no room for all.
+    """
+    if as_json:
+        print_json({**msgspec.to_builtins(found), "failed": found.failed})
+    else:
+        _print_transfer(found, which)
     raise typer.Exit(found.failed > 0)
 
 
-def _sentence(found: TransferResult) -> str:
+def _print_transfer(found: TransferResult, which: str) -> None:
+    """The sums in a line, then a line for each reason why chunks did not come."""
     speed = f"{human_bytes(found.num_bytes)} in {found.seconds:.1f} s"
     parts = [
         f"{found.came:,} of {found.asked:,} chunks came ({speed})",
         f"{found.there:,} were there already",
+        f"{found.failed:,} did not come",
     ]
-    for count, what in (
-        (found.nowhere, "are stored nowhere"),
-        (found.no_room, "found no room: the pool can give up no more"),
-        (found.dropped, "copies were given up elsewhere"),
-        (found.kept, "copies stay, because they are pinned there"),
-    ):
-        if count:
-            parts.append(f"{count:,} {what}")
-    parts += [f"{count:,} failed ({reason})" for reason, count in sorted(found.refusals.items())]
-    return ", ".join(parts)
+    if found.dropped:
+        parts.append(f"{found.dropped:,} copies were given up elsewhere")
+    if found.kept:
+        parts.append(f"{found.kept:,} copies stay, because they are pinned there")
+    say(", ".join(parts))
+    if found.nowhere:
+        say(f"{found.nowhere:,} are stored nowhere", "red")
+    for reason, count in sorted(found.refusals.items()):
+        say(f"{count:,} failed: {reason}", "red")
+    if found.no_room:
+        say(f"there was no room for {found.no_room:,}: the pool can give up no more{which}", "red")
 
 
 def parse_duration(name: str, value: str) -> float:

@@ -9,7 +9,7 @@ import typer
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
-from raykv.cli.base import Address, AsJson, ExitCode, answer, done, say
+from raykv.cli.base import Address, AsJson, ExitCode, answer, answer_if_any, done, say
 from raykv.cli.base import app as main_app
 from raykv.protocol.events import PublisherStatus
 
@@ -79,11 +79,7 @@ def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
     """
     with raykv.connect(ray_address) as cluster:
         found = cluster.publisher()
-    if found is not None:
-        answer(found, _show, as_json=as_json)
-        return
-    answer(None, lambda _: say(NOT_PUBLISHED), as_json=as_json)
-    raise typer.Exit(ExitCode.NOT_WELL)
+    answer_if_any(found, _show, NOT_PUBLISHED, as_json=as_json)
 
 
 @app.command()

@@ -11,11 +11,10 @@ import raykv
 from raykv.cli.base import (
     Address,
     AsJson,
-    ExitCode,
     ago,
     answer,
+    answer_if_any,
     console,
-    print_json,
     say,
     table_of,
 )
@@ -63,13 +62,8 @@ def list_sessions(
     """
     with raykv.connect(ray_address) as cluster:
         found = cluster.sessions(namespace=namespace)
-    if as_json:
-        print_json(found)
-    elif found:
-        _print_sessions(found)
-    else:
-        say("no sessions: requests name theirs with raykv_session, where client_hints allows it")
-    raise typer.Exit(ExitCode.OK if found else ExitCode.NOT_WELL)
+    nothing = "no sessions: requests name theirs with raykv_session, where client_hints allows it"
+    answer_if_any(found, _print_sessions, nothing, as_json=as_json)
 
 
 def _print_sessions(found: Sequence[SessionStatus]) -> None:

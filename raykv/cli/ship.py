@@ -85,7 +85,7 @@ def import_chunks(
     files_at(path)
     with raykv.connect(ray_address) as cluster, counting("import") as watch:
         found = cluster.import_chunks(path, to, deadline_s=timeout, watch=watch)
-    report(found, as_json=as_json)
+    report(found, as_json=as_json, which=", so only the first chunks of the files came")
 
 
 @app.command()

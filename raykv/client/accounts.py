@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from raykv.base.deadlines import CLIENT_S
 from raykv.base.errors import ClusterError, HiddenStatesError, NotFoundError
+from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
@@ -16,32 +17,39 @@ from raykv.protocol.status import MoreRoom
 STATES_FIND_PAUSE_S = 0.05
 
 
-def why_miss(beginning: str) -> list[Explanation]:
-    """What became of requests whose ids begin so, newest first.
+def why_miss(scheduler: Scheduler, request_id: str) -> list[Explanation]:
+    """Why tokens of a request were not loaded; known about a second after it has ended.
+
+    Args:
+        request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
+
+    Returns:
+        The requests whose ids begin so, the newest first, at most 16 of each node's latest 4,096.
 
     Raises:
-        NotFoundError: no node knows one.
-        ClusterError: no node answers.
+        ClusterError: RayKV does not run here, does not answer, or knows no such request.
     """
-    answers = ask.ask_each(Explanations, lambda _, each: each.ask.remote("why_miss", beginning))
+    scheduler.find()
+    answers = ask.ask_each(Explanations, ask.asking("why_miss", request_id))
     told = answers.values()
     found = sorted((each for some in told for each in some.found), key=lambda each: each.age_s)
     if not found:
         raise NotFoundError(
-            f"no request whose id begins with {beginning!r} is among the latest "
+            f"no request whose id begins with {request_id!r} is among the latest "
             f"{sum(some.num_known for some in told)} that have ended: it may still run, be older "
             "than those or than its NodeActor, or have been answered by an engine without RayKV"
         )
     return found
 
 
-def more_room() -> MoreRoom:
-    """What more room in each pool would have saved, over all nodes.
+def more_room(scheduler: Scheduler) -> MoreRoom:
+    """What more room in each pool would have saved in the last hour, in computed tokens.
 
     Raises:
-        ClusterError: no node answers.
+        ClusterError: RayKV does not run here, or does not answer.
     """
-    told = list(ask.ask_each(MoreRoom, lambda _, actor: actor.ask.remote("more_room")).values())
+    scheduler.find()
+    told = list(ask.ask_each(MoreRoom, ask.asking("more_room")).values())
     if not told:
         raise NotFoundError("no node has a pool: `raykv up` makes them")
     return summed(told)
@@ -68,13 +76,19 @@ class _AccountPlace(NamedTuple):
     number: int = 0
 
 
-def ended_requests(after: str) -> EndedRequests:
-    """The requests that have ended behind a place in all nodes' accounts.
+def requests(scheduler: Scheduler, after: str | int = "") -> EndedRequests:
+    """Requests that have ended, all over the cluster, and what became of their tokens; some of
+    them if there are many.
+
+    Args:
+        after: the place behind the last one that is known, as an earlier answer has it; empty, or
+            0: from the oldest one on that is remembered.
 
     Raises:
-        ClusterError: no node answers, or that is no place.
+        ClusterError: RayKV does not run here, or does not answer, or that is no place.
     """
-    known = _places(after)
+    scheduler.find()
+    known = _places(str(after or ""))
 
     def question(node_id: str, actor: Any) -> Any:
         return actor.ask.remote("requests", known.get(node_id, _AccountPlace()).number)
@@ -87,7 +101,7 @@ def ended_requests(after: str) -> EndedRequests:
     }
     if anew:
         # Another life counts from 1.
-        pages |= ask.ask_each(RequestPage, lambda _, actor: actor.ask.remote("requests", 0), anew)
+        pages |= ask.ask_each(RequestPage, ask.asking("requests", 0), anew)
     following, last = dict(known), dict(known)
     for node_id, page in pages.items():
         end = page.first + len(page.found) - 1 if page.found else page.last

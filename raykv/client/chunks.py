@@ -6,14 +6,13 @@ A node reads them as for another node: by name, with a checksum. Nothing here se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import ray
 import xxhash
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Blocks, Key, Namespace, NodeId, Refusal, Stamp
+from raykv.base.ids import Blocks, Key, Refusal, Stamp
 from raykv.cluster import ask
 from raykv.memory.kv_form import objection
 from raykv.node import peers, read
@@ -30,16 +29,7 @@ MAX_READ_BYTES = 64 << 20
 """Bytes of chunks in one read, unless one alone is larger."""
 
 
-@dataclass(frozen=True)
-class ChunkPlace:
-    """Where a chunk is: what a NodeActor has to be asked for."""
-
-    namespace: Namespace
-    key: Key
-    node_id: NodeId
-
-
-def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> worker.KVForm:
+def kv_form(namespace: str, node_ids: Iterable[str]) -> worker.KVForm:
     """How KV lies in the chunks of a namespace; without groups if none of the nodes knows it.
 
     A node knows it when an engine of the namespace has attached there since its NodeActor began.
@@ -53,29 +43,27 @@ def kv_form(namespace: Namespace, node_ids: Iterable[str]) -> worker.KVForm:
 
 
 def read_chunks(
-    places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int = 1
+    node_id: str, namespace: str, keys: Sequence[Key], slot_bytes: int, num_blocks: int = 1
 ) -> Iterator[peers.Bytes]:
-    """The bytes of each chunk; all are of one node and one namespace, and of so many blocks.
+    """The bytes of each chunk, in a node's pool; all are of so many bytes and so many blocks.
 
     Raises:
         ClusterError: the NodeActor does not answer, or a chunk is not there any more, or in part.
     """
     at_once = max(1, MAX_READ_BYTES // slot_bytes)
-    for first in range(0, len(places), at_once):
-        some = places[first : first + at_once]
-        sizes = dict.fromkeys((place.key for place in some), slot_bytes)
-        came, refused = read_from(some[0].node_id, some[0].namespace, sizes)
-        for place in some:
-            if place.key in refused:
+    for first in range(0, len(keys), at_once):
+        some = keys[first : first + at_once]
+        came, refused = read_from(node_id, namespace, dict.fromkeys(some, slot_bytes))
+        for key in some:
+            if key in refused:
                 raise ClusterError(
-                    f"chunk {place.key.hex()} can't be read on node {place.node_id[:12]}: "
-                    f"{refused[place.key].name.lower()}; it may have been evicted meanwhile, try "
-                    "again"
+                    f"chunk {key.hex()} can't be read on node {node_id[:12]}: "
+                    f"{refused[key].name.lower()}; it may have been evicted meanwhile, try again"
                 )
-            chunk = came[place.key]
+            chunk = came[key]
             if not chunk.blocks.has(Blocks(0, num_blocks)):
                 raise ClusterError(
-                    f"chunk {place.key.hex()} was stored in part: only {chunk.blocks.length} of "
+                    f"chunk {key.hex()} was stored in part: only {chunk.blocks.length} of "
                     f"its blocks, from number {chunk.blocks.first} on, have KV"
                 )
             yield chunk.data

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from inspect import signature
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
@@ -21,21 +22,19 @@ import ray
 
 from raykv.base.deadlines import CLIENT_S, LOOK_S, STATES_READ_S
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.base.settings import load_settings
-from raykv.client import accounts, listing, pools, quotas, scheduler, ship
-from raykv.client.pins import Pinning
-from raykv.client.sessions import ClientSession, SessionDesk
-from raykv.client.transfers import Moving
+from raykv.client import accounts, listing, pools, quotas, scheduler, ship, transfers
+from raykv.client import pins as pinning
+from raykv.client.sessions import ClientSession, found_sessions
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
-from raykv.protocol import descriptions, findings, operator, reader
+from raykv.protocol import descriptions, findings, operator
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Kept
 from raykv.protocol.sessions import SessionStatus
-from raykv.protocol.status import ClusterStatus, MoreRoom
+from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers, replay
 
 # For a person or a program to join the cluster: tenths of a second, or many where all cores of the
@@ -50,20 +49,22 @@ WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""
 
 
-Part = TypeVar("Part")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _of(
-    part: Callable[[Cluster], Part], method: Callable[Concatenate[Part, P], R]
+def _method(
+    function: Callable[Concatenate[scheduler.Scheduler, P], R],
 ) -> Callable[Concatenate[Cluster, P], R]:
-    """A method of a part of the cluster as the cluster's own: its signature, its docstring."""
+    """What is asked of a cluster's scheduler as a method of the cluster, docstring and all."""
 
-    @wraps(method)
-    def call(cluster: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(part(cluster), *args, **kwargs)
+    @wraps(function)
+    def call(self: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(self._scheduler, *args, **kwargs)
 
+    first, *others = signature(function).parameters.values()
+    own = signature(function).replace(parameters=[first.replace(name="self"), *others])
+    call.__signature__ = own  # type: ignore[attr-defined]
     return call
 
 
@@ -74,12 +75,7 @@ class Cluster:
         self.address = address
         self._joined_here = joined_here
         self._scheduler = scheduler.Scheduler(address)
-        self._reader = listing.Reader(self._scheduler)
-        self._pins = Pinning(self._scheduler)
         self.quotas = quotas.Quotas(self._scheduler)
-        self._transfers = Moving(self._scheduler)
-        self._sessions = SessionDesk(self._scheduler, self._transfers)
-        self._shipping = ship.Shipping(self._scheduler, self._reader, self._pins)
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
@@ -188,52 +184,19 @@ class Cluster:
 
     # Chunks
 
-    chunks = _of(lambda self: self._reader, listing.Reader.chunks)
+    chunks = _method(listing.chunks)
 
-    chunk = _of(lambda self: self._reader, listing.Reader.chunk)
+    chunk = _method(listing.chunk)
 
-    lookup = _of(lambda self: self._reader, listing.Reader.lookup)
+    lookup = _method(listing.lookup)
 
-    def why_miss(self, request_id: str) -> list[reader.Explanation]:
-        """Why tokens of a request were not loaded; known about a second after it has ended.
+    why_miss = _method(accounts.why_miss)
 
-        Args:
-            request_id: as in the answer, or the client's `X-Request-Id`, or its beginning.
+    log = _method(scheduler.Scheduler.log)
 
-        Returns:
-            The requests whose ids begin so, the newest first, at most 16 of each node's latest
-            4,096.
+    more_room = _method(accounts.more_room)
 
-        Raises:
-            ClusterError: RayKV does not run here, does not answer, or knows no such request.
-        """
-        self._scheduler.find()
-        return accounts.why_miss(request_id)
-
-    log = _of(lambda self: self._scheduler, scheduler.Scheduler.log)
-
-    def more_room(self) -> MoreRoom:
-        """What more room in each pool would have saved in the last hour, in computed tokens.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer.
-        """
-        self._scheduler.find()
-        return accounts.more_room()
-
-    def requests(self, after: str | int = "") -> reader.EndedRequests:
-        """Requests that have ended, all over the cluster, and what became of their tokens; some of
-        them if there are many.
-
-        Args:
-            after: the place behind the last one that is known, as an earlier answer has it;
-                empty, or 0: from the oldest one on that is remembered.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or that is no place.
-        """
-        self._scheduler.find()
-        return accounts.ended_requests(str(after or ""))
+    requests = _method(accounts.requests)
 
     # Events
 
@@ -333,11 +296,11 @@ class Cluster:
 
     # Pins
 
-    pin = _of(lambda self: self._pins, Pinning.pin)
+    pin = _method(pinning.pin)
 
-    unpin = _of(lambda self: self._pins, Pinning.unpin)
+    unpin = _method(pinning.unpin)
 
-    pins = _of(lambda self: self._pins, Pinning.pins)
+    pins = _method(pinning.pins)
 
     # Sessions
 
@@ -352,7 +315,7 @@ class Cluster:
         Raises:
             SettingError: the name is empty or too long.
         """
-        return ClientSession(name, namespace, self._sessions)
+        return ClientSession(name, namespace, self._scheduler)
 
     def sessions(self, *, namespace: str = "") -> list[SessionStatus]:
         """The sessions that were used last, 256 of them at most, the latest first.
@@ -363,52 +326,21 @@ class Cluster:
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
         """
-        return self._sessions.found(self._sessions.whole(namespace))
+        return found_sessions(self._scheduler, namespace)
 
     # Transfers
 
-    prefetch = _of(lambda self: self._transfers, Moving.prefetch)
+    prefetch = _method(transfers.prefetch)
 
-    move = _of(lambda self: self._transfers, Moving.move)
+    move = _method(transfers.move)
 
-    export_chunks = _of(lambda self: self._shipping, ship.Shipping.export_chunks)
+    export_chunks = _method(ship.export_chunks)
 
-    import_chunks = _of(lambda self: self._shipping, ship.Shipping.import_chunks)
+    import_chunks = _method(ship.import_chunks)
 
     # Pools
 
-    def up(
-        self,
-        *,
-        on: str | None = None,
-        node_ids: Sequence[str] = (),
-        pool_bytes: int | None = None,
-        pool_path: str | None = None,
-        slab_bytes: int | None = None,
-        deadline_s: float = pools.UP_S,
-        watch: pools.Watch = lambda _: None,
-    ) -> list[operator.NodeUp]:
-        """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
-        match and join later get one too. What is there already stays as it is.
-
-        Args:
-            on: "all", a Ray resource like "GPU", or a label like "pool=kv". Default: the nodes
-                with a GPU if there are any, else all.
-            node_ids: these instead, by Ray's ids.
-            pool_bytes: default: the setting, else a quarter of what each node has free.
-            pool_path: a file for the pools; default: the setting.
-            slab_bytes: the largest chunk that a pool can hold. Default: 64 MiB, or an eighth of a
-                pool that is smaller than 512 MiB.
-            deadline_s: for all of it.
-            watch: called several times a second with how far each node is.
-
-        Raises:
-            ClusterError: no node matches, or Ray does not answer.
-            SettingError: a setting is malformed.
-        """
-        settings = load_settings({})
-        wish = pools.wish_of(settings, on, node_ids, pool_bytes, pool_path, slab_bytes)
-        return pools.up(self.address, settings, wish, deadline_s, watch)
+    up = _method(pools.up)
 
     def keep(self, deadline_s: float = pools.KEEP_S) -> list[Kept]:
         """Have all that the pools hold where it outlives the actors: on disks, in pool files.

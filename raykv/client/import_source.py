@@ -44,10 +44,6 @@ class ImportSource:
             for chunk in read_header(path).chunks:
                 self._chunks[chunk.key] = (path, chunk)
 
-    def num_chunks(self) -> int:
-        """Number of chunks in all files."""
-        return len(self._chunks)
-
     def read(self, raw: bytes) -> tuple[bytes, Bytes]:
         """`Read` → `ReadReply` and the bytes, as of a NodeActor."""
         request = framing.receive(raw, copies.Read, "a NodeActor", "the import")
@@ -90,7 +86,7 @@ def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[co
     )
     try:
         try:
-            ray.get(actor.num_chunks.remote(), timeout=IMPORT_START_S)
+            ray.get(actor.__ray_ready__.remote(), timeout=IMPORT_START_S)
         except Exception as error:
             raise ClusterError(f"the files can't be read: {first_line(cause_of(error))}") from error
         yield source

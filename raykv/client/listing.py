@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
 from typing import Any
@@ -17,7 +16,8 @@ from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
 from raykv.client.scheduler import Scheduler
 from raykv.cluster.ask import ask_each
-from raykv.prompts import adapters, lookup
+from raykv.prompts import adapters
+from raykv.prompts import lookup as prompts
 from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol import listing, reader
@@ -36,193 +36,191 @@ MOST_FIRST = reader.MAX_PAGE // 2
 """Chunks that a listing in some order is for: of each page of places so many may be among them."""
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Asks the NodeActors of a cluster what they have, and the directory where it is."""
+def chunks(  # noqa: PLR0913 - what a listing is narrowed by
+    scheduler: Scheduler,
+    *,
+    namespace: str | None = None,
+    node: str | None = None,
+    key: bytes | str = b"",
+    group: int | None = None,
+    order: str = "",
+    limit: int | None = None,
+    tier: str = "",
+) -> Iterator[reader.Chunk]:
+    """The chunks that are held, one for each pool and disk that has it, page by page.
 
-    scheduler: Scheduler
+    A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
+    or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
 
-    def chunks(
-        self,
-        *,
-        namespace: str | None = None,
-        node: str | None = None,
-        key: bytes | str = b"",
-        group: int | None = None,
-        order: str = "",
-        limit: int | None = None,
-        tier: str = "",
-    ) -> Iterator[reader.Chunk]:
-        """The chunks that are held, one for each pool and disk that has it, page by page.
+    Args:
+        namespace: only of this one, which may be the beginning of a name.
+        node: only on this one; the same.
+        key: only those whose key, or its hexadecimal digits, begins so.
+        group: only of this KV group.
+        order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
+            turn, each node's disk after its pool.
+        limit: the first ones only. An order without a limit has all in memory here.
+        tier: only in pools ("ram"), or on disks ("disk").
 
-        A chunk that stays where it is the whole time is listed exactly once; one that comes, goes
-        or moves meanwhile may be listed or not. Nothing is changed or kept in memory for it.
+    Raises:
+        ClusterError: RayKV does not run here or does not answer, or an argument is invalid.
+    """
+    if tier not in ("", *reader.TIERS):
+        raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(reader.TIERS)}")
+    if order not in ("", *reader.ORDERS):
+        raise ClusterError(f"order={order!r}: chunks can be listed by {', '.join(reader.ORDERS)}")
+    if limit is not None and limit < 1:
+        raise ClusterError(f"limit={limit}: a listing has at least one chunk")
+    wanted = key.hex() if isinstance(key, bytes) else key.lower()
+    query = reader.ChunkQuery(
+        PROTOCOL_VERSION,
+        scheduler.full_namespace(namespace) if namespace else "",
+        whole_bytes(wanted),
+        group,
+        tier=tier,
+    )
+    # Half a byte is looked at here only.
+    is_exact = len(wanted) % 2 == 0
+    if order and is_exact and limit is not None and limit <= MOST_FIRST:
+        query = msgspec.structs.replace(query, order=order, limit=limit)
+    elif limit is not None and not (wanted or query.namespace or tier) and group is None:
+        query = msgspec.structs.replace(query, limit=min(limit, reader.MAX_PAGE))
+    of = [scheduler.node(node)] if node else None
+    found = (chunk for chunk in _listed(scheduler, query, of) if chunk.key.hex().startswith(wanted))
+    return _first(found, order, limit)
 
-        Args:
-            namespace: only of this one, which may be the beginning of a name.
-            node: only on this one; the same.
-            key: only those whose key, or its hexadecimal digits, begins so.
-            group: only of this KV group.
-            order: by age, idle, hits or size, what has most of it first; "": pages of all nodes in
-                turn, each node's disk after its pool.
-            limit: the first ones only. An order without a limit has all in memory here.
-            tier: only in pools ("ram"), or on disks ("disk").
 
-        Raises:
-            ClusterError: RayKV does not run here or does not answer, or an argument is invalid.
-        """
-        if tier not in ("", *reader.TIERS):
-            raise ClusterError(f"tier={tier!r}: chunks are in {' or '.join(reader.TIERS)}")
-        if order not in ("", *reader.ORDERS):
-            raise ClusterError(
-                f"order={order!r}: chunks can be listed by {', '.join(reader.ORDERS)}"
-            )
-        if limit is not None and limit < 1:
-            raise ClusterError(f"limit={limit}: a listing has at least one chunk")
-        wanted = key.hex() if isinstance(key, bytes) else key.lower()
-        query = reader.ChunkQuery(
-            PROTOCOL_VERSION,
-            self.scheduler.full_namespace(namespace) if namespace else "",
-            whole_bytes(wanted),
-            group,
-            tier=tier,
+def _listed(
+    scheduler: Scheduler, query: reader.ChunkQuery, of: list[str] | None
+) -> Iterator[reader.Chunk]:
+    """The chunks of nodes that a query is for, a page of each at a time."""
+    models = {space.namespace: space.model for space in scheduler.status().spaces}
+    cursors: dict[str, str] | None = None if of is None else dict.fromkeys(of, "")
+    while cursors is None or cursors:
+        asked = cursors or {}
+
+        def question(node_id: str, actor: Any, asked: Mapping[str, str] = asked) -> Any:
+            page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
+            return actor.ask.remote("chunks", encode(page))
+
+        pages = ask_each(reader.ChunkPage, question, cursors)
+        for node_id, page in sorted(pages.items()):
+            yield from _chunks_of(scheduler, node_id, page, models)
+        if any(page.cursor and page.cursor == asked.get(n) for n, page in pages.items()):
+            raise MessageError("a NodeActor sent a page of a listing again and again")
+        cursors = {node_id: page.cursor for node_id, page in pages.items() if page.cursor}
+        if cursors:
+            time.sleep(LISTING_PAUSE_S)
+
+
+def _chunks_of(
+    scheduler: Scheduler, node_id: str, page: reader.ChunkPage, models: Mapping[str, str]
+) -> Iterator[reader.Chunk]:
+    """The rows of a page; of what is in the pool and on the disk two."""
+    by_space: dict[str, list[bytes]] = {}
+    for row in page.chunks:
+        by_space.setdefault(row.namespace, []).append(row.key)
+    sources = {
+        (space, key): found
+        for space, keys in by_space.items()
+        for key, found in zip(keys, scheduler.sources_of(space, keys), strict=True)
+    }
+    for row in page.chunks:
+        known = sources.get((row.namespace, row.key), ())
+        is_elsewhere = any(source.node_id != node_id for source in known)
+        chunk = reader.Chunk(
+            key=row.key,
+            node_id=node_id,
+            namespace=row.namespace,
+            model=models.get(row.namespace, ""),
+            group=group_of(Key(row.key)),
+            num_bytes=row.num_bytes,
+            age_s=row.age_s,
+            idle_s=row.idle_s,
+            hits=row.hits,
+            is_replicated=is_elsewhere,
+            tenant=row.tenant or OTHERS,
         )
-        # Half a byte is looked at here only.
-        is_exact = len(wanted) % 2 == 0
-        if order and is_exact and limit is not None and limit <= MOST_FIRST:
-            query = msgspec.structs.replace(query, order=order, limit=limit)
-        elif limit is not None and not (wanted or query.namespace or tier) and group is None:
-            query = msgspec.structs.replace(query, limit=min(limit, reader.MAX_PAGE))
-        of = [self.scheduler.node(node)] if node else None
-        found = (chunk for chunk in self._listed(query, of) if chunk.key.hex().startswith(wanted))
-        return _first(found, order, limit)
-
-    def _listed(self, query: reader.ChunkQuery, of: list[str] | None) -> Iterator[reader.Chunk]:
-        """The chunks of nodes that a query is for, a page of each at a time."""
-        models = {space.namespace: space.model for space in self.scheduler.status().spaces}
-        cursors: dict[str, str] | None = None if of is None else dict.fromkeys(of, "")
-        while cursors is None or cursors:
-            asked = cursors or {}
-
-            def question(node_id: str, actor: Any, asked: Mapping[str, str] = asked) -> Any:
-                page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
-                return actor.ask.remote("chunks", encode(page))
-
-            pages = ask_each(reader.ChunkPage, question, cursors)
-            for node_id, page in sorted(pages.items()):
-                yield from self._chunks_of(node_id, page, models)
-            if any(page.cursor and page.cursor == asked.get(n) for n, page in pages.items()):
-                raise MessageError("a NodeActor sent a page of a listing again and again")
-            cursors = {node_id: page.cursor for node_id, page in pages.items() if page.cursor}
-            if cursors:
-                time.sleep(LISTING_PAUSE_S)
-
-    def _chunks_of(
-        self, node_id: str, page: reader.ChunkPage, models: Mapping[str, str]
-    ) -> Iterator[reader.Chunk]:
-        """The rows of a page; of what is in the pool and on the disk two."""
-        by_space: dict[str, list[bytes]] = {}
-        for row in page.chunks:
-            by_space.setdefault(row.namespace, []).append(row.key)
-        sources = {
-            (space, key): found
-            for space, keys in by_space.items()
-            for key, found in zip(keys, self.scheduler.sources_of(space, keys), strict=True)
-        }
-        for row in page.chunks:
-            known = sources.get((row.namespace, row.key), ())
-            is_elsewhere = any(source.node_id != node_id for source in known)
-            chunk = reader.Chunk(
-                key=row.key,
-                node_id=node_id,
-                namespace=row.namespace,
-                model=models.get(row.namespace, ""),
-                group=group_of(Key(row.key)),
-                num_bytes=row.num_bytes,
-                age_s=row.age_s,
-                idle_s=row.idle_s,
-                hits=row.hits,
-                is_replicated=is_elsewhere,
-                tenant=row.tenant or OTHERS,
+        if row.where & listing.Where.RAM:
+            yield chunk
+        if row.where & listing.Where.DISK:
+            is_here = bool(row.where & listing.Where.RAM) or Source(node_id) in known
+            yield msgspec.structs.replace(
+                chunk,
+                age_s=0.0,
+                idle_s=0.0,
+                hits=0,
+                is_replicated=is_elsewhere or is_here,
+                tier=reader.DISK,
+                tenant="",
             )
-            if row.where & listing.Where.RAM:
-                yield chunk
-            if row.where & listing.Where.DISK:
-                is_here = bool(row.where & listing.Where.RAM) or Source(node_id) in known
-                yield msgspec.structs.replace(
-                    chunk,
-                    age_s=0.0,
-                    idle_s=0.0,
-                    hits=0,
-                    is_replicated=is_elsewhere or is_here,
-                    tier=reader.DISK,
-                    tenant="",
+
+
+def chunk(scheduler: Scheduler, key: bytes | str) -> list[reader.Chunk]:
+    """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
+
+    Raises:
+        ClusterError: several keys begin so, or RayKV does not run here or does not answer.
+    """
+    wanted = key.hex() if isinstance(key, bytes) else key.lower()
+    found: list[reader.Chunk] = []
+    whole = whole_bytes(wanted)
+    if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
+        known = scheduler.status()
+        for space in sorted({*known.namespaces, *known.disk_chunks}):
+            for source in sorted(scheduler.sources_of(space, [whole])[0]):
+                tier = reader.DISK if source.is_disk else reader.RAM
+                found += chunks(
+                    scheduler, namespace=space, node=source.node_id, key=whole, tier=tier
                 )
-
-    def chunk(self, key: bytes | str) -> list[reader.Chunk]:
-        """The copies of the chunk whose key, or its hexadecimal digits, begins so; may be none.
-
-        Raises:
-            ClusterError: several keys begin so, or RayKV does not run here or does not answer.
-        """
-        wanted = key.hex() if isinstance(key, bytes) else key.lower()
-        found: list[reader.Chunk] = []
-        whole = whole_bytes(wanted)
-        if len(whole) >= LONG_KEY and len(wanted) == 2 * len(whole):
-            known = self.scheduler.status()
-            for space in sorted({*known.namespaces, *known.disk_chunks}):
-                for source in sorted(self.scheduler.sources_of(space, [whole])[0]):
-                    tier = reader.DISK if source.is_disk else reader.RAM
-                    found += self.chunks(namespace=space, node=source.node_id, key=whole, tier=tier)
-        found = found or list(self.chunks(key=wanted))
-        keys = sorted({chunk.key.hex() for chunk in found})
-        if len(keys) > 1:
-            raise ClusterError(
-                f"{len(keys)} chunks have keys that begin with {wanted!r}: give more digits, as in "
-                f"{', '.join(keys[:3])}"
-            )
-        return sorted(
-            found, key=lambda each: (each.namespace, each.node_id, each.tier != reader.RAM)
+    found = found or list(chunks(scheduler, key=wanted))
+    keys = sorted({chunk.key.hex() for chunk in found})
+    if len(keys) > 1:
+        raise ClusterError(
+            f"{len(keys)} chunks have keys that begin with {wanted!r}: give more digits, as in "
+            f"{', '.join(keys[:3])}"
         )
+    return sorted(found, key=lambda each: (each.namespace, each.node_id, each.tier != reader.RAM))
 
-    def lookup(
-        self,
-        tokens: Sequence[int] | None = None,
-        *,
-        text: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        model: str | None = None,
-        namespace: str | None = None,
-        traits: PromptTraits = PLAIN,
-    ) -> reader.PromptLookup:
-        """Where the chunks of a prompt are, and how much of it each node could load.
 
-        Args:
-            tokens: the prompt; or
-            text: that, as `/v1/completions` takes it; or
-            messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
-                the tokenizer of `model`, by default that of the namespace's engines.
-            model: as its engines call it, or the last part of that.
-            namespace: or the beginning of one. Needed only if a model has several.
-            traits: what separates the prompt from others with the same tokens: salt, adapter.
+def lookup(
+    scheduler: Scheduler,
+    tokens: Sequence[int] | None = None,
+    *,
+    text: str | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    model: str | None = None,
+    namespace: str | None = None,
+    traits: PromptTraits = PLAIN,
+) -> reader.PromptLookup:
+    """Where the chunks of a prompt are, and how much of it each node could load.
 
-        Raises:
-            ClusterError: RayKV does not run here or does not answer; there is not exactly one such
-                namespace; or none of its engines is known.
-            SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
-        """
-        if sum(given is not None for given in (tokens, text, messages)) != 1:
-            raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
-        space = lookup.choose_namespace(self.scheduler.status().spaces, model, namespace)
-        seed = os.environ.get("PYTHONHASHSEED")
-        scheme = lookup.scheme_of(space, [] if seed is None else [seed])
-        if text is not None:
-            tokens = tokens_of_text(space.model, text)
-        elif messages is not None:
-            tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
-        assert tokens is not None
-        ask = partial(self.scheduler.sources_of, space.namespace)
-        return lookup.look_up(space, scheme, tokens, adapters.named(traits), ask)
+    Args:
+        tokens: the prompt; or
+        text: that, as `/v1/completions` takes it; or
+        messages: those of a chat, as `/v1/chat/completions` takes them. Text and messages need
+            the tokenizer of `model`, by default that of the namespace's engines.
+        model: as its engines call it, or the last part of that.
+        namespace: or the beginning of one. Needed only if a model has several.
+        traits: what separates the prompt from others with the same tokens: salt, adapter.
+
+    Raises:
+        ClusterError: RayKV does not run here or does not answer; there is not exactly one such
+            namespace; or none of its engines is known.
+        SettingError: the engines' hashes can't be made here, or there is no such tokenizer.
+    """
+    if sum(given is not None for given in (tokens, text, messages)) != 1:
+        raise ClusterError("a lookup is for tokens, for a text, or for messages: give one")
+    space = prompts.choose_namespace(scheduler.status().spaces, model, namespace)
+    seed = os.environ.get("PYTHONHASHSEED")
+    scheme = prompts.scheme_of(space, [] if seed is None else [seed])
+    if text is not None:
+        tokens = tokens_of_text(space.model, text)
+    elif messages is not None:
+        tokens = tokens_of_chat(space.model, [dict(each) for each in messages])
+    assert tokens is not None
+    ask = partial(scheduler.sources_of, space.namespace)
+    return prompts.look_up(space, scheme, tokens, adapters.named(traits), ask)
 
 
 def whole_bytes(digits: str) -> bytes:

@@ -6,8 +6,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from raykv.base.deadlines import LOOK_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
@@ -27,180 +25,173 @@ PIN_S = 3600.0
 """How long a pin lasts if nobody says it."""
 
 
-@dataclass(frozen=True)
-class Pinning:
-    """Pins of a cluster: ordered, ended, listed."""
+def pin(
+    scheduler: Scheduler,
+    keys: Sequence[bytes | str],
+    *,
+    namespace: str = "",
+    ttl_s: float = PIN_S,
+    priority: int | None = None,
+    pin_id: str | None = None,
+) -> operator.PinStatus:
+    """Keep chunks in the cache, wherever they are and come to; those too that are not stored
+    yet. All of them or, with an error, none.
 
-    scheduler: Scheduler
+    Args:
+        keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
+            of a prompt are `cluster.lookup(text=…).keys`.
+        namespace: as `status` shows it, or the beginning of it; may be left out if there is
+            one only.
+        ttl_s: for so many seconds, at most 30 days.
+        priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
+            without a priority, or with a lower one, is left.
+        pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
 
-    def pin(
-        self,
-        keys: Sequence[bytes | str],
-        *,
-        namespace: str = "",
-        ttl_s: float = PIN_S,
-        priority: int | None = None,
-        pin_id: str | None = None,
-    ) -> operator.PinStatus:
-        """Keep chunks in the cache, wherever they are and come to; those too that are not stored
-        yet. All of them or, with an error, none.
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
+        SettingError: an argument is not allowed.
+    """
+    check_pin(ttl_s, priority)
+    order = operator.PinOrder(
+        version=PROTOCOL_VERSION,
+        order_id=uuid.uuid4().hex,
+        pin_id=pin_id or uuid.uuid4().hex[:8],
+        namespace=scheduler.full_namespace(namespace),
+        keys=columns.Keys.of(ordered(keys)),
+        ttl_s=ttl_s,
+        priority=priority,
+    )
+    if priority is None:
+        _check_room(scheduler, order)
+    scheduler.order(order, refused="nothing was pinned")
+    return _made(scheduler, order)
 
-        Args:
-            keys: offload keys of the chunks, as bytes or hex, the prefix's first ones first. Those
-                of a prompt are `cluster.lookup(text=…).keys`.
-            namespace: as `status` shows it, or the beginning of it; may be left out if there is
-                one only.
-            ttl_s: for so many seconds, at most 30 days.
-            priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
-                without a priority, or with a lower one, is left.
-            pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer; pins may not take so much.
-            SettingError: an argument is not allowed.
-        """
-        check_pin(ttl_s, priority)
-        order = operator.PinOrder(
-            version=PROTOCOL_VERSION,
-            order_id=uuid.uuid4().hex,
-            pin_id=pin_id or uuid.uuid4().hex[:8],
-            namespace=self.scheduler.full_namespace(namespace),
-            keys=columns.Keys.of(ordered(keys)),
-            ttl_s=ttl_s,
-            priority=priority,
-        )
-        if priority is None:
-            self._check_room(order)
-        self.scheduler.order(order, refused="nothing was pinned")
-        return self._made(order)
-
-    def _made(self, order: operator.PinOrder) -> operator.PinStatus:
-        """A pin as soon as all nodes have its keys, or what is known then."""
-        give_up_at = time.monotonic() + PIN_HEARD_S
-        asked: Collection[str] | None = None
-        while True:
-            nodes, silent = ask.ask_nodes(operator.PinsHere, _question, asked, PIN_HEARD_S)
-            warn_of(silent)
-            asked = nodes.keys()
-            is_done = all(order.pin_id in node.held for node in nodes.values())
-            # What the others said before a silent node was given up may be old.
-            if not silent and (is_done or time.monotonic() > give_up_at):
-                num_keys = len(order.keys)
-                pin = operator.OrderedPin(
-                    order.namespace, b"", num_keys, order.ttl_s, order.priority
-                )
-                return _status(order.pin_id, pin, nodes.values())
-            time.sleep(LOOK_S)
-
-    def _check_room(self, order: operator.PinOrder) -> None:
-        """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
-        node answers.
-
-        Raises:
-            ClusterError: it names the node.
-        """
-        space = next(
-            (s for s in self.scheduler.status().spaces if s.namespace == order.namespace), None
-        )
-        if space is None or not space.chunks or not space.num_bytes:
-            return
-        chunk_bytes = space.num_bytes // space.chunks
-        pinned = self._pinned(order)
-        needed: Counter[str] = Counter()
-        found = self.scheduler.sources_of(order.namespace, list(order.keys))
-        for key, sources in zip(order.keys, found, strict=True):
-            if key not in pinned:
-                needed.update(source.node_id for source in sources if not source.is_disk)
-        nodes, silent = ask.ask_nodes(operator.PinsHere, _question, needed, PIN_HEARD_S)
+def _made(scheduler: Scheduler, order: operator.PinOrder) -> operator.PinStatus:
+    """A pin as soon as all nodes have its keys, or what is known then."""
+    give_up_at = time.monotonic() + PIN_HEARD_S
+    asked: Collection[str] | None = None
+    while True:
+        nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), asked, PIN_HEARD_S)
         warn_of(silent)
-        for node_id, node in nodes.items():
-            earlier = node.held.get(order.pin_id, operator.PinHere())
-            kept = node.node.kept_bytes - earlier.num_bytes
-            wanted = needed[node_id] * chunk_bytes
-            if kept + wanted > node.node.quota_bytes:
-                raise ClusterError(
-                    f"nothing was pinned: that takes {human_bytes(wanted)} more of node "
-                    f"{node_id[:12]}, where pins take {human_bytes(kept)} of the "
-                    f"{human_bytes(node.node.quota_bytes)} that they may (pin_share): pin fewer "
-                    "chunks, unpin something, or set a larger pin_share"
-                )
+        asked = nodes.keys()
+        is_done = all(order.pin_id in node.held for node in nodes.values())
+        # What the others said before a silent node was given up may be old.
+        if not silent and (is_done or time.monotonic() > give_up_at):
+            num_keys = len(order.keys)
+            pin = operator.OrderedPin(order.namespace, b"", num_keys, order.ttl_s, order.priority)
+            return _status(order.pin_id, pin, nodes.values())
+        time.sleep(LOOK_S)
 
-    def _pinned(self, order: operator.PinOrder) -> set[bytes]:
-        """Chunks that other pins keep already."""
-        return {
-            key
-            for pin_id, pin in self._told().items()
-            if (pin.namespace, pin.priority) == (order.namespace, None)
-            if pin_id != order.pin_id
-            for key in self._keys_of(pin)
-        }
 
-    def unpin(self, pin_id: str) -> None:
-        """End a pin; its chunks are evicted in their turn again.
+def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
+    """Refuse a pin for which a node's pins have no room, as far as its chunks are there and the
+    node answers.
 
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-        """
-        known = sorted(self._told())
-        if pin_id not in known:
-            raise NotFoundError(
-                f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}"
+    Raises:
+        ClusterError: it names the node.
+    """
+    space = next((s for s in scheduler.status().spaces if s.namespace == order.namespace), None)
+    if space is None or not space.chunks or not space.num_bytes:
+        return
+    chunk_bytes = space.num_bytes // space.chunks
+    pinned = _pinned(scheduler, order)
+    needed: Counter[str] = Counter()
+    found = scheduler.sources_of(order.namespace, list(order.keys))
+    for key, sources in zip(order.keys, found, strict=True):
+        if key not in pinned:
+            needed.update(source.node_id for source in sources if not source.is_disk)
+    nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), needed, PIN_HEARD_S)
+    warn_of(silent)
+    for node_id, node in nodes.items():
+        earlier = node.held.get(order.pin_id, operator.PinHere())
+        kept = node.node.kept_bytes - earlier.num_bytes
+        wanted = needed[node_id] * chunk_bytes
+        if kept + wanted > node.node.quota_bytes:
+            raise ClusterError(
+                f"nothing was pinned: that takes {human_bytes(wanted)} more of node "
+                f"{node_id[:12]}, where pins take {human_bytes(kept)} of the "
+                f"{human_bytes(node.node.quota_bytes)} that they may (pin_share): pin fewer "
+                "chunks, unpin something, or set a larger pin_share"
             )
-        self.scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
-
-    def pins(self) -> operator.Pinned:
-        """All pins, and what they take of each node.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer.
-        """
-        told = self._told()
-        nodes = list(ask_each(operator.PinsHere, _question).values())
-        return operator.Pinned(
-            PROTOCOL_VERSION,
-            [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
-            [node.node for node in nodes],
-            client_chunks=sum(node.client_chunks for node in nodes),
-            hints_refused=sum(node.hints_refused for node in nodes),
-        )
-
-    def chunks_of(self, pin_id: str) -> tuple[str, list[bytes]]:
-        """The namespace and the keys of a pin.
-
-        Raises:
-            NotFoundError: there is no such pin.
-            ClusterError: its keys are not known, or RayKV does not run here or does not answer.
-        """
-        pin = self._told().get(pin_id)
-        if pin is None:
-            raise NotFoundError(f"there is no pin {pin_id!r}")
-        if not (keys := self._keys_of(pin)):
-            raise ClusterError(f"the keys of the pin {pin_id!r} are not known: pin them again")
-        return pin.namespace, keys
-
-    def pinned_on(self, node_id: str, namespace: str) -> set[bytes]:
-        """Chunks of a namespace that pins without a priority keep on a node."""
-        nodes = ask_each(operator.PinsHere, _question, [node_id]).values()
-        return {
-            keys[at]
-            for pin_id, pin in self._told().items()
-            if (pin.namespace, pin.priority) == (namespace, None)
-            for node in nodes
-            if pin_id in node.held and (keys := self._keys_of(pin))
-            for at in node.held[pin_id].kept
-        }
-
-    def _told(self) -> dict[str, operator.OrderedPin]:
-        raw = self.scheduler.ask("orders")
-        return receive(raw, operator.OrdersDocument, SCHEDULER, HERE).pins if raw else {}
-
-    def _keys_of(self, pin: operator.OrderedPin) -> list[bytes]:
-        raw = self.scheduler.ask("pin_keys", pin.digest)
-        return [key for _, key in receive(raw, columns.NamedKeys, SCHEDULER, HERE)] if raw else []
 
 
-def _question(_: str, actor: Any) -> Any:
-    return actor.ask.remote("pins")
+def _pinned(scheduler: Scheduler, order: operator.PinOrder) -> set[bytes]:
+    """Chunks that other pins keep already."""
+    return {
+        key
+        for pin_id, pin in _told(scheduler).items()
+        if (pin.namespace, pin.priority) == (order.namespace, None)
+        if pin_id != order.pin_id
+        for key in _keys_of(scheduler, pin)
+    }
+
+
+def unpin(scheduler: Scheduler, pin_id: str) -> None:
+    """End a pin; its chunks are evicted in their turn again.
+
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+    """
+    known = sorted(_told(scheduler))
+    if pin_id not in known:
+        raise NotFoundError(f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}")
+    scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
+
+
+def pins(scheduler: Scheduler) -> operator.Pinned:
+    """All pins, and what they take of each node.
+
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer.
+    """
+    told = _told(scheduler)
+    nodes = list(ask_each(operator.PinsHere, ask.asking("pins")).values())
+    return operator.Pinned(
+        PROTOCOL_VERSION,
+        [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
+        [node.node for node in nodes],
+        client_chunks=sum(node.client_chunks for node in nodes),
+        hints_refused=sum(node.hints_refused for node in nodes),
+    )
+
+
+def chunks_of(scheduler: Scheduler, pin_id: str) -> tuple[str, list[bytes]]:
+    """The namespace and the keys of a pin.
+
+    Raises:
+        NotFoundError: there is no such pin.
+        ClusterError: its keys are not known, or RayKV does not run here or does not answer.
+    """
+    pin = _told(scheduler).get(pin_id)
+    if pin is None:
+        raise NotFoundError(f"there is no pin {pin_id!r}")
+    if not (keys := _keys_of(scheduler, pin)):
+        raise ClusterError(f"the keys of the pin {pin_id!r} are not known: pin them again")
+    return pin.namespace, keys
+
+
+def pinned_on(scheduler: Scheduler, node_id: str, namespace: str) -> set[bytes]:
+    """Chunks of a namespace that pins without a priority keep on a node."""
+    nodes = ask_each(operator.PinsHere, ask.asking("pins"), [node_id]).values()
+    return {
+        keys[at]
+        for pin_id, pin in _told(scheduler).items()
+        if (pin.namespace, pin.priority) == (namespace, None)
+        for node in nodes
+        if pin_id in node.held and (keys := _keys_of(scheduler, pin))
+        for at in node.held[pin_id].kept
+    }
+
+
+def _told(scheduler: Scheduler) -> dict[str, operator.OrderedPin]:
+    raw = scheduler.ask("orders")
+    return receive(raw, operator.OrdersDocument, SCHEDULER, HERE).pins if raw else {}
+
+
+def _keys_of(scheduler: Scheduler, pin: operator.OrderedPin) -> list[bytes]:
+    raw = scheduler.ask("pin_keys", pin.digest)
+    return [key for _, key in receive(raw, columns.NamedKeys, SCHEDULER, HERE)] if raw else []
 
 
 def _status(

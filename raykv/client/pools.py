@@ -11,7 +11,8 @@ import msgspec
 import ray
 
 from raykv.base import deadlines, errors
-from raykv.base.settings import Settings
+from raykv.base.settings import load_settings
+from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask, bequest, join, names
 from raykv.directory.actor import scheduler_actor
 from raykv.memory.room import human_bytes
@@ -52,16 +53,37 @@ def live_nodes() -> list[RayNode]:
     return [facts_of(node) for node in ask.ask_ray(ray.nodes) if node["Alive"]]
 
 
-def wish_of(
-    settings: Settings,
-    on: str | None,
-    node_ids: Sequence[str],
-    pool_bytes: int | None,
-    pool_path: str | None,
-    slab_bytes: int | None,
-) -> PoolWish:
-    """What `Cluster.up` is asked for; the settings say the rest."""
-    return PoolWish(
+def up(  # noqa: PLR0913 - what pools may be asked for
+    scheduler: Scheduler,
+    *,
+    on: str | None = None,
+    node_ids: Sequence[str] = (),
+    pool_bytes: int | None = None,
+    pool_path: str | None = None,
+    slab_bytes: int | None = None,
+    deadline_s: float = UP_S,
+    watch: Watch = lambda _: None,
+) -> list[NodeUp]:
+    """Have a pool on every node that matches, prefaulted, before an engine starts; nodes that
+    match and join later get one too. What is there already stays as it is.
+
+    Args:
+        on: "all", a Ray resource like "GPU", or a label like "pool=kv". Default: the nodes with a
+            GPU if there are any, else all.
+        node_ids: these instead, by Ray's ids.
+        pool_bytes: default: the setting, else a quarter of what each node has free.
+        pool_path: a file for the pools; default: the setting.
+        slab_bytes: the largest chunk that a pool can hold. Default: 64 MiB, or an eighth of a pool
+            that is smaller than 512 MiB.
+        deadline_s: for all of it.
+        watch: called several times a second with how far each node is.
+
+    Raises:
+        ClusterError: no node matches, or Ray does not answer.
+        SettingError: a setting is malformed.
+    """
+    settings = load_settings({})
+    wish = PoolWish(
         version=PROTOCOL_VERSION,
         on=on or usual_nodes(live_nodes()),
         node_ids=[ask.ask_ray(join.resolve_node_id, node_id) for node_id in node_ids],
@@ -73,17 +95,12 @@ def wish_of(
         transport=settings.transport,
         pin_share=settings.pin_share,
     )
-
-
-def up(
-    address: str, settings: Settings, wish: PoolWish, deadline_s: float, watch: Watch
-) -> list[NodeUp]:
     give_up_at = time.monotonic() + deadline_s
-    scheduler = scheduler_actor(address, settings.metrics_place)
-    found = bring_up(address, wish, deadline_s, watch)
+    actor = scheduler_actor(scheduler.address, settings.metrics_place)
+    found = bring_up(scheduler.address, wish, deadline_s, watch)
     left_s = max(deadlines.CLIENT_S, give_up_at - time.monotonic())
     try:
-        ask.answer(scheduler, "wish", encode(wish), timeout_s=left_s)
+        ask.answer(actor, "wish", encode(wish), timeout_s=left_s)
     except errors.ClusterError as error:
         raise errors.ClusterError(f"{error}; nodes that join later get no pool") from error
     return found

@@ -6,14 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from raykv.base.deadlines import CLIENT_S, LOOK_S, TRANSFER_S
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.scheduler import Scheduler
-from raykv.client.transfers import Moving, Watch
+from raykv.client.transfers import Watch, bring
 from raykv.cluster import ask
 from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
@@ -31,66 +30,57 @@ from raykv.protocol.sessions import (
 )
 
 
-@dataclass(frozen=True)
-class SessionDesk:
-    """Asks the NodeActors of a cluster about sessions, and the directory where chunks are."""
+def found_sessions(
+    scheduler: Scheduler, namespace: str, session: str = "", of: Collection[str] | None = None
+) -> list[SessionStatus]:
+    """What all nodes know of sessions, or these, the one that was used last first; of each what
+    the node says that has used it last, and the requests of all. `namespace`: its beginning;
+    empty: any.
+    """
+    scheduler.find()
+    space = scheduler.full_namespace(namespace) if namespace else ""
+    pages = ask.ask_each(SessionPage, _question(space, session, 0), of)
+    by_name: dict[tuple[str, str], list[SessionStatus]] = {}
+    for page in pages.values():
+        for each in page.sessions:
+            by_name.setdefault((each.namespace, each.session), []).append(each)
+    merged = []
+    for same in by_name.values():
+        latest = min(same, key=lambda each: each.idle_s)
+        requests = sum(each.requests for each in same)
+        merged.append(msgspec.structs.replace(latest, requests=requests))
+    return sorted(merged, key=lambda each: each.idle_s)[:MAX_SESSIONS_LISTED]
 
-    scheduler: Scheduler
-    transfers: Moving
 
-    def found(
-        self, namespace: str, session: str = "", of: Collection[str] | None = None
-    ) -> list[SessionStatus]:
-        """What all nodes know of sessions, or these, the one that was used last first; of each what
-        the node says that has used it last, and the requests of all.
-        """
-        self.scheduler.find()
-        pages = ask.ask_each(SessionPage, _question(namespace, session, 0), of)
-        by_name: dict[tuple[str, str], list[SessionStatus]] = {}
-        for page in pages.values():
-            for each in page.sessions:
-                by_name.setdefault((each.namespace, each.session), []).append(each)
-        merged = []
-        for same in by_name.values():
-            latest = min(same, key=lambda each: each.idle_s)
-            requests = sum(each.requests for each in same)
-            merged.append(msgspec.structs.replace(latest, requests=requests))
-        return sorted(merged, key=lambda each: each.idle_s)[:MAX_SESSIONS_LISTED]
+def _keys_of(known: SessionStatus) -> list[bytes]:
+    """The keys of a session, in the order in which prompts have them, by the node that has used it
+    last.
 
-    def keys(self, known: SessionStatus) -> list[bytes]:
-        """Those of a session, in the order in which prompts have them, by the node that has used it
-        last.
+    Raises:
+        ClusterError: that node does not answer.
+    """
+    keys: list[bytes] = []
+    while True:
+        question = _question(known.namespace, known.session, len(keys))
+        pages, silent = ask.ask_nodes(SessionPage, question, {known.node_id})
+        if silent:
+            raise ClusterError(
+                f"node {known.node_id[:12]}, which has used the session last, does not answer: "
+                f"{silent[known.node_id]}"
+            )
+        page = pages[known.node_id]
+        if not page.keys:
+            return keys
+        keys += page.keys
 
-        Raises:
-            ClusterError: that node does not answer.
-        """
-        keys: list[bytes] = []
-        while True:
-            question = _question(known.namespace, known.session, len(keys))
-            pages, silent = ask.ask_nodes(SessionPage, question, {known.node_id})
-            if silent:
-                raise ClusterError(
-                    f"node {known.node_id[:12]}, which has used the session last, does not answer: "
-                    f"{silent[known.node_id]}"
-                )
-            page = pages[known.node_id]
-            if not page.keys:
-                return keys
-            keys += page.keys
 
-    def placed(self, known: SessionStatus) -> SessionStatus:
-        """A session, with where its chunks are."""
-        places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        for sources in self.scheduler.sources_of(known.namespace, self.keys(known)):
-            for source in sources:
-                places[source.is_disk][source.node_id] += 1
-        return msgspec.structs.replace(
-            known, in_pools=dict(places[False]), on_disks=dict(places[True])
-        )
-
-    def whole(self, namespace: str) -> str:
-        """The namespace that begins so; empty: any."""
-        return self.scheduler.full_namespace(namespace) if namespace else ""
+def _placed(scheduler: Scheduler, known: SessionStatus) -> SessionStatus:
+    """A session, with where its chunks are."""
+    places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    for sources in scheduler.sources_of(known.namespace, _keys_of(known)):
+        for source in sources:
+            places[source.is_disk][source.node_id] += 1
+    return msgspec.structs.replace(known, in_pools=dict(places[False]), on_disks=dict(places[True]))
 
 
 @dataclass(frozen=True)
@@ -103,14 +93,14 @@ class ClientSession:
 
     name: str
     namespace: str
-    _desk: SessionDesk
+    _scheduler: Scheduler
 
     def __post_init__(self) -> None:
         check_session(self.name)
 
     def status(self) -> SessionStatus:
         """What is known of it, and where its chunks are now."""
-        return self._desk.placed(self._known())
+        return _placed(self._scheduler, self._known())
 
     def over(self) -> SessionStatus:
         """It is over: chunks that no other session has used are the next to be evicted, on every
@@ -135,7 +125,7 @@ class ClientSession:
 
     def keys(self) -> list[bytes]:
         """The offload keys of its chunks, in the order in which prompts have them."""
-        return self._desk.keys(self._known())
+        return _keys_of(self._known())
 
     def prefetch(
         self,
@@ -155,12 +145,12 @@ class ClientSession:
         """
         known = self._known()
         node_id = self._node(to or known.node_id)
-        keys = self._desk.keys(known)
+        keys = _keys_of(known)
         give_up_at = time.monotonic() + deadline_s
-        return self._desk.transfers.bring(keys, node_id, known.namespace, give_up_at, watch).result
+        return bring(self._scheduler, keys, node_id, known.namespace, give_up_at, watch).result
 
     def _known(self, of: Collection[str] | None = None) -> SessionStatus:
-        found = self._desk.found(self._desk.whole(self.namespace), self.name, of)
+        found = found_sessions(self._scheduler, self.namespace, self.name, of)
         if len(found) == 1:
             return found[0]
         if found:
@@ -177,7 +167,7 @@ class ClientSession:
         """
         asked = self._known()
         order = SessionOrder(PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority)
-        answer = self._desk.scheduler.ask_for(SessionAnswer, "order_session", encode(order))
+        answer = self._scheduler.ask_for(SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
         stage = SessionStage.PAUSED if word is SessionWord.PAUSED else SessionStage.OVER
@@ -189,24 +179,20 @@ class ClientSession:
                     "has gone on meanwhile, or that node does not hear (`raykv status`)"
                 )
             time.sleep(LOOK_S)
-        return self._desk.placed(msgspec.structs.replace(known, requests=asked.requests))
+        return _placed(self._scheduler, msgspec.structs.replace(known, requests=asked.requests))
 
     def _node(self, beginning: str) -> str:
-        known = self._desk.scheduler.status()
+        known = self._scheduler.status()
         engines = {each.node_id for each in known.engines if each.engine_id.startswith(beginning)}
         nodes = {each.node_id for each in known.nodes if each.node_id.startswith(beginning)}
         if len(engines | nodes) == 1:
             return (engines | nodes).pop()
-        return self._desk.scheduler.node(beginning)
+        return self._scheduler.node(beginning)
 
 
 def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
-    query = encode(SessionQuery(PROTOCOL_VERSION, namespace, session, first))
-
-    def question(_: str, actor: Any) -> Any:
-        return actor.ask.remote("sessions", query)
-
-    return question
+    query = SessionQuery(PROTOCOL_VERSION, namespace, session, first)
+    return ask.asking("sessions", encode(query))
 
 
 def check_session(name: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,10 +20,9 @@ from raykv.base import deadlines, version
 from raykv.base.errors import ChunkFileError, ClusterError, NotFoundError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
-from raykv.client import listing, transfers
+from raykv.client import listing, pins, transfers
 from raykv.client.chunks import read_from
 from raykv.client.import_source import IMPORT_S, import_source
-from raykv.client.pins import Pinning, raw_keys
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
@@ -46,196 +45,195 @@ logger = logging.getLogger("raykv")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Shipping:
-    """Writes files of chunks, and reads them."""
+def export_chunks(
+    scheduler: Scheduler,
+    path: str | Path,
+    *,
+    keys: Sequence[bytes | str] | None = None,
+    pin_id: str = "",
+    namespace: str = "",
+    most_bytes: int | None = None,
+) -> operator.Exported:
+    """Write chunks of one namespace, in pools and on disks, to files that another cluster can
+    import.
 
-    scheduler: Scheduler
-    reader: listing.Reader
-    pins: Pinning
+    Args:
+        path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
+            then all of it is in memory for a while.
+        keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
+        pin_id: those of a pin instead. Default: all of the namespace.
+        namespace: as `status` shows it, or the beginning of it; may be left out if there is one
+            only.
+        most_bytes: no more than so many; the most used chunks are taken then.
 
-    # Out
-
-    def export_chunks(
-        self,
-        path: str | Path,
-        *,
-        keys: Sequence[bytes | str] | None = None,
-        pin_id: str = "",
-        namespace: str = "",
-        most_bytes: int | None = None,
-    ) -> operator.Exported:
-        """Write chunks of one namespace, in pools and on disks, to files that another cluster can
-        import.
-
-        Args:
-            path: a folder, which must be new or empty; or one file, if it ends in `.safetensors`:
-                then all of it is in memory for a while.
-            keys: these chunks; those of a prompt are `cluster.lookup(text=…).keys`.
-            pin_id: those of a pin instead. Default: all of the namespace.
-            namespace: as `status` shows it, or the beginning of it; may be left out if there is one
-                only.
-            most_bytes: no more than so many; the most used chunks are taken then.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
-            SettingError: the path is in use or can't be written (the files that are there are
-                whole), a key is invalid, or no chunk was found.
-        """
-        target = Path(path)
-        if pin_id:
-            space, keys = self.pins.chunks_of(pin_id)
-        else:
-            space = self.scheduler.full_namespace(namespace)
-        wanted = None if keys is None else _chosen(keys)
-        found = self._found(space, wanted, most_bytes)
-        if not found:
-            raise NotFoundError(f"no chunk of that kind is in namespace {space[:12]}")
-        facts = self._facts(space)
-        is_file = target.suffix == SUFFIX
-        refuse_used(target)
-        written = operator.Exported(str(target), space, asked=len(wanted or found))
-        limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
-        for part in _parts(found, lambda copies: copies[0].num_bytes, limit):
-            chunks = self._read(space, part)
-            if not chunks:
-                continue
-            name = target if is_file else target / f"{written.files:06d}{SUFFIX}"
-            try:
-                name.parent.mkdir(parents=True, exist_ok=True)
-                num_bytes = write_chunks(name, Namespace(space), chunks, facts)
-            except OSError as error:
-                why = error.strerror or error
-                raise SettingError(f"{name} can't be written: {why}") from error
-            written = msgspec.structs.replace(
-                written,
-                files=written.files + 1,
-                chunks=written.chunks + len(chunks),
-                num_bytes=written.num_bytes + num_bytes,
-            )
-        return written
-
-    def _found(
-        self, space: str, wanted: set[Key] | None, most_bytes: int | None
-    ) -> list[list[Chunk]]:
-        """Copies of each chunk that is wanted (None: of all), those in pools first; the most used
-        chunks first.
-        """
-        copies: dict[bytes, list[Chunk]] = {}
-        for chunk in self.reader.chunks(namespace=space):
-            if wanted is None or chunk.key in wanted:
-                copies.setdefault(chunk.key, []).append(chunk)
-        for each in copies.values():
-            each.sort(key=lambda chunk: chunk.tier == DISK)
-        found = sorted(
-            copies.values(),
-            key=lambda each: (-sum(one.hits for one in each), min(one.idle_s for one in each)),
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
+        SettingError: the path is in use or can't be written (the files that are there are
+            whole), a key is invalid, or no chunk was found.
+    """
+    target = Path(path)
+    if pin_id:
+        space, keys = pins.chunks_of(scheduler, pin_id)
+    else:
+        space = scheduler.full_namespace(namespace)
+    wanted = None if keys is None else _chosen(keys)
+    found = _found(scheduler, space, wanted, most_bytes)
+    if not found:
+        raise NotFoundError(f"no chunk of that kind is in namespace {space[:12]}")
+    facts = _facts(scheduler, space)
+    is_file = target.suffix == SUFFIX
+    refuse_used(target)
+    written = operator.Exported(str(target), space, asked=len(wanted or found))
+    limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
+    for part in _parts(found, lambda copies: copies[0].num_bytes, limit):
+        chunks = _read(scheduler, space, part)
+        if not chunks:
+            continue
+        name = target if is_file else target / f"{written.files:06d}{SUFFIX}"
+        try:
+            name.parent.mkdir(parents=True, exist_ok=True)
+            num_bytes = write_chunks(name, Namespace(space), chunks, facts)
+        except OSError as error:
+            why = error.strerror or error
+            raise SettingError(f"{name} can't be written: {why}") from error
+        written = msgspec.structs.replace(
+            written,
+            files=written.files + 1,
+            chunks=written.chunks + len(chunks),
+            num_bytes=written.num_bytes + num_bytes,
         )
-        if most_bytes is None:
-            return found
-        taken, left = [], most_bytes
-        for each in found:
-            left -= each[0].num_bytes
-            if left < 0:
-                break
-            taken.append(each)
-        return taken
+    return written
 
-    def _facts(self, space: str) -> dict[str, str]:
-        """What the files say of their KV."""
-        known = next(
-            (each for each in self.scheduler.status().spaces if each.namespace == space), None
+
+def _found(
+    scheduler: Scheduler, space: str, wanted: set[Key] | None, most_bytes: int | None
+) -> list[list[Chunk]]:
+    """Copies of each chunk that is wanted (None: of all), those in pools first; the most used
+    chunks first.
+    """
+    copies: dict[bytes, list[Chunk]] = {}
+    for chunk in listing.chunks(scheduler, namespace=space):
+        if wanted is None or chunk.key in wanted:
+            copies.setdefault(chunk.key, []).append(chunk)
+    for each in copies.values():
+        each.sort(key=lambda chunk: chunk.tier == DISK)
+    found = sorted(
+        copies.values(),
+        key=lambda each: (-sum(one.hits for one in each), min(one.idle_s for one in each)),
+    )
+    if most_bytes is None:
+        return found
+    taken, left = [], most_bytes
+    for each in found:
+        left -= each[0].num_bytes
+        if left < 0:
+            break
+        taken.append(each)
+    return taken
+
+
+def _facts(scheduler: Scheduler, space: str) -> dict[str, str]:
+    """What the files say of their KV."""
+    known = next((each for each in scheduler.status().spaces if each.namespace == space), None)
+    known = known or status.NamespaceStatus(space)
+    return {
+        "raykv_version": version.__version__,
+        "model": known.model,
+        "traits": msgspec.json.encode(known.traits).decode(),
+    }
+
+
+def _read(scheduler: Scheduler, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
+    """The bytes of chunks, from whichever node still has them."""
+    read: list[ChunkBytes] = []
+    waiting = [list(each) for each in part]
+    while waiting:
+        by_source: dict[tuple[str, str], list[list[Chunk]]] = {}
+        for each in waiting:
+            by_source.setdefault((each[0].node_id, each[0].tier), []).append(each)
+        waiting = []
+        for (node_id, tier), chunks in by_source.items():
+            sizes = {Key(copies[0].key): copies[0].num_bytes for copies in chunks}
+            came = _read_from(node_id, space, sizes, is_disk=tier == DISK)
+            read += came.values()
+            missed = [copies[1:] for copies in chunks if copies[0].key not in came]
+            waiting += [copies for copies in missed if copies]
+    return read
+
+
+# In
+
+
+def import_chunks(
+    scheduler: Scheduler,
+    path: str | Path,
+    node_id: str = "",
+    *,
+    deadline_s: float = IMPORT_S,
+    watch: transfers.Watch = lambda _: None,
+) -> operator.TransferResult:
+    """Bring the chunks of files into a node's pool, the first ones of as many as it has room
+    for beside what is pinned or in use there. Others are evicted for them; what the import has
+    brought is not, also for a minute after it, in which others may find no room. What does not
+    come is no error: the result counts it, as `no_room` what is beyond that.
+
+    Args:
+        path: what `export_chunks` has written, where this process can read it.
+        node_id: Ray's, or the beginning of it. Default: the node with the most room.
+        deadline_s: for all of them.
+        watch: called after every page with the result so far.
+
+    Raises:
+        ChunkFileError: a file is damaged, or none of these.
+        ClusterError: RayKV does not run here, or does not answer.
+        SettingError: there are no files, or the engines here can't use such KV.
+    """
+    files = files_at(path)
+    refuse_foreign(files, scheduler.status().spaces)
+    target = scheduler.node(node_id) if node_id else _roomiest(scheduler)
+    asked = sum(len(file.chunks) for file in files)
+    # More can't come, and need not be asked for.
+    files = first_that_fit(files, _geometry(scheduler, target))
+    no_room = asked - sum(len(file.chunks) for file in files)
+    space = str(files[0].namespace)
+    here = ask.ask_ray(cluster.resolve_node_id, "")
+    with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
+        give_up_at = time.monotonic() + deadline_s
+        transfer = transfers.Transfer(
+            target, space, give_up_at, watch, asked=asked, no_room=no_room
         )
-        known = known or status.NamespaceStatus(space)
-        return {
-            "raykv_version": version.__version__,
-            "model": known.model,
-            "traits": msgspec.json.encode(known.traits).decode(),
-        }
-
-    def _read(self, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
-        """The bytes of chunks, from whichever node still has them."""
-        read: list[ChunkBytes] = []
-        waiting = [list(each) for each in part]
-        while waiting:
-            by_source: dict[tuple[str, str], list[list[Chunk]]] = {}
-            for each in waiting:
-                by_source.setdefault((each[0].node_id, each[0].tier), []).append(each)
-            waiting = []
-            for (node_id, tier), chunks in by_source.items():
-                sizes = {Key(copies[0].key): copies[0].num_bytes for copies in chunks}
-                came = _read_from(node_id, space, sizes, is_disk=tier == DISK)
-                read += came.values()
-                missed = [copies[1:] for copies in chunks if copies[0].key not in came]
-                waiting += [copies for copies in missed if copies]
-        return read
-
-    # In
-
-    def import_chunks(
-        self,
-        path: str | Path,
-        node_id: str = "",
-        *,
-        deadline_s: float = IMPORT_S,
-        watch: transfers.Watch = lambda _: None,
-    ) -> operator.TransferResult:
-        """Bring the chunks of files into a node's pool, the first ones of as many as it has room
-        for beside what is pinned or in use there. Others are evicted for them; what the import has
-        brought is not, also for a minute after it, in which others may find no room. What does not
-        come is no error: the result counts it, as `no_room` what is beyond that.
-
-        Args:
-            path: what `export_chunks` has written, where this process can read it.
-            node_id: Ray's, or the beginning of it. Default: the node with the most room.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
-
-        Raises:
-            ChunkFileError: a file is damaged, or none of these.
-            ClusterError: RayKV does not run here, or does not answer.
-            SettingError: there are no files, or the engines here can't use such KV.
-        """
-        files = files_at(path)
-        refuse_foreign(files, self.scheduler.status().spaces)
-        target = self.scheduler.node(node_id) if node_id else self._roomiest()
-        asked = sum(len(file.chunks) for file in files)
-        # More can't come, and need not be asked for.
-        files = first_that_fit(files, self._geometry(target))
-        no_room = asked - sum(len(file.chunks) for file in files)
-        result = operator.TransferResult(asked=asked, no_room=no_room)
-        here = ask.ask_ray(cluster.resolve_node_id, "")
-        with import_source(uuid.uuid4().hex, [file.path for file in files], here) as source:
-            return transfers.fetch_files(
-                self.scheduler, _pages(files), source, target, deadline_s, watch, result
-            )
-
-    def _geometry(self, node_id: str) -> PoolGeometry | None:
-        """Geometry of a node's pool, if it is known."""
-        known = [node for node in self.scheduler.status().nodes if node.node_id == node_id]
-        if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
-            return None
-        return PoolGeometry(known[0].pool_bytes, known[0].slab_bytes)
-
-    def _roomiest(self) -> str:
-        give_up_at = time.monotonic() + IMPORT_NODE_S
-        while not (nodes := self.scheduler.status().nodes):
-            if time.monotonic() > give_up_at:
-                raise ClusterError("no node has a pool: `raykv up` makes them")
-            time.sleep(deadlines.LOOK_S)
-        return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
+        for sizes in _pages(files):
+            transfer.fetch_from(source, sizes, scheduler)
+    return transfer.result
 
 
-def _pages(files: Iterable[ChunkFile]) -> Iterator[tuple[str, dict[bytes, int]]]:
+def _geometry(scheduler: Scheduler, node_id: str) -> PoolGeometry | None:
+    """Geometry of a node's pool, if it is known."""
+    known = [node for node in scheduler.status().nodes if node.node_id == node_id]
+    if not known or not 0 < known[0].slab_bytes <= known[0].pool_bytes:
+        return None
+    return PoolGeometry(known[0].pool_bytes, known[0].slab_bytes)
+
+
+def _roomiest(scheduler: Scheduler) -> str:
+    give_up_at = time.monotonic() + IMPORT_NODE_S
+    while not (nodes := scheduler.status().nodes):
+        if time.monotonic() > give_up_at:
+            raise ClusterError("no node has a pool: `raykv up` makes them")
+        time.sleep(deadlines.LOOK_S)
+    return max(nodes, key=lambda node: node.pool_bytes - node.used_bytes).node_id
+
+
+def _pages(files: Iterable[ChunkFile]) -> Iterator[dict[bytes, int]]:
     for file in files:
         for start in range(0, len(file.chunks), transfers.PAGE_CHUNKS):
             page = file.chunks[start : start + transfers.PAGE_CHUNKS]
-            yield str(file.namespace), {chunk.key: chunk.num_bytes for chunk in page}
+            yield {chunk.key: chunk.num_bytes for chunk in page}
 
 
 def _chosen(keys: Sequence[bytes | str]) -> set[Key]:
     """The keys, each once; none at all, or one that is invalid, is a SettingError."""
-    if not (chosen := set(map(Key, raw_keys(keys)))):
+    if not (chosen := set(map(Key, pins.raw_keys(keys)))):
         raise SettingError("no keys: a prompt that is shorter than a chunk has none")
     return chosen
 

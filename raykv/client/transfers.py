@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import msgspec
@@ -38,155 +37,166 @@ Watch = Callable[[TransferResult], None]
 SourcesOf = Mapping[bytes, Sequence[Source]]
 
 
-@dataclass(frozen=True)
-class Moving:
-    """Has chunks fetched by the NodeActor that is to have them."""
+def prefetch(
+    scheduler: Scheduler,
+    keys: Sequence[bytes | str],
+    node_id: str,
+    *,
+    namespace: str = "",
+    deadline_s: float = TRANSFER_S,
+    watch: Watch = lambda _: None,
+) -> TransferResult:
+    """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
+    from other pools, or from disks what is in none.
 
-    scheduler: Scheduler
+    The first chunks come first. What does not come is no error: the result counts it.
 
-    def prefetch(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> TransferResult:
-        """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
-        from other pools, or from disks what is in none.
+    Args:
+        keys: as for `pin`.
+        node_id: Ray's, or the beginning of it.
+        namespace: as for `pin`.
+        deadline_s: for all of them.
+        watch: called after every page with the result so far.
 
-        The first chunks come first. What does not come is no error: the result counts it.
-
-        Args:
-            keys: as for `pin`.
-            node_id: Ray's, or the beginning of it.
-            namespace: as for `pin`.
-            deadline_s: for all of them.
-            watch: called after every page with the result so far.
-
-        Raises:
-            ClusterError: RayKV does not run here, or does not answer; the node has no pool.
-        """
-        target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
-        return self.bring(asked, target, space, time.monotonic() + deadline_s, watch).result
-
-    def move(
-        self,
-        keys: Sequence[bytes | str],
-        node_id: str,
-        *,
-        namespace: str = "",
-        deadline_s: float = TRANSFER_S,
-        watch: Watch = lambda _: None,
-    ) -> TransferResult:
-        """`prefetch`, then give up the copies that other nodes have of what is there now.
-
-        A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
-        more blocks. What is on disks stays there.
-
-        Raises:
-            ClusterError: as for `prefetch`.
-        """
-        target = self.scheduler.node(node_id)
-        asked, space = pins.ordered(keys), self.scheduler.full_namespace(namespace)
-        pages = self.bring(asked, target, space, time.monotonic() + deadline_s, watch)
-        dropped, kept = self._drop(pages, pages.there)
-        if kept:
-            pinned = pins.Pinning(self.scheduler).pinned_on(target, space)
-            there = {key: pages.there[key] for key in pinned & pages.there.keys()}
-            also, _ = self._drop(pages, there, with_pinned=True)
-            dropped, kept = dropped + also, kept - also
-        return msgspec.structs.replace(pages.result, dropped=dropped, kept=kept)
-
-    def bring(
-        self, keys: list[bytes], node_id: str, namespace: str, give_up_at: float, watch: Watch
-    ) -> Pages:
-        """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
-        pages = Pages(node_id, namespace, give_up_at, watch, TransferResult(asked=len(keys)))
-        sizes: dict[int, int] = {}
-        silent: set[str] = set()
-        if not all(self.scheduler.sources_of(pages.namespace, keys)):
-            # What was just stored is reported within milliseconds.
-            time.sleep(LOOK_S)
-        for start in range(0, len(keys), PAGE_CHUNKS):
-            page = keys[start : start + PAGE_CHUNKS]
-            found = self.scheduler.sources_of(pages.namespace, page)
-            known = {
-                key: sorted(sources, key=lambda each: each.is_disk)
-                for key, sources in zip(page, found, strict=True)
-                if sources
-            }
-            for group in {group_of(Key(key)) for key in known} - sizes.keys():
-                some = {key: known[key] for key in known if group_of(Key(key)) == group}
-                sizes |= _size_of(pages.namespace, group, some, silent)
-            wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
-            here = {key for key, sources in known.items() if Source(pages.node_id) in sources}
-            pages.lost(nowhere=len(page) - len(known), gone=len(known) - len(wanted))
-            pages.fetch(wanted, known, here)
-        return pages
-
-    def _drop(
-        self, pages: Pages, there: Mapping[bytes, Blocks], *, with_pinned: bool = False
-    ) -> tuple[int, int]:
-        """Give up what others have in their pools of chunks that are there with these blocks;
-        returns how many copies were given up, and how many were not.
-        """
-        asked = list(there)
-        elsewhere: dict[str, list[bytes]] = {}
-        found = self.scheduler.sources_of(pages.namespace, asked)
-        for key, sources in zip(asked, found, strict=True):
-            for source in sources:
-                if source.node_id != pages.node_id and not source.is_disk:
-                    elsewhere.setdefault(source.node_id, []).append(key)
-
-        def question(node_id: str, actor: Any) -> Any:
-            keys = elsewhere[node_id]
-            order = DropOrder(
-                framing.PROTOCOL_VERSION,
-                pages.namespace,
-                Keys.of(keys),
-                Numbers.of(there[key].first for key in keys),
-                Numbers.of(there[key].length for key in keys),
-                with_pinned,
-            )
-            return actor.ask.remote("drop", framing.encode(order))
-
-        released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
-        return sum(each.dropped for each in released), sum(each.kept for each in released)
+    Raises:
+        ClusterError: RayKV does not run here, or does not answer; the node has no pool.
+    """
+    target = scheduler.node(node_id)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    return bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch).result
 
 
-@dataclass
-class Pages:
-    """A transfer to a node, page by page.
+def move(
+    scheduler: Scheduler,
+    keys: Sequence[bytes | str],
+    node_id: str,
+    *,
+    namespace: str = "",
+    deadline_s: float = TRANSFER_S,
+    watch: Watch = lambda _: None,
+) -> TransferResult:
+    """`prefetch`, then give up the copies that other nodes have of what is there now.
+
+    A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
+    more blocks. What is on disks stays there.
+
+    Raises:
+        ClusterError: as for `prefetch`.
+    """
+    target = scheduler.node(node_id)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    transfer = bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch)
+    dropped, kept = _drop(scheduler, transfer, transfer.there)
+    if kept:
+        pinned = pins.pinned_on(scheduler, target, space)
+        there = {key: transfer.there[key] for key in pinned & transfer.there.keys()}
+        also, _ = _drop(scheduler, transfer, there, with_pinned=True)
+        dropped, kept = dropped + also, kept - also
+    return msgspec.structs.replace(transfer.result, dropped=dropped, kept=kept)
+
+
+def bring(
+    scheduler: Scheduler,
+    keys: list[bytes],
+    node_id: str,
+    namespace: str,
+    give_up_at: float,
+    watch: Watch,
+) -> Transfer:
+    """Chunks into the pool of a node, all names being whole ones; as for `prefetch`."""
+    transfer = Transfer(node_id, namespace, give_up_at, watch, asked=len(keys))
+    sizes: dict[int, int] = {}
+    silent: set[str] = set()
+    if not all(scheduler.sources_of(transfer.namespace, keys)):
+        # What was just stored is reported within milliseconds.
+        time.sleep(LOOK_S)
+    for start in range(0, len(keys), PAGE_CHUNKS):
+        page = keys[start : start + PAGE_CHUNKS]
+        found = scheduler.sources_of(transfer.namespace, page)
+        known = {
+            key: sorted(sources, key=lambda each: each.is_disk)
+            for key, sources in zip(page, found, strict=True)
+            if sources
+        }
+        for group in {group_of(Key(key)) for key in known} - sizes.keys():
+            some = {key: known[key] for key in known if group_of(Key(key)) == group}
+            sizes |= _size_of(transfer.namespace, group, some, silent)
+        wanted = {key: sizes[group] for key in known if (group := group_of(Key(key))) in sizes}
+        here = {key for key, sources in known.items() if Source(transfer.node_id) in sources}
+        transfer.counts["nowhere"] += len(page) - len(known)
+        transfer.refusals[Refusal.NOT_HERE.name] += len(known) - len(wanted)
+        transfer.fetch(wanted, known, here)
+    return transfer
+
+
+def _drop(
+    scheduler: Scheduler,
+    transfer: Transfer,
+    there: Mapping[bytes, Blocks],
+    *,
+    with_pinned: bool = False,
+) -> tuple[int, int]:
+    """Give up what others have in their pools of chunks that are there with these blocks;
+    returns how many copies were given up, and how many were not.
+    """
+    asked = list(there)
+    elsewhere: dict[str, list[bytes]] = {}
+    found = scheduler.sources_of(transfer.namespace, asked)
+    for key, sources in zip(asked, found, strict=True):
+        for source in sources:
+            if source.node_id != transfer.node_id and not source.is_disk:
+                elsewhere.setdefault(source.node_id, []).append(key)
+
+    def question(node_id: str, actor: Any) -> Any:
+        keys = elsewhere[node_id]
+        order = DropOrder(
+            framing.PROTOCOL_VERSION,
+            transfer.namespace,
+            Keys.of(keys),
+            Numbers.of(there[key].first for key in keys),
+            Numbers.of(there[key].length for key in keys),
+            with_pinned,
+        )
+        return actor.ask.remote("drop", framing.encode(order))
+
+    released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
+    return sum(each.dropped for each in released), sum(each.kept for each in released)
+
+
+class Transfer:
+    """Chunks of a namespace that a node fetches, page by page.
+
+    `there`: the chunks that the node has said that it has in its pool, and with which blocks.
+    `refusals`: how often a fetch failed for which reason.
 
     Args:
         node_id: of the node.
         namespace: of all chunks.
         give_up_at: on this process's monotonic clock.
-        watch: is called with the result so far.
-        result: to begin with.
-        there: the chunks that the node has said that it has in its pool, and with which blocks.
+        watch: is called after every page with the result so far.
+        counts: of the result, to begin with.
     """
 
-    node_id: str
-    namespace: str
-    give_up_at: float
-    watch: Watch
-    result: TransferResult
-    there: dict[bytes, Blocks] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, node_id: str, namespace: str, give_up_at: float, watch: Watch, **counts: int
+    ) -> None:
+        self.node_id = node_id
+        self.namespace = namespace
+        self.counts = Counter(counts)
+        self.refusals: Counter[str] = Counter()
+        self.there: dict[bytes, Blocks] = {}
+        self._give_up_at = give_up_at
+        self._watch = watch
         self._began_at = time.monotonic()
+        self._seconds = 0.0
         self._series = uuid.uuid4().hex
-        self._number = 0
-        self._refusals: Counter[str] = Counter()
+        self._numbers = count(1)
 
-    def lost(self, *, nowhere: int, gone: int) -> None:
-        """So many of the next page's chunks are stored nowhere, or not where they were."""
-        self._add(nowhere=nowhere)
-        self._refusals += Counter({Refusal.NOT_HERE.name: gone})
+    @property
+    def result(self) -> TransferResult:
+        """What has become of it so far."""
+        refusals = dict(+self.refusals)
+        return TransferResult(**self.counts, refusals=refusals, seconds=self._seconds)
 
     def fetch(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
@@ -194,27 +204,29 @@ class Pages:
         """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
         to have some already.
         """
-        left_s = min(self.give_up_at - time.monotonic(), TRANSFER_S)
+        left_s = min(self._give_up_at - time.monotonic(), TRANSFER_S)
         if sizes and left_s <= 0:
-            self._refusals[Refusal.TOO_LATE.name] += len(sizes)
+            self.refusals[Refusal.TOO_LATE.name] += len(sizes)
         elif sizes:
             try:
                 self._take(list(sizes), here, self._ordered(sizes, sources, left_s))
             except (RayKVError, ray.exceptions.RayError) as error:
-                self._refusals[first_line(cause_of(error))] += len(sizes)
-        seconds = time.monotonic() - self._began_at
-        self.result = msgspec.structs.replace(
-            self.result, refusals=dict(self._refusals), seconds=seconds
-        )
-        self.watch(self.result)
+                self.refusals[first_line(cause_of(error))] += len(sizes)
+        self._seconds = time.monotonic() - self._began_at
+        self._watch(self.result)
+
+    def fetch_from(self, source: Source, sizes: Mapping[bytes, int], scheduler: Scheduler) -> None:
+        """Have chunks fetched, of these sizes, from a source that the directory does not know."""
+        known = zip(sizes, scheduler.sources_of(self.namespace, list(sizes)), strict=True)
+        here = {key for key, sources in known if Source(self.node_id) in sources}
+        self.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
 
     def _ordered(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
     ) -> copies.CopyResult:
-        self._number += 1
         order = copies.Fetch(
             framing.PROTOCOL_VERSION,
-            self._number,
+            next(self._numbers),
             OPERATOR,
             self.namespace,
             Keys.of(sizes),
@@ -230,47 +242,13 @@ class Pages:
 
     def _take(self, keys: list[bytes], here: Collection[bytes], fetched: copies.CopyResult) -> None:
         failed = dict(zip(fetched.failed_chunks, map(Refusal, fetched.refusals), strict=True))
-        counts = Counter(failed.values())
-        no_room = counts.pop(Refusal.NO_ROOM, 0)
-        self._refusals.update({refusal.name: count for refusal, count in counts.items()})
+        refused = Counter(failed.values())
+        no_room = refused.pop(Refusal.NO_ROOM, 0)
+        self.refusals.update({refusal.name: times for refusal, times in refused.items()})
         there = sum(key in here for at, key in enumerate(keys) if at not in failed)
         came = len(keys) - len(failed) - there
-        self._add(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
+        self.counts.update(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
         self.there |= {row.key: row.blocks for row in fetched.rows if row.where & Where.RAM}
-
-    def _add(self, **more: int) -> None:
-        sums = {name: getattr(self.result, name) + count for name, count in more.items()}
-        self.result = msgspec.structs.replace(self.result, **sums)
-
-
-def fetch_files(
-    scheduler: Scheduler,
-    pages: Iterator[tuple[str, Mapping[bytes, int]]],
-    source: Source,
-    node_id: str,
-    deadline_s: float,
-    watch: Watch,
-    result: TransferResult,
-) -> TransferResult:
-    """Chunks of an import's files into the pool of a node.
-
-    Args:
-        scheduler: of the cluster.
-        pages: namespaces, and the sizes of chunks by key.
-        source: of all of them.
-        node_id: Ray's.
-        deadline_s: for all.
-        watch: is called with the result so far.
-        result: to begin with.
-    """
-    give_up_at = time.monotonic() + deadline_s
-    transfer = Pages(node_id, "", give_up_at, watch, result)
-    for namespace, sizes in pages:
-        transfer.namespace = namespace
-        known = zip(sizes, scheduler.sources_of(namespace, list(sizes)), strict=True)
-        here = {key for key, sources in known if Source(node_id) in sources}
-        transfer.fetch(sizes, dict.fromkeys(sizes, (source,)), here)
-    return transfer.result
 
 
 def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -> Mapping[int, int]:
@@ -279,10 +257,7 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
     """
     for key, some in islice(sources.items(), MOST_TRIED):
         query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
-
-        def question(_: str, actor: Any, raw: bytes = framing.encode(query)) -> Any:
-            return actor.ask.remote("chunks", raw)
-
+        question = ask.asking("chunks", framing.encode(query))
         of = {source.node_id for source in some} - silent
         found, lost = ask.ask_nodes(reader.ChunkPage, question, of, CLIENT_S)
         ask.warn_of(lost)

@@ -223,6 +223,11 @@ NodeQuestion = Callable[[str, Any], Any]
 """Calls a method of a node's actor, and gives Ray's reference."""
 
 
+def asking(*question: Any) -> NodeQuestion:
+    """The question of that name, with what it is about, of those that `NodeActor.ask` answers."""
+    return lambda _, actor: actor.ask.remote(*question)
+
+
 def ask_nodes(
     kind: type[S],
     question: NodeQuestion,

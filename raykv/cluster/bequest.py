@@ -93,16 +93,9 @@ def forget_orders() -> None:
     as what is left.
     """
     kept = orders()
-    if kept is not None:
-        put_orders(_with_floors_alone(kept))
+    if kept is not None and kept != OrdersDocument(kept.stamp, kept.floors):
+        stamp = Stamp(kept.stamp.history, kept.stamp.number + 1)
+        put_orders(OrdersDocument(stamp, kept.floors))
     for name, _ in entries():
         if name not in (LIFE, ORDERS):
             delete(name)
-
-
-def _with_floors_alone(document: OrdersDocument) -> OrdersDocument:
-    bare = OrdersDocument(document.stamp, document.floors)
-    if document == bare:
-        return document
-    stamp = Stamp(document.stamp.history, document.stamp.number + 1)
-    return OrdersDocument(stamp, document.floors)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,9 @@ from raykv.cluster import names
 from raykv.cluster.processes import (
     argument,
     command_lines,
-    foreign_command_lines,
+    every_command_line,
     group_of,
+    is_own,
     is_raylet,
     stop_group,
 )
@@ -92,30 +93,31 @@ class Joined:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A Ray node of this host. `address` is that of its GCS, `began_at` in Unix seconds."""
+    """A Ray node of this host. `address` is that of its GCS, `began_at` in Unix seconds.
+
+    `is_own`: it is this user's; what others' claim to be is not believed.
+    """
 
     node_id: str
     address: str
     began_at: float
+    is_own: bool = True
 
 
 def raylets() -> list[Raylet]:
     """This user's Ray nodes of this host whose raylets run, the latest one last."""
-    return _raylets_among(command_lines())
+    return [each for each in everybodys_raylets() if each.is_own]
 
 
-def foreign_raylets() -> list[Raylet]:
-    """What processes of other users claim to be, the latest one last."""
-    return _raylets_among(foreign_command_lines())
-
-
-def _raylets_among(processes: Iterable[tuple[psutil.Process, list[str]]]) -> list[Raylet]:
+def everybodys_raylets() -> list[Raylet]:
+    """Those, and what processes of other users claim to be, the latest one last."""
     found = []
-    for process, arguments in processes:
+    for process, arguments in every_command_line():
         if is_raylet(arguments):
             node_id, address = argument(arguments, "node-id"), argument(arguments, "gcs-address")
             with contextlib.suppress(psutil.Error):
-                found.append(Raylet(node_id or "", address or "", process.create_time()))
+                began_at = process.create_time()
+                found.append(Raylet(node_id or "", address or "", began_at, is_own(process)))
     return sorted(found, key=lambda each: each.began_at)
 
 
@@ -157,12 +159,12 @@ def find_cluster(ray_address: str | None) -> str | None:
         )
     if running:
         return running[0]
-    foreign = sorted({parsing.shown(each.address) for each in foreign_raylets()})[:MAX_FOREIGN]
+    foreign = {parsing.shown(each.address) for each in everybodys_raylets() if not each.is_own}
     if foreign:
         logger.warning(
             "not joined: what other users run on this host as Ray clusters (%s). To join one, name "
             "it with the setting ray_address, or with RAY_ADDRESS",
-            ", ".join(foreign),
+            ", ".join(sorted(foreign)[:MAX_FOREIGN]),
         )
     return None
 
@@ -326,7 +328,7 @@ def withdraw(address: str, before: str = "", temp_dir: str | None = None) -> Non
     file = _address_file(temp_dir)
     try:
         file.unlink()
-        if before in {each.address for each in [*raylets(), *foreign_raylets()] if each.address}:
+        if before in {each.address for each in everybodys_raylets() if each.address}:
             # Anybody can write to the folder: nothing that is there is followed or overwritten.
             with os.fdopen(open_own(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as new:
                 new.write(before)
@@ -380,7 +382,7 @@ def join(address: str) -> None:
                 configure_logging=False,
             )
     except Exception as error:
-        if not raylets() and not foreign_raylets():
+        if not everybodys_raylets():
             raise ClusterError(
                 f"cannot join the Ray cluster at {address}: no Ray node runs on this host. Start "
                 f"one (`ray start --address={address}`), or come from a host that has one"
@@ -507,10 +509,8 @@ def rejoin(address: str) -> None:
         ClusterError: it can't be left, or can't be reached.
     """
     check_reachable(address)
-    try:
-        threads.within(RAY_LEAVE_S, ray.shutdown)
-    except TimeoutError:
-        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s") from None
+    if not leave_ray(ray.shutdown, RAY_LEAVE_S):
+        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s")
     join(address)
 
 

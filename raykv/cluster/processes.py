@@ -53,22 +53,18 @@ def command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
 
     Other users may give theirs any name and arguments: what these say is not believed.
     """
-    return (each for each in _every_command_line() if _is_own(each[0]))
+    return (each for each in every_command_line() if is_own(each[0]))
 
 
-def foreign_command_lines() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Every process of other users on this host whose command line can be read."""
-    return (each for each in _every_command_line() if not _is_own(each[0]))
-
-
-def _every_command_line() -> Iterator[tuple[psutil.Process, list[str]]]:
+def every_command_line() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Every process on this host, anybody's, whose command line can be read."""
     for process in psutil.process_iter(["cmdline"]):
         arguments = process.info["cmdline"]
         if arguments:
             yield process, arguments
 
 
-def _is_own(process: psutil.Process) -> bool:
+def is_own(process: psutil.Process) -> bool:
     """Whether a process has no user but this one: who starts a program that changes its user
     chooses its arguments.
     """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace, NodeId
+from raykv.base.ids import Key, Namespace
 from raykv.base.tenants import OTHERS
 from raykv.cluster.breaker import aged, without
 from raykv.directory.known.directory import Directory
@@ -19,7 +19,7 @@ from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
-from raykv.protocol.node import ReportedEngine, SessionsWord
+from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import OrderedShare, OrdersDocument, TenantStatus
 from raykv.protocol.reader import SpacePage, WherePage, WhereQuery
 from raykv.protocol.sessions import SessionAnswer, SessionNews, SessionOrder
@@ -30,9 +30,6 @@ NEWS_S = 3.0
 
 MOST_COPIES = 16_384
 """Rows of one answer to where chunks are."""
-
-MOST_SESSIONS = 256
-"""That one order is for: of one name in several namespaces."""
 
 
 def event_page(directory: Directory, life: int, after: int, now: float) -> EventPage:
@@ -167,40 +164,25 @@ def cluster_status(
 
 def _node_status(member: ReportedNode, now: float) -> NodeStatus:
     report, age_s = member.report, now - member.heard_at
-    stats = msgspec.structs.asdict(report.stats)
-    stats["breakers"] = aged(report.stats.breakers, age_s)
-    return NodeStatus(
-        **stats,
-        node_id=report.node_id,
-        life=report.life,
-        hostname=report.hostname,
-        pid=report.pid,
-        chunks=sum(num for (_, tier), num in member.chunks.items() if tier == Where.RAM),
-        age_s=age_s,
-        raykv_version=report.raykv_version,
-        pinned_bytes=report.pinned_bytes,
-        pinned_chunks=report.pinned_chunks,
-        metrics=report.stats.metrics_address or report.stats.metrics_problem,
-        slab_bytes=report.slab_bytes,
-        orders=report.orders,
-        is_leaving=report.is_leaving,
-    )
+    facts = msgspec.structs.asdict(report) | msgspec.structs.asdict(report.stats)
+    facts |= {
+        "age_s": age_s,
+        "breakers": aged(report.stats.breakers, age_s),
+        "chunks": sum(num for (_, tier), num in member.chunks.items() if tier == Where.RAM),
+        "metrics": report.stats.metrics_address or report.stats.metrics_problem,
+    }
+    return msgspec.convert(facts, NodeStatus)
 
 
 def _engine_status(engine: ReportedEngine, member: ReportedNode, now: float) -> EngineStatus:
-    hello, age_s = engine.hello, now - member.heard_at
-    return EngineStatus(
-        engine_id=hello.engine_id,
-        node_id=member.report.node_id,
-        namespace=hello.namespace,
-        model=hello.model,
-        num_ranks=hello.num_ranks,
-        age_s=age_s,
-        versions=hello.versions,
-        counters=engine.counters,
-        traits=hello.traits,
-        breakers=_breakers(engine, member, age_s),
-    )
+    age_s = now - member.heard_at
+    facts = msgspec.structs.asdict(engine.hello) | {
+        "node_id": member.report.node_id,
+        "age_s": age_s,
+        "counters": engine.counters,
+        "breakers": _breakers(engine, member, age_s),
+    }
+    return msgspec.convert(facts, EngineStatus)
 
 
 def _breakers(engine: ReportedEngine, member: ReportedNode, age_s: float) -> BreakerReport:
@@ -223,10 +205,6 @@ def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
 
     Of one that is not known here all nodes are told: who does not know it either does nothing.
     """
-    found = directory.sessions.known(order.namespace, order.session, MOST_SESSIONS)
     news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
-    for space in {each.namespace for each in found} or {order.namespace} - {""}:
-        directory.sessions.order(SessionsWord(space, news))
-    everybody = directory.members if order.namespace else ()
-    nodes: Sequence[NodeId] = sorted({node for e in found for node in e.nodes} or everybody)
+    nodes = directory.sessions.order(order.namespace, news)
     return SessionAnswer(PROTOCOL_VERSION, [str(node) for node in nodes])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.base.errors import SettingError
-from raykv.inspect.frames import pandas
+from raykv.inspect.frames import REAL, TEXT, WHOLE, pandas
 from raykv.inspect.hits import prefix_hits, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES
 from raykv.inspect.traces import Trace, prompts_of
@@ -176,7 +176,7 @@ def prefix_tree(trace: Trace) -> pd.DataFrame:
             "uses": list(uses.values()),
             "tokens": trace.chunk_tokens,
         },
-        dtype="Int64",
+        dtype=WHOLE,
     )
 
 
@@ -202,16 +202,8 @@ def occupancy(events: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.Dat
     for event in _rows(events):
         place = (event["life"], event["seq"], event["time_s"])
         rows += [(*place, node, len(held[node])) for node in _apply(held, event)]
-    return _table(
-        rows,
-        {
-            "life": "Int64",
-            "seq": "Int64",
-            "time_s": "Float64",
-            "node_id": "string",
-            "chunks": "Int64",
-        },
-    )
+    types = {"life": WHOLE, "seq": WHOLE, "time_s": REAL, "node_id": TEXT, "chunks": WHOLE}
+    return _table(rows, types)
 
 
 def _rows(events: pd.DataFrame) -> Iterator[Mapping[str, Any]]:
@@ -271,13 +263,7 @@ def ages_at_eviction(events: pd.DataFrame) -> pd.DataFrame:
             node, (namespace, key) = name
             age_s, age = event["time_s"] - began["time_s"], event["seq"] - began["seq"]
             rows.append((node, namespace, key, age_s, age))
-    types = {
-        "node_id": "string",
-        "namespace": "string",
-        "key": "string",
-        "age_s": "Float64",
-        "age_events": "Int64",
-    }
+    types = {"node_id": TEXT, "namespace": TEXT, "key": TEXT, "age_s": REAL, "age_events": WHOLE}
     found = _table(rows, types).sort_values(["age_s", "age_events"], ignore_index=True)
     found["share"] = (np.arange(len(found)) + 1) / max(1, len(found))
     return found

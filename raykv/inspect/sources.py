@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from raykv.base.ids import Key, Namespace, NodeId, group_of, in_group
-from raykv.client.chunks import ChunkPlace
+from raykv.base.ids import Key, group_of, in_group
 from raykv.protocol import descriptions, reader
 from raykv.protocol.engine import CHUNK_NAME_BYTES
 
@@ -28,12 +27,6 @@ def chunk_rows(cluster: Cluster, namespace: str | None, node: str | None) -> Ite
     for chunk in cluster.chunks(namespace=namespace, node=node, tier=reader.RAM):
         row = msgspec.structs.asdict(chunk)
         yield {**row, "key": chunk.key.hex(), "bytes": chunk.num_bytes}
-
-
-def chunk_places(cluster: Cluster, namespace: str | None, node: str | None) -> Iterator[ChunkPlace]:
-    """The same chunks as `chunk_rows`, for callers that read them."""
-    for chunk in cluster.chunks(namespace=namespace, node=node, tier=reader.RAM):
-        yield ChunkPlace(Namespace(chunk.namespace), Key(chunk.key), NodeId(chunk.node_id))
 
 
 def node_rows(cluster: Cluster) -> Iterator[Row]:
@@ -117,7 +110,7 @@ def event_row(event: events.Event) -> Row:
     return row
 
 
-def known_tokens(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> list[int] | None:
+def known_tokens(cluster: Cluster, namespace: str, keys: Sequence[Key]) -> list[int] | None:
     """The token ids of chunks that follow each other; None unless all are known.
 
     Of windows and states engines say nothing: they have the tokens of the chunks of full attention
@@ -132,7 +125,7 @@ def known_tokens(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) ->
     return [token for key in keys for token in known[key].token_ids]
 
 
-def _described(cluster: Cluster, namespace: Namespace, keys: Sequence[Key]) -> list[Key]:
+def _described(cluster: Cluster, namespace: str, keys: Sequence[Key]) -> list[Key]:
     """The keys of the same tokens in a KV group whose chunks are described, if there is one."""
     groups = groups_of(cluster.status(), namespace)
     tokens = {each.group: each.tokens for each in groups}

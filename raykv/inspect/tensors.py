@@ -12,10 +12,11 @@ import numpy as np
 
 from raykv.base.errors import ClusterError
 from raykv.base.extras import load
-from raykv.base.ids import Namespace, group_of
-from raykv.client.chunks import ChunkPlace, kv_form, read_chunks
-from raykv.inspect.sources import chunk_places, chunk_rows, groups_of, known_tokens
+from raykv.base.ids import Key
+from raykv.client.chunks import kv_form, read_chunks
+from raykv.inspect.sources import chunk_rows, groups_of, known_tokens
 from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
+from raykv.protocol.reader import RAM, Chunk
 from raykv.protocol.worker import GroupForm, KVForm
 
 if TYPE_CHECKING:
@@ -82,15 +83,15 @@ def kv(
         raise ClusterError("no keys were given: name at least one chunk")
     places = _places(cluster, [_hex(key) for key in wanted], node, namespace)
     form, group = _readable_form(cluster, places)
-    parts = [list(layers_of(form, group_of(places[0].key), data)) for data in _bytes(places, form)]
+    parts = [list(layers_of(form, places[0].group, data)) for data in _bytes(places, form)]
     return ChunkKV(
-        namespace=str(places[0].namespace),
+        namespace=places[0].namespace,
         keys=tuple(place.key.hex() for place in places),
-        nodes=tuple(str(place.node_id) for place in places),
+        nodes=tuple(place.node_id for place in places),
         layers=dict(_tensors(parts, group.dtype)),
         dtype=group.dtype,
         tokens_per_chunk=tokens_per_chunk(form, group),
-        tokens=known_tokens(cluster, places[0].namespace, [place.key for place in places]),
+        tokens=known_tokens(cluster, places[0].namespace, [Key(place.key) for place in places]),
     )
 
 
@@ -117,7 +118,7 @@ def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
             f"{len(meant)} namespaces match ({', '.join(meant) or 'none'}): name one of those "
             f"that there are: {', '.join(sorted(names)) or 'none'}"
         )
-    form = kv_form(Namespace(meant[0]), [node.node_id for node in known.nodes])
+    form = kv_form(meant[0], [node.node_id for node in known.nodes])
     if not form.groups:
         raise ClusterError(_unknown(meant[0]))
     whole = _whole_group(known, meant[0])
@@ -157,16 +158,16 @@ def _hex(key: bytes | str) -> str:
 
 def _places(
     cluster: Cluster, beginnings: list[str], node: str | None, namespace: str | None
-) -> list[ChunkPlace]:
+) -> list[Chunk]:
     """Where each chunk is, all in one namespace and KV group.
 
     Raises:
         ClusterError: a chunk is nowhere, or its name is ambiguous.
     """
     length = min(map(len, beginnings))
-    found: dict[str, list[ChunkPlace]] = {begin: [] for begin in beginnings}
+    found: dict[str, list[Chunk]] = {begin: [] for begin in beginnings}
     heads = {begin[:length] for begin in beginnings}
-    for place in chunk_places(cluster, namespace, node):
+    for place in cluster.chunks(namespace=namespace, node=node, tier=RAM):
         digits = place.key.hex()
         if digits[:length] in heads:
             for begin in filter(digits.startswith, found):
@@ -174,7 +175,7 @@ def _places(
     return _chosen(found, node)
 
 
-def _chosen(found: dict[str, list[ChunkPlace]], node: str | None) -> list[ChunkPlace]:
+def _chosen(found: dict[str, list[Chunk]], node: str | None) -> list[Chunk]:
     """One place of each chunk, on as few nodes as can be."""
     for begin, places in found.items():
         if not places:
@@ -189,18 +190,15 @@ def _chosen(found: dict[str, list[ChunkPlace]], node: str | None) -> list[ChunkP
     first = next(iter(found.values()))[0]
     chosen = []
     for begin, places in found.items():
-        if (places[0].namespace, group_of(places[0].key)) != (
-            first.namespace,
-            group_of(first.key),
-        ):
+        if (places[0].namespace, places[0].group) != (first.namespace, first.group):
             raise ClusterError(f"chunk {begin} is of another namespace or KV group than the first")
         near = [place for place in places if place.node_id == first.node_id]
         chosen.append((near or places)[0])
     return chosen
 
 
-def _readable_form(cluster: Cluster, places: Sequence[ChunkPlace]) -> tuple[KVForm, GroupForm]:
-    namespace, group_id = places[0].namespace, group_of(places[0].key)
+def _readable_form(cluster: Cluster, places: Sequence[Chunk]) -> tuple[KVForm, GroupForm]:
+    namespace, group_id = places[0].namespace, places[0].group
     form = kv_form(namespace, [place.node_id for place in places])
     if not form.groups:
         # Those that have the chunks may only have fetched them.
@@ -213,11 +211,12 @@ def _readable_form(cluster: Cluster, places: Sequence[ChunkPlace]) -> tuple[KVFo
     return form, group
 
 
-def _bytes(places: Sequence[ChunkPlace], form: KVForm) -> Iterator[Any]:
+def _bytes(places: Sequence[Chunk], form: KVForm) -> Iterator[Any]:
     """The bytes of each chunk, in order."""
-    slot_bytes = form.slot_bytes[group_of(places[0].key)]
-    for _, same in groupby(places, key=lambda place: place.node_id):
-        yield from read_chunks(list(same), slot_bytes, form.blocks_per_chunk)
+    namespace, slot_bytes = places[0].namespace, form.slot_bytes[places[0].group]
+    for node_id, same in groupby(places, key=lambda place: place.node_id):
+        keys = [Key(place.key) for place in same]
+        yield from read_chunks(node_id, namespace, keys, slot_bytes, form.blocks_per_chunk)
 
 
 def _tensors(parts: list[list[LayerElements]], dtype: str) -> Iterator[tuple[str, LayerKV]]:

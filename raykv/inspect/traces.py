@@ -60,11 +60,8 @@ def read_trace(path: str, chunk_tokens: int) -> Trace:
         SettingError: the file can't be read, has no requests, or a line is not a request.
     """
     requests = trace_files.read_trace(path)
-    rows = [row for _, row in trace_files.read_prompts(path)]
-    asked = [
-        _asked(row.get("num_asked"), len(request))
-        for row, request in zip(rows, requests, strict=True)
-    ]
+    rows = zip(trace_files.read_prompts(path), requests, strict=True)
+    asked = [_asked(row.get("num_asked"), len(request)) for (_, row), request in rows]
     return Trace(requests, asked, chunk_tokens)
 
 

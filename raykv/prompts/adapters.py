@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import stat
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from raykv.base.errors import SettingError
@@ -43,11 +42,6 @@ class FileState:
     modified_ns: int
     changed_ns: int
 
-    @property
-    def newest_ns(self) -> int:
-        """When it was touched last."""
-        return max(self.modified_ns, self.changed_ns)
-
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -60,72 +54,51 @@ class Content:
 UNKNOWN = Content()
 
 
-class AdapterFiles:
-    """Digests of adapters, by the path that vLLM is given. Any thread may ask.
+def content(path: str, clock: Callable[[], float] = time.time) -> Content:
+    """What is in the folder that vLLM is given as an adapter's path; `UNKNOWN` if it is not a local
+    one, can't be read, is too large, or changes meanwhile. Any thread may ask.
 
     Args:
+        path: the folder.
         clock: the time of day, as the file system has it.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, Content] = OrderedDict()
-
-    def content(self, path: str) -> Content:
-        """What is in the folder now; `UNKNOWN` if it is not a local one, can't be read, is too
-        large, or changes meanwhile.
-        """
-        try:
-            return self._content(path)
-        except (OSError, ValueError):
-            return UNKNOWN
-
-    def _content(self, path: str) -> Content:
-        folder = Path(path).expanduser()
-        now_ns = int(self._clock() * 1e9)
-        files = tuple(_files(folder))
-        with self._lock:
-            known = self._known.get(path)
-        if known is not None and known.files == files:
-            return known
+    settled_ns = int(clock() * 1e9) - SETTLED_NS
+    try:
+        files = _files(path)
         if not _is_adapter(files):
             return UNKNOWN
-        content = Content(_digest(folder, files), files)
-        if tuple(_files(folder)) != files:
-            return UNKNOWN
-        if all(file.newest_ns < now_ns - SETTLED_NS for file in files):
-            self._keep(path, content)
-        return content
-
-    def _keep(self, path: str, content: Content) -> None:
-        with self._lock:
-            self._known[path] = content
-            self._known.move_to_end(path)
-            if len(self._known) > MOST_KEPT:
-                self._known.popitem(last=False)
-
-    def is_unchanged(self, path: str, content: Content) -> bool:
-        """Whether the files are still those; a few microseconds, nothing is read."""
-        try:
-            return bool(content.digest) and tuple(_files(Path(path).expanduser())) == content.files
-        except (OSError, ValueError):
-            return False
+        is_settled = all(max(each.modified_ns, each.changed_ns) < settled_ns for each in files)
+        found = Content((_remembered if is_settled else _digest)(path, files), files)
+    except (OSError, ValueError):
+        return UNKNOWN
+    return found if is_unchanged(path, found) else UNKNOWN
 
 
-def _files(folder: Path) -> Iterator[FileState]:
-    for path in sorted(folder.iterdir()):
+def is_unchanged(path: str, content: Content) -> bool:
+    """Whether the files are still those; a few microseconds, nothing is read."""
+    try:
+        return bool(content.digest) and _files(path) == content.files
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folder: str) -> tuple[FileState, ...]:
+    states = []
+    for path in sorted(Path(folder).expanduser().iterdir()):
         if path.name == CONFIG or path.suffix in WEIGHTS:
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
-                yield FileState(
-                    path.name,
-                    found.st_dev,
-                    found.st_ino,
-                    found.st_size,
-                    found.st_mtime_ns,
-                    found.st_ctime_ns,
+                states.append(
+                    FileState(
+                        path.name,
+                        found.st_dev,
+                        found.st_ino,
+                        found.st_size,
+                        found.st_mtime_ns,
+                        found.st_ctime_ns,
+                    )
                 )
+    return tuple(states)
 
 
 def _is_adapter(files: tuple[FileState, ...]) -> bool:
@@ -134,13 +107,18 @@ def _is_adapter(files: tuple[FileState, ...]) -> bool:
     return has_config and len(files) > 1 and is_small
 
 
-def _digest(folder: Path, files: tuple[FileState, ...]) -> str:
+def _digest(folder: str, files: tuple[FileState, ...]) -> str:
     whole = hashlib.sha256()
     for each in files:
-        with (folder / each.name).open("rb") as file:
+        with (Path(folder).expanduser() / each.name).open("rb") as file:
             part = hashlib.file_digest(file, "sha256").hexdigest()
         whole.update(f"{len(each.name)}:{each.name}:{part}\n".encode())
     return whole.hexdigest()
+
+
+@lru_cache(MOST_KEPT)
+def _remembered(folder: str, files: tuple[FileState, ...]) -> str:
+    return _digest(folder, files)
 
 
 def named(traits: PromptTraits) -> PromptTraits:
@@ -151,7 +129,7 @@ def named(traits: PromptTraits) -> PromptTraits:
     """
     if not traits.lora_name or traits.lora_digest:
         return traits
-    digest = AdapterFiles().content(traits.lora_path).digest
+    digest = content(traits.lora_path).digest
     if not digest:
         raise SettingError(
             f"the adapter {traits.lora_name} goes by the content of its files, and {CONFIG} and "

@@ -8,17 +8,7 @@ from math import lcm
 
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import Key
-from raykv.prompts.block_hashes import (
-    DEFAULT_SEED,
-    PLAIN,
-    RANDOM,
-    HashScheme,
-    PromptTraits,
-    block_hashes,
-    chunk_keys,
-    seed_digest,
-)
-from raykv.prompts.prefixes import loadable_tokens, needed_chunks
+from raykv.prompts import block_hashes, prefixes
 from raykv.protocol import columns, reader, status
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
 
@@ -30,18 +20,19 @@ class PromptScheme:
     `states` are the KV groups with recurrent states.
     """
 
-    hashing: HashScheme
+    hashing: block_hashes.HashScheme
     groups: tuple[ChunkGroup, ...]
     states: frozenset[int] = frozenset()
 
     def chunks(
-        self, tokens: Sequence[int], traits: PromptTraits = PLAIN
+        self, tokens: Sequence[int], traits: block_hashes.PromptTraits = block_hashes.PLAIN
     ) -> dict[ChunkGroup, list[Key]]:
         """Keys of a prompt's full chunks, by KV group."""
-        hashes = block_hashes(tokens, self.hashing, traits)
+        hashes = block_hashes.block_hashes(tokens, self.hashing, traits)
         size = self.hashing.tokens_per_hash
         return {
-            group: chunk_keys(hashes, group.tokens // size, group.group) for group in self.groups
+            group: block_hashes.chunk_keys(hashes, group.tokens // size, group.group)
+            for group in self.groups
         }
 
     def most_loaded(self, num_tokens: int) -> int:
@@ -82,15 +73,15 @@ def scheme_of(space: status.NamespaceStatus, seeds: Sequence[str] = ()) -> Promp
             f"how namespace {space.namespace[:12]} cuts and hashes prompts is not known: no engine "
             "of it has been attached since the scheduler actor began; start one"
         ) from error
-    if digest == RANDOM:
+    if digest == block_hashes.RANDOM:
         raise SettingError(
             f"the engines of namespace {space.namespace[:12]} hash with {algorithm} and a random "
             "seed, so nobody else can say what they call a prompt's chunks: start them with "
             "PYTHONHASHSEED=0, or with --prefix-caching-hash-algo sha256"
         )
-    for seed in (DEFAULT_SEED, *seeds):
-        if seed_digest(seed) == digest:
-            return PromptScheme(HashScheme(algorithm, seed, size), groups, states)
+    for seed in (block_hashes.DEFAULT_SEED, *seeds):
+        if block_hashes.seed_digest(seed) == digest:
+            return PromptScheme(block_hashes.HashScheme(algorithm, seed, size), groups, states)
     raise SettingError(
         f"the engines of namespace {space.namespace[:12]} hash with a seed that is not known here: "
         "set PYTHONHASHSEED to what they have"
@@ -139,7 +130,7 @@ def look_up(
     space: status.NamespaceStatus,
     scheme: PromptScheme,
     tokens: Sequence[int],
-    traits: PromptTraits,
+    traits: block_hashes.PromptTraits,
     sources_of: Callable[[Sequence[bytes]], Sequence[Collection[columns.Source]]],
 ) -> reader.PromptLookup:
     """Where the chunks of a prompt are.
@@ -157,13 +148,13 @@ def look_up(
     everywhere = sorted({each.node_id for some in sources.values() for each in some})
     most = scheme.most_loaded(len(tokens))
     asked = {group: keys[group][: most // group.tokens] for group in scheme.groups}
-    prefixes = [_prefix(node, asked, sources) for node in everywhere]
+    found = [_prefix(node, asked, sources) for node in everywhere]
     cached_tokens = _loadable(asked, lambda key: bool(sources[key]))
     needed = {
         key
         for end in {cached_tokens, *scheme.ends(len(tokens))}
         for group in scheme.groups
-        for key in needed_chunks(group, keys[group], end)
+        for key in prefixes.needed_chunks(group, keys[group], end)
     }
     chunks = [
         reader.PromptChunk(
@@ -184,7 +175,7 @@ def look_up(
         prompt_tokens=len(tokens),
         cached_tokens=cached_tokens,
         nodes=sorted(
-            prefixes,
+            found,
             key=lambda each: (-each.tokens, -each.tokens_with_disk, -each.chunks, each.node_id),
         ),
         chunks=chunks,
@@ -210,19 +201,16 @@ def _prefix(
 def _tokens_on_disk(
     chunks: Sequence[reader.PromptChunk], groups: Sequence[ChunkGroup], cached_tokens: int
 ) -> int:
-    """How many of the first tokens need a chunk that is on a disk and in no pool. A group with a
-    window looks back from the last of them.
-    """
-    windows = {each.group: each.window for each in groups}
+    """How many of the first tokens need a chunk that is on a disk and in no pool."""
     tokens: set[int] = set()
-    for chunk in chunks:
-        window, size = windows[chunk.group], chunk.end_token - chunk.first_token
-        needed_from = 0 if window is None else cached_tokens - window * size
-        if chunk.disks and not chunk.nodes and chunk.first_token >= needed_from:
-            tokens.update(range(chunk.first_token, min(chunk.end_token, cached_tokens)))
+    for group in groups:
+        of_group = [chunk for chunk in chunks if chunk.group == group.group]
+        for chunk in prefixes.needed_chunks(group, of_group, cached_tokens):
+            if chunk.disks and not chunk.nodes:
+                tokens.update(range(chunk.first_token, chunk.end_token))
     return len(tokens)
 
 
 def _loadable(keys: Mapping[ChunkGroup, Sequence[Key]], is_there: Callable[[Key], bool]) -> int:
     there = {group.group: [is_there(key) for key in keys[group]] for group in keys}
-    return loadable_tokens(list(keys), there)
+    return prefixes.loadable_tokens(list(keys), there)

@@ -123,20 +123,15 @@ class PromptHasher:
                 break
             digest.update(array("q", part).tobytes())
             name = digest.digest()
-            hashes = self._known.get(name)
+            hashes = self._known.pop(name, None)
             if hashes is None:
                 hashes = block_hashes(part, hashing, traits, parent)
-                self._keep(name, hashes)
-            else:
-                self._known.move_to_end(name)
+            self._known[name] = hashes
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
             found += hashes
             parent = hashes[-1]
         return found
-
-    def _keep(self, name: bytes, hashes: list[bytes]) -> None:
-        self._known[name] = hashes
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
 
 
 def _larger(group: ChunkGroup, times: int) -> ChunkGroup:

@@ -20,7 +20,7 @@ def tokens_of_text(tokenizer: str, text: str) -> list[int]:
     Raises:
         SettingError: there is no such tokenizer here, or transformers is not installed.
     """
-    return _plain(_load(tokenizer).encode(text))
+    return list(_load(tokenizer).encode(text))
 
 
 def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -39,7 +39,7 @@ def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[i
         raise SettingError(
             f"the chat template of {tokenizer!r} can't take these messages: {first_line(error)}"
         ) from error
-    return _plain(loaded.encode(text, add_special_tokens=False))
+    return list(loaded.encode(text, add_special_tokens=False))
 
 
 def text_of_tokens(tokenizer: str, tokens: Sequence[int]) -> str:
@@ -49,10 +49,6 @@ def text_of_tokens(tokenizer: str, tokens: Sequence[int]) -> str:
         SettingError: there is no such tokenizer here, or transformers is not installed.
     """
     return str(_load(tokenizer, local_files_only=True).decode(list(tokens)))
-
-
-def _plain(tokens: Any) -> list[int]:
-    return [int(token) for token in tokens]
 
 
 def _load(tokenizer: str, **options: bool) -> Any:

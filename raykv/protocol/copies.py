@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Direction, Refusal, Stamp
-from raykv.protocol import columns, listing, wire
+from raykv.protocol import columns, framing, listing, wire
 
 STATE_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of each type that hidden states may have."""
@@ -135,7 +135,7 @@ class CopyResult(msgspec.Struct, frozen=True, array_like=True):
         columns.check_rows("failed chunks with a reason", self.failed_chunks, self.refusals)
 
 
-class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+class Fetch(framing.Versioned, frozen=True, tag="fetch"):
     """Have chunks of other nodes copied into this one's pool.
 
     Args:
@@ -155,7 +155,6 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
             the last one.
     """
 
-    version: int
     number: columns.Count
     life: columns.Count
     namespace: columns.Named
@@ -184,10 +183,9 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
         return msgspec.structs.replace(self, sources=places, key_index=keys, source_index=index)
 
 
-class Read(msgspec.Struct, frozen=True):
+class Read(framing.Versioned, frozen=True):
     """Read chunks out of a node's pool or disk, for another node."""
 
-    version: int
     namespace: columns.Named
     keys: columns.Keys
     slot_bytes: columns.Numbers

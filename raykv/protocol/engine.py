@@ -8,7 +8,7 @@ import msgspec
 
 from raykv.base.ids import Key, NodeId, Stamp, TokenSource
 from raykv.base.tenants import is_label
-from raykv.protocol import columns, copies, listing, measures
+from raykv.protocol import columns, copies, framing, listing, measures
 from raykv.protocol.descriptions import Description
 from raykv.protocol.sessions import SessionNews
 
@@ -140,7 +140,7 @@ NOTHING_ORDERED = Stamp(0, 0)
 """The number that is shown by who has seen no document of orders."""
 
 
-class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
+class EngineHello(framing.Versioned, frozen=True, tag="engine"):
     """An EngineCore introduces itself at one of its places.
 
     Args:
@@ -155,7 +155,6 @@ class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
         traits: what the namespace is a digest of, in short texts.
     """
 
-    version: int
     engine_id: columns.Named
     life: columns.Life
     namespace: columns.Named
@@ -297,7 +296,7 @@ MOST_SOURCES = 2
 """Of one chunk, that an answer names: the second for when the first has lost it."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(framing.Versioned, frozen=True):
     """Which nodes have keys that an engine's places do not have?
 
     Args:
@@ -310,7 +309,6 @@ class Ask(msgspec.Struct, frozen=True):
         coming: keys that the engine has begun to store.
     """
 
-    version: int
     engine_id: columns.Named
     life: columns.Count
     namespace: columns.Named

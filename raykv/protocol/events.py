@@ -16,6 +16,7 @@ import msgspec
 from raykv.base.ids import EventKind
 from raykv.protocol import columns as checked
 from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers
+from raykv.protocol.framing import Versioned
 from raykv.protocol.listing import Position
 
 MOST_EVENTS = 1024
@@ -100,7 +101,7 @@ class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
     missed: int | None = None
 
 
-class EventPage(msgspec.Struct, frozen=True):
+class EventPage(Versioned, frozen=True):
     """A stretch of the event log, as columns; see `raykv.directory.known.events`.
 
     Args:
@@ -124,7 +125,6 @@ class EventPage(msgspec.Struct, frozen=True):
             MessageError.
     """
 
-    version: int
     life: Count
     first_seq: Count
     last_seq: Count
@@ -154,10 +154,9 @@ KEYLESS = b"\0"
 """Stands in a page for the key of events that are of no chunk."""
 
 
-class ListingQuery(msgspec.Struct, frozen=True):
+class ListingQuery(Versioned, frozen=True):
     """Ask a NodeActor for the next part of its listing, of all namespaces, up to so many rows."""
 
-    version: int
     position: Position = Position()
     most: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)] = MAX_KEYS
 

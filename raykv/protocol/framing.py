@@ -18,6 +18,12 @@ PROTOCOL_VERSION = 18
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+class Versioned(msgspec.Struct, frozen=True):
+    """A message that says which `version` of the protocol its sender speaks; see `receive`."""
+
+    version: int
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """MessagePack bytes of `message`."""
     return msgspec.msgpack.encode(message)

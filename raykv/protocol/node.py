@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Stamp
-from raykv.protocol import columns, engine, listing, measures, sessions
+from raykv.protocol import columns, engine, framing, listing, measures, sessions
 from raykv.protocol.columns import MAX_POOL_BYTES, Count, Counts, Named, NamedKeys, Text
 
 
@@ -83,13 +83,12 @@ class NodeStats(msgspec.Struct, frozen=True):
     threads_failed: int = 0
 
 
-class NodeDescription(msgspec.Struct, frozen=True):
+class NodeDescription(framing.Versioned, frozen=True):
     """Where the workers of a node find its NodeActor, what it is, or why it has no pool.
 
     `nixl`: how other nodes reach its pool through NIXL; empty: they can't.
     """
 
-    version: int
     raykv_version: str
     node_id: str
     life: int
@@ -146,7 +145,7 @@ class SessionsWord(msgspec.Struct, frozen=True, array_like=True):
     news: sessions.SessionNews
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(framing.Versioned, frozen=True):
     """A NodeActor's heartbeat, with the next part of its listing.
 
     Args:
@@ -174,7 +173,6 @@ class Report(msgspec.Struct, frozen=True):
         raykv_version: here.
     """
 
-    version: int
     node_id: Named
     life: columns.Life
     seq: Count

@@ -13,7 +13,7 @@ import msgspec
 
 from raykv.base.ids import SLOT_ALIGNMENT, Stamp
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label
-from raykv.protocol import columns
+from raykv.protocol import columns, framing
 from raykv.protocol.engine import Naming
 
 MAX_ORDERED = 4096
@@ -38,31 +38,31 @@ Part = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 """Of a whole."""
 
 
-class PauseOrder(msgspec.Struct, frozen=True, tag="pause"):
+class Order(framing.Versioned, frozen=True):
+    """What all orders have. One of a known `order_id` is that order once more."""
+
+    order_id: ShortName
+
+
+class PauseOrder(Order, frozen=True, tag="pause"):
     """Switch the cache off for all engines, or on."""
 
-    version: int
-    order_id: ShortName
     paused: bool
 
 
-class ClearOrder(msgspec.Struct, frozen=True, tag="clear"):
+class ClearOrder(Order, frozen=True, tag="clear"):
     """Empty a namespace, by its whole name; with an empty one, all."""
 
-    version: int
-    order_id: ShortName
     namespace: columns.Text = ""
 
 
-class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
+class PinOrder(Order, frozen=True, tag="pin"):
     """Keep chunks for `ttl_s` seconds, those too that are not stored yet.
 
     Without a `priority` they are never evicted; with one, only after all chunks that have none. An
     order of a known `pin_id` takes the place of the earlier one.
     """
 
-    version: int
-    order_id: ShortName
     pin_id: ShortName
     namespace: columns.Named
     keys: columns.Keys
@@ -73,22 +73,18 @@ class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
         _check_ordered(self.keys)
 
 
-class UnpinOrder(msgspec.Struct, frozen=True, tag="unpin"):
+class UnpinOrder(Order, frozen=True, tag="unpin"):
     """End a pin."""
 
-    version: int
-    order_id: ShortName
     pin_id: ShortName
 
 
-class Quota(msgspec.Struct, frozen=True, tag="quota"):
+class Quota(Order, frozen=True, tag="quota"):
     """A tenant's share of every pool and disk, from 0 to 1: `guaranteed` at least, and `most`.
 
     `name` is for people; `tenant` the label of its requests, empty for that of all others.
     """
 
-    version: int
-    order_id: ShortName
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
     guaranteed: Part = 0.0
@@ -101,19 +97,15 @@ class Quota(msgspec.Struct, frozen=True, tag="quota"):
         columns.require(self.guaranteed <= self.most, "a quota that guarantees more than it allows")
 
 
-class EndQuota(msgspec.Struct, frozen=True, tag="end_quota"):
+class EndQuota(Order, frozen=True, tag="end_quota"):
     """End the quota of that name."""
 
-    version: int
-    order_id: ShortName
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 
 
-class NameWeights(msgspec.Struct, frozen=True, tag="name_weights"):
+class NameWeights(Order, frozen=True, tag="name_weights"):
     """What the weights are called that engines have now whose ids begin so."""
 
-    version: int
-    order_id: ShortName
     beginning: columns.Named
     weights_version: columns.Text
 
@@ -169,13 +161,12 @@ class NodePins(msgspec.Struct, frozen=True):
     waiting_chunks: int = 0
 
 
-class PinsHere(msgspec.Struct, frozen=True):
+class PinsHere(framing.Versioned, frozen=True):
     """What one node says of pins: of each, by id, and in all. `client_chunks` are those that
     requests have asked for, `hints_refused` how many such wishes were left out for lack of room
     since its start.
     """
 
-    version: int
     node: NodePins
     held: dict[str, PinHere] = {}
     client_chunks: int = 0
@@ -199,13 +190,12 @@ class PinStatus(msgspec.Struct, frozen=True):
     waiting_chunks: int = 0
 
 
-class Pinned(msgspec.Struct, frozen=True):
+class Pinned(framing.Versioned, frozen=True):
     """All pins, put together from what nodes say. `client_chunks` are those that requests have
     asked for, `hints_refused` how many such wishes were left out for lack of room since the
     NodeActors began.
     """
 
-    version: int
     pins: list[PinStatus] = []
     nodes: list[NodePins] = []
     client_chunks: int = 0
@@ -215,12 +205,11 @@ class Pinned(msgspec.Struct, frozen=True):
 # Chunks elsewhere
 
 
-class DropOrder(msgspec.Struct, frozen=True):
+class DropOrder(framing.Versioned, frozen=True):
     """Give up the copies of chunks that one node has in its pool, if they have no more blocks than
     these, which are elsewhere; those that are pinned only `with_pinned`.
     """
 
-    version: int
     namespace: columns.Named
     keys: columns.Keys
     first_block: columns.Numbers
@@ -232,12 +221,11 @@ class DropOrder(msgspec.Struct, frozen=True):
         columns.check_column(self.keys, self.first_block, self.num_blocks)
 
 
-class Released(msgspec.Struct, frozen=True):
+class Released(framing.Versioned, frozen=True):
     """Answer to `DropOrder`, in copies: `kept` are pinned, or have more blocks; `absent` are not
     there.
     """
 
-    version: int
     dropped: int = 0
     kept: int = 0
     absent: int = 0
@@ -281,7 +269,7 @@ class Exported(msgspec.Struct, frozen=True):
 # Pools
 
 
-class PoolWish(msgspec.Struct, frozen=True):
+class PoolWish(framing.Versioned, frozen=True):
     """Which nodes are to have a NodeActor, also those that join later, and with what pool.
 
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
@@ -290,7 +278,6 @@ class PoolWish(msgspec.Struct, frozen=True):
     path, bytes, and bytes that stay free; `transport` and `pin_share`: as the settings.
     """
 
-    version: int
     on: columns.Text = "all"
     node_ids: Annotated[list[columns.Text], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
     pool_bytes: PoolBytes | None = None

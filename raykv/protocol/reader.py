@@ -14,7 +14,7 @@ import msgspec
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES
-from raykv.protocol import columns, descriptions, engine, listing, status
+from raykv.protocol import columns, descriptions, engine, framing, listing, status
 
 MAX_PAGE = 1024
 """Chunks in one page: some 80 KiB."""
@@ -34,7 +34,7 @@ RAM, DISK = TIERS = ("ram", "disk")
 """Where chunks are: in a node's pool, or on its disk."""
 
 
-class ChunkQuery(msgspec.Struct, frozen=True):
+class ChunkQuery(framing.Versioned, frozen=True):
     """A page of the chunks of a node is asked for.
 
     Empty texts and None: all, of every tier. `key` is the beginning of keys. The page has the next
@@ -43,7 +43,6 @@ class ChunkQuery(msgspec.Struct, frozen=True):
     `cursor`: where the page before has ended, as that says; empty: from the beginning on.
     """
 
-    version: int
     namespace: columns.Text = ""
     key: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)] = b""
     group: Annotated[int, msgspec.Meta(ge=0, lt=columns.MAX_GROUPS)] | None = None
@@ -70,10 +69,9 @@ class ListedChunk(msgspec.Struct, frozen=True, array_like=True):
     tenant: columns.Text = ""
 
 
-class ChunkPage(msgspec.Struct, frozen=True):
+class ChunkPage(framing.Versioned, frozen=True):
     """Chunks of a node. `cursor` asks for the next page; there is none if it is empty."""
 
-    version: int
     chunks: Annotated[list[ListedChunk], msgspec.Meta(max_length=columns.MAX_KEYS)] = []
     cursor: columns.Text = ""
 
@@ -114,21 +112,19 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         return self.key[:-4]
 
 
-class WhereQuery(msgspec.Struct, frozen=True):
+class WhereQuery(framing.Versioned, frozen=True):
     """Which nodes have these chunks of a namespace?"""
 
-    version: int
     namespace: columns.Text
     keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)]
 
 
-class WherePage(msgspec.Struct, frozen=True):
+class WherePage(framing.Versioned, frozen=True):
     """Where the first `answered` keys of a question are: a row for each copy.
 
     `key_index` points into the keys that were asked, `source_index` into `sources`.
     """
 
-    version: int
     answered: int = 0
     sources: list[columns.Source] = []
     key_index: list[int] = []
@@ -149,14 +145,13 @@ def check_where_page(page: WherePage, query: WhereQuery) -> None:
     columns.check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
 
 
-class PrefixQuery(msgspec.Struct, frozen=True):
+class PrefixQuery(framing.Versioned, frozen=True):
     """How much of the beginnings of some prompts does each node have?
 
     `chunks` says what the chunks of the namespace are, as its traits do. `keys` are those of all
     chunks, prompt by prompt and group by group; `counts` how many each group of each prompt has.
     """
 
-    version: int
     namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
     chunks: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
     keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)]
@@ -182,14 +177,13 @@ def _groups(text: str) -> list[descriptions.ChunkGroup]:
     return groups
 
 
-class PrefixPage(msgspec.Struct, frozen=True):
+class PrefixPage(framing.Versioned, frozen=True):
     """Tokens that can be loaded, from a prompt's beginning on.
 
     `tokens` has a row for each prompt, with a number for each of `nodes`; a node that is not there
     has nothing. `anywhere`: by prompt, if what one node lacks is fetched from others.
     """
 
-    version: int
     nodes: list[str] = []
     tokens: list[int] = []
     anywhere: list[int] = []
@@ -210,10 +204,9 @@ def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
     columns.require(is_number, "invalid numbers of tokens")
 
 
-class SpacePage(msgspec.Struct, frozen=True):
+class SpacePage(framing.Versioned, frozen=True):
     """The namespaces, and for each the nodes on which it has engines now."""
 
-    version: int
     spaces: list[status.NamespaceStatus] = []
     engine_nodes: list[list[str]] = []
 

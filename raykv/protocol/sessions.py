@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from raykv.protocol import columns
+from raykv.protocol import columns, framing
 
 MAX_SESSION_NAME = 128
 """Characters of a session's name."""
@@ -76,10 +76,9 @@ def _check_pause(word: int, pause_s: float, priority: int) -> None:
     columns.require(0 <= priority <= columns.MAX_PRIORITY, f"the priority {priority} of a session")
 
 
-class SessionOrder(msgspec.Struct, frozen=True):
+class SessionOrder(framing.Versioned, frozen=True):
     """An operator says PAUSED or OVER of a session; fields as in `SessionNews`."""
 
-    version: int
     namespace: columns.Text
     session: SessionName
     word: SessionWord
@@ -114,31 +113,28 @@ class SessionStatus(msgspec.Struct, frozen=True):
     on_disks: dict[str, int] = {}
 
 
-class SessionAnswer(msgspec.Struct, frozen=True):
+class SessionAnswer(framing.Versioned, frozen=True):
     """Answer to `SessionOrder`: the nodes that know the session, and will hear of it; none: there
     is none of that name.
     """
 
-    version: int
     nodes: list[str] = []
 
 
-class SessionQuery(msgspec.Struct, frozen=True):
+class SessionQuery(framing.Versioned, frozen=True):
     """Which sessions does a node know?
 
     Empty texts: all. A page has the most recently used ones. Of a session that is asked for by
     name, and is in one namespace only, it has the keys from number `first` on too.
     """
 
-    version: int
     namespace: columns.Text = ""
     session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_NAME)] = ""
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
 
-class SessionPage(msgspec.Struct, frozen=True):
+class SessionPage(framing.Versioned, frozen=True):
     """Answer to `SessionQuery`; `keys` in the order in which prompts have them."""
 
-    version: int
     sessions: list[SessionStatus] = []
     keys: Annotated[list[columns.KeyBytes], msgspec.Meta(max_length=columns.MAX_KEYS)] = []

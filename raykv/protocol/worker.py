@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from raykv.base.ids import Refusal
-from raykv.protocol import columns, copies, engine
+from raykv.protocol import columns, copies, engine, framing
 
 MAX_PIECES = 240
 """Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
@@ -40,13 +40,12 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.offset + (self.num_blocks - 1) * self.block_stride + self.page_bytes
 
 
-class AttachWorker(msgspec.Struct, frozen=True, tag="attach"):
+class AttachWorker(framing.Versioned, frozen=True, tag="attach"):
     """First message of a connection; the KV memory and the cancel words come with it as fds.
 
     `life`: of the EngineCore, as in `EngineHello`.
     """
 
-    version: int
     engine_id: columns.Named
     life: columns.Life
     namespace: columns.Named

@@ -46,7 +46,7 @@ from raykv.engine.announcements import News
 from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol import descriptions, engine
+from raykv.protocol import engine
 from raykv.protocol.columns import is_told_name
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.internals import offloading
@@ -438,22 +438,17 @@ class ChunkTracker(OffloadingEventsTracker):
             return
         if offloading.is_windowed(group_config) or has_other_input(req):
             return
-        text = offloading.described_chunk(self, req, group_config, chunk_idx)
-        if not is_told_name(text.lora or ""):
-            return
-        outbox.add(
-            descriptions.Description(
-                namespace=namespace,
-                key=bytes(key),
-                parent=None if text.parent is None else bytes(text.parent),
-                inner=b"".join(text.hashes[:-1]),
-                tokens=descriptions.pack_tokens(text.token_ids),
-                block_size=text.block_size,
-                model=self._model,
-                kind=text.kind,
-                lora=text.lora,
-            )
+        description = offloading.described_chunk(
+            self,
+            req,
+            group_config,
+            chunk_idx,
+            namespace=namespace,
+            key=bytes(key),
+            model=self._model,
         )
+        if is_told_name(description.lora or ""):
+            outbox.add(description)
 
 
 def has_other_input(req: Any) -> bool:

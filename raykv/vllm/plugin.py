@@ -11,7 +11,7 @@ from typing import Any
 from raykv.base.parent import end_with_parent
 from raykv.vllm.identity.media import is_ours, watch_prompts
 from raykv.vllm.insight.sources import watch_front_ends
-from raykv.vllm.internals import engine, names, offloading
+from raykv.vllm.internals import engine, names
 from raykv.vllm.internals.arguments import refuse_arguments, wrap_arguments
 
 logger = logging.getLogger("raykv")
@@ -50,17 +50,16 @@ def register() -> None:
     """Register the connectors; vLLM calls this in each of its processes, some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if offloading.is_registered("RayKVConnector"):
+    try:
+        for name in CONNECTORS:
+            KVConnectorFactory.register_connector(name, __name__, name)
+    except ValueError:
+        # They are registered already.
         return
     replica = os.environ.get(REPLICA_VARIABLE)
     if replica is not None:
         # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
         end_with_parent(int(replica))
-    try:
-        for name in CONNECTORS:
-            KVConnectorFactory.register_connector(name, __name__, name)
-    except ValueError:
-        logger.debug("RayKVConnector is registered already")
     if not wrap_arguments(refusing):
         logger.debug("this vLLM ends its configuration in an unknown way")
     try:

@@ -271,7 +271,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(name=names, wanted=st.sampled_from([WIDE, NARROW, NO_BLOCKS]))
     def load(self, name: tuple[Namespace, Key], wanted: Blocks) -> None:
         record = self.index.find(*name)
-        (found,) = self.index.begin_loads([(*name, wanted)], self.now)
+        slot_bytes = record.slot_bytes if record is not None else 0
+        (found,) = self.index.begin_loads([(*name, wanted, slot_bytes)], self.now)
         if isinstance(found, ChunkRecord):
             assert found is record
             assert found.blocks.has(wanted)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.directory.known.document import OrderError, Orders
 from raykv.protocol import columns, framing, node, operator
+from raykv.protocol.engine import Naming
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ class OrderDesk:
         if isinstance(order, operator.PinOrder):
             return self._pinned(order, told, now)
         if isinstance(order, operator.NameWeights):
-            return self._named(order, now)
+            return self._named(order, told, now)
         return Draft(orders.draft(order_id, now, **_changes(order, told)), order_id)
 
     def _pinned(self, order: operator.PinOrder, told: operator.OrdersDocument, now: float) -> Draft:
@@ -148,7 +149,9 @@ class OrderDesk:
         self._pin_keys[digest] = raw
         return Draft(made, order.order_id, b"" if is_known else digest, b"" if is_known else raw)
 
-    def _named(self, order: operator.NameWeights, now: float) -> Draft:
+    def _named(
+        self, order: operator.NameWeights, told: operator.OrdersDocument, now: float
+    ) -> Draft:
         engines = list(self._engines())
         weights: dict[int, int] = {}
         for each in engines:
@@ -156,8 +159,20 @@ class OrderDesk:
                 weights[each.hello.life] = max(each.weights, weights.get(each.hello.life, 0))
         if not weights:
             raise OrderError(f"the id of no engine begins with {order.beginning!r}")
-        known = {each.hello.life for each in engines}
-        made = self._orders.name(order.order_id, weights, order.weights_version, known, now)
+        most = operator.MAX_TOLD_NAMINGS
+        if len(weights) > most:
+            raise OrderError(
+                f"these are {len(weights)} engines, and at most {most} can be told at once: give a "
+                "longer beginning of their ids"
+            )
+        stamp = Stamp(told.stamp.history, told.stamp.number + 1)
+        # Names of engines that are not known any more go.
+        others = {each.hello.life for each in engines} - weights.keys()
+        namings = {life: each for life, each in told.namings.items() if life in others}
+        for life, count in weights.items():
+            namings[life] = Naming(stamp, order.weights_version, count)
+        latest = dict(list(namings.items())[-most:])
+        made = self._orders.draft(order.order_id, now, namings=latest)
         return Draft(made, order.order_id)
 
     def kept(self, now: float) -> list[bytes]:

@@ -102,8 +102,8 @@ class Directory:
             if node_id in self.members:
                 self._lose(node_id, now)
             self._join(report, now)
-        heard = self.members.hear(report, now)
-        wants_orders = heard.is_news and self._take_news(report, heard, now)
+        before = self.members.hear(report, now)
+        wants_orders = before is not None and self._take_news(report, before, now)
         if report.part is not None:
             self._take_part(node_id, report.part, now)
         return self._answer(node_id, report.part, now, wants_orders=wants_orders)
@@ -130,12 +130,12 @@ class Directory:
         for engine in engines:
             self._coming.end(engine)
 
-    def _take_news(self, report: node.Report, heard: members.HeardReport, now: float) -> bool:
+    def _take_news(self, report: node.Report, before: members.ReportedNode, now: float) -> bool:
         """The latest report of a member; returns whether it has orders that are to be sent here."""
         node_id = NodeId(report.node_id)
-        if heard.has_turned:
+        if report.is_leaving != before.report.is_leaving:
             self._marks.turn(node_id)
-        self._end_engines(heard.gone)
+        self._end_engines(before.engines.keys() - self.members[node_id].engines.keys())
         for engine in report.engines:
             self._introduce(engine.hello)
         spaces = {Namespace(name) for name, count in report.spaces.items() if count}

@@ -22,7 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,6 @@ from raykv.protocol.engine import NOTHING_ORDERED, Naming
 from raykv.protocol.operator import (
     MAX_DOCUMENT_BYTES,
     MAX_TOLD_DONE,
-    MAX_TOLD_NAMINGS,
     MAX_WANTED_BYTES,
     OrdersDocument,
 )
@@ -178,39 +177,6 @@ class Orders:
         # What was offered before anybody heard of this number has a lower stamp.
         floors.take({namespace: made.stamp.number})
         return _readable(msgspec.structs.replace(made, floors=floors.told))
-
-    def name(
-        self,
-        order_id: str,
-        weights: Mapping[int, int],
-        version: str,
-        known: Collection[int],
-        now: float,
-    ) -> OrdersDocument:
-        """The draft of a naming; names of engines that are not known any more go.
-
-        Args:
-            order_id: of the order.
-            weights: by the life of each EngineCore, how often these have changed.
-            version: what they are called.
-            known: lives of all engines.
-            now: the time.
-
-        Raises:
-            OrderError: see `draft`.
-        """
-        made = self._drafted(order_id, now)
-        namings = {life: each for life, each in made.namings.items() if life in known}
-        for life, count in weights.items():
-            namings.pop(life, None)
-            namings[life] = Naming(made.stamp, version, count)
-        if len(weights) > MAX_TOLD_NAMINGS:
-            raise OrderError(
-                f"these are {len(weights)} engines, and at most {MAX_TOLD_NAMINGS} can be told at "
-                "once: give a longer beginning of their ids"
-            )
-        latest = islice(namings.items(), max(0, len(namings) - MAX_TOLD_NAMINGS), None)
-        return _affordable(msgspec.structs.replace(made, namings=dict(latest)))
 
     # Members
 

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,17 +63,7 @@ class ReportedNode:
         return {Namespace(each.hello.namespace) for each in self.engines.values()}
 
 
-class HeardReport(NamedTuple):
-    """What a report has changed: engines that it does not introduce any more, and whether the node
-    has begun to leave, or stays after all. `is_news`: it is the latest one.
-    """
-
-    is_news: bool
-    gone: tuple[EngineLife, ...] = ()
-    has_turned: bool = False
-
-
-class Members:
+class Members(Mapping[NodeId, ReportedNode]):
     """See the module's docstring. Times are of one clock that never goes back."""
 
     def __init__(self, expiry_s: float) -> None:
@@ -85,18 +75,11 @@ class Members:
     def __getitem__(self, node_id: NodeId) -> ReportedNode:
         return self._members[node_id]
 
-    def __contains__(self, node_id: NodeId) -> bool:
-        return node_id in self._members
-
     def __iter__(self) -> Iterator[NodeId]:
         return iter(self._members)
 
     def __len__(self) -> int:
         return len(self._members)
-
-    def values(self) -> Iterable[ReportedNode]:
-        """All members."""
-        return self._members.values()
 
     def is_staying(self, node_id: NodeId) -> bool:
         """Whether a member does not leave."""
@@ -118,28 +101,29 @@ class Members:
         member = self._members.get(NodeId(report.node_id))
         return member is None or member.number.life < report.life
 
-    def hear(self, report: Report, now: float) -> HeardReport:
+    def hear(self, report: Report, now: float) -> ReportedNode | None:
         """A node reports, and is a member from then on; perhaps late or once more: then nothing
         changes.
+
+        Returns:
+            What the member was before, or is now if it was none; None: the report is no news.
         """
         node_id = NodeId(report.node_id)
         number = ReportNumber(report.life, report.seq)
+        before = self._members.get(node_id)
+        if before is not None and number <= before.number:
+            return None
         bare = msgspec.structs.replace(report, part=None, engines=[], sessions=[])
         engines = {
             EngineLife(EngineId(each.hello.engine_id), each.hello.life): each
             for each in report.engines
         }
-        member = self._members.get(node_id)
-        if member is None:
-            self._lost.pop(node_id, None)
-            self._members[node_id] = ReportedNode(bare, number, now, engines)
-            return HeardReport(is_news=True)
-        if number <= member.number:
-            return HeardReport(is_news=False)
-        has_turned = member.report.is_leaving != report.is_leaving
-        gone = tuple(each for each in member.engines if each not in engines)
-        member.report, member.number, member.heard_at, member.engines = bare, number, now, engines
-        return HeardReport(is_news=True, gone=gone, has_turned=has_turned)
+        member = ReportedNode(bare, number, now, engines)
+        if before is not None:
+            member.chunks = before.chunks
+        self._lost.pop(node_id, None)
+        self._members[node_id] = member
+        return before or member
 
     def silent(self, now: float) -> list[NodeId]:
         """Members that have not been heard of for too long."""

@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
 
 from raykv.base.errors import MessageError
 from raykv.base.ids import Namespace, NodeId
@@ -38,17 +36,12 @@ MOST_WAITING = 256
 MOST_SENT = 64
 """Words in one answer."""
 
+MOST_ORDERED = 256
+"""Sessions that one order is for: of one name in several namespaces."""
+
 
 NOBODY = NodeId("")
 """Says what an operator says."""
-
-
-class SessionAt(NamedTuple):
-    """A session, and the nodes that have named it: the one that used it last is the last."""
-
-    namespace: Namespace
-    session: str
-    nodes: tuple[NodeId, ...]
 
 
 @dataclass(slots=True)
@@ -130,24 +123,24 @@ class SessionNodes:
         if len(self._sessions) > MOST_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
 
-    def order(self, word: SessionsWord) -> None:
-        """An operator says something of a session, to all nodes that know it; to all members if it
-        is not known here: this life may be younger than the session.
+    def order(self, namespace: str, news: SessionNews) -> list[NodeId]:
+        """An operator says something of a session to all nodes that know it, in a namespace or
+        (empty) in all, `MOST_ORDERED` at most; returns those nodes. Of one that is not known there
+        all members are told: this life may be younger than the session.
         """
-        if (word.namespace, word.news.session) in self._sessions:
-            self.take(NOBODY, [word])
-            return
-        for words in self._words.values():
-            words.waiting.append(word)
-
-    def known(self, namespace: str, session: str, most: int) -> list[SessionAt]:
-        """Sessions of a namespace and a name (empty: of any), the one that was used last first."""
-        found = (
-            SessionAt(space, name, tuple(known.nodes))
-            for (space, name), known in reversed(self._sessions.items())
-            if namespace in ("", space) and session in ("", name)
-        )
-        return list(islice(found, most))
+        names = [
+            (space, name)
+            for space, name in reversed(self._sessions)
+            if name == news.session and namespace in ("", space)
+        ][:MOST_ORDERED]
+        nodes = {node_id for name in names for node_id in self._sessions[name].nodes}
+        for space, _ in names:
+            self.take(NOBODY, [SessionsWord(space, news)])
+        if namespace and not names:
+            nodes = set(self._words)
+            for words in self._words.values():
+                words.waiting.append(SessionsWord(namespace, news))
+        return sorted(nodes)
 
     def __len__(self) -> int:
         return len(self._sessions)

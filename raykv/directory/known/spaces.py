@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set as AbstractSet
 
 from raykv.base.ids import Namespace, NodeId
@@ -36,9 +37,9 @@ class NamespaceUse:
     def __init__(self) -> None:
         # Of each node: namespaces that it has engines of, and those that it has chunks of.
         self._of: dict[NodeId, tuple[Spaces, Spaces]] = {}
-        # Nodes with engines, and nodes with engines or chunks.
-        self._engined_at: dict[Namespace, set[NodeId]] = {}
-        self._used_at: dict[Namespace, set[NodeId]] = {}
+        # How many nodes have engines, and engines or chunks.
+        self._num_engined: Counter[Namespace] = Counter()
+        self._num_used: Counter[Namespace] = Counter()
         # Since when there is no engine, the longest time first.
         self._left: dict[Namespace, float] = {}
 
@@ -47,13 +48,13 @@ class NamespaceUse:
         if len(held) > MOST_OF_A_NODE:
             held = frozenset(sorted(held)[:MOST_OF_A_NODE])
         before, held_before = self._of.pop(node_id, NOTHING)
-        _move(self._engined_at, node_id, before, engined)
-        _move(self._used_at, node_id, before | held_before, engined | held)
+        _move(self._num_engined, before, engined)
+        _move(self._num_used, before | held_before, engined | held)
         if engined or held:
             self._of[node_id] = engined, held
         for namespace in engined:
             self._left.pop(namespace, None)
-        for namespace in sorted(before - self._engined_at.keys()):
+        for namespace in sorted(before - self._num_engined.keys()):
             self._left[namespace] = now
         while len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
@@ -65,7 +66,7 @@ class NamespaceUse:
     def alone(self, node_id: NodeId) -> list[str]:
         """Namespaces of a node's engines of which no other node has engines or chunks."""
         engined, _ = self._of.get(node_id, NOTHING)
-        alone = [str(each) for each in sorted(engined) if len(self._used_at[each]) == 1]
+        alone = [str(each) for each in sorted(engined) if self._num_used[each] == 1]
         return alone[:MOST_NAMESPACES]
 
     def left(self, node_id: NodeId, now: float) -> list[str]:
@@ -78,24 +79,18 @@ class NamespaceUse:
 
     def check(self) -> None:
         """Assert the invariant and bounds; for tests."""
-        assert not self._left.keys() & self._engined_at.keys()
+        assert not self._left.keys() & self._num_engined.keys()
         assert len(self._left) <= MOST_LEFT, len(self._left)
-        engined = {node_id: some for node_id, (some, _) in self._of.items()}
-        used = {node_id: some | held for node_id, (some, held) in self._of.items()}
-        for at, of in ((self._engined_at, engined), (self._used_at, used)):
-            pairs = {(each, node_id) for each, nodes in at.items() for node_id in nodes}
-            assert pairs == {(each, node_id) for node_id, spaces in of.items() for each in spaces}
-            assert all(at.values())
+        engined = Counter(each for some, _ in self._of.values() for each in some)
+        used = Counter(each for some, held in self._of.values() for each in some | held)
+        assert dict(self._num_engined) == engined
+        assert dict(self._num_used) == used
 
 
-def _move(
-    nodes_at: dict[Namespace, set[NodeId]], node_id: NodeId, before: Spaces, after: Spaces
-) -> None:
+def _move(counts: Counter[Namespace], before: Spaces, after: Spaces) -> None:
     """A node is in other namespaces than before."""
+    counts.update(after - before)
     for namespace in before - after:
-        nodes = nodes_at[namespace]
-        nodes.discard(node_id)
-        if not nodes:
-            del nodes_at[namespace]
-    for namespace in after - before:
-        nodes_at.setdefault(namespace, set()).add(node_id)
+        counts[namespace] -= 1
+        if not counts[namespace]:
+            del counts[namespace]

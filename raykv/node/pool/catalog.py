@@ -12,9 +12,10 @@ from heapq import nlargest
 from operator import attrgetter
 
 from raykv.base.ids import Blocks, Key, Namespace, group_of
-from raykv.node.pool import claims, shelf
+from raykv.node.pool import claims
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.node.pool.shelf import ShelvedChunk
 from raykv.protocol import columns, framing, operator, reader
 from raykv.protocol.listing import ALL_READ, Reason, Where
 
@@ -23,6 +24,8 @@ STRETCH = 1024
 
 ANYWHERE = Where.RAM | Where.DISK
 """At hand: to join flags takes a microsecond."""
+
+Stay = ChunkRecord | ShelvedChunk
 
 _TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
@@ -47,53 +50,46 @@ class PoolCatalog:
         """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
         ends there. So many places are looked at, `STRETCH` at most. Ages are those at `now`.
         """
-        where = _TIERS[query.tier]
+        where, disk = _TIERS[query.tier], self._index.disk_place
         name = Namespace(query.namespace), Key(query.key)
-        if query.namespace and self.row(*name, now) is not None:
+        chunks: Sequence[Stay]
+        if query.namespace and self._find(*name, ANYWHERE) is not None:
             # No other key of its namespace begins so.
-            row = self.row(*name, now, where) if query.group in (None, group_of(name[1])) else None
-            return [] if row is None else [row], ALL_READ
-        disk = self._index.disk_place
-        if not where & Where.RAM:
-            place = max(place, disk)
-        chunks, following = self._index.page(place, min(most, STRETCH))
-        rows = [self._row(each, now, where) for each in chunks if _is_asked_for(each, query)]
-        is_end = following >= disk and not where & Where.DISK
-        return [each for each in rows if each is not None], ALL_READ if is_end else following
+            chunk, following = self._find(*name, where), ALL_READ
+            chunks = [] if chunk is None else [chunk]
+        else:
+            place = place if where & Where.RAM else max(place, disk)
+            chunks, following = self._index.page(place, min(most, STRETCH))
+            if following >= disk and not where & Where.DISK:
+                following = ALL_READ
+        rows = [
+            self._row(each, now, where)
+            for each in chunks
+            if _is_asked_for(each, query) and self._find(each.namespace, each.key, where) is each
+        ]
+        return rows, following
 
-    def _row(
-        self, chunk: ChunkRecord | shelf.ShelvedChunk, now: float, where: Where
-    ) -> reader.ListedChunk | None:
-        """One of a page, unless it is not asked for, or is in the pool as well and listed there."""
-        if isinstance(chunk, ChunkRecord):
-            if chunk.state is not ChunkState.READY or not where & Where.RAM:
-                return None
-            return self._in_pool(chunk, now, has_disk=bool(where & Where.DISK))
-        is_alone = not where & Where.RAM or self._index.find(chunk.namespace, chunk.key) is None
-        return _shelved(chunk) if is_alone and where & Where.DISK else None
+    def _find(self, namespace: Namespace, key: Key, where: Where) -> Stay | None:
+        """What stands for a chunk that is there: its record, if it is in the pool too."""
+        record = self._index.find(namespace, key) if where & Where.RAM else None
+        if record is None and where & Where.DISK:
+            return self._shelf.find(namespace, key)
+        return record
 
-    def row(
-        self, namespace: Namespace, key: Key, now: float, where: Where = ANYWHERE
-    ) -> reader.ListedChunk | None:
-        """One chunk, as far as it is there."""
-        record = self._index.find(namespace, key)
-        if record is not None and where & Where.RAM:
-            return self._in_pool(record, now, has_disk=bool(where & Where.DISK))
-        shelved = self._shelf.find(namespace, key)
-        return _shelved(shelved) if shelved is not None and where & Where.DISK else None
-
-    def _in_pool(self, record: ChunkRecord, now: float, *, has_disk: bool) -> reader.ListedChunk:
-        is_shelved = has_disk and self._shelf.find(record.namespace, record.key) is not None
-        came_at = max(self._began_at, record.came_at)
+    def _row(self, chunk: Stay, now: float, where: Where) -> reader.ListedChunk:
+        name = chunk.namespace, chunk.key
+        if isinstance(chunk, ShelvedChunk):
+            return reader.ListedChunk(*name, Where.DISK, chunk.chunk.num_bytes)
+        is_shelved = bool(where & Where.DISK) and self._shelf.find(*name) is not None
+        came_at = max(self._began_at, chunk.came_at)
         return reader.ListedChunk(
-            record.namespace,
-            record.key,
+            *name,
             ANYWHERE if is_shelved else Where.RAM,
-            record.slot_bytes,
+            chunk.slot_bytes,
             max(0.0, now - came_at),
-            max(0.0, now - max(came_at, record.found_at)),
-            record.hits,
-            self._owner.tenant(self._owner.tenants.label(record.owner)),
+            max(0.0, now - max(came_at, chunk.found_at)),
+            chunk.hits,
+            self._owner.tenant(self._owner.tenants.label(chunk.owner)),
         )
 
     def kept(self, names: Iterable[claims.Name], standing: Standing) -> operator.PinHere:
@@ -131,17 +127,13 @@ class PoolCatalog:
         return operator.Released(framing.PROTOCOL_VERSION, dropped, kept, absent)
 
 
-def _is_asked_for(chunk: ChunkRecord | shelf.ShelvedChunk, query: reader.ChunkQuery) -> bool:
+def _is_asked_for(chunk: Stay, query: reader.ChunkQuery) -> bool:
     """Whether a chunk is among those of a query, wherever it is."""
     return (
         query.namespace in ("", chunk.namespace)
         and chunk.key.startswith(query.key)
         and query.group in (None, group_of(chunk.key))
     )
-
-
-def _shelved(kept: shelf.ShelvedChunk) -> reader.ListedChunk:
-    return reader.ListedChunk(kept.namespace, kept.key, Where.DISK, kept.chunk.num_bytes)
 
 
 def first_ones(

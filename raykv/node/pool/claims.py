@@ -187,11 +187,6 @@ class Claims:
         claimed = self._claimed.get(name)
         return {} if claimed is None else dict(claimed.claims)
 
-    def claim_of(self, owner: Owner, name: Name) -> Claim | None:
-        """What an owner wants of a chunk."""
-        claimed = self._claimed.get(name)
-        return None if claimed is None else claimed.claims.get(owner)
-
     def owners(self, kind: OwnerKind) -> list[Owner]:
         """All of a kind."""
         return [owner for owner in self._names if owner.kind is kind]

@@ -91,7 +91,7 @@ class PoolIndex:
         geometry: PoolGeometry,
         listing: Listing,
         floors: Floors,
-        companions: room.Companions | None = None,
+        companions: room.Companions = lambda *_: (),
         pin_share: float = claims.PIN_SHARE,
     ) -> None:
         self.listing = listing
@@ -234,23 +234,26 @@ class PoolIndex:
     # Loads
 
     def begin_loads(
-        self, chunks: Sequence[tuple[Namespace, Key, Blocks]], now: float
+        self, chunks: Iterable[tuple[Namespace, Key, Blocks, int]], now: float
     ) -> list[ChunkRecord | Refusal]:
-        """Register a reader of each chunk that has the wanted blocks, all at once; with no blocks
-        it takes the whole slot, and along with it which blocks are there.
+        """Register a reader of each chunk that has the wanted blocks, and a slot of the size that
+        the reader knows, all at once; with no blocks it takes the whole slot, and along with it
+        which blocks are there.
         """
         found = [self._begin_load(*chunk) for chunk in chunks]
         self.touch([each for each in found if isinstance(each, ChunkRecord)], now)
         return found
 
     def _begin_load(
-        self, namespace: Namespace, key: Key, wanted: Blocks = ids.NO_BLOCKS
+        self, namespace: Namespace, key: Key, wanted: Blocks, slot_bytes: int
     ) -> ChunkRecord | Refusal:
         record = self.find(namespace, key)
         if record is None:
             return Refusal.WRITING if self.is_coming(namespace, key) else Refusal.NOT_HERE
         if wanted is not record.blocks and not record.blocks.has(wanted):
             return Refusal.PARTIAL
+        if record.slot_bytes != slot_bytes:
+            return Refusal.BAD_HANDLE
         record.readers += 1
         return record
 

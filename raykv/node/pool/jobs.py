@@ -172,13 +172,13 @@ class Jobs:
             made.part = part
 
     def _begin_loads(self, loads: Sequence[AdmittedJob], now: float) -> None:
-        chunks: list[tuple[Namespace, Key, Blocks]] = []
+        chunks: list[tuple[Namespace, Key, Blocks, int]] = []
         for made in loads:
-            chunks += zip(repeat(made.namespace), made.keys, made.blocks, strict=False)
+            chunks += zip(repeat(made.namespace), made.keys, made.blocks, made.slot_bytes)
         found = iter(self._index.begin_loads(chunks, now))
         for made in loads:
-            for at, (size, record) in enumerate(zip(made.slot_bytes, found, strict=False)):
-                made.put(at, _of_size(self._index, record, size))
+            for at, record in zip(range(len(made.keys)), found, strict=False):
+                made.put(at, record)
 
     def begin_chunks(self, made: AdmittedJob, numbers: Iterable[int], now: float) -> None:
         """Begin the next chunks of a store, from heads of prompts to tails, as far as it can be."""
@@ -275,14 +275,6 @@ class Jobs:
         assert all(self._lines.values()), self._lines
 
 
-def _of_size(index: PoolIndex, found: ChunkRecord | Refusal, size: int) -> ChunkRecord | Refusal:
-    """A record that was admitted to be read, if its slot has the size that the reader knows."""
-    if isinstance(found, Refusal) or found.slot_bytes == size:
-        return found
-    index.end_load(found)
-    return Refusal.BAD_HANDLE
-
-
 class Landings:
     """What comes from other nodes, and what they read; see the module's docstring.
 
@@ -325,10 +317,8 @@ class Landings:
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
     ) -> list[ChunkRecord | Refusal]:
         """Register a reader of each whole slot, all at once: that is a use of them."""
-        found = self._index.begin_loads([(namespace, key, NO_BLOCKS) for key in keys], now)
-        return [
-            _of_size(self._index, each, size) for each, size in zip(found, slot_bytes, strict=True)
-        ]
+        chunks = zip(repeat(namespace), keys, repeat(NO_BLOCKS), slot_bytes)
+        return self._index.begin_loads(chunks, now)
 
     def check(self) -> None:
         """Assert the invariants; for tests."""

@@ -37,14 +37,10 @@ class TenantNumbers:
         """The label of each number."""
         self._next = count(room.NOBODY + 1)
 
-    def of(self, label: str) -> int:
-        """The number of a tenant, perhaps a new one."""
-        is_full = len(self._numbers) >= MOST_TENANTS
-        return self._numbers.get(label, room.NOBODY) if is_full else self.of_share(label)
-
-    def of_share(self, label: str) -> int:
-        """The number of a tenant that has a share, however many others there are."""
-        if label not in self._numbers and is_label(label):
+    def of(self, label: str, *, has_share: bool = False) -> int:
+        """The number of a tenant, perhaps a new one; with a share, however many there are."""
+        has_room = has_share or len(self._numbers) < MOST_TENANTS
+        if has_room and label not in self._numbers and is_label(label):
             number = self._numbers[label] = next(self._next)
             self.labels[number] = label
         return self._numbers.get(label, room.NOBODY)
@@ -137,7 +133,7 @@ class LocalOrders:
     def _share(self, document: operator.OrdersDocument) -> None:
         shares = {}
         for label, each in document.shares.items():
-            number = self._tenants.of_share(label)
+            number = self._tenants.of(label, has_share=True)
             if number != room.NOBODY or not label:
                 shares[number] = Share(each.guaranteed, each.most)
         self._shared = set(shares)

@@ -170,7 +170,7 @@ class NodePool:
         claims = self.index.claims
         raised: dict[Standing, list[Name]] = {}
         for name in names:
-            known = claims.claim_of(owner, name) or Claim(standing, -inf)
+            known = claims.claims_on(name).get(owner, Claim(standing, -inf))
             if until - known.until > SOON_S or standing > known.standing:
                 raised.setdefault(max(standing, known.standing), []).append(name)
         for each, some in raised.items():

@@ -64,7 +64,6 @@ class LocalSessions:
         self._claims = claims
         # The one that was used longest ago comes first.
         self._sessions: dict[tuple[Namespace, str], LocalSession] = {}
-        self._pausing: dict[tuple[Namespace, str], LocalSession] = {}
 
     def take(self, namespace: Namespace, news: Iterable[SessionNews], now: float) -> None:
         """What requests of an engine say of their sessions, in order."""
@@ -107,7 +106,6 @@ class LocalSessions:
     def _forget_oldest(self) -> None:
         name = next(iter(self._sessions))
         self._claims.end(self._sessions.pop(name).owner)
-        self._pausing.pop(name, None)
 
     def _add(self, session: LocalSession, names: Iterable[Name]) -> None:
         """It has used chunks; of very many, the first ones are remembered."""
@@ -130,18 +128,15 @@ class LocalSessions:
         session = self._sessions[name]
         is_same = (standing, until) == (session.standing, session.until)
         session.stage, session.standing, session.until = stage, standing, until
-        if stage is SessionStage.PAUSED:
-            self._pausing[name] = session
-        else:
-            self._pausing.pop(name, None)
         if not is_same:
             names = list(self._claims.names_of(session.owner))
             self._claims.claim(session.owner, names, standing, until)
 
     def expire(self, now: float) -> None:
         """Give up the sessions that were to go on by now; before claims of that time end."""
-        for name in [name for name, each in self._pausing.items() if each.until <= now]:
-            self._become(name, SessionStage.GIVEN_UP, Standing.RELEASED)
+        for name, session in self._sessions.items():
+            if session.until <= now:
+                self._become(name, SessionStage.GIVEN_UP, Standing.RELEASED)
 
     def released(self, chunk: Name) -> str:
         """By which session that was over a chunk was released, as the end of a sentence; empty: by
@@ -169,7 +164,7 @@ class LocalSessions:
 
     def pausing(self) -> list[Owner]:
         """Sessions that are to go on."""
-        return [session.owner for session in self._pausing.values()]
+        return [each.owner for each in self._sessions.values() if each.until < inf]
 
     def keys_of(self, session: LocalSession) -> list[Key]:
         """The chunks of a session, from heads of prompts to tails."""
@@ -186,16 +181,15 @@ class LocalSessions:
     def check(self) -> None:
         """Assert the invariants; for tests."""
         assert len(self) <= MOST_SESSIONS, len(self)
-        for name, session in self._sessions.items():
+        for session in self._sessions.values():
             own = self._claims.names_of(session.owner)
             assert len(own) <= MOST_KEYS, session
             is_pausing = session.stage is SessionStage.PAUSED
-            assert is_pausing == (session.until < inf) == (name in self._pausing), session
+            assert is_pausing == (session.until < inf), session
             for chunk in own:
-                claim = self._claims.claim_of(session.owner, chunk)
+                claim = self._claims.claims_on(chunk).get(session.owner)
                 assert claim is not None, chunk
                 assert claim.until == session.until, (claim, session)
                 if claim.standing is not session.standing:
                     assert session.standing is Standing.RELEASED, (claim, session)
                     assert claim.standing is Standing.NORMAL, (claim, session)
-        assert self._pausing.keys() <= self._sessions.keys()

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raykv.prompts.adapters import AdapterFiles
+from raykv.base.errors import SettingError
+from raykv.prompts.adapters import named
 from raykv.prompts.block_hashes import PromptTraits
 from raykv.prompts.prompt_keys import PromptTokens
 from raykv.serve.http.exchange import CHAT, MESSAGES, RESPONSES, parsed
@@ -59,7 +60,6 @@ class VLLMRenderer:
         )
         for adapter in adapters:
             self._traits[adapter.name] = PromptTraits("", adapter.name, adapter.path)
-        self._files = AdapterFiles()
 
     def __call__(self, path: str, body: bytes) -> list[PromptTokens] | None:
         """The prompts of a request; None if text and tokens alone don't determine them.
@@ -73,11 +73,10 @@ class VLLMRenderer:
         traits = self._traits.get(given.get("model"))
         if traits is None:
             return None
-        if traits.lora_name:
-            digest = self._files.content(traits.lora_path).digest
-            if not digest:
-                return None
-            traits = replace(traits, lora_digest=digest)
+        try:
+            traits = named(traits)
+        except SettingError:
+            return None
         inputs = self._runner.run(self._inputs(path, given))
         if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_PROMPTS:
             return None

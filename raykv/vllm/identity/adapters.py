@@ -14,14 +14,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from raykv.prompts.adapters import UNKNOWN, AdapterFiles, Content
+from raykv.prompts import adapters
 from raykv.prompts.block_hashes import path_with_digest
 from raykv.vllm.internals import engine
 
 logger = logging.getLogger("raykv")
 
-_files = AdapterFiles()
+# By vLLM's `Request`: the digest of its adapter that is in its hashes.
+_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,9 @@ def _with_digest(hashed: Any, request: Any) -> Any:
 
 def _digest_of(request: Any) -> str:
     """The same for all blocks of a request; empty if its adapter's content is unknown."""
-    digest = engine.marked_adapter(request)
-    if digest is None:
-        digest = _files.content(request.lora_request.lora_path).digest
-        engine.mark_adapter(request, digest)
-    return digest
+    if request not in _digests:
+        _digests[request] = adapters.content(request.lora_request.lora_path).digest
+    return _digests[request]
 
 
 class AdapterUses:
@@ -113,16 +113,17 @@ class LoadedAdapters:
     """In a worker: what it has loaded. All calls are of its main thread."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, Content] = {}
+        self._contents: dict[int, adapters.Content] = {}
         # How often an id's content has changed.
         self._changes: dict[int, int] = {}
         # By request: the number of changes when it was computed first; None: with another adapter.
         self._begun: dict[str, int | None] = {}
         self._news: dict[int, str] = {}
 
-    def note(self, adapter_id: int, content: Content) -> None:
+    def note(self, adapter_id: int, content: adapters.Content) -> None:
         """An adapter is loaded; `UNKNOWN` if its files changed meanwhile."""
-        if not content.digest or self._contents.get(adapter_id, UNKNOWN).digest != content.digest:
+        before = self._contents.get(adapter_id, adapters.UNKNOWN)
+        if not content.digest or content.digest != before.digest:
             self._changes[adapter_id] = self._changes.get(adapter_id, 0) + 1
         self._contents[adapter_id] = content
         self._news[adapter_id] = content.digest
@@ -136,8 +137,8 @@ class LoadedAdapters:
         """Whether a request that is about to be computed will be with this adapter."""
         known = self._contents.get(use.adapter_id)
         if known is not None and not use.reloads:
-            return known.digest == use.digest and _files.is_unchanged(use.path, known)
-        return _files.content(use.path).digest == use.digest
+            return known.digest == use.digest and adapters.is_unchanged(use.path, known)
+        return adapters.content(use.path).digest == use.digest
 
     def begin(self, uses: Mapping[str, AdapterUse]) -> None:
         """These requests were in the step that ends; what they began with counts for good."""
@@ -151,8 +152,8 @@ class LoadedAdapters:
         return began is not None and began == self._changes[use.adapter_id] and self._is(use)
 
     def _is(self, use: AdapterUse) -> bool:
-        known = self._contents.get(use.adapter_id, UNKNOWN)
-        return known.digest == use.digest and _files.is_unchanged(use.path, known)
+        known = self._contents.get(use.adapter_id, adapters.UNKNOWN)
+        return known.digest == use.digest and adapters.is_unchanged(use.path, known)
 
     def end(self, request_ids: set[str]) -> None:
         """Requests have ended."""
@@ -182,8 +183,8 @@ def _noted(loads: Any, manager: Any, lora_request: Any) -> Any:
     _, loaded = _loaded.get(id(engine.adapter_settings_of(manager)), (None, None))
     if loaded is None:
         return loads(manager, lora_request)
-    before = _files.content(lora_request.lora_path)
+    before = adapters.content(lora_request.lora_path)
     adapter = loads(manager, lora_request)
-    after = _files.content(lora_request.lora_path)
-    loaded.note(lora_request.lora_int_id, after if after == before else UNKNOWN)
+    after = adapters.content(lora_request.lora_path)
+    loaded.note(lora_request.lora_int_id, after if after == before else adapters.UNKNOWN)
     return adapter

@@ -19,15 +19,19 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.base.ids import Namespace
-from raykv.prompts.block_hashes import RANDOM
+from raykv.prompts.block_hashes import RANDOM, seed_digest
 from raykv.vllm.identity import readers
-from raykv.vllm.identity.readers import ReadableEngine, joined, plain, short, trait_of_seed
+from raykv.vllm.identity.readers import RANDOM_SEED, ReadableEngine, plain
+from raykv.vllm.internals.names import vllm_version
 
 LONGEST_TRAIT = 64
+
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,15 @@ class Fact:
         """
         if self.read is not None:
             return plain(self.read(engine))
-        found = joined((path.rpartition(".")[2], field_of(engine, path)) for path in self.paths)
-        return next(iter(found.values())) if found and len(self.paths) == 1 else found
+        values = {path.rpartition(".")[2]: field_of(engine, path) for path in self.paths}
+        found = {name: value for name, value in values.items() if value not in _NOTHING}
+        return next(iter(found.values()), None) if len(values) == 1 else found or None
 
 
 FACTS: tuple[Fact, ...] = (
     # What changes the numbers: the model
     Fact("weights", "K and V are made by them: the content, however it is named", readers.weights),
-    Fact("weights_version", "the user says they differ", readers.weights_version),
+    Fact("weights_version", "the user says they differ", attrgetter("weights_version")),
     Fact(
         "config", "architecture, sizes, rope and all else, in force after overrides", readers.config
     ),
@@ -142,7 +147,9 @@ FACTS: tuple[Fact, ...] = (
         },
     ),
     Fact(
-        "kv_dtype", "rounds K and V; the scales of a quantized cache are weights", readers.kv_dtype
+        "kv_dtype",
+        "rounds K and V; the scales of a quantized cache are weights",
+        attrgetter("offloading.model.dtype"),
     ),
     Fact(
         "kv_dtype_skips",
@@ -155,7 +162,7 @@ FACTS: tuple[Fact, ...] = (
         fields={"parallel_config": "worker_cls", "": "additional_config"},
     ),
     Fact("environment", "vLLM's variables that change either", readers.environment),
-    Fact("vllm", "kernels and models change between builds", readers.vllm),
+    Fact("vllm", "kernels and models change between builds", lambda _: vllm_version()),
     # What changes where they lie: the layout
     Fact("device", "kernels of each kind order a page in their way", readers.device),
     Fact("machine", "so do instruction sets, on a CPU only", readers.machine),
@@ -178,10 +185,12 @@ FACTS: tuple[Fact, ...] = (
         readers.parallel,
     ),
     Fact("replicated", "one part for all ranks, or one each", readers.replicated),
-    Fact("blocks_per_chunk", "RayKV's setting", readers.blocks_per_chunk),
+    Fact("blocks_per_chunk", "RayKV's setting", attrgetter("offloading.cache.blocks_per_chunk")),
     Fact("chunk_format", "RayKV's own order of pages", readers.chunk_format),
     # What changes what chunks are called: the keys
-    Fact("tokens_per_hash", "what a key stands for", readers.tokens_per_hash),
+    Fact(
+        "tokens_per_hash", "what a key stands for", attrgetter("offloading.cache.tokens_per_hash")
+    ),
     Fact("hash_algorithm", "two hashes must not be compared", readers.hash_algorithm),
     Fact("hash_seed", "nor two seeds", readers.hash_seed),
 )
@@ -230,6 +239,21 @@ def traits_of(facts: dict[str, Any]) -> dict[str, str]:
     """`facts` in short texts that can be compared and shown; all of them, so that a difference of
     two namespaces always has a name. Secrets, as a seed may be one, are digests.
     """
-    traits = {name: short(value, LONGEST_TRAIT) for name, value in facts.items()}
-    traits["hash_seed"] = trait_of_seed(facts["hash_seed"], RANDOM)
+    traits = {name: _short(value) for name, value in facts.items()}
+    seed = facts["hash_seed"]
+    traits["hash_seed"] = RANDOM if seed.startswith(RANDOM_SEED) else seed_digest(seed)
     return traits
+
+
+def _short(value: Any) -> str:
+    """A fact as a text that can be compared and shown; what is too long, as a digest.
+
+    Of several fields, those that are on are shown beside it, if there is room.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if len(text) <= LONGEST_TRAIT:
+        return text
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+    on = {name: each for name, each in value.items() if each} if isinstance(value, dict) else {}
+    shown = f"{json.dumps(on, sort_keys=True)} #{digest}"
+    return shown if len(shown) <= LONGEST_TRAIT else digest

@@ -34,15 +34,14 @@ _is_watching = False
 
 
 def watch_prompts() -> None:
-    """Have prompts with a client's names marked, in engines with RayKV; call it once a process.
+    """Have prompts with a client's names marked, in engines with RayKV; again changes nothing.
 
     Raises:
         AttributeError, ImportError: this vLLM renders prompts in another way; nothing is changed.
     """
     global _is_watching
-    if not _is_watching:
-        wrap_prompts(_marking, _marking_async, _checking)
-        _is_watching = True
+    wrap_prompts(_marking, _marking_async, _checking)
+    _is_watching = True
 
 
 def may_share_media(request: Any) -> bool:

@@ -13,15 +13,15 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from raykv.base.errors import SettingError
-from raykv.prompts.block_hashes import seed_digest
 from raykv.vllm.identity.weights import texts_digest, weight_files, weights_digest
 from raykv.vllm.internals.engine import attention_backend, default_hash_seed
-from raykv.vllm.internals.names import vllm_version
 from raykv.vllm.internals.offloading import canonical_format
 from raykv.vllm.kv_form import layer_specs, spec_text
 
@@ -68,7 +68,6 @@ ENVIRONMENT = (
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANK = re.compile(r"%0?\d*d")
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +116,8 @@ def plain(value: Any) -> Any:
 
 def config(engine: ReadableEngine) -> Any:
     """The model's configuration after all overrides, without what only says where it is from."""
-    return _config(engine.model)
-
-
-def _config(model: Any) -> Any:
-    whole = _cleaned(model.hf_config.to_dict())
-    text = _cleaned(model.hf_text_config.to_dict())
+    whole = _cleaned(engine.model.hf_config.to_dict())
+    text = _cleaned(engine.model.hf_text_config.to_dict())
     return whole if text == whole else {"whole": whole, "text": text}
 
 
@@ -192,14 +187,8 @@ def implementation(engine: ReadableEngine) -> Any:
     model = engine.model
     found = [model.architecture, model.runner_type, model.convert_type]
     if model.using_transformers_backend() or model.is_multimodal_model:
-        found.append(f"transformers {_transformers_version()}")
+        found.append(f"transformers {metadata.version('transformers')}")
     return found
-
-
-def _transformers_version() -> str:
-    from importlib import metadata
-
-    return metadata.version("transformers")
 
 
 def code(engine: ReadableEngine) -> Any:
@@ -207,7 +196,7 @@ def code(engine: ReadableEngine) -> Any:
     model = engine.model
     if not model.trust_remote_code:
         return None
-    folder = folder_of(model, engine.vllm.load_config)
+    folder = folder_of(engine)
     files = [] if folder is None else list(folder.glob("*.py"))
     has_map = any("auto_map" in part for part in _parts(model.hf_config.to_dict()))
     if not files and not has_map:
@@ -217,7 +206,7 @@ def code(engine: ReadableEngine) -> Any:
 
 def processor(engine: ReadableEngine) -> Any:
     """Settings of the model's processor of images and sound, out of its folder."""
-    folder = folder_of(engine.model, engine.vllm.load_config)
+    folder = folder_of(engine)
     if not engine.model.is_multimodal_model or folder is None:
         return None
     return texts_digest([*folder.glob("*processor*.json"), *folder.glob("params.json")])
@@ -255,19 +244,15 @@ def weights(engine: ReadableEngine) -> Any:
     Raises:
         SettingError: it can't be read, and `weights_version` is not set.
     """
-    return _weights(engine, engine.model, engine.vllm.load_config)
-
-
-def _weights(engine: ReadableEngine, model: Any, load: Any) -> str:
     try:
-        return content_of(model, load, engine.vllm.parallel_config)
+        return content_of(engine)
     except SettingError:
         if not engine.weights_version:
             raise
         return "not read"
 
 
-def content_of(model: Any, load: Any, parallel: Any) -> str:
+def content_of(engine: ReadableEngine) -> str:
     """The content of a model's weights, as vLLM loads them.
 
     A local folder or file, and what the hub's cache has of a hub model, go by a digest of all
@@ -276,9 +261,10 @@ def content_of(model: Any, load: Any, parallel: Any) -> str:
     Raises:
         SettingError: it can't be read.
     """
+    model, load = engine.model, engine.vllm.load_config
     form = str(load.load_format)
     if form == "dummy":
-        return _dummy(model, parallel)
+        return _dummy(model, engine.vllm.parallel_config)
     source = str(getattr(model, "model_weights", "") or model.model)
     if form == "tensorizer":
         return weights_digest(_tensorizer_files(load.model_loader_extra_config))
@@ -287,7 +273,7 @@ def content_of(model: Any, load: Any, parallel: Any) -> str:
         raise _unreadable(f"what is loaded from {where} is not read from local files")
     if Path(source).is_file():
         return weights_digest(_with_its_parts(Path(source)))
-    folder = folder_of(model, load)
+    folder = folder_of(engine)
     if folder is not None:
         files = weight_files(folder, form)
         beside = texts_digest(folder.glob("*quant*.json"))
@@ -343,17 +329,17 @@ def _with_its_parts(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{found[1]}*{found[2]}"))
 
 
-def folder_of(model: Any, load: Any) -> Path | None:
+def folder_of(engine: ReadableEngine) -> Path | None:
     """The model's folder on this machine: its own, or where the hub's cache has the commit."""
-    folder = Path(str(model.model))
+    folder = Path(str(engine.model.model))
     if folder.is_dir():
         return folder
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
         return None
-    for cache in filter(None, (load.download_dir, HF_HUB_CACHE)):
-        found = snapshot_of(Path(cache), model)
+    for cache in filter(None, (engine.vllm.load_config.download_dir, HF_HUB_CACHE)):
+        found = snapshot_of(Path(cache), engine.model)
         if found is not None:
             return found
     return None
@@ -384,13 +370,18 @@ def draft(engine: ReadableEngine) -> Any:
     if speculative.method == "extract_hidden_states":
         layers = getattr(model.hf_config, "eagle_aux_hidden_state_layer_ids", None) or []
         return {"hidden states of layers": [int(layer) for layer in layers]}
-    load = getattr(speculative, "draft_load_config", None) or engine.vllm.load_config
+    told = SimpleNamespace(
+        model_config=model,
+        load_config=getattr(speculative, "draft_load_config", None) or engine.vllm.load_config,
+        parallel_config=engine.vllm.parallel_config,
+    )
+    drafting = dataclasses.replace(engine, vllm=told)
     is_own = str(model.model) != str(engine.model.model)
     return {
         "method": speculative.method,
         "tokens": speculative.num_speculative_tokens,
         "parallel": getattr(speculative, "parallel_drafting", None),
-        "config": _config(model),
+        "config": config(drafting),
         "dtype": plain(model.dtype),
         "quantization": [
             plain(model.quantization),
@@ -398,16 +389,9 @@ def draft(engine: ReadableEngine) -> Any:
         ],
         "kv_dtype": plain(getattr(speculative, "kv_cache_dtype", None)),
         "attention": plain(getattr(speculative, "attention_backend", None)),
-        "length": length(dataclasses.replace(engine, vllm=_Draft(model))),
-        "weights": _weights(engine, model, load) if is_own else None,
+        "length": length(drafting),
+        "weights": weights(drafting) if is_own else None,
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Draft:
-    """What `length` needs to know of an engine."""
-
-    model_config: Any
 
 
 # The layout
@@ -424,11 +408,6 @@ def kv_groups(engine: ReadableEngine) -> Any:
 def kv_layout(engine: ReadableEngine) -> Any:
     """vLLM's name of the order of dimensions, resolved for all layers and ranks."""
     return str(engine.offloading.kv_cache_layout)
-
-
-def kv_dtype(engine: ReadableEngine) -> Any:
-    """The type of the cache's elements, resolved."""
-    return engine.offloading.model.dtype
 
 
 def parallel(engine: ReadableEngine) -> Any:
@@ -518,16 +497,6 @@ def runner(engine: ReadableEngine) -> Any:
 # The keys
 
 
-def tokens_per_hash(engine: ReadableEngine) -> Any:
-    """How many tokens a block hash stands for."""
-    return engine.offloading.cache.tokens_per_hash
-
-
-def blocks_per_chunk(engine: ReadableEngine) -> Any:
-    """How many blocks of each KV group a chunk has."""
-    return engine.offloading.cache.blocks_per_chunk
-
-
 def hash_algorithm(engine: ReadableEngine) -> Any:
     """vLLM's name of it."""
     return str(engine.vllm.cache_config.prefix_caching_hash_algo)
@@ -550,45 +519,6 @@ def hash_seed(engine: ReadableEngine) -> Any:
 # The rest
 
 
-def weights_version(engine: ReadableEngine) -> Any:
-    """RayKV's setting."""
-    return engine.weights_version
-
-
-def vllm(engine: ReadableEngine) -> Any:
-    """The full version: kernels and models change between builds."""
-    return vllm_version()
-
-
 def environment(engine: ReadableEngine) -> Any:
     """vLLM's variables that change layout or values, where they are set."""
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} or None
-
-
-def short(value: Any, longest: int) -> str:
-    """A fact as a text that can be compared and shown; what is too long, as a digest.
-
-    Of several fields, those that are on are shown beside it, if there is room.
-    """
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    if len(text) <= longest:
-        return text
-    digest = digest_of(value)
-    on = {name: each for name, each in value.items() if each} if isinstance(value, dict) else {}
-    shown = f"{json.dumps(on, sort_keys=True)} #{digest}"
-    return shown if len(shown) <= longest else digest
-
-
-def digest_of(value: Any) -> str:
-    """Twelve digits of it."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def trait_of_seed(seed: str, random: str) -> str:
-    """A seed may be a secret: others see a digest of it, or that nobody else has it."""
-    return random if seed.startswith(RANDOM_SEED) else seed_digest(seed)
-
-
-def joined(parts: Iterable[tuple[str, Any]]) -> Any:
-    """Several fields as one fact: those that say something."""
-    return {name: value for name, value in parts if value not in _NOTHING} or None

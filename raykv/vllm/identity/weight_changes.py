@@ -137,16 +137,13 @@ def _judged(
         finally:
             if name in weight_watch.WHOLE:
                 _ask(core)
-    if all(each.is_asking for each in listeners):
-        # They are asked in any case, and must not believe what they were told before.
-        try:
-            return go()
-        finally:
-            _asked(core, weight_watch.note_afterwards, name)
-    before = _asked(core, weight_watch.check)
+    # Where they are asked in any case, they must not believe what they were told before.
+    are_asking = all(each.is_asking for each in listeners)
+    before = None if are_asking else _asked(core, weight_watch.check)
     try:
         return go()
     finally:
         if before is None or before != _asked(core, weight_watch.check):
             _asked(core, weight_watch.note_afterwards, name)
-            _tell(core, name)
+            if not are_asking:
+                _tell(core, name)

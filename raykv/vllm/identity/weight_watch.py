@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -163,37 +163,31 @@ class WeightWatch:
         self._is_written_past = False
         self._depth = 0
         # What they are, and after how many changes that was found.
-        self._found: tuple[int, str | None] = (0, "")
-        # The same, of a worker that was asked for its checksum.
-        self._checked: tuple[int, str | None] = (-1, None)
+        self._found: tuple[int, str | None] = (-1, None)
 
     def note(self, what: str) -> None:
         """Weights are about to be written by somebody else than vLLM, unless vLLM calls it."""
-        if not self.count:
-            self._first = self._digest()
-        self._count(what)
+        self.count_change(what)
         self._is_written_past = self._is_written_past or not self._depth
 
     def note_afterwards(self, what: str) -> None:
         """They have been, since `check` was called."""
-        if not self.count:
-            self._first = self._checked[1] if self._checked[0] == 0 else None
-        self._count(what)
+        if self._found[0] < 0:
+            self._found = 0, None
+        self.note(what)
         self._is_written_past = True
 
-    def _count(self, what: str) -> None:
+    def count_change(self, what: str) -> None:
+        """A call of that name is about to change them."""
+        if not self.count:
+            self._first = self._content()
         self.count += 1
         self.what = what
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """vLLM's own method of that name runs."""
-        if not self.count:
-            self._first = self._digest()
-        self._count(what)
-        if what == SLEEP:
-            yield
-            return
+        self.count_change(what)
         had_failed, self._has_failed = self._has_failed, True
         self._depth += 1
         try:
@@ -214,9 +208,9 @@ class WeightWatch:
         self._refuse_asleep()
         tensors = list(_tensors(self.worker))
         found = _digest_of(tensors)
-        if self._checked[0] != self.count:
+        if self._found[0] != self.count:
             # Later ones may find what has been written meanwhile.
-            self._checked = self.count, found if self._is_readable(tensors) else None
+            self._found = self.count, found if self._is_readable(tensors) else None
         return found
 
     def state(self) -> WeightState:
@@ -226,11 +220,15 @@ class WeightWatch:
             RuntimeError: the worker sleeps.
         """
         self._refuse_asleep()
-        if self._is_open:
-            return WeightState(self.name, self.count, self.what, None, self._first, is_open=True)
+        content: str | None = ""
+        if self.count:
+            content = None if self._is_open else self._content()
+        return WeightState(self.name, self.count, self.what, content, self._first, self._is_open)
+
+    def _content(self) -> str | None:
         if self._found[0] != self.count:
             self._found = self.count, self._digest()
-        return WeightState(self.name, self.count, self.what, self._found[1], self._first)
+        return self._found[1]
 
     def _refuse_asleep(self) -> None:
         if self.is_asleep:
@@ -322,10 +320,10 @@ def _moved(
         watch.is_asleep = watch.is_asleep and not has_weights
         return done
     watch.before_sleep()
-    is_change = effect_of(name, args, kwargs) is Effect.CHANGES
-    with watch.changing(name) if is_change else nullcontext():
-        watch.is_asleep = watch.is_asleep or has_weights
-        return method(worker, *args, **kwargs)
+    if effect_of(name, args, kwargs) is Effect.CHANGES:
+        watch.count_change(name)
+    watch.is_asleep = watch.is_asleep or has_weights
+    return method(worker, *args, **kwargs)
 
 
 @engine.around

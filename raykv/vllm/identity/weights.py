@@ -22,6 +22,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -137,14 +138,11 @@ def weights_digest(paths: Sequence[Path]) -> str:
 
 def texts_digest(paths: Iterable[Path]) -> str:
     """Digest of names and contents of small files; empty if there are none."""
-    digest = hashlib.sha256()
-    is_empty = True
-    for path in sorted(paths):
-        is_empty = False
-        digest.update(
-            json.dumps([path.name, hashlib.sha256(path.read_bytes()).hexdigest()]).encode()
-        )
-    return "" if is_empty else digest.hexdigest()
+    parts = [
+        json.dumps([path.name, hashlib.sha256(path.read_bytes()).hexdigest()])
+        for path in sorted(paths)
+    ]
+    return hashlib.sha256("".join(parts).encode()).hexdigest() if parts else ""
 
 
 def _batches(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -155,21 +153,16 @@ def _batches(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 def _digests(tensors: Sequence[Tensor], samples: int) -> list[bytes]:
     """Of each tensor's samples; whole tensors where they are no larger than these."""
     found = []
-    files: dict[Path, int] = {}
-    try:
+    with ExitStack() as opened:
+        files = {path: opened.enter_context(path.open("rb")) for path in {t.path for t in tensors}}
         for tensor in tensors:
-            if tensor.path not in files:
-                files[tensor.path] = os.open(tensor.path, os.O_RDONLY)
             digest = hashlib.sha256()
             for first, size in _samples(tensor, samples):
-                data = os.pread(files[tensor.path], size, first)
+                data = os.pread(files[tensor.path].fileno(), size, first)
                 if len(data) != size:
                     raise ValueError(f"{tensor.path} ends within {tensor.name}")
                 digest.update(data)
             found.append(digest.digest())
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
     return found
 
 

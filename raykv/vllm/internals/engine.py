@@ -98,29 +98,24 @@ def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
     if sleeps:
         return None
     try:
-        from vllm.device_allocator.alloc_conf import (
-            EXPANDABLE_SEGMENTS,
-            conf_flag_enabled,
-            current_alloc_conf,
-            set_alloc_conf,
-            with_conf_flag,
-        )
+        from vllm.device_allocator import alloc_conf
     except ImportError:
         return None
-    before = current_alloc_conf()
-    if not conf_flag_enabled(before, EXPANDABLE_SEGMENTS):
+    before = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
         return None
-    without = with_conf_flag(before, EXPANDABLE_SEGMENTS, False)
-    return _changed(set_alloc_conf, before, without)
 
+    @contextmanager
+    def ordinary() -> Iterator[None]:
+        alloc_conf.set_alloc_conf(
+            alloc_conf.with_conf_flag(before, alloc_conf.EXPANDABLE_SEGMENTS, False)
+        )
+        try:
+            yield
+        finally:
+            alloc_conf.set_alloc_conf(before)
 
-@contextmanager
-def _changed(change: Callable[[str], None], before: str, to: str) -> Iterator[None]:
-    change(to)
-    try:
-        yield
-    finally:
-        change(before)
+    return ordinary()
 
 
 # Methods that are wrapped in vLLM's processes
@@ -166,17 +161,6 @@ def around(call: Callable[..., Any]) -> Wrapper:
         return wrapped
 
     return wrapper
-
-
-def mark_adapter(request: Any, digest: str) -> None:
-    """Remember with vLLM's `Request` which adapter is in its hashes."""
-    request._raykv_adapter = digest
-
-
-def marked_adapter(request: Any) -> str | None:
-    """What was remembered; None: nothing."""
-    found: str | None = getattr(request, "_raykv_adapter", None)
-    return found
 
 
 def wrap_adapter_hashes(wrapper: Wrapper) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from raykv.protocol.descriptions import ChunkGroup
+from raykv.protocol.descriptions import ChunkGroup, Description, pack_tokens
 from raykv.vllm.internals.names import TRACKER, missing_of
 
 
@@ -236,14 +236,12 @@ class SchedulerTables:
 
     def adopt(self, request: Any) -> None:
         """Make a request known, if it is not yet, as one without wishes."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-            RequestOffloadState,
-        )
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
         from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
         if request.request_id not in self.requests:
             context, nothing = ReqContext(request.request_id), RequestOffloadingContext()
-            state = RequestOffloadState(self.owner.config, request, context, nothing)
+            state = scheduler.RequestOffloadState(self.owner.config, request, context, nothing)
             self.requests[request.request_id] = state
 
     def forget_blocks(self, request_ids: Iterable[str]) -> None:
@@ -252,8 +250,8 @@ class SchedulerTables:
         0.32 adds them to those that it has of a prompt that comes bit by bit, so that places in the
         prompt no longer fit blocks; later versions do this themselves.
         """
-        for status in (self.requests.get(each) for each in request_ids):
-            for state in () if status is None else status.group_states:
+        for request in filter(None, map(self.requests.get, request_ids)):
+            for state in request.group_states:
                 state.block_ids.clear()
 
     def forget_preempted(self, scheduled: Any) -> None:
@@ -272,10 +270,8 @@ class SchedulerTables:
         KV groups differ in size.
         """
         config = self.owner.config
-        for status in (self.requests.get(each) for each in request_ids):
-            if status is None:
-                continue
-            for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+        for request in filter(None, map(self.requests.get, request_ids)):
+            for group, state in zip(config.kv_group_configs, request.group_states, strict=True):
                 if group.sliding_window_size_in_chunks is not None:
                     offered = state.next_stored_chunk_idx * config.blocks_per_chunk
                     count = min(offered, len(state.block_ids))
@@ -299,27 +295,22 @@ def scheduler_side(connector: Any) -> Any:
     return getattr(connector, "connector_scheduler", None)
 
 
-class ChunkText(NamedTuple):
-    """What a chunk is made of, by its blocks; `kind` is the KV group's kind of attention."""
-
-    parent: bytes | None
-    hashes: tuple[bytes, ...]
-    token_ids: tuple[int, ...]
-    block_size: int
-    kind: str
-    lora: str | None
-
-
-def described_chunk(tracker: Any, request: Any, group_config: Any, chunk_idx: int) -> ChunkText:
-    """What vLLM's `OffloadingEventsTracker` would say of a chunk in its events."""
+def described_chunk(
+    tracker: Any, request: Any, group_config: Any, chunk_idx: int, **named: Any
+) -> Description:
+    """What vLLM's `OffloadingEventsTracker` would say in its events of a chunk that is `named` so:
+    by namespace, key and model.
+    """
     found = tracker._build_event_metadata(request, group_config, chunk_idx)
-    return ChunkText(
-        found.parent_block_hash,
-        found.block_hashes,
-        found.token_ids,
-        found.block_size,
-        found.kv_cache_spec.kv_cache_spec_kind or "",
-        found.lora_name,
+    parent = found.parent_block_hash
+    return Description(
+        parent=None if parent is None else bytes(parent),
+        inner=b"".join(found.block_hashes[:-1]),
+        tokens=pack_tokens(found.token_ids),
+        block_size=found.block_size,
+        kind=found.kv_cache_spec.kv_cache_spec_kind or "",
+        lora=found.lora_name,
+        **named,
     )
 
 
@@ -337,25 +328,18 @@ def silent() -> dict[str, bool]:
 
 def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
     """What vLLM makes a spec from, as a connector's process has it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
-        build_offloading_config,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 
-    return build_offloading_config(vllm_config, kv_cache_config)
+    return config.build_offloading_config(vllm_config, kv_cache_config)
 
 
 def window_in_chunks(kv_cache_spec: Any, tokens_per_chunk: int) -> int | None:
     """How many chunks of a KV group a prefix needs, as vLLM's lookups have it; None: all."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
-            get_sliding_window_size_in_chunks,
-        )
-    except ImportError:
-        # 0.32 has it there.
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-            get_sliding_window_size_in_chunks,
-        )
-    found: int | None = get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config, scheduler
+
+    # 0.32 has it there.
+    owner = config if hasattr(config, "get_sliding_window_size_in_chunks") else scheduler
+    found: int | None = owner.get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)
     return found
 
 
@@ -369,11 +353,9 @@ def hand_over_every_state(kv_cache_config: Any) -> None:
 
 def canonical_format(kv_cache_layout: str) -> str:
     """vLLM's name of how canonical pages lie."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-        canonical_format_id,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 
-    return str(canonical_format_id(kv_cache_layout))
+    return str(canonical_mapping.canonical_format_id(kv_cache_layout))
 
 
 def evict_blocks(connector: Any, block_ids: Collection[int]) -> None:
@@ -422,10 +404,3 @@ def count_by_transfer_type(metrics: Any) -> Any:
     """
     metrics._observe_deprecated_metrics = True
     return metrics
-
-
-def is_registered(connector: str) -> bool:
-    """Whether vLLM knows a connector of this name in this process."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    return connector in getattr(KVConnectorFactory, "_registry", ())

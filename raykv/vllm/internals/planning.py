@@ -47,7 +47,6 @@ class _WithoutWorkers:
     """Stands for an engine's executor: answers for workers with a model of shapes."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._cache_config = vllm_config.cache_config
         self._config = vllm_config
         self._num_ranks = vllm_config.parallel_config.world_size
         self.kv_cache_configs: list[Any] = []
@@ -65,7 +64,7 @@ class _WithoutWorkers:
         return [[layout.name for layout in layouts]] * self._num_ranks
 
     def set_kv_cache_layout(self, layout: str, *_more: Any) -> None:
-        self._cache_config.kv_cache_layout = layout
+        self._config.cache_config.kv_cache_layout = layout
 
     def determine_available_memory(self) -> list[int]:
         """Enough for any model: nothing is allocated."""
@@ -108,11 +107,9 @@ def _first_of_its_ranks(parallel: Any) -> Iterator[None]:
 
 def planned_tables(spec: Any, vllm_config: Any, kv_cache_config: Any) -> SchedulerTables:
     """Of a scheduler's side that knows its KV groups, and no request."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        SchedulerOffloadConfig,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
-    config = SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+    config = scheduler.SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
     return SchedulerTables(SimpleNamespace(config=config))
 
 
@@ -127,16 +124,14 @@ def offered_chunks(tables: SchedulerTables, prompt: int) -> dict[int, int | None
     }
 
 
-def _offered(scheduler: Any, group_config: Any, prompt: int) -> int:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
+def _offered(owner: Any, group_config: Any, prompt: int) -> int:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
-    config = scheduler.config
+    config = owner.config
     chunks: int = prompt // group_config.tokens_per_chunk
     is_dense = config.retention_interval is None
-    mask = OffloadingConnectorScheduler._reachable_store_block_mask(
-        scheduler,
+    mask = scheduler.OffloadingConnectorScheduler._reachable_store_block_mask(
+        owner,
         group_config=group_config,
         start_chunk_idx=0,
         end_chunk_idx=chunks,

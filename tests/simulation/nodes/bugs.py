@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from raykv.base.ids import (
-    NO_BLOCKS,
     Blocks,
     Key,
     Lookup,
@@ -54,14 +53,14 @@ def source_serves_what_is_in_the_slot(patches: pytest.MonkeyPatch) -> None:
             slots[id(index), record.namespace, record.key] = record.slot
 
     def begin_load(
-        index: PoolIndex, namespace: Namespace, key: Key, wanted: Blocks = NO_BLOCKS
+        index: PoolIndex, namespace: Namespace, key: Key, wanted: Blocks, slot_bytes: int
     ) -> ChunkRecord | Refusal:
         slot = slots.get((id(index), namespace, key))
         if index.find(namespace, key) is None and slot is not None:
             for record in index.places:
                 if record.slot == slot and record.state is ChunkState.READY:
-                    return begin(index, record.namespace, record.key, wanted)
-        return begin(index, namespace, key, wanted)
+                    return begin(index, record.namespace, record.key, wanted, slot_bytes)
+        return begin(index, namespace, key, wanted, slot_bytes)
 
     slots: dict[tuple[int, Namespace, Key], Slot] = {}
     patches.setattr(PoolIndex, "_make_ready", remember)

@@ -42,49 +42,49 @@ def test_pages_of_all_nodes_have_each_request_once(monkeypatch: pytest.MonkeyPat
     one = Account(*(request(f"a{at}", 10.0 - at) for at in range(5)))
     two = Account(request("b0", 8.5))
     nodes = {name: {"requests": each.requests} for name, each in (("one", one), ("two", two))}
-    play(monkeypatch, {}, nodes)
-    page = accounts.ended_requests("")
+    scheduler = play(monkeypatch, {}, nodes)
+    page = accounts.requests(scheduler, "")
     assert ids(page) == ["a0", "a1", "b0"]
     assert page.following != page.last
     behind_all = page.last
     seen = ids(page)
     while page.following != page.last:
-        page = accounts.ended_requests(page.following)
+        page = accounts.requests(scheduler, page.following)
         seen += ids(page)
     assert seen == ["a0", "a1", "b0", "a2", "a3", "a4"]
-    assert ids(accounts.ended_requests(behind_all)) == []
+    assert ids(accounts.requests(scheduler, behind_all)) == []
     two.ended.append(request("b1", 1.0))
-    assert ids(accounts.ended_requests(behind_all)) == ["b1"]
+    assert ids(accounts.requests(scheduler, behind_all)) == ["b1"]
 
 
 def test_account_of_another_life_is_read_from_its_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Account(request("a0", 2.0), request("a1", 1.0))
-    play(monkeypatch, {}, {"one": {"requests": node.requests}})
-    place = accounts.ended_requests("").last
+    scheduler = play(monkeypatch, {}, {"one": {"requests": node.requests}})
+    place = accounts.requests(scheduler, "").last
     node.life, node.ended = 2, [request("c0", 1.0)]
-    assert ids(accounts.ended_requests(place)) == ["c0"]
+    assert ids(accounts.requests(scheduler, place)) == ["c0"]
 
 
 def test_node_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Account(request("a0", 2.0))
-    play(monkeypatch, {}, {"one": {"requests": node.requests}, "two": {}})
+    scheduler = play(monkeypatch, {}, {"one": {"requests": node.requests}, "two": {}})
     with caplog.at_level(logging.WARNING, "raykv"):
-        assert ids(accounts.ended_requests("")) == ["a0"]
+        assert ids(accounts.requests(scheduler, "")) == ["a0"]
     assert "node two" in caplog.text
-    play(monkeypatch, {}, {"two": {}})
+    scheduler = play(monkeypatch, {}, {"two": {}})
     with pytest.raises(ClusterError, match="not answer: node two"):
-        accounts.ended_requests("")
+        accounts.requests(scheduler, "")
 
 
 @pytest.mark.parametrize("place", ["x", "one:1", "one:a:b", "3"])
 def test_what_is_no_place_is_refused(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    play(monkeypatch, {}, {})
+    scheduler = play(monkeypatch, {}, {})
     with pytest.raises(ClusterError, match="requests after"):
-        accounts.ended_requests(place)
+        accounts.requests(scheduler, place)
 
 
 def test_more_room_is_summed_over_nodes() -> None:

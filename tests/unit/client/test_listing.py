@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.errors import ClusterError, MessageError
-from raykv.client.listing import Reader
+from raykv.client import listing
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Where
@@ -39,7 +39,7 @@ class PlayedPools:
             name: {"chunks": lambda raw, name=name: encode(self._page(raw, name))} for name in held
         }
         scheduler = play(patches, {"where": self._where, "status": self._status}, nodes)
-        self.reader = Reader(scheduler)
+        self.scheduler = scheduler
 
     def _status(self) -> bytes:
         nodes = [node(0, node_id=name) for name in self.held]
@@ -91,7 +91,7 @@ BOTH = Where.RAM | Where.DISK
 def test_chunk_is_listed_once_for_each_pool_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     one: Held = dict.fromkeys(range(7), Where.RAM)
     two: Held = {7: BOTH, 8: Where.DISK, 0: Where.RAM}
-    found = list(PlayedPools(monkeypatch, one=one, two=two).reader.chunks())
+    found = list(listing.chunks(PlayedPools(monkeypatch, one=one, two=two).scheduler))
     places = sorted((each.key, each.node_id, each.tier) for each in found)
     expected = [(key(at), "one", RAM) for at in range(7)]
     expected += [(key(7), "two", RAM), (key(7), "two", DISK)]
@@ -106,20 +106,20 @@ def test_first_ones_in_an_order_are_those_of_all_nodes(monkeypatch: pytest.Monke
     one: Held = dict.fromkeys(range(0, 20, 2), Where.RAM)
     two: Held = dict.fromkeys(range(1, 20, 2), Where.RAM)
     played = PlayedPools(monkeypatch, one=one, two=two)
-    found = list(played.reader.chunks(order="hits", limit=3))
+    found = list(listing.chunks(played.scheduler, order="hits", limit=3))
     assert [each.hits for each in found] == [19, 18, 17]
     assert {(query.order, query.limit) for query in played.asked} == {("hits", 3)}
-    assert len(list(played.reader.chunks(limit=4))) == 4
+    assert len(list(listing.chunks(played.scheduler, limit=4))) == 4
     assert played.asked[-1].limit == 4
     # A limit is of the places that are looked at, too.
     for filters in ({"namespace": SPACE}, {"group": 0}, {"tier": RAM}):
-        list(played.reader.chunks(limit=1, **filters))
+        list(listing.chunks(played.scheduler, limit=1, **filters))
         assert played.asked[-1].limit == ChunkQuery(PROTOCOL_VERSION).limit
 
 
 def test_only_a_node_that_is_named_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPools(monkeypatch, one={1: Where.RAM}, two={2: Where.RAM})
-    assert [each.key for each in played.reader.chunks(node="tw")] == [key(2)]
+    assert [each.key for each in listing.chunks(played.scheduler, node="tw")] == [key(2)]
     assert len(played.asked) == 1
 
 
@@ -127,11 +127,11 @@ def test_whole_key_is_asked_of_the_nodes_that_have_it(monkeypatch: pytest.Monkey
     played = PlayedPools(
         monkeypatch, one={1: Where.RAM}, two={2: Where.RAM}, three={1: BOTH, 3: Where.RAM}
     )
-    found = played.reader.chunk(key(1).hex())
+    found = listing.chunk(played.scheduler, key(1).hex())
     assert {(each.node_id, each.tier) for each in found} >= {("one", RAM), ("three", RAM)}
     assert {query.key for query in played.asked} == {key(1)}
     with pytest.raises(ClusterError, match="3 chunks have keys that begin with"):
-        played.reader.chunk("")
+        listing.chunk(played.scheduler, "")
 
 
 def test_page_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,4 +139,4 @@ def test_page_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     page = played._page(encode(ChunkQuery(PROTOCOL_VERSION)), "one")
     monkeypatch.setattr(played, "_page", lambda *_: page)
     with pytest.raises(MessageError, match="again and again"):
-        list(played.reader.chunks())
+        list(listing.chunks(played.scheduler))

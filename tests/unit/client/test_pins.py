@@ -9,7 +9,7 @@ import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
-from raykv.client.pins import Pinning
+from raykv.client import pins
 from raykv.protocol.columns import NamedKeys, Numbers, Source
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.operator import (
@@ -68,7 +68,7 @@ class PlayedPins:
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
         scheduler = play(patches, methods, self.nodes)
-        self.pins = Pinning(scheduler)
+        self.scheduler = scheduler
 
     def _where(self, raw: bytes) -> bytes:
         keys = decode(raw, WhereQuery).keys
@@ -98,8 +98,8 @@ class PlayedPins:
         return encode(PinsHere(PROTOCOL_VERSION, sums, self.held[node_id], 2, 1))
 
     def pin(self, *numbers: int, pin_id: str = "new", priority: int | None = None) -> PinStatus:
-        return self.pins.pin(
-            [key(at) for at in numbers], ttl_s=5.0, priority=priority, pin_id=pin_id
+        return pins.pin(
+            self.scheduler, [key(at) for at in numbers], ttl_s=5.0, priority=priority, pin_id=pin_id
         )
 
 
@@ -134,12 +134,12 @@ def test_chunks_that_are_pinned_already_take_no_more_room(monkeypatch: pytest.Mo
 def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": [key(0), key(1)]})
     played.held["two"]["old"] = PinHere(Numbers.of([1]), num_bytes=CHUNK_BYTES)
-    known = played.pins.pins()
+    known = pins.pins(played.scheduler)
     (pin,) = known.pins
     assert (pin.pin_id, pin.chunks, pin.held_chunks) == ("old", 2, 1)
     assert [node.node_id for node in known.nodes] == ["one", "two"]
     assert (known.client_chunks, known.hints_refused) == (4, 2)
-    assert played.pins.chunks_of("old") == (SPACE, [key(0), key(1)])
+    assert pins.chunks_of(played.scheduler, "old") == (SPACE, [key(0), key(1)])
 
 
 def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
@@ -148,15 +148,15 @@ def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
     played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "other": [key(2)]})
     played.held["two"]["old"] = PinHere(Numbers.of([1]), Numbers.of([0]))
     played.held["one"]["other"] = PinHere(Numbers.of([0]))
-    assert played.pins.pinned_on("two", SPACE) == {key(1)}
-    assert played.pins.pinned_on("one", SPACE) == {key(2)}
-    assert played.pins.pinned_on("two", "another") == set()
+    assert pins.pinned_on(played.scheduler, "two", SPACE) == {key(1)}
+    assert pins.pinned_on(played.scheduler, "one", SPACE) == {key(2)}
+    assert pins.pinned_on(played.scheduler, "two", "another") == set()
 
 
 def test_pin_whose_keys_nobody_has_is_no_pin_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": []})
     with pytest.raises(ClusterError, match="keys of the pin 'old' are not known"):
-        played.pins.chunks_of("old")
+        pins.chunks_of(played.scheduler, "old")
 
 
 def test_silent_node_is_asked_once_and_named(
@@ -178,8 +178,8 @@ def test_silent_node_is_asked_once_and_named(
 def test_only_a_pin_that_is_there_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": [key(0)]})
     with pytest.raises(NotFoundError, match="there are old"):
-        played.pins.unpin("new")
+        pins.unpin(played.scheduler, "new")
     assert played.orders == []
-    played.pins.unpin("old")
+    pins.unpin(played.scheduler, "old")
     (order,) = played.orders
     assert isinstance(order, UnpinOrder)

@@ -9,8 +9,7 @@ import pytest
 import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.client.sessions import ClientSession, SessionDesk
-from raykv.client.transfers import Moving
+from raykv.client.sessions import ClientSession, found_sessions
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.reader import WherePage, WhereQuery
@@ -48,7 +47,7 @@ class PlayedSessions:
             "status": lambda: encode(status()),
         }
         scheduler = play(patches, methods, self.nodes)
-        self.desk = SessionDesk(scheduler, Moving(scheduler))
+        self.scheduler = scheduler
 
     def _page(self, node_id: str, raw: bytes) -> bytes:
         query = decode(raw, SessionQuery)
@@ -77,7 +76,7 @@ class PlayedSessions:
         return encode(SessionAnswer(PROTOCOL_VERSION, ["one"]))
 
     def session(self, name: str = "agent") -> ClientSession:
-        return ClientSession(name, "", self.desk)
+        return ClientSession(name, "", self.scheduler)
 
 
 def test_session_is_told_by_the_node_that_used_it_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_sessions_of_all_nodes_come_once_the_latest_first(monkeypatch: pytest.Mo
     played = PlayedSessions(
         monkeypatch, known("one", 9.0), known("two", 5.0), known("one", 7.0, "other")
     )
-    assert [(each.session, each.node_id) for each in played.desk.found("")] == [
+    assert [(each.session, each.node_id) for each in found_sessions(played.scheduler, "")] == [
         ("agent", "two"),
         ("other", "one"),
     ]

@@ -9,8 +9,9 @@ import pytest
 import ray
 
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
-from raykv.client.pins import Pinning
-from raykv.client.transfers import Moving, fetch_files
+from raykv.client import pins, transfers
+from raykv.client.scheduler import Scheduler
+from raykv.client.transfers import Transfer
 from raykv.protocol.columns import Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -46,7 +47,7 @@ class PlayedNodes:
         )
         patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
         patches.setattr(type(scheduler), "full_namespace", lambda _self, _beginning: SPACE)
-        self.moving = Moving(scheduler)
+        self.scheduler = scheduler
 
     def _status(self) -> bytes:
         return encode(status())
@@ -106,8 +107,13 @@ class PlayedNodes:
         return encode(Released(PROTOCOL_VERSION, len(gone), len(order.keys) - len(gone)))
 
     def prefetch(self, *keys: bytes, deadline_s: float = 5.0, watch: Any = print) -> TransferResult:
-        return self.moving.prefetch(
-            list(keys), "target", namespace=SPACE, deadline_s=deadline_s, watch=watch
+        return transfers.prefetch(
+            self.scheduler,
+            list(keys),
+            "target",
+            namespace=SPACE,
+            deadline_s=deadline_s,
+            watch=watch,
         )
 
 
@@ -171,7 +177,9 @@ def test_move_drops_elsewhere_only_what_the_target_says_that_it_has(
 ) -> None:
     places = {A: [FAR], B: [FAR, DISK], C: [FAR], D: [DISK]}
     played = PlayedNodes(monkeypatch, places, c=Refusal.NO_ROOM)
-    result = played.moving.move([A, B, C, D], "target", namespace=SPACE, deadline_s=5.0)
+    result = transfers.move(
+        played.scheduler, [A, B, C, D], "target", namespace=SPACE, deadline_s=5.0
+    )
     assert played.dropped == [A, B]
     assert list(played.drops[0].num_blocks) == [1, 1]
     assert (result.came, result.dropped) == (3, 2)
@@ -184,12 +192,12 @@ def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
     played.pinned = {A, B}
     asked: list[tuple[str, str]] = []
 
-    def pinned_on(_: Pinning, node_id: str, namespace: str) -> set[bytes]:
+    def pinned_on(_: Scheduler, node_id: str, namespace: str) -> set[bytes]:
         asked.append((node_id, namespace))
         return {A, D}
 
-    monkeypatch.setattr(Pinning, "pinned_on", pinned_on)
-    result = played.moving.move([A, B, C], "target", namespace=SPACE, deadline_s=5.0)
+    monkeypatch.setattr(pins, "pinned_on", pinned_on)
+    result = transfers.move(played.scheduler, [A, B, C], "target", namespace=SPACE, deadline_s=5.0)
     assert asked == [("target", SPACE)]
     assert [(list(each.keys), each.with_pinned) for each in played.drops] == [
         ([A, B, C], False),
@@ -203,12 +211,11 @@ def test_files_are_fetched_from_their_source_in_one_series(
 ) -> None:
     played = PlayedNodes(monkeypatch, {})
     source = Source("import", SourceKind.IMPORT)
-    pages = iter([(SPACE, {A: 4096}), (SPACE, {B: 8192})])
     began = time.monotonic()
-    asked = TransferResult(asked=2)
-    result = fetch_files(
-        played.moving.scheduler, pages, source, "target", 5.0, lambda _: None, asked
-    )
+    transfer = Transfer("target", SPACE, began + 5.0, lambda _: None, asked=2)
+    for sizes in ({A: 4096}, {B: 8192}):
+        transfer.fetch_from(source, sizes, played.scheduler)
+    result = transfer.result
     assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
         ([A], [4096]),
         ([B], [8192]),

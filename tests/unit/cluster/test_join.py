@@ -87,8 +87,7 @@ def test_other_programs_join_what_they_joined_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, before: str, left: str
 ) -> None:
     there = [Raylet("own", "own:1", 1.0), Raylet("other", "other:2", 2.0)]
-    monkeypatch.setattr(cluster, "raylets", lambda: there)
-    monkeypatch.setattr(cluster, "foreign_raylets", list)
+    monkeypatch.setattr(cluster, "everybodys_raylets", lambda: there)
     (tmp_path / "ray_current_cluster").write_text(named)
     cluster.withdraw("own:1", before, str(tmp_path))
     assert cluster.joined_by_others(str(tmp_path)) == left

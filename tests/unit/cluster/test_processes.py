@@ -51,7 +51,7 @@ def test_raylet_of_this_user_is_a_cluster_and_ends_with_it() -> None:
         assert here in cluster.running_clusters()
         (found,) = (each for each in cluster.raylets() if each.address == here)
         assert found.node_id == "own"
-        assert here not in {each.address for each in cluster.foreign_raylets()}
+        assert found.is_own
 
 
 @needs_root
@@ -61,7 +61,8 @@ def test_raylet_of_another_user_is_no_cluster_no_successor_and_is_not_stopped() 
         (own,) = (each for each in cluster.raylets() if each.address == here)
         assert own.node_id == "own"
         assert cluster.successor(own, cluster.raylets()) is None
-        (foreign,) = (each for each in cluster.foreign_raylets() if each.address == here)
+        there = [each for each in cluster.everybodys_raylets() if each.address == here]
+        (foreign,) = (each for each in there if not each.is_own)
         assert foreign.node_id == "fake"
         cluster.stop_started(here)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -25,7 +25,7 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import Key, Namespace, in_group
 from raykv.client.cluster import Cluster
 from raykv.inspect.frames import TABLES, frame
-from raykv.inspect.sources import chunk_places, known_tokens
+from raykv.inspect.sources import known_tokens
 from raykv.inspect.traces import Trace
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
@@ -179,8 +179,7 @@ def test_chunks_have_sizes_ages_and_hits(played: PlayedCluster, cluster: Cluster
     played.log.append(block(2))
     (row,) = inspect.chunks(cluster, namespace="sp").itertuples(index=False)
     assert (row.key, row.bytes, row.age_s, row.hits) == (KEY.hex(), 4096, 1.5, 7)
-    (place,) = chunk_places(cluster, "sp", None)
-    assert (place.namespace, place.key, place.node_id) == ("space", KEY, "node")
+    assert (row.namespace, row.node_id) == ("space", "node")
 
 
 def test_tokens_are_known_of_all_chunks_or_of_none(cluster: Cluster) -> None:

@@ -16,9 +16,8 @@ import torch
 
 from raykv import inspect
 from raykv.base.errors import ClusterError
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, NodeId, Refusal
+from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal
 from raykv.client import chunks as inspection
-from raykv.client.chunks import ChunkPlace
 from raykv.client.cluster import Cluster
 from raykv.inspect import tensors
 from raykv.node.peers import Bytes
@@ -112,12 +111,11 @@ class PlayedPools:
         return self.form if "near" in node_ids else KVForm()
 
     def read_chunks(
-        self, places: Sequence[ChunkPlace], slot_bytes: int, num_blocks: int
+        self, node_id: str, namespace: str, keys: Sequence[Key], slot_bytes: int, num_blocks: int
     ) -> list[Bytes]:
-        assert (slot_bytes, num_blocks) == (SLOT_BYTES, self.form.blocks_per_chunk)
-        return [
-            content(self.numbers[place.node_id, place.key], str(place.node_id)) for place in places
-        ]
+        assert (namespace, slot_bytes) == ("space", SLOT_BYTES)
+        assert num_blocks == self.form.blocks_per_chunk
+        return [content(self.numbers[node_id, key], node_id) for key in keys]
 
 
 def content(number: int, node: str) -> Bytes:
@@ -257,9 +255,7 @@ def test_bytes_per_chunk_are_of_all_groups_where_none_needs_whole_prefixes(
 
 # What the source may answer
 
-PLACES = [
-    ChunkPlace(Namespace("space"), Key(key(name)), NodeId("near")) for name in ("a", "b", "c")
-]
+KEYS = [Key(key(name)) for name in ("a", "b", "c")]
 
 
 class PlayedSource:
@@ -284,9 +280,8 @@ class PlayedSource:
         if self.is_gone:
             raise GetTimeoutError("too late")
         refusals = [self.refusals.get(name, Refusal.NONE) for name in request.keys]
-        known = [place.key for place in PLACES]
         sent = [
-            content(known.index(Key(name)), "near")
+            content(KEYS.index(Key(name)), "near")
             for name, refusal in zip(request.keys, refusals, strict=True)
             if not refusal
         ]
@@ -321,7 +316,7 @@ def test_reads_are_cut_into_pieces_and_come_in_order(
     source: PlayedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "MAX_READ_BYTES", 2 * SLOT_BYTES)
-    found = list(inspection.read_chunks(PLACES, SLOT_BYTES))
+    found = list(inspection.read_chunks("near", "space", KEYS, SLOT_BYTES))
     assert [each.view(np.float32)[0] for each in found] == [0, 100, 200]
     assert [len(request.keys) for request in source.asked] == [2, 1]
     first = source.asked[0]
@@ -333,7 +328,7 @@ def test_chunk_larger_than_a_piece_is_read_alone(
     source: PlayedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "MAX_READ_BYTES", 1)
-    assert len(list(inspection.read_chunks(PLACES, SLOT_BYTES))) == 3
+    assert len(list(inspection.read_chunks("near", "space", KEYS, SLOT_BYTES))) == 3
     assert len(source.asked) == 3
 
 
@@ -360,4 +355,4 @@ def test_wrong_answers_are_no_chunks(
     for name, value in fault.items():
         setattr(source, name, value)
     with pytest.raises(ClusterError, match=what):
-        list(inspection.read_chunks(PLACES, SLOT_BYTES))
+        list(inspection.read_chunks("near", "space", KEYS, SLOT_BYTES))

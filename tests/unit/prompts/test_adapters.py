@@ -12,7 +12,7 @@ import pytest
 
 import raykv.prompts.adapters as adapters_module
 from raykv.base.errors import SettingError
-from raykv.prompts.adapters import UNKNOWN, AdapterFiles, named
+from raykv.prompts.adapters import UNKNOWN, Content, content, is_unchanged, named
 from raykv.prompts.block_hashes import HashScheme, PromptTraits, block_hashes
 
 LONG_AGO_S = 1_000_000_000
@@ -37,38 +37,36 @@ class Clock:
         return time.time() + self.ahead_s
 
 
-@pytest.fixture
-def files() -> AdapterFiles:
-    return AdapterFiles(Clock())
+def settled(folder: Path | str) -> Content:
+    """What is in a folder that nobody has written to for hours."""
+    return content(str(folder), Clock())
 
 
-def test_digest_is_of_the_content_wherever_it_is(files: AdapterFiles, tmp_path: Path) -> None:
+def test_digest_is_of_the_content_wherever_it_is(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a"), write(tmp_path / "b")
-    digest = files.content(str(first)).digest
+    digest = settled(first).digest
     assert len(digest) == 64
-    assert files.content(str(second)).digest == digest
+    assert settled(second).digest == digest
     (first / "README.md").write_text("nothing that is loaded")
-    assert files.content(str(first)).digest == digest
+    assert settled(first).digest == digest
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "more.bin"])
-def test_digest_depends_on_each_file_that_is_loaded(
-    files: AdapterFiles, tmp_path: Path, name: str
-) -> None:
+def test_digest_depends_on_each_file_that_is_loaded(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "a")
-    digest = files.content(str(folder)).digest
+    digest = settled(folder).digest
     (folder / name).write_bytes(b"other")
-    assert files.content(str(folder)).digest not in ("", digest)
+    assert settled(folder).digest not in ("", digest)
 
 
 def test_file_that_is_written_in_place_has_another_digest_though_size_and_time_stay(
-    files: AdapterFiles, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     folder = write(tmp_path / "a", b"first!!")
-    known = files.content(str(folder))
+    known = settled(folder)
     write(folder, b"second!")
-    assert not files.is_unchanged(str(folder), known)
-    assert files.content(str(folder)).digest != known.digest
+    assert not is_unchanged(str(folder), known)
+    assert settled(folder).digest != known.digest
 
 
 def test_file_that_has_just_been_written_is_read_again_each_time(
@@ -76,7 +74,7 @@ def test_file_that_has_just_been_written_is_read_again_each_time(
 ) -> None:
     clock = Clock()
     clock.ahead_s = 0.0
-    files, folder, reads = AdapterFiles(clock), write(tmp_path / "a"), []
+    folder, reads = write(tmp_path / "a"), []
     read = adapters_module._digest
 
     def counted(*arguments: Any) -> str:
@@ -84,15 +82,15 @@ def test_file_that_has_just_been_written_is_read_again_each_time(
         return read(*arguments)
 
     monkeypatch.setattr(adapters_module, "_digest", counted)
-    assert files.content(str(folder)) == files.content(str(folder))
+    assert content(str(folder), clock) == content(str(folder), clock)
     assert len(reads) == 2
     clock.ahead_s = 10.0
-    assert files.content(str(folder)) == files.content(str(folder))
+    assert content(str(folder), clock) == content(str(folder), clock)
     assert len(reads) == 3
 
 
 def test_content_that_changes_while_it_is_read_is_unknown(
-    files: AdapterFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "a")
     read = adapters_module._digest
@@ -103,28 +101,26 @@ def test_content_that_changes_while_it_is_read_is_unknown(
         return digest
 
     monkeypatch.setattr(adapters_module, "_digest", read_late)
-    assert files.content(str(folder)) is UNKNOWN
+    assert settled(folder) is UNKNOWN
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_folder_without_a_whole_adapter_is_unknown(
-    files: AdapterFiles, tmp_path: Path, missing: str
-) -> None:
+def test_folder_without_a_whole_adapter_is_unknown(tmp_path: Path, missing: str) -> None:
     folder = write(tmp_path / "a")
     (folder / missing).unlink()
-    assert files.content(str(folder)) is UNKNOWN
+    assert settled(folder) is UNKNOWN
 
 
 @pytest.mark.parametrize("path", ["organisation/adapter", "s3://bucket/adapter", "/gone", "", "\0"])
-def test_path_that_is_no_local_folder_is_unknown(files: AdapterFiles, path: str) -> None:
-    assert files.content(path) is UNKNOWN
-    assert not files.is_unchanged(path, UNKNOWN)
+def test_path_that_is_no_local_folder_is_unknown(path: str) -> None:
+    assert settled(path) is UNKNOWN
+    assert not is_unchanged(path, UNKNOWN)
 
 
 def test_traits_are_named_by_the_files_that_are_here(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     given = PromptTraits("salt", "french", str(folder))
-    digest = AdapterFiles().content(str(folder)).digest
+    digest = content(str(folder)).digest
     assert named(given) == PromptTraits("salt", "french", str(folder), digest)
     assert named(PromptTraits("salt")) == PromptTraits("salt")
     assert named(PromptTraits("", "french", "/gone", "told")).lora_digest == "told"
@@ -260,7 +256,7 @@ def load(worker: Any, folder: Path) -> None:
 def use(folder: Path, *, reloads: bool = False) -> Any:
     from raykv.vllm.identity.adapters import AdapterUse
 
-    return AdapterUse(1, str(folder), AdapterFiles().content(str(folder)).digest, reloads)
+    return AdapterUse(1, str(folder), content(str(folder)).digest, reloads)
 
 
 def test_request_is_stored_that_was_computed_with_its_adapter(worker: Any, tmp_path: Path) -> None:

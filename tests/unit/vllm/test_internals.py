@@ -232,7 +232,7 @@ def test_rows_have_what_the_folder_touches() -> None:
         texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         read = texts.union(name for _, name in read_names(tree))
         hidden |= {name for name in read if is_hidden(name)} - given_names(tree)
-    assert hidden - {name for _, name in ROWS} == {"_raykv", "_raykv_adapter"}
+    assert hidden - {name for _, name in ROWS} == {"_raykv"}
     assert not {each for each in imported if not is_known(*each)}
 
 

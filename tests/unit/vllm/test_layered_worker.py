@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction, Refusal
-from raykv.prompts.adapters import AdapterFiles
+from raykv.prompts import adapters
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
@@ -395,7 +395,7 @@ def test_jobs_of_requests_with_another_adapter_than_the_worker_has_are_refused(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    content = AdapterFiles().content(str(tmp_path))
+    content = adapters.content(str(tmp_path))
     right = AdapterUse(1, str(tmp_path), content.digest, reloads=False)
     uses = {"a": right, "b": replace(right, digest="what the files were before")}
     side = Side(is_layerwise=False)

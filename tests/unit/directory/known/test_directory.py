@@ -332,21 +332,22 @@ def test_weights_have_the_name_that_was_ordered_until_it_is_heard(cluster: Clust
     one.report(1.0, engines=engines)
     assert list(directory.engines()) == engines
     first = Naming(Stamp(7, 11), "v1")
-    orders.confirm(orders.name("x", {1: 0, 2: 0}, "v1", {1, 2, 3}, 1.0), 1.0)
+    orders.confirm(orders.draft("x", 1.0, namings={1: first, 2: first}), 1.0)
     assert one.report(1.0).namings == {1: first, 2: first}
     orders.confirm(orders.draft("y", 1.0, is_paused=True), 1.0)
     # Another order changes no naming.
     heard = [engine_of("engine-1", heard=Stamp(7, 11)), *engines[1:]]
     assert one.report(1.0, engines=heard).namings == {2: first}
-    orders.confirm(orders.name("z", {1: 5}, "v1", {1, 2, 3}, 1.0), 1.0)
-    assert one.report(1.0).namings == {1: Naming(Stamp(7, 13), "v1", 5), 2: first}
+    second = Naming(Stamp(7, 13), "v1", 5)
+    orders.confirm(orders.draft("z", 1.0, namings={1: second, 2: first}), 1.0)
+    assert one.report(1.0).namings == {1: second, 2: first}
 
 
 def test_names_of_weights_are_not_told_again_by_the_next_life(cluster: Cluster) -> None:
     """Those weights may be gone, and an engine of that id may be another one."""
     _, orders, one, _ = cluster
     one.report(1.0, engines=[engine_of("e", 1)])
-    orders.confirm(orders.name("x", {1: 0}, "step-7", {1}, 1.0), 1.0)
+    orders.confirm(orders.draft("x", 1.0, namings={1: Naming(Stamp(7, 11), "step-7")}), 1.0)
     orders.confirm(orders.draft("y", 1.0, is_paused=True), 1.0)
     later = ReportingNode(Directory(LIFE + 1, Orders(orders.told(1.0), 9, 1.0)), "one")
     assert later.report(1.0, engines=[engine_of("e", 1, heard=Stamp(7, 11))]).namings == {}

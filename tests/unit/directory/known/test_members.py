@@ -30,10 +30,10 @@ def members() -> Members:
 
 
 def test_report_counts_if_it_is_later_than_the_last(members: Members) -> None:
-    assert not members.hear(report(seq=3, pid=5), 1.0).is_news
-    assert not members.hear(report(seq=2, pid=5), 1.0).is_news
+    assert members.hear(report(seq=3, pid=5), 1.0) is None
+    assert members.hear(report(seq=2, pid=5), 1.0) is None
     assert members.silent(10.0) == [A]
-    assert members.hear(report(seq=4, pid=5), 1.0).is_news
+    assert members.hear(report(seq=4, pid=5), 1.0) is not None
     assert members.silent(10.0) == []
     assert members[A].report.pid == 5
     members.check()
@@ -41,20 +41,23 @@ def test_report_counts_if_it_is_later_than_the_last(members: Members) -> None:
 
 def test_report_of_number_0_counts_first() -> None:
     members = Members(10.0)
-    assert members.hear(report(seq=0), 0.0).is_news
+    assert members.hear(report(seq=0), 0.0) is members[A]
 
 
 def test_what_is_kept_of_a_report_is_no_row_and_no_word(members: Members) -> None:
     word = SessionsWord("n", SessionNews("s", SessionWord.CAME))
-    heard = members.hear(report(seq=4, sessions=[word], engines=[engine_of("e", 7)]), 1.0)
-    assert (heard.gone, heard.has_turned) == ((), False)
+    before = members.hear(report(seq=4, sessions=[word], engines=[engine_of("e", 7)]), 1.0)
+    assert before is not None
+    assert (before.engines, before.report.is_leaving) == ({}, False)
     kept = members[A].report
     assert (kept.part, kept.sessions, kept.engines) == (None, [], [])
     engine = EngineLife(EngineId("e"), 7)
     assert members[A].engines.keys() == {engine}
     assert members[A].namespaces == {"n"}
-    heard = members.hear(report(seq=5, is_leaving=True), 1.0)
-    assert (heard.gone, heard.has_turned) == ((engine,), True)
+    before = members.hear(report(seq=5, is_leaving=True), 1.0)
+    assert before is not None
+    assert (list(before.engines), before.report.is_leaving) == ([engine], False)
+    assert not members[A].engines
     assert not members.is_staying(A)
 
 

@@ -13,7 +13,6 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import NodeId
 from raykv.directory.known.holdings import HeldAt
 from raykv.directory.known.prefixes import prefix_page
-from raykv.prompts.prefixes import loadable_tokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
@@ -28,6 +27,21 @@ NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(
     st.tuples(st.sampled_from([2, 3, 4]), st.none() | st.integers(1, 3)), min_size=1, max_size=3
 ).map(lambda some: [ChunkGroup(n, tokens, window) for n, (tokens, window) in enumerate(some)])
+
+
+def loadable(groups: list[ChunkGroup], is_there: dict[int, list[bool]]) -> int:
+    """Tokens of the longest prefix of which each group has what it needs."""
+    longest = max(len(is_there[each.group]) * each.tokens for each in groups)
+    for end in range(longest, 0, -1):
+        needed = []
+        for each in groups:
+            count, rest = divmod(end, each.tokens)
+            first = 0 if each.window is None else max(0, count - each.window)
+            some = is_there[each.group]
+            needed.append(not rest and count <= len(some) and all(some[first:count]))
+        if all(needed):
+            return end
+    return 0
 
 
 def query(**changes: Any) -> PrefixQuery:
@@ -68,7 +82,7 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
                 count = counts[prompt * len(groups) + number]
                 parts[group.group] = there[first : first + count]
                 first += count
-            tokens.append(loadable_tokens(groups, parts))
+            tokens.append(loadable(groups, parts))
         return tokens
 
     by_node = {node: expected(some) for node, some in zip(NODES, has, strict=True) if any(some)}

@@ -159,12 +159,24 @@ def test_numbers_are_above_what_nodes_show_but_for_nonsense() -> None:
 def test_operator_tells_all_nodes_that_know_a_session(sessions: SessionNodes) -> None:
     sessions.take(A, [CAME])
     sessions.take(B, [word(SessionWord.CAME, "t"), CAME])
-    sessions.order(OVER)
+    assert sessions.order("n", OVER.news) == [A, B]
     assert [hear(sessions, each) for each in (A, B, C)] == [[OVER], [OVER], []]
     # A life that does not know it yet can't tell which nodes do.
-    sessions.order(word(SessionWord.OVER, "unknown"))
+    unknown = word(SessionWord.OVER, "unknown").news
+    assert sessions.order("", unknown) == []
+    assert sessions.order("n", unknown) == [A, B, C]
     assert [hear(sessions, each) for each in (A, B, C)] == [[word(SessionWord.OVER, "unknown")]] * 3
-    assert sessions.known("", "", 9) == [("n", "s", (A, B)), ("n", "t", (B,))]
-    assert sessions.known("n", "t", 9) == [("n", "t", (B,))]
-    assert sessions.known("m", "", 9) == []
-    assert len(sessions.known("", "", 1)) == 1
+    assert sessions.order("", word(SessionWord.OVER, "t").news) == [B]
+    assert sessions.order("n", word(SessionWord.OVER, "t").news) == [B]
+
+
+def test_order_of_a_name_is_for_the_sessions_that_were_used_last(
+    sessions: SessionNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node_id, space in ((A, "n"), (B, "m")):
+        sessions.take(node_id, [SessionsWord(space, CAME.news)])
+    assert sessions.order("m", OVER.news) == [B]
+    assert sessions.order("", OVER.news) == [A, B]
+    monkeypatch.setattr(raykv.directory.known.sessions, "MOST_ORDERED", 1)
+    sessions.take(B, [SessionsWord("m", CAME.news)])
+    assert sessions.order("", OVER.news) == [B]

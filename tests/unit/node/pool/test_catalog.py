@@ -42,7 +42,9 @@ class Shown:
             yield rows
 
     def row(self, number: int) -> ListedChunk | None:
-        return self.catalog.row(A, key(number), self.pool.now)
+        query = asked(namespace=A, key=key(number))
+        rows, _ = self.catalog.stretch(query, 0, self.pool.now)
+        return rows[0] if rows else None
 
     def listed(self, **wanted: object) -> list[tuple[int, Where]]:
         rows = [row for page in self.pages(asked(**wanted)) for row in page]

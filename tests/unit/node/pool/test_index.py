@@ -78,8 +78,10 @@ class Pool:
         self.index.check()
         return refusals
 
-    def load(self, name: Key, wanted: Blocks = ONE) -> ChunkRecord | Refusal:
-        return self.index.begin_loads([(A, name, wanted)], self.now)[0]
+    def load(
+        self, name: Key, wanted: Blocks = ONE, slot_bytes: int = PAGE
+    ) -> ChunkRecord | Refusal:
+        return self.index.begin_loads([(A, name, wanted, slot_bytes)], self.now)[0]
 
     def in_slab(self, index: int) -> list[ChunkRecord]:
         return self.index.places.records_in(index)

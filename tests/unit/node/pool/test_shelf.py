@@ -398,7 +398,7 @@ def test_chunk_that_is_stored_anew_does_not_count_as_another_ones_write(pool: Po
     pool.index.drop(first, Reason.CLEARED)
     pool.store("0")
     assert not pool.shelf.end_write(first, is_written=True)
-    found = pool.index.begin_loads([(OURS, key("0"), NO_BLOCKS)], 200.0)
+    found = pool.index.begin_loads([(OURS, key("0"), NO_BLOCKS, PAGE)], 200.0)
     assert not isinstance(found[0], Refusal)
 
 

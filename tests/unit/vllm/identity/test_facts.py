@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
+from raykv.vllm.identity import facts as facts_module
 from raykv.vllm.identity import readers
 from raykv.vllm.identity.facts import FACTS, engine_facts, namespace_of
 from tests.fixtures.vllm_fields import (
@@ -378,7 +379,10 @@ def load(form: str, **extra: Any) -> Any:
 
 
 def content(load_config: Any = LOAD, parallel: Any = PARALLEL, **told: Any) -> str:
-    return readers.content_of(model(**told), load_config, parallel)
+    config = SimpleNamespace(
+        model_config=model(**told), load_config=load_config, parallel_config=parallel
+    )
+    return readers.content_of(readers.ReadableEngine(config, None, None))
 
 
 def weights_in(folder: Path, text: bytes = b"w", name: str = "model.safetensors") -> Path:
@@ -641,7 +645,7 @@ def test_variables_are_those_that_vllm_has() -> None:
 def test_version_counts_whole(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for version in ("0.32.0", "0.32.1", "0.32.1+cpu"):
-        monkeypatch.setattr(readers, "vllm_version", lambda version=version: version)
+        monkeypatch.setattr(facts_module, "vllm_version", lambda version=version: version)
         found.add(namespace(known))
     assert len(found) == 3
 
