@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from raykv.base import deadlines
-from raykv.base.settings import Settings
 from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import ViewSettings
 from raykv.protocol import columns, framing
 from raykv.protocol.copies import CopyResult, Fetch
 
@@ -51,7 +51,7 @@ class Fetches:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ViewSettings,
         end: Callable[[list[FetchOrder], CopyResult | None], None],
     ) -> None:
         self._settings = settings

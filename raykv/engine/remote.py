@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, TokenSource, group_of
-from raykv.base.settings import Settings
 from raykv.engine.cost import FetchCost
-from raykv.engine.requests import RequestState, token_source
+from raykv.engine.requests import RequestState, ViewSettings, token_source
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Source
 from raykv.protocol.descriptions import ChunkGroup
@@ -77,7 +76,7 @@ _REASONS = {
 class RemoteChunks:
     """See the module's docstring. `sizes`: of chunks, by KV group index."""
 
-    def __init__(self, settings: Settings, sizes: Mapping[int, ChunkSize]) -> None:
+    def __init__(self, settings: ViewSettings, sizes: Mapping[int, ChunkSize]) -> None:
         self._settings = settings
         self._sizes = sizes
         self.cost = FetchCost(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)

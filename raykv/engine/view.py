@@ -33,7 +33,6 @@ from itertools import chain, islice
 from raykv.base import ids
 from raykv.base.departures import Departures
 from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, Refusal
-from raykv.base.settings import Settings
 from raykv.engine import accounts, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
@@ -111,7 +110,7 @@ class EngineView:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: requests.ViewSettings,
         sizes: Mapping[int, ChunkSize] | None = None,
         announcements: Announcements | None = None,
     ) -> None:

@@ -41,6 +41,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, Key, Lookup, MissReason, TokenSource
+from raykv.base.settings import Settings
 from raykv.engine import layered, requests
 from raykv.engine.announcements import News
 from raykv.engine.hints import Allowed, HintBox
@@ -90,17 +91,17 @@ def _refused_load(
 class RayOffloadingManager(OffloadingManager):
     """See the module's docstring."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(self, view: EngineView, settings: Settings = Settings()) -> None:  # noqa: B008
         self.view = view
-        self._labels = view.settings.labels()
+        self._labels = settings.labels()
         self.session: Session | None = None
-        self.hints = HintBox(Allowed(view.settings.client_hints))
-        self.misses = MissReporter(view)
+        self.hints = HintBox(Allowed(settings.client_hints))
+        self.misses = MissReporter(view, shows_tokens=settings.why_miss_text)
         # Empty without `layerwise_loads`.
         self.layered = layered.LayeredLoads()
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
-        view.accounts.tenants_by_server = view.settings.tenant_source == "server"
+        view.accounts.tenants_by_server = settings.tenant_source == "server"
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._logged_sampling = False

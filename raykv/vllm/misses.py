@@ -68,8 +68,10 @@ def unregister_metrics() -> None:
 class MissReporter:
     """See the module's docstring."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(self, view: EngineView, *, shows_tokens: bool = False) -> None:
+        """`shows_tokens`: tokens of prompts may be shown to operators."""
         self._view = view
+        self._shows_tokens = shows_tokens
         self._partings = Partings()
         self._complained: set[str] = set()
         # Others take its place in engines whose vLLM traces.
@@ -186,7 +188,7 @@ class MissReporter:
                 num_found=(account.own + account.loaded) // chunk_tokens,
             )
         )
-        if parting is None or self._view.settings.why_miss_text:
+        if parting is None or self._shows_tokens:
             return parting
         return msgspec.structs.replace(parting, before=[], own=[], other=[])
 

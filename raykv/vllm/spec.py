@@ -153,7 +153,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
             wants_events = self.kv_events_config.enable_kv_cache_events
             told = Announcements() if wants_events else None
             view = EngineView(self.settings, self._chunk_sizes(), told)
-            self._manager = manager.RayOffloadingManager(view)
+            self._manager = manager.RayOffloadingManager(view, self.settings)
         return self._manager
 
     def _chunk_sizes(self) -> dict[int, ChunkSize]:

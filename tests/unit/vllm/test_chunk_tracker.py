@@ -199,7 +199,7 @@ def test_settings_are_labels_of_vllms_metric() -> None:
     from raykv.vllm.spec import RayKVOffloadingSpec
 
     extra = {"pool_bytes": "1GiB", "layerwise_loads": True}
-    manager = RayOffloadingManager(EngineView(load_settings(extra)))
+    manager = RayOffloadingManager(EngineView(Settings()), load_settings(extra))
     (labels,) = manager.config_info()
     assert tuple(labels) == RayKVOffloadingSpec.config_info_keys(extra)
     assert (labels["pool_bytes"], labels["layerwise_loads"], labels["disk_path"]) == (

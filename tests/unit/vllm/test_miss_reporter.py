@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,9 +268,9 @@ def compute(reporter: MissReporter, view: EngineView, tokens: Sequence[int]) -> 
 
 @pytest.mark.parametrize("shows_tokens", [False, True])
 def test_record_says_where_a_prompt_leaves_the_one_before_it(
-    reporter: MissReporter, view: EngineView, shows_tokens: bool
+    view: EngineView, shows_tokens: bool
 ) -> None:
-    view.settings = replace(view.settings, why_miss_text=shows_tokens)
+    reporter = RayOffloadingManager(view, Settings(why_miss_text=shows_tokens)).misses
     first = PlayedRequest().all_token_ids
     assert compute(reporter, view, first).parting is None
     dated = (*first[:20], 77, *first[21:])
