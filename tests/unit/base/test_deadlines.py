@@ -59,7 +59,6 @@ UNTIMED_NAMES = {
 BOUNDED = {
     ("raykv.node.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
     ("raykv.node.service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
-    ("raykv.node.service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
     ("raykv.node.service", "_refuse", "sendall"): "what is left of NODE_HELLO_S, or less",
     ("raykv.node.lines", "serve", "recv"): "silence is fine; `DeathWatch` and `close` end it",
     ("raykv.node.lines", "send", "sendall"): "SO_SNDTIMEO, set when the line has begun",

@@ -25,6 +25,7 @@ from raykv.protocol.listing import (
     Where,
 )
 from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.owned_pool import end_store
 
 OURS, OTHERS = Namespace("ours"), Namespace("others'")
 A, B, C = Key(b"a"), Key(b"b"), Key(b"c")
@@ -289,7 +290,7 @@ class World:
         chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
         found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         if isinstance(found, ChunkRecord):
-            self.index.end_store(found, 0, ok=True)
+            end_store(self.index, found, 0, ok=True)
         self.index.end_job(part)
         self.answer(key)
 
