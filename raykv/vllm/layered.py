@@ -319,7 +319,7 @@ class LayeredScheduling(LoadScheduling):
             request = self._tables.find(name)
             if request is None or request.is_signaled:
                 # It was over before its load.
-                self.loads.forget(name)
+                self.loads.spoiled.discard(name)
 
     @guard.guarded(lambda *_: set())
     def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:

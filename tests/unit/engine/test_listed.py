@@ -185,9 +185,9 @@ def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
     assert found == [PlaceChange([B, A], None, None)]
     assert place.take(late, 3.0) == []
     assert len(place.ready) == 0
-    assert place.is_coming(B)
+    assert B in place.coming
     assert place.take(part(at(3, 2), 4, row(B, Where.RAM)), 3.0)
-    assert not place.is_coming(B)
+    assert B not in place.coming
 
 
 def test_many_chunks_that_go_at_once_are_one_change(place: ListedPlace) -> None:
