@@ -73,7 +73,7 @@ HOUSE = {
     "memory": Room(
         3,
         "cuda msgspec numpy torch",
-        "handles limits pages pool region words cuda.driver cuda.kv cuda.page_lock",
+        "limits pages pool region words cuda.driver cuda.page_lock",
     ),
     "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes"),
     "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),

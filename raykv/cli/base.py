@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Annotated, Any, NoReturn, TypeVar
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -93,8 +94,6 @@ def confirm(sentence: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output; bytes, which keys are, as hexadecimal digits."""
-    import msgspec
-
     typer.echo(msgspec.json.format(_json(value)).decode())
 
 
@@ -104,8 +103,6 @@ def print_json_line(value: Any) -> None:
 
 
 def _json(value: Any) -> bytes:
-    import msgspec
-
     return msgspec.json.encode(_with_hex(msgspec.to_builtins(value, builtin_types=(bytes,))))
 
 

@@ -6,6 +6,7 @@ import contextlib
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 import raykv
@@ -68,8 +69,6 @@ def _place(since: str | None) -> int | tuple[int, int] | None:
 
 
 def _line(event: Event) -> str:
-    import msgspec
-
     fields = msgspec.structs.asdict(event)
     place = f"{fields.pop('life')}:{fields.pop('seq')}"
     happened = datetime.fromtimestamp(fields.pop("time")).astimezone()

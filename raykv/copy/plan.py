@@ -24,7 +24,8 @@ from raykv.protocol import columns, copies, worker
 
 Column = npt.NDArray[np.int64]
 
-_NONE = np.zeros(0, np.int64)
+NO_SLABS = 1 << 62
+"""In place of the bytes of a slab, for memory beside the pool, which no offset reaches."""
 
 
 class PlanError(ValueError):
@@ -35,23 +36,25 @@ class PlanError(ValueError):
 class CopyRuns:
     """Runs of bytes: offsets in the KV memory and in the pool, and sizes; one row per run.
 
-    The runs of the pool's slabs, one after the other, end before rows `slab_ends`.
+    Slabs of the pool begin at multiples of `slab_bytes`; no run goes on over the end of one.
     """
 
     kv: Column
     pool: Column
     size: Column
-    slab_ends: Column
+    slab_bytes: int = NO_SLABS
 
-    @property
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all runs."""
-        return int(self.size.sum())
+        return int(np.add.reduce(self.size))
 
-    def some(self, first: int, last: int) -> CopyRuns:
-        """Rows [first, last) of runs in one slab."""
-        size = self.size[first:last]
-        return CopyRuns(self.kv[first:last], self.pool[first:last], size, _column([len(size)]))
+    def some(self, part: slice | Column) -> CopyRuns:
+        """A part of the rows."""
+        return CopyRuns(self.kv[part], self.pool[part], self.size[part], self.slab_bytes)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class Planner:
             raise PlanError(f"block ids outside of 0..{layer.num_blocks - 1}")
         size = layer.page_bytes
         kv = layer.offset + blocks * layer.block_stride
-        return CopyRuns(kv, to + count * size, np.full_like(count, size), count[-1:] + 1)
+        return CopyRuns(kv, to + count * size, np.full_like(count, size))
 
     def plan(self, job: copies.CopyJob) -> JobPlan:
         """How a job is carried out.
@@ -194,13 +197,8 @@ class JobPlan:
         self._groups, self._blocks = groups, _column(job.block_ids)
         each = list(zip(groups.tolist(), self._counts.tolist(), strict=True))
         self._kinds = [(known[id_], id_, count) for id_, count in sorted(set(each))]
-        if len(self._kinds) == 1:
-            ((group, _, count),) = self._kinds
-            size = group.block_bytes * count
-            self.ends = [size * number for number in range(1, len(each) + 1)]
-        else:
-            sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
-            self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
+        sizes = {id_: group.block_bytes for group, id_, _ in self._kinds}
+        self.ends = list(accumulate(sizes[id_] * count for id_, count in each))
 
     @property
     def groups(self) -> set[int]:
@@ -237,8 +235,7 @@ class JobPlan:
         if len(self._kinds) == 1 and len(wanted):
             ((group, _, count),) = self._kinds
             rows = _rows(group, slots, first, self._blocks.reshape(-1, count)[wanted])
-            num_rows: Column | int = rows.shape[-1]
-            return _merged(rows.reshape(3, -1), _edges(slots, num_rows, slab_bytes))
+            return _runs(rows.reshape(3, -1), slab_bytes)
         groups, counts = self._groups[wanted], self._counts[wanted]
         starts = (np.cumsum(self._counts) - self._counts)[wanted]
         widths = {id_: len(group.size) for group, id_, _ in self._kinds}
@@ -252,7 +249,7 @@ class JobPlan:
             theirs = self._blocks[starts[some, None] + np.arange(count)]
             made = _rows(group, slots[some], first[some], theirs)
             rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
-        return _merged(rows, _edges(slots, num_rows, slab_bytes))
+        return _runs(rows, slab_bytes)
 
     def layers(
         self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int
@@ -262,7 +259,7 @@ class JobPlan:
         """
         wanted, places = _column(chunks), _column(at)
         starts = np.cumsum(self._counts) - self._counts
-        kinds, slots = [], []
+        kinds = []
         num_layers = 1
         for group, _, count in self._kinds:
             num_layers = group.num_layers
@@ -273,13 +270,10 @@ class JobPlan:
             theirs = self._blocks[starts[some, None] + np.arange(count)]
             rows = _rows(group, places[is_like], self._first[some], theirs)
             kinds.append(rows.reshape(3, len(some), num_layers, -1))
-            slots.append(places[is_like])
-        all_slots = np.concatenate(slots)
 
         def layer_of(layer: int) -> CopyRuns:
             rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
-            widths = np.concatenate([np.full(kind.shape[1], kind.shape[3]) for kind in kinds])
-            return _merged(rows, _edges(all_slots, widths, slab_bytes))
+            return _runs(rows, slab_bytes)
 
         return map(layer_of, range(num_layers))
 
@@ -372,22 +366,18 @@ def _group(layout: worker.KVLayout, index: int, rank: int, direction: Direction)
     )
 
 
-def _edges(slots: Column, num_rows: Column | int, slab_bytes: int) -> Column:
-    """Before which rows a slab ends, the last one excepted; for chunks of so many rows each."""
-    slabs = slots * SLOT_ALIGNMENT // slab_bytes
-    if len(slots) < 2 or (slabs[0] == slabs).all():
-        return _NONE
-    ends = np.cumsum(np.broadcast_to(num_rows, slots.shape))
-    return ends[:-1][slabs[1:] != slabs[:-1]]
-
-
-def _merged(rows: Column, edges: Column) -> CopyRuns:
-    """Join each row to the one before it where both sides go on without a gap, in a slab."""
+def _runs(rows: Column, slab_bytes: int) -> CopyRuns:
     kv, pool, size = rows
+    return merged(CopyRuns(kv, pool, size, slab_bytes))
+
+
+def merged(runs: CopyRuns) -> CopyRuns:
+    """Join each row to the one before it where both sides go on without a gap, in a slab."""
+    kv, pool, size = runs.kv, runs.pool, runs.size
     joins = (kv[:-1] + size[:-1] == kv[1:]) & (pool[:-1] + size[:-1] == pool[1:])
-    joins[edges - 1] = False
-    if joins.any():
-        starts = np.flatnonzero(np.concatenate([[True], ~joins]))
-        size = np.add.reduceat(size, starts)
-        kv, pool, edges = kv[starts], pool[starts], np.searchsorted(starts, edges)
-    return CopyRuns(kv, pool, size, _column([*edges, len(size)]))
+    if not joins.any():
+        return runs
+    joins &= pool[1:] % runs.slab_bytes != 0
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    size = np.add.reduceat(size, starts)
+    return CopyRuns(kv[starts], pool[starts], size, runs.slab_bytes)

@@ -229,9 +229,8 @@ def _versions(facts: ClusterFacts) -> Iterator[Complaint]:
             },
         },
     )
-    hosts = {_node(node): node.host for node in facts.nodes if node.host is not None}
-    yield from _several("Ray", {name: host.ray_version for name, host in hosts.items()})
-    yield from _several("Python", {name: host.python_version for name, host in hosts.items()})
+    yield from _several("Ray", {_node(at): host.ray_version for at, host in facts.hosts})
+    yield from _several("Python", {_node(at): host.python_version for at, host in facts.hosts})
     yield from _several("engines'", {_engine(each): each.versions for each in facts.engines})
 
 
@@ -360,19 +359,18 @@ def _limits(host: HostFacts) -> str:
 
 
 def _shared_memory(facts: ClusterFacts) -> Iterator[Complaint]:
-    for node in facts.nodes:
-        if node.host is not None and 0 < node.host.shm_bytes < SMALL_SHM_BYTES:
+    for node, host in facts.hosts:
+        if 0 < host.shm_bytes < SMALL_SHM_BYTES:
             yield _warn(
-                f"/dev/shm of {_node(node)} has {human_bytes(node.host.shm_bytes)}: vLLM starts no "
+                f"/dev/shm of {_node(node)} has {human_bytes(host.shm_bytes)}: vLLM starts no "
                 f"engine with worker processes below about {human_bytes(SMALL_SHM_BYTES)} (its CPU "
                 "build always has them)",
                 "give the container a larger /dev/shm (docker: --shm-size); RayKV needs none",
             )
     if sum(node.is_alive for node in facts.nodes) < 2:
         return
-    for node in facts.nodes:
-        host = node.host
-        if host is None or not host.plasma_folder or host.plasma_folder.startswith("/dev/shm"):
+    for node, host in facts.hosts:
+        if not host.plasma_folder or host.plasma_folder.startswith("/dev/shm"):
             continue
         yield _warn(
             f"Ray keeps the objects of {_node(node)} in {host.plasma_folder}, not in /dev/shm, "
@@ -398,9 +396,8 @@ def _disks(facts: ClusterFacts) -> Iterator[Complaint]:
             )
     # Nodes that share a disk see the same.
     seen: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for node in facts.nodes:
-        unowned = [] if node.host is None else node.host.unowned
-        old = [(each.path, each.num_bytes) for each in unowned if each.age_s > LONG_UNOWNED_S]
+    for node, host in facts.hosts:
+        old = [(each.path, each.num_bytes) for each in host.unowned if each.age_s > LONG_UNOWNED_S]
         if old:
             seen.setdefault(tuple(old), []).append(_node(node))
     for folders, nodes in seen.items():
@@ -417,8 +414,8 @@ def _disks(facts: ClusterFacts) -> Iterator[Complaint]:
 
 
 def _ports(facts: ClusterFacts) -> Iterator[Complaint]:
-    for node in facts.nodes:
-        for place, why in node.host.unreached if node.host is not None else ():
+    for node, host in facts.hosts:
+        for place, why in host.unreached:
             yield _fail(
                 f"{_node(node)} can't reach {place.what} at {place.host}:{place.port}: {why}",
                 "open that port between the nodes, or fix Ray's ports with --node-manager-port "
@@ -427,9 +424,7 @@ def _ports(facts: ClusterFacts) -> Iterator[Complaint]:
 
 
 def _clocks(facts: ClusterFacts) -> Iterator[Complaint]:
-    for node in facts.nodes:
-        if node.host is None:
-            continue
+    for node, _ in facts.hosts:
         skew = max(0.0, abs(node.skew_s) - node.skew_error_s)
         if skew > MAX_SKEW_S[0]:
             way = "ahead of" if node.skew_s > 0 else "behind"
@@ -454,11 +449,11 @@ def _breakers(facts: ClusterFacts) -> Iterator[Complaint]:
 
 
 def _threads(facts: ClusterFacts) -> Iterator[Complaint]:
-    for node in facts.nodes:
-        if node.host is not None and node.host.threads_failed:
+    for node, host in facts.hosts:
+        if host.threads_failed:
             yield _warn(
                 f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
-                f"{node.host.threads_failed} times; they were begun anew",
+                f"{host.threads_failed} times; they were begun anew",
                 "see in its log why: a limit of processes (`ulimit -u`, pids.max of the container) "
                 "is to be raised, anything else is a defect to report",
             )

@@ -51,6 +51,11 @@ class ClusterFacts:
     hostnames: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def hosts(self) -> list[tuple[NodeFacts, HostFacts]]:
+        """Nodes whose NodeActors have told of their hosts, and what."""
+        return [(node, node.host) for node in self.nodes if node.host is not None]
+
+    @property
     def engines(self) -> list[EngineStatus]:
         """All that are attached."""
         return [] if self.status is None else self.status.engines

@@ -9,8 +9,6 @@ refusal is a fetch all the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from raykv.engine.layered import Steps
 
 WEIGHT = 0.2
@@ -25,19 +23,13 @@ MIN_FETCH_BYTES = 1 << 20
 EXPLORE_EVERY = 32
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What an operator sets in place of measured values; None: measured."""
-
-    fetch_bytes_per_s: float | None = None
-    prefill_tokens_per_s: float | None = None
-
-
 class FetchCost:
-    """See the module's docstring."""
+    """See the module's docstring. What it is given stands in place of measured rates."""
 
-    def __init__(self, given: Rates | None = None) -> None:
-        self._given = given or Rates()
+    def __init__(
+        self, fetch_bytes_per_s: float | None = None, prefill_tokens_per_s: float | None = None
+    ) -> None:
+        self._given_fetch, self._given_prefill = fetch_bytes_per_s, prefill_tokens_per_s
         self._measured_fetch: float | None = None
         # None while it is unknown.
         self.disk_bytes_per_s: float | None = None
@@ -47,12 +39,12 @@ class FetchCost:
     @property
     def fetch_bytes_per_s(self) -> float | None:
         """The rate that is counted with; None while it is unknown."""
-        return self._given.fetch_bytes_per_s or self._measured_fetch
+        return self._given_fetch or self._measured_fetch
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
         """The rate that is counted with; None while it is unknown."""
-        return self._given.prefill_tokens_per_s or self._measured_prefill
+        return self._given_prefill or self._measured_prefill
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A fetch has ended."""

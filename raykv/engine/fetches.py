@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from raykv.base import deadlines
-from raykv.engine.remote import FetchOrder, RemoteSettings
+from raykv.engine.remote import FetchOrder
+from raykv.engine.requests import ViewSettings
 from raykv.protocol import columns, framing
 from raykv.protocol.copies import CopyResult, Fetch
 
@@ -32,11 +33,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Part:
-    """Orders of one request. `life` and `namespace` are the engine's when it made them."""
+    """Orders that go as one request."""
 
     orders: list[FetchOrder]
-    life: int
-    namespace: str
+    request: Fetch
     overdue_at: float
 
 
@@ -51,7 +51,7 @@ class Fetches:
 
     def __init__(
         self,
-        settings: RemoteSettings,
+        settings: ViewSettings,
         end: Callable[[list[FetchOrder], CopyResult | None], None],
     ) -> None:
         self._settings = settings
@@ -68,7 +68,18 @@ class Fetches:
         overdue_at = now + self._settings.fetch_deadline_s + deadlines.FETCH_GRACE_S
         for part in split(orders):
             number = next(self._numbers)
-            self._parts[number] = _Part(part, life, namespace, overdue_at)
+            request = Fetch(
+                version=framing.PROTOCOL_VERSION,
+                number=number,
+                life=life,
+                namespace=namespace,
+                keys=columns.Keys.of(order.key for order in part),
+                slot_bytes=columns.Numbers.of(order.num_bytes for order in part),
+                tenant=part[0].tenant,
+                deadline_s=self._settings.fetch_deadline_s,
+                with_checksums=self._settings.fetch_checksums,
+            ).reading(order.sources for order in part)
+            self._parts[number] = _Part(part, request, overdue_at)
             self._queued.append(number)
 
     def give_up_overdue(self, now: float) -> None:
@@ -85,7 +96,7 @@ class Fetches:
             number = self._queued.popleft()
             part = self._parts.get(number)
             if part is not None:
-                return self._request(number, part)
+                return part.request
         return None
 
     def came(self, result: CopyResult) -> None:
@@ -101,21 +112,6 @@ class Fetches:
         part = self._parts.pop(number, None)
         if part is not None:
             self._end_part(part.orders, result)
-
-    def _request(self, number: int, part: _Part) -> Fetch:
-        """Orders of one tenant as columns."""
-        orders = part.orders
-        return Fetch(
-            version=framing.PROTOCOL_VERSION,
-            number=number,
-            life=part.life,
-            namespace=part.namespace,
-            keys=columns.Keys.of(order.key for order in orders),
-            slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
-            tenant=orders[0].tenant,
-            deadline_s=self._settings.fetch_deadline_s,
-            with_checksums=self._settings.with_checksums,
-        ).reading(order.sources for order in orders)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from raykv.base.ids import Key
 from raykv.engine.remote import MAX_ASKED, take
 from raykv.engine.requests import RequestState
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.columns import MAX_KEYS, Keys, Numbers
 from raykv.protocol.engine import FoundKeys
 
 MAX_TOUCHES = 65_536
@@ -54,8 +54,8 @@ class FoundChunks:
         self.note(request, again)
         self._left -= len(again)
 
-    def take(self, most: int) -> FoundKeys:
-        """What is to be told now."""
+    def take(self, most: int = MAX_KEYS // 2) -> FoundKeys:
+        """What requests have found since the last call, to be told now."""
         rows = take(self._rows, most)
         tenants = list(dict.fromkeys(tenant for tenant, _ in rows))
         at = {tenant: number for number, tenant in enumerate(tenants)}

@@ -99,8 +99,9 @@ class LayeredLoads:
         self._step = 0
         # Of which some came not, until it has left vLLM's prefix cache; and which blocks that are.
         self._lost: list[LayeredLoad] = []
-        self._to_evict: set[int] = set()
-        self._spoiled: set[str] = set()
+        self.to_evict: set[int] = set()
+        # The requests that must not store any more.
+        self.spoiled: set[str] = set()
 
     def begin(self, load: LayeredLoad) -> None:
         """A request was given its blocks; its load starts with the step that is being scheduled."""
@@ -131,15 +132,6 @@ class LayeredLoads:
         """The requests of which nothing is stored for now: what they have can't be trusted yet."""
         return {load.request_id for load in (*self._loads(), *self._lost)}
 
-    def is_spoiled(self, request_id: str) -> bool:
-        """Whether the request must not store any more."""
-        return request_id in self._spoiled
-
-    @property
-    def spoiled(self) -> Set[str]:
-        """All of these."""
-        return self._spoiled
-
     @property
     def beginning(self) -> dict[str, LayeredLoad]:
         """The loads that start with the step that is being scheduled, by request."""
@@ -154,10 +146,10 @@ class LayeredLoads:
         for load in self._steps.pop(step, {}).values():
             lost = spoiled_blocks(load.blocks, invalid)
             if lost:
-                self._spoiled.add(load.request_id)
+                self.spoiled.add(load.request_id)
                 self._lost.append(load)
-                self._to_evict.update(lost)
-        return self._to_evict | invalid
+                self.to_evict.update(lost)
+        return self.to_evict | invalid
 
     def lose_step(self, step: int) -> None:
         """How a step ended is not known: nothing that it loaded counts as come, and it must leave
@@ -166,11 +158,6 @@ class LayeredLoads:
         loads = self._steps.get(step, {}).values()
         self.end_step(step, {block for load in loads for block in load.blocks})
 
-    @property
-    def to_evict(self) -> Set[int]:
-        """What must leave the prefix cache for loads that have ended."""
-        return self._to_evict
-
     def lost(self) -> dict[str, tuple[int, ...]]:
         """Requests of which some block did not come, and all their blocks, until `evicted`."""
         return {load.request_id: load.blocks for load in self._lost}
@@ -178,11 +165,7 @@ class LayeredLoads:
     def evicted(self) -> None:
         """Note that it has left the prefix cache: waiting requests may be asked about again."""
         self._lost.clear()
-        self._to_evict.clear()
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended, and nothing more of it is offered to be stored."""
-        self._spoiled.discard(request_id)
+        self.to_evict.clear()
 
     def _loads(self) -> Iterator[LayeredLoad]:
         for loads in self._steps.values():

@@ -191,13 +191,12 @@ class PlaceLine:
         self._hello = hello = self._owner.hello()
         self._send(hello)
         give_up_at = time.monotonic() + PLACE_CONNECT_S
-        while True:
+        welcome = None
+        while welcome is None:
             left = give_up_at - time.monotonic()
             if left <= 0:
                 raise AttachError("the NodeActor does not let this engine in")
             welcome = self._listen(left)
-            if welcome is not None:
-                break
         self.refusal = welcome.error
         if welcome.error:
             raise AttachError(f"the NodeActor refuses this engine: {welcome.error}")

@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from raykv.base.ids import Blocks, Key, Namespace
@@ -49,11 +49,12 @@ class ListedPlace:
     def __init__(self, namespace: Namespace, reader: int, now: float) -> None:
         self.namespace = namespace
         self.position = Position(reader=reader)
-        # READY chunks with their blocks; those that are on the node's disk alone; and what is being
-        # stored.
-        self._ready: dict[Key, Blocks] = {}
-        self._on_disk: dict[Key, Blocks] = {}
-        self._coming: set[Key] = set()
+        # What others look at, while it goes on changing: READY chunks with the blocks that are
+        # there; those that the node would have to fetch from its own disk; and what somebody stores
+        # there.
+        self.ready: dict[Key, Blocks] = {}
+        self.on_disk: dict[Key, Blocks] = {}
+        self.coming: set[Key] = set()
         # Results that the listing has not been read up to, by key.
         self._early: dict[Key, int] = {}
         # Of a listing that has begun anew: what is gone unless a page or a change has it.
@@ -63,20 +64,6 @@ class ListedPlace:
         self._heard_at = now
 
     # Looking
-
-    @property
-    def ready(self) -> Mapping[Key, Blocks]:
-        """READY chunks with the blocks that are there; it goes on changing."""
-        return self._ready
-
-    @property
-    def on_disk(self) -> Mapping[Key, Blocks]:
-        """Chunks that the node would have to fetch from its own disk; it goes on changing."""
-        return self._on_disk
-
-    def is_coming(self, key: Key) -> bool:
-        """Whether somebody stores a chunk there."""
-        return key in self._coming
 
     def is_silent(self, now: float) -> bool:
         """Whether nothing that was heard counts any more."""
@@ -128,7 +115,7 @@ class ListedPlace:
         """Other blocks of a chunk are wanted than these, which were there: it counts as gone, so
         that it is stored again, until its owner says that it is there; nothing if it has since.
         """
-        if self._ready.get(key) != blocks:
+        if self.ready.get(key) != blocks:
             return []
         changes = self._drop([key])
         self._distrusted[key] = self.position.number
@@ -153,12 +140,12 @@ class ListedPlace:
         """
         if end.life == self.position.life:
             later = {key for key, number in self._early.items() if number > end.number}
-            known = {*self._ready, *self._on_disk, *self._coming, *self._distrusted}
+            known = {*self.ready, *self.on_disk, *self.coming, *self._distrusted}
             self._unseen = known - later
             return []
         # The latest ones first: of very many no more are remembered.
-        gone = list(reversed(self._ready))
-        for each in (self._ready, self._on_disk, self._coming, self._early, self._distrusted):
+        gone = list(reversed(self.ready))
+        for each in (self.ready, self.on_disk, self.coming, self._early, self._distrusted):
             each.clear()
         self._unseen.clear()
         return [PlaceChange(gone, None, None)] if gone else []
@@ -169,27 +156,27 @@ class ListedPlace:
         self._unseen.discard(key)
         self._distrusted.pop(key, None)
         if where & _COMING:
-            self._coming.add(key)
+            self.coming.add(key)
         else:
-            self._coming.discard(key)
+            self.coming.discard(key)
         if where & _RAM:
-            before = self._ready.get(key)
-            self._ready[key] = row.blocks
-            self._on_disk.pop(key, None)
+            before = self.ready.get(key)
+            self.ready[key] = row.blocks
+            self.on_disk.pop(key, None)
             return [] if before == row.blocks else [PlaceChange([key], row.blocks, row.reason)]
         if where & _DISK:
-            self._on_disk[key] = row.blocks
+            self.on_disk[key] = row.blocks
         else:
-            self._on_disk.pop(key, None)
-        if self._ready.pop(key, None) is None:
+            self.on_disk.pop(key, None)
+        if self.ready.pop(key, None) is None:
             return []
         return [PlaceChange([key], None, row.reason)]
 
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
         """Keys are not there any more; nobody said why."""
-        self._coming.difference_update(keys)
+        self.coming.difference_update(keys)
         for key in keys:
-            self._on_disk.pop(key, None)
+            self.on_disk.pop(key, None)
             self._distrusted.pop(key, None)
-        gone = [key for key in keys if self._ready.pop(key, None) is not None]
+        gone = [key for key in keys if self.ready.pop(key, None) is not None]
         return [PlaceChange(gone, None, Reason.FAILED)] if gone else []

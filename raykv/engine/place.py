@@ -18,8 +18,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -71,8 +70,9 @@ class EnginePlace:
         self._node = _find(there, node_id)
         # Guards the connection.
         self._lock = threading.Lock()
-        self._life = 1
         self._has_left = False
+        # The actor that is called; None: it is looked for.
+        self._actor: Any = None
 
     def follow(self) -> bool:
         """Be at the next Ray node of this host if the last one is gone; False: there is none.
@@ -103,7 +103,8 @@ class EnginePlace:
             return False
         with self._lock:
             self._refuse_after_end()
-            self._life += 1
+            # Handles of an earlier connection must not be used.
+            self._actor = None
             self._here.rejoin(self._address)
             self._driver = _find(self._here.raylets(), self._here.driver_node()) or driver
         return True
@@ -140,19 +141,29 @@ class EnginePlace:
 
     # The connection
 
-    @contextmanager
-    def calling(self) -> Iterator[int]:
-        """Call Ray within the context, on any thread. It gets the number of the connection: handles
-        of an earlier one must not be used.
+    def call(
+        self, find: Callable[[], Any], deadline_s: float, method: str, argument: bytes | str
+    ) -> bytes:
+        """The answer of a method of the actor that `find` finds, always the same one; on one
+        thread. After a failure it is looked for again.
 
         Raises:
+            Exception: there is no answer in time.
             ClusterError: there is no connection.
         """
-        with self._lock:
-            self._refuse_after_end()
-            if not self._here.driver_node():
-                raise ClusterError("this engine is not connected to Ray")
-            yield self._life
+        try:
+            with self._lock:
+                self._refuse_after_end()
+                if not self._here.driver_node():
+                    raise ClusterError("this engine is not connected to Ray")
+                if self._actor is None:
+                    self._actor = find()
+                future = getattr(self._actor, method).remote(argument).future()
+            answer: bytes = future.result(timeout=deadline_s)
+        except Exception:
+            self._actor = None
+            raise
+        return answer
 
     def _refuse_after_end(self) -> None:
         if self._has_left:
@@ -172,40 +183,6 @@ class EnginePlace:
             return leave_ray(ray.shutdown, deadline_s)
         finally:
             self._lock.release()
-
-
-class RayActor:
-    """An actor that is found when it is called, by one thread.
-
-    Args:
-        find: returns it.
-        calling: the context of calls to Ray; gets the number of the connection, each of which has
-            its own handles.
-        deadline_s: for an answer.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Any],
-        calling: Callable[[], AbstractContextManager[int]],
-        deadline_s: float,
-    ) -> None:
-        self._find, self._calling, self._deadline_s = find, calling, deadline_s
-        self._actor: Any = None
-        self._connection = 0
-
-    def call(self, method: str, argument: bytes | str) -> bytes:
-        """The answer of a method; raises if there is none in time, and looks for it again."""
-        try:
-            with self._calling() as connection:
-                if self._actor is None or connection != self._connection:
-                    self._actor, self._connection = self._find(), connection
-                future = getattr(self._actor, method).remote(argument).future()
-            answer: bytes = future.result(timeout=self._deadline_s)
-        except Exception:
-            self._actor = None
-            raise
-        return answer
 
 
 def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, TokenSource, group_of
 from raykv.engine.cost import FetchCost
-from raykv.engine.requests import RequestState, token_source
+from raykv.engine.requests import RequestState, ViewSettings, token_source
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
 from raykv.protocol.columns import Source
 from raykv.protocol.descriptions import ChunkGroup
@@ -52,21 +52,6 @@ class ChunkSize:
 
 
 @dataclass(frozen=True)
-class RemoteSettings:
-    """Times in seconds; sizes by KV group index. `with_checksums`: what arrives is checked."""
-
-    query_deadline_s: float = 1.0
-    fetch_deadline_s: float = 10.0
-    pending_deadline_s: float = 2.0
-    sizes: Mapping[int, ChunkSize] = field(default_factory=dict)
-    with_checksums: bool = True
-
-    def size_of(self, key: Key) -> ChunkSize:
-        """Size of the chunks of a key's group."""
-        return self.sizes.get(group_of(key), ChunkSize())
-
-
-@dataclass(frozen=True)
 class FetchOrder:
     """A chunk to be fetched for a tenant's request, the best source first."""
 
@@ -89,11 +74,12 @@ _REASONS = {
 
 
 class RemoteChunks:
-    """See the module's docstring."""
+    """See the module's docstring. `sizes`: of chunks, by KV group index."""
 
-    def __init__(self, settings: RemoteSettings, cost: FetchCost) -> None:
-        self.settings = settings
-        self.cost = cost
+    def __init__(self, settings: ViewSettings, sizes: Mapping[int, ChunkSize]) -> None:
+        self._settings = settings
+        self._sizes = sizes
+        self.cost = FetchCost(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
         # Whether there is anybody else who may have chunks of this namespace.
         self.has_peers = False
         # Whether calls to the scheduler actor fail; set by the thread that makes them.
@@ -111,6 +97,10 @@ class RemoteChunks:
         # By identity, requests for which the present answer lacks a key that must come.
         self._doubting: dict[int, RequestState] = {}
         self._announced: deque[Key] = deque(maxlen=MAX_QUESTIONS)
+
+    def size_of(self, key: Key) -> ChunkSize:
+        """Size of the chunks of a key's group."""
+        return self._sizes.get(group_of(key), ChunkSize())
 
     def counter_values(self) -> dict[str, int]:
         """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
@@ -246,7 +236,7 @@ class RemoteChunks:
         """
         if key in self._fetching:
             request.awaits_fetch(now)
-            may_wait = request.may_wait(now, self.settings.fetch_deadline_s)
+            may_wait = request.may_wait(now, self._settings.fetch_deadline_s)
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
             if not request.is_decided:
@@ -258,11 +248,11 @@ class RemoteChunks:
         if key not in request.asked:
             self.ask(request, [key])
         if key in request.pending:
-            may_wait = request.may_wait(now, self.settings.pending_deadline_s)
+            may_wait = request.may_wait(now, self._settings.lookup_deadline_s)
             too_long = MissReason.PENDING_TOO_LONG
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, too_long)
         if key in request.unanswered:
-            may_ask = request.may_ask(now, self.settings.query_deadline_s)
+            may_ask = request.may_ask(now, self._settings.query_deadline_s)
             silent = MissReason.BREAKER_OPEN if self.is_cut_off else MissReason.UNANSWERED
             return Lookup.RETRY if may_ask else self._give_up(request, key, silent)
         return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
@@ -275,15 +265,15 @@ class RemoteChunks:
     def _fetch(self, request: RequestState, key: Key, now: float) -> Lookup:
         if request.declined:
             return request.missed(key, request.declined)
-        if request.has_waited(now, self.settings.fetch_deadline_s):
+        if request.has_waited(now, self._settings.fetch_deadline_s):
             return request.missed(key, _LATE)
-        size = self.settings.size_of(key).num_bytes
+        size = self.size_of(key).num_bytes
         order = FetchOrder(key, size, request.found[key], request.options.tenant)
         self._fetching[key] = order
         self._orders.append(order)
         self.fetching_bytes += size
         request.awaits_fetch(now)
-        request.may_wait(now, self.settings.fetch_deadline_s)
+        request.may_wait(now, self._settings.fetch_deadline_s)
         return Lookup.HIT_PENDING
 
     def _objection(
@@ -299,7 +289,7 @@ class RemoteChunks:
             return None
         num_bytes: Counter[TokenSource] = Counter()
         for each in needed:
-            num_bytes[request.source_of(each)] += self.settings.size_of(each).num_bytes
+            num_bytes[request.source_of(each)] += self.size_of(each).num_bytes
         from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
         is_worth_it = self.cost.prefers_fetch(
             from_nodes, num_tokens, self.fetching_bytes, from_disks
@@ -315,13 +305,13 @@ class RemoteChunks:
         """
         groups = [
             ChunkGroup(group, size.num_tokens, size.window)
-            for group, size in self.settings.sizes.items()
+            for group, size in self._sizes.items()
             if group in request.chunks
         ]
         if not groups:
             tokens: Counter[int] = Counter()
             for key in request.found:
-                tokens[group_of(key)] += self.settings.size_of(key).num_tokens
+                tokens[group_of(key)] += self.size_of(key).num_tokens
             return list(request.found), max(tokens.values())
         before = _chunks_before(first, request.chunks, groups)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, TokenSource
@@ -19,6 +19,38 @@ step that computes the chunk, so that it is late by milliseconds at most. With o
 def token_source(source: Source) -> TokenSource:
     """What a chunk counts as that is not in the own pool."""
     return TokenSource.DISK if source.is_disk else TokenSource.OTHER_NODE
+
+
+class ViewSettings(Protocol):
+    """Of an engine's settings what pure code reads, which gets them as an argument."""
+
+    @property
+    def lookup_deadline_s(self) -> float:
+        """Longest wait for chunks that are being stored."""
+
+    @property
+    def query_deadline_s(self) -> float:
+        """Longest wait to learn what other nodes have."""
+
+    @property
+    def fetch_deadline_s(self) -> float:
+        """Longest wait for chunks of other nodes."""
+
+    @property
+    def fetch_checksums(self) -> bool:
+        """Whether what arrives is checked."""
+
+    @property
+    def stop_unused_stores(self) -> bool:
+        """Whether only some requests store where that does not pay."""
+
+    @property
+    def fetch_bytes_per_s(self) -> float | None:
+        """In place of what is measured."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """In place of what is measured."""
 
 
 class Tier(NamedTuple):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -96,13 +97,11 @@ class EngineRuntime:
                 cluster.stop_started(found.address)
             raise
         self.node: NodeDescription | None = None
-        calling, deadline_s = self._place.calling, settings.rpc_deadline_s
-        scheduler = place.RayActor(self._find_scheduler, calling, deadline_s)
         self.session = session.Session(
             view,
             hello,
             NodeId(self.node_id),
-            scheduler.call,
+            partial(self._place.call, self._find_scheduler, settings.rpc_deadline_s),
             self._locate,
             hints,
             described,

@@ -125,7 +125,7 @@ class Session:
         self._view = view
         self._first = hello
         self._call = call
-        self._fetches = Fetches(view.remote.settings, self._end_fetch)
+        self._fetches = Fetches(view.settings, self._end_fetch)
         self._num_refused = 0
         self._line = PlaceLine(self, self._fetches, node_id, locate)
         # What the engine's thread is to do between steps, in order.
@@ -147,9 +147,7 @@ class Session:
         self._weights = 0
         # By rank, what the workers have said, and when; since when the place has its present life.
         self._workers: dict[int, tuple[float, WorkerReport]] = {}
-        self._life, self._life_since = 0, 0.0
-        # Whether the view has heard of them as they are.
-        self._is_followed = False
+        self.place_life, self._life_since = 0, 0.0
         # Of the line's thread.
         self._seq = 0
         self._tell_at = 0.0
@@ -209,7 +207,6 @@ class Session:
             self._view.hear(THE_PLACE, standing[1])
             self._taken = standing
         self._follow_workers(now)
-        self._view.look(now)
         if was_full:
             self._line.wake()
         self._go_on()
@@ -229,7 +226,6 @@ class Session:
     def _move(self, node_id: NodeId) -> None:
         self._workers.clear()
         self._view.move(THE_PLACE, node_id, time.monotonic())
-        self._is_followed = False
 
     def _take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
         self._has_answer = False
@@ -246,7 +242,6 @@ class Session:
         except Exception:
             # What it said is lost: all is read anew.
             self._view.move(THE_PLACE, self._view.node_ids[THE_PLACE], at)
-            self._is_followed = False
             raise
         finally:
             self._num_taken += _weight(answer)
@@ -256,19 +251,11 @@ class Session:
         had its present life does not count: those that say nothing are believed to be there.
         """
         life = self._view.life_of(THE_PLACE)
-        if life != self._life:
-            self._life, self._life_since = life, now
-        elif self._is_followed:
-            return
+        if life != self.place_life:
+            self.place_life, self._life_since = life, now
         since = [each for at, each in self._workers.values() if at >= self._life_since]
         is_there = all(each.life == life for each in since)
         self._view.set_line(THE_PLACE, life if is_there else None, now)
-        self._is_followed = True
-
-    @property
-    def place_life(self) -> int:
-        """The life of the place since which reports of workers count."""
-        return self._life
 
     def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -313,12 +300,11 @@ class Session:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
         self._workers |= {rank: (now, report) for rank, report in reports.items()}
-        self._is_followed = False
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""
         view = self._view
-        if view.has_found or view.accounts.has_records or self.hints.has_news:
+        if self._has_news:
             self._line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
@@ -328,6 +314,12 @@ class Session:
             self._has_threads = all(begun)
         if orders := view.remote.take_orders():
             self._order(orders)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether the place is to be told something of requests."""
+        view = self._view
+        return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[FetchOrder]) -> None:
         """Have chunks fetched; at once in vain while the NodeActor is left alone."""
@@ -411,13 +403,12 @@ class Session:
         """See `LineOwner.next_tell`."""
         view, now = self._view, time.monotonic()
         knows = (self._heard, self._weights, max(self._orders, view.orders))
-        has_news = view.has_found or view.accounts.has_records or self.hints.has_news
         has_described = self.described is not None and self.described.has_news
-        if not (has_news or has_described or knows != self._said or now >= self._tell_at):
+        if not (self._has_news or has_described or knows != self._said or now >= self._tell_at):
             return None
         self._tell_at, self._said = now + TELL_S, knows
         self._seq += 1
-        found = view.take_found()
+        found = view.found.take()
         return engine.Tell(
             view.life,
             self._seq,
@@ -425,7 +416,7 @@ class Session:
             found,
             self.hints.take(),
             # What is told of a session's end comes after all touches of its chunks.
-            sessions=[] if view.has_found else self.hints.sessions.take(),
+            sessions=[] if view.found else self.hints.sessions.take(),
             finished=view.accounts.take_records(),
             counters=self._counters(),
             latencies={LOOKUPS: self._lookups.data()},

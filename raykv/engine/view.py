@@ -10,7 +10,7 @@ vLLM's scheduler thread drives it; a lookup is a dict access. What is READY is w
 said, and nothing else; it changes between engine steps only, so that a HIT is still there when the
 load is prepared. Where it is wrong, a load fails and vLLM computes.
 
-Threads: `query`, `take_found`, `question`, `remote.take_questions` and `remote.take_announced` may
+Threads: `query`, `found.take`, `question`, `remote.take_questions` and `remote.take_announced` may
 run on another thread. They only pop from the left of queues.
 
 Invariants:
@@ -33,11 +33,11 @@ from itertools import chain, islice
 from raykv.base import ids
 from raykv.base.departures import Departures
 from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, Refusal
-from raykv.engine import accounts, cost, requests
+from raykv.engine import accounts, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
 from raykv.engine.listed import ListedPlace, PlaceChange
-from raykv.engine.remote import MAX_ASKED, FetchOrder, RemoteChunks, RemoteSettings
+from raykv.engine.remote import MAX_ASKED, ChunkSize, FetchOrder, RemoteChunks
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
 
@@ -103,23 +103,21 @@ class EngineView:
     """See the module's docstring. Times are of one clock that never goes back.
 
     Args:
-        lookup_deadline_s: how long a request may wait for chunks that are not READY yet.
-        remote: chunks of other nodes.
-        sampler: chooses the requests that store; None: all do.
+        settings: of the engine.
+        sizes: of chunks, by KV group index.
         announcements: of chunks that come and go, for vLLM's subscribers; None: there are none.
     """
 
     def __init__(
         self,
-        lookup_deadline_s: float,
-        *,
-        remote: RemoteChunks | None = None,
-        sampler: requests.StoreSampler | None = None,
+        settings: requests.ViewSettings,
+        sizes: Mapping[int, ChunkSize] | None = None,
         announcements: Announcements | None = None,
     ) -> None:
         self.engine_id, self.life, self.namespace = ids.EngineId(""), 0, Namespace("")
-        self.sampler = sampler or requests.StoreSampler()
-        self.remote = remote or RemoteChunks(RemoteSettings(), cost.FetchCost())
+        self.settings = settings
+        self.sampler = requests.StoreSampler(is_on=settings.stop_unused_stores)
+        self.remote = RemoteChunks(settings, sizes or {})
         self.announcements = announcements
         # Since the engine's start; hits stand apart, since each lookup may be one.
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
@@ -130,14 +128,14 @@ class EngineView:
         self.has_left = False
         # It has come to its namespace while it ran, and no request has begun there.
         self.is_new = False
-        self._lookup_deadline_s = lookup_deadline_s
         self._departures: Departures[MissReason] = Departures()
         self._readers = 0
         self._places: list[_Place] = []
         self._ready: Mapping[Key, Blocks] = {}
         # What this engine is storing.
         self._pending: set[Key] = set()
-        self._found = FoundChunks()
+        # What the places are to be told of.
+        self.found = FoundChunks()
         # When `look` was called last.
         self._looked_at = 0.0
         # Resets so far, and of how many the number of their orders is known; what every place has
@@ -303,7 +301,7 @@ class EngineView:
         if keys:
             request.chunks[ids.group_of(keys[0])] = keys
         request.touch_at = self._looked_at + TOUCH_S
-        self._found.note(request, (key for key in keys if key in self._ready))
+        self.found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         elsewhere = (key for key in absent if not self._find_on_disks(request, key))
         self.remote.ask(request, islice(elsewhere, MAX_ASKED))
@@ -311,7 +309,7 @@ class EngineView:
     def touch(self, request_id: str, now: float) -> None:
         """A request waits to be admitted: its places are to keep what it has found."""
         if not self._off:
-            self._found.note_again(self.requests.get(request_id), self._ready, now)
+            self.found.note_again(self.requests.get(request_id), self._ready, now)
 
     def _find_on_disks(self, request: requests.RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
@@ -332,8 +330,8 @@ class EngineView:
         if key in self._ready:
             self.hits += 1
             return Lookup.HIT
-        if (deadline_s := self._wait_s(key)) is not None:
-            if request.may_wait(now, deadline_s):
+        if self._is_being_stored(key):
+            if request.may_wait(now, self.settings.lookup_deadline_s):
                 return Lookup.HIT_PENDING
             self.counters["lookups_timed_out"] += 1
             self.counters["misses"] += 1
@@ -353,20 +351,16 @@ class EngineView:
         """Whether places have chunks that are not known yet, and a request may wait for that."""
         is_behind = not self.is_whole or any(each.has_more for each in self._places)
         may_wait = request.is_known and is_behind
-        return may_wait and request.may_ask(now, self.remote.settings.query_deadline_s)
+        return may_wait and request.may_ask(now, self.settings.query_deadline_s)
 
-    def _wait_s(self, key: Key) -> float | None:
-        """How long a request may wait for a chunk that is being stored; None: it is not."""
-        if key in self._pending:
-            return self._lookup_deadline_s
-        if self.remote.is_fetching(key):
-            # What is coming is this.
-            return None
-        return self.remote.settings.pending_deadline_s if self._is_coming(key) else None
+    def _is_being_stored(self, key: Key) -> bool:
+        """Whether an engine stores a chunk; one that is fetched is coming, too."""
+        is_fetched = self.remote.is_fetching(key)
+        return key in self._pending or (not is_fetched and self._is_coming(key))
 
     def _is_coming(self, key: Key) -> bool:
         """Whether every place that does not have a chunk is getting it from another engine."""
-        return all(key in each.listed.ready or each.listed.is_coming(key) for each in self._places)
+        return all(key in each.listed.ready or key in each.listed.coming for each in self._places)
 
     def reach(self, request_id: str, keys: Iterable[Key]) -> int:
         """How many chunks of a prefix are known, without a gap: here, on their way, or elsewhere as
@@ -480,18 +474,9 @@ class EngineView:
     def prepare_load(self, keys: Collection[Key], request_id: str = "") -> None:
         """Chunks that `lookup` called HIT are about to be loaded."""
         request = self.requests.get(request_id)
-        self._found.note(request, (key for key in keys if key not in request.told))
+        self.found.note(request, (key for key in keys if key not in request.told))
         if self.announcements is not None:
             self.announcements.come(key for key in keys if key in self._ready)
-
-    def take_found(self, most: int = columns.MAX_KEYS // 2) -> engine.FoundKeys:
-        """What requests have found since the last call, to be told to the places."""
-        return self._found.take(most)
-
-    @property
-    def has_found(self) -> bool:
-        """Whether something waits for `take_found`."""
-        return len(self._found) > 0
 
     def end_load(
         self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
@@ -534,7 +519,7 @@ class EngineView:
             self._departures.note(keys, MissReason.STORES_OFF)
             return []
         present = dict.fromkeys(filter(self._has, keys))
-        self._found.note(request, present)
+        self.found.note(request, present)
         offered = [key for key in keys if key not in present]
         if request.no_room:
             offered = [key for key in offered if self._may_have_room(request, key)]
@@ -616,7 +601,7 @@ class EngineView:
     def _forget(self, why: MissReason) -> None:
         self._departures.note(chain(self._pending, reversed(list(self._ready))), why)
         self._pending.clear()
-        self._found.clear()
+        self.found.clear()
         if self.announcements is not None:
             self.announcements.lose_all()
         self.remote.forget_all()

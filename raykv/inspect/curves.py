@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,26 +159,14 @@ def prefix_tree(trace: Trace) -> pd.DataFrame:
         Columns chunk (its number in the trace), parent (NA: the head of a prompt), depth (0: a
         head), uses and tokens. Parents come before their children.
     """
-    parents: dict[int, int | None] = {}
-    depths: dict[int, int] = {}
-    uses: dict[int, int] = {}
+    first: dict[int, tuple[int, int | None, int]] = {}
+    uses: Counter[int] = Counter()
     for prompt in prompts_of(trace):
-        parent: int | None = None
-        for depth, chunk in enumerate(prompt):
-            parents.setdefault(chunk, parent)
-            depths.setdefault(chunk, depth)
-            uses[chunk] = uses.get(chunk, 0) + 1
-            parent = chunk
-    return pandas().DataFrame(
-        {
-            "chunk": list(parents),
-            "parent": list(parents.values()),
-            "depth": list(depths.values()),
-            "uses": list(uses.values()),
-            "tokens": trace.chunk_tokens,
-        },
-        dtype=WHOLE,
-    )
+        uses.update(prompt)
+        for depth, (parent, chunk) in enumerate(zip([None, *prompt], prompt, strict=False)):
+            first.setdefault(chunk, (chunk, parent, depth))
+    rows = [(*place, uses[chunk], trace.chunk_tokens) for chunk, place in first.items()]
+    return _table(rows, dict.fromkeys(["chunk", "parent", "depth", "uses", "tokens"], WHOLE))
 
 
 # Events

@@ -171,9 +171,7 @@ def nodes(cluster: Cluster) -> pd.DataFrame:
 
 def namespaces(cluster: Cluster) -> pd.DataFrame:
     """A row for each namespace that has chunks or engines."""
-    return frame(
-        "namespaces", sources.namespace_rows(cluster, sources.chunk_rows(cluster, None, None))
-    )
+    return frame("namespaces", sources.namespace_rows(cluster))
 
 
 def requests(cluster: Cluster) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -111,14 +111,11 @@ class Recorder:
             # One more look after `stop`.
             is_last = self._stopped.wait(self._pause_s)
             for look in (self._take_events, self._take_requests, self._take_transfers):
-                self._try(look)
-
-    def _try(self, look: Callable[[], None]) -> None:
-        try:
-            look()
-        except ClusterError as error:
-            self.errors.append(str(error))
-            logger.warning("not recorded for now: %s", error)
+                try:
+                    look()
+                except ClusterError as error:
+                    self.errors.append(str(error))
+                    logger.warning("not recorded for now: %s", error)
 
     def _take_events(self) -> None:
         for event in self._cluster.events(since=self._place, follow=False):

@@ -35,15 +35,15 @@ def node_rows(cluster: Cluster) -> Iterator[Row]:
         yield msgspec.structs.asdict(node)
 
 
-def namespace_rows(cluster: Cluster, chunks: Iterable[Row]) -> Iterator[Row]:
-    """The namespaces that have chunks or engines; `chunks` are the rows of all chunks."""
+def namespace_rows(cluster: Cluster) -> Iterator[Row]:
+    """The namespaces that have chunks or engines."""
     known = cluster.status()
     models = {engine.namespace: engine.model for engine in known.engines}
     engines = Counter(engine.namespace for engine in known.engines)
     counts: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     nodes: dict[str, set[str]] = defaultdict(set)
-    for chunk in chunks:
+    for chunk in chunk_rows(cluster, None, None):
         name = chunk["namespace"]
         counts[name] += 1
         sums[name] += chunk["bytes"]

@@ -176,16 +176,10 @@ def _numbers_objection(page: PageMap) -> str:
 
 
 def _overlap_objection(page: PageMap) -> str:
-    # Python's integers: strides times counts may pass 64 bits.
-    last = max(
-        begin + (count - 1) * stride + size
-        for begin, count, stride, size in zip(
-            page.whole, page.counts, page.whole_strides, page.sizes, strict=True
-        )
-    )
+    last = _end(page, page.whole, page.whole_strides)
     if last > page.page_bytes:
         return f"a fragment ends at {last} of {page.page_bytes} canonical bytes"
-    end = max(_own_ends(page))
+    end = _end(page, page.own, page.own_strides)
     if end != own_bytes(page):
         return f"fragments of {own_bytes(page)} bytes end at {end}"
     found = fragments_of(page)
@@ -194,10 +188,11 @@ def _overlap_objection(page: PageMap) -> str:
     return ""
 
 
-def _own_ends(page: PageMap) -> Iterator[int]:
-    """Where each run ends in the rank's page."""
-    columns = zip(page.own, page.counts, page.own_strides, page.sizes, strict=True)
-    return (begin + (count - 1) * stride + size for begin, count, stride, size in columns)
+def _end(page: PageMap, begins: Sequence[int], strides: Sequence[int]) -> int:
+    """Where the last one of all runs ends."""
+    # Python's integers: strides times counts may pass 64 bits.
+    runs = zip(begins, page.counts, strides, page.sizes, strict=True)
+    return max(begin + (count - 1) * stride + size for begin, count, stride, size in runs)
 
 
 def _has_overlap(begins: Column, sizes: Column) -> bool:

@@ -7,7 +7,6 @@ is the memfd kind, for KV in CPU memory; kinds for GPU memory are in `cuda/kv.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -88,8 +87,7 @@ def open_kv(
         check_pieces(layout)
         cuda = driver()
     except HandleError:
-        for fd in fds:
-            os.close(fd)
+        region.close_all(fds)
         raise
     return open_device_kv(cuda, layout, fds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,11 +41,9 @@ def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> Memor
     """
     machine = _machine(root)
     group = root / "sys/fs/cgroup"
-    found = _monitored(group, "memory.max", "memory.current", "")
-    if found is None:
-        found = _monitored(
-            group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        )
+    found = _monitored(group, "memory.max", "memory.current", "") or _monitored(
+        group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    )
     if found is not None and found.total_bytes <= machine.total_bytes:
         used = found.total_bytes - found.free_bytes
         return room.monitor_limit(settings, used, found.total_bytes, "the container's memory")
@@ -82,12 +81,10 @@ def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
 def disk_limit(path: Path) -> MemoryLimit | None:
     """Room of the file system that `path` is, or will be, in; None if it can't be told."""
     try:
-        found = os.statvfs(path if path.exists() else path.parent)
+        found = shutil.disk_usage(path if path.exists() else path.parent)
     except OSError:
         return None
-    size = found.f_frsize
-    source = f"the file system of {path}"
-    return MemoryLimit(found.f_bavail * size, found.f_blocks * size, source)
+    return MemoryLimit(found.free, found.total, f"the file system of {path}")
 
 
 def is_in_memory(path: Path, root: Path = Path("/")) -> bool:

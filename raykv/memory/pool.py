@@ -191,14 +191,16 @@ class Journal:
         self._num_records = len(self._entries)
 
     def keep_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
-        """All that was cleared, by history, the latest last; they never fall."""
+        """All that was cleared, by history, the latest last; they never fall, and a later life
+        knows them too.
+        """
         told = {history: dict(each) for history, each in floors.items()}
         if list(told.items()) != list(self.floors.items()):
             self.floors = told
             self._append(_Floors(told))
 
     def enter(self, entry: PoolEntry) -> None:
-        """The slot's bytes have arrived."""
+        """The slot's bytes have arrived, and have the entry's checksum."""
         self._entries.pop(entry.slot, None)
         self._entries[entry.slot] = entry
         self._append(entry)
@@ -269,7 +271,10 @@ class Pool:
 
     def __init__(self, geometry: PoolGeometry, pool_path: str) -> None:
         self._geometry = geometry
-        self._journal: Journal | None = None
+        self.has_journal = bool(pool_path)
+        """Whether it is a pool file."""
+        # Of memory alone nothing is entered.
+        self.journal = Journal(Path(f"{pool_path}.journal"), geometry)
         self._stopped = threading.Event()
         self.prefaulted_bytes = 0
         self.is_short = False
@@ -278,19 +283,12 @@ class Pool:
         # Slot size of each slab of a pool file that has been stored into.
         self._slab_sizes: dict[int, int] = {}
         if pool_path:
-            path = Path(pool_path)
-            self._region = region.Region.in_file(path, geometry.pool_bytes)
-            self._journal = Journal(path.with_name(path.name + ".journal"), geometry)
+            self._region = region.Region.in_file(Path(pool_path), geometry.pool_bytes)
         else:
             self._region = pages.pool_region(geometry.pool_bytes)
         pages.place_near_gpus(self._region)
         # Where the pool is mapped in this process.
         self.address = self._region.address
-
-    @property
-    def num_set_aside(self) -> int:
-        """Journals that were not trusted."""
-        return 0 if self._journal is None else self._journal.num_set_aside
 
     def recover(self) -> list[PoolEntry]:
         """Chunks that an earlier life of the NodeActor left in the pool file, and what it knew of
@@ -298,46 +296,19 @@ class Pool:
 
         Whether a chunk can be where it says, and has the bytes, is for the caller to find out.
         """
-        if self._journal is None:
+        if not self.has_journal:
             return []
-        entries = self._journal.open()
+        entries = self.journal.open()
         self._slab_sizes = {self._geometry.slab_of(Slot(e.slot)): e.slot_bytes for e in entries}
         return entries
 
-    @property
-    def has_journal(self) -> bool:
-        """Whether it is a pool file."""
-        return self._journal is not None
-
-    def remember(self, entry: PoolEntry) -> None:
-        """A chunk is READY, and its bytes have that checksum."""
-        if self._journal is not None:
-            self._journal.enter(entry)
-
-    def strike(self, slot: int) -> None:
-        """What a slot holds must not be believed."""
-        if self._journal is not None:
-            self._journal.strike(slot)
-
     def forget(self, slot: Slot, slot_bytes: int) -> None:
         """A slot's bytes are about to change; its slab holds slots of `slot_bytes` from now on."""
-        if self._journal is None:
-            return
         slab = self._geometry.slab_of(slot)
         if self._slab_sizes.get(slab, slot_bytes) != slot_bytes:
-            self._journal.strike_where(lambda each: self._geometry.slab_of(Slot(each.slot)) == slab)
+            self.journal.strike_where(lambda each: self._geometry.slab_of(Slot(each.slot)) == slab)
         self._slab_sizes[slab] = slot_bytes
-        self._journal.strike(slot)
-
-    def keep_floors(self, floors: Mapping[int, Mapping[str, int]]) -> None:
-        """All that was cleared, by history, the latest last; a later life knows it too."""
-        if self._journal is not None:
-            self._journal.keep_floors(floors)
-
-    @property
-    def floors(self) -> dict[int, dict[str, int]]:
-        """What was cleared, by history, in earlier lives too; the latest last."""
-        return {} if self._journal is None else self._journal.floors
+        self.journal.strike(slot)
 
     def prefault(self, has_room: Callable[[], bool] = lambda: True) -> None:
         """Touch all pages; runs in a thread of its own until done or stopped.

@@ -60,6 +60,12 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that nothing has taken over."""
+    for fd in fds:
+        os.close(fd)
+
+
 def yield_to_others() -> None:
     """Give the calling thread only processor time that hardly any other thread wants."""
     with suppress(OSError):

@@ -108,10 +108,8 @@ class NodeActor:
         self._pool_path = pool_path
         self._geometry = PoolGeometry(pool_bytes, slab_bytes)
         self._metrics: MetricsServer | None = None
-        self._disk_place = options.disk
+        self._options = options
         self._disk: DiskTier | None = None
-        self._transport_wish = options.transport
-        self._pin_share = options.pin_share
         self._nixl = b""
         self._nixl_reads: transport.NixlTransport | None = None
         # Several threads fetch and read.
@@ -158,16 +156,17 @@ class NodeActor:
         try:
             node_id = NodeId(self._node_id)
             keeper = PoolKeeper(
-                *(node_id, boot_life(), self._geometry, self._pool_path), pin_share=self._pin_share
+                *(node_id, boot_life(), self._geometry, self._pool_path),
+                pin_share=self._options.pin_share,
             )
             self._service = NodeService(self._socket_name, keeper, fetch=self._fetch)
         except errors.RayKVError as error:
             return str(error)
         self._keeper = keeper
         self._reading = read.ReadService(keeper)
-        if self._disk_place.path:
+        if self._options.disk.path:
             is_busy = self._service.is_copying
-            self._disk = DiskTier(self._disk_place, keeper, self._wake, is_busy)
+            self._disk = DiskTier(self._options.disk, keeper, is_busy)
             keeper.keep_floors = self._disk.keep_floors
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
@@ -187,7 +186,7 @@ class NodeActor:
             return str(error) if is_ours else f"the pool {self._pool_path} can't be opened: {error}"
         if self._disk is not None:
             self._disk.start()
-        if self._transport_wish != "ray":
+        if self._options.transport != "ray":
             start_thread("raykv-nixl", lambda: self._open_nixl(peers), OnFailure.GIVE_UP)
         self._reports.start()
         start_thread("raykv-drain", self._watch_for_drain, OnFailure.END_PROCESS)
@@ -201,11 +200,6 @@ class NodeActor:
             self._keeper.owner.is_leaving = True
             self._keeper.lock.notify_all()
 
-    def _wake(self) -> None:
-        """The disk has changed the listing."""
-        with self._keeper.lock:
-            self._keeper.lock.notify_all()
-
     def _open_nixl(self, peers: RayPeers) -> None:
         """Read through NIXL from now on, where others have it, and let them; takes seconds."""
         keeper = self._keeper
@@ -214,7 +208,7 @@ class NodeActor:
             agent.register(keeper.pool.address, self._geometry.pool_bytes)
             metadata = agent.metadata()
         except NixlError as error:
-            is_wanted = self._transport_wish == "nixl"
+            is_wanted = self._options.transport == "nixl"
             level = logging.WARNING if is_wanted else logging.INFO
             logger.log(level, "chunks of other nodes come through Ray, without NIXL: %s", error)
             return
@@ -318,7 +312,7 @@ class NodeActor:
     @ray.method(concurrency_group="host")
     def host(self, raw: bytes) -> bytes:
         """`HostQuestion` → `HostFacts`."""
-        facts = host_facts(decode(raw, HostQuestion), self._pool_path, self._disk_place.path)
+        facts = host_facts(decode(raw, HostQuestion), self._pool_path, self._options.disk.path)
         if self._refusal:
             return encode(msgspec.structs.replace(facts, refusal=self._refusal))
         pool, pool_bytes = self._keeper.pool, self._geometry.pool_bytes
@@ -355,7 +349,7 @@ class NodeActor:
             breakers=joined([self._reports.breaker_report(), self._fetching.breaker_report()]),
             metrics_address="" if metrics is None else metrics.address,
             metrics_problem="" if metrics is None else metrics.problem,
-            disk=node.DiskStats() if self._disk is None else self._disk.stats(),
+            disk=node.DiskStats() if self._disk is None else self._disk.reads.stats(),
         )
 
     # People
@@ -378,8 +372,8 @@ class NodeActor:
             return encode(node.Kept(self._node_id))
         keeper, place, problem = self._keeper, self._pool_path, ""
         if self._disk is not None:
-            place, left = self._disk_place.path, self._disk.keep(deadline_s)
-            problem = self._disk.stats().problem
+            place, left = self._options.disk.path, self._disk.keep(deadline_s)
+            problem = self._disk.reads.stats().problem
         elif place:
             left = keeper.wait_for_seals(deadline_s)
         else:

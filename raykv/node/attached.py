@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import socket
 import threading
 import time
@@ -151,10 +150,6 @@ class QueuedJob:
     def lane(self) -> engine.LaneName:
         return engine.LaneName(self.worker.device, self.direction)
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self.stop()
-
     def refuse_rest(self, refusal: Refusal) -> None:
         """What nobody has refused so far has failed."""
         for at, found in enumerate(self.admitted.chunks):
@@ -206,7 +201,7 @@ def receive_hello(sock: socket.socket, reader: wire.FrameReader, deadline_s: flo
         hello = framing.receive(frames[0], kind, "the engine", "this NodeActor")
         return Opening(hello, fds, frames[1:])
     except BaseException:
-        close_all(fds)
+        region.close_all(fds)
         raise
 
 
@@ -225,9 +220,3 @@ def check_parts(worker: AttachedWorker) -> None:
                 f"a chunk of KV group {group_id} has {needed} bytes with the parts of all "
                 f"{hello.num_ranks} ranks, which don't fit into a slot of {slot_bytes} bytes"
             )
-
-
-def close_all(fds: list[int]) -> None:
-    """Close descriptors that nothing has taken over."""
-    for fd in fds:
-        os.close(fd)

@@ -27,7 +27,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 
 from raykv.base.ids import Direction, Refusal, Slot, group_of
 from raykv.copy.engine import HOST, HOST_SPAN_BYTES, SPAN_BYTES
@@ -42,16 +41,6 @@ from raykv.protocol.worker import JobResults
 FIRST_BYTES = 8 << 20
 """Of the chunks that are admitted before a device has anything to copy; it takes 0.15 ms for them,
 in which the next ones are admitted."""
-
-
-@dataclass
-class _Progress:
-    """How far a job is: chunks of the parts that the back end has taken, until they end; and the
-    first one that was not looked at yet.
-    """
-
-    begun: deque[list[int]] = field(default_factory=deque)
-    first_left: int = 0
 
 
 class Copying:
@@ -84,7 +73,7 @@ class Copying:
             Exception: a copy failed; chunks that are not in `queued.refusals` may or may not have
                 been copied.
         """
-        if queued.is_cancelled:
+        if queued.stop():
             queued.refuse_rest(Refusal.CANCELLED)
             return 0
         job = queued.admitted
@@ -98,32 +87,39 @@ class Copying:
         return num_bytes
 
     def _copy_in_parts(self, queued: QueuedJob, plan: JobPlan) -> int:
-        progress, num_bytes = _Progress(), 0
+        num_bytes = 0
+        # Chunks of the parts that the back end has taken, until they end.
+        begun: deque[list[int]] = deque()
         backend = queued.worker.backend(self._keeper.pool.address, self._rows)
-        parts = self._parts(queued, plan, progress)
+        parts = self._parts(queued, plan, begun)
         with closing(backend.copy_each(queued.direction, parts, queued.stop)) as answers:
             for done in answers:
-                if not progress.begun:
+                if not begun:
                     # It was stopped before anything was asked for.
                     break
-                ended = progress.begun.popleft()
+                ended = begun.popleft()
                 if self._end(queued, ended, done):
                     num_bytes += sum(map(plan.bytes_of, ended))
         return num_bytes
 
-    def _parts(self, queued: QueuedJob, plan: JobPlan, progress: _Progress) -> Iterator[CopyRuns]:
-        """The parts to copy. Chunks are admitted when the back end asks for their part."""
+    def _parts(
+        self, queued: QueuedJob, plan: JobPlan, begun: deque[list[int]]
+    ) -> Iterator[CopyRuns]:
+        """The parts to copy; `begun` gets the chunks of each. They are admitted when the back end
+        asks for their part.
+        """
         is_host_store = queued.lane == (HOST, Direction.STORE)
         most_bytes = HOST_SPAN_BYTES if is_host_store else SPAN_BYTES
         part_bytes = min(FIRST_BYTES, most_bytes)
-        while (first := progress.first_left) < len(plan.ends):
+        last = 0
+        while (first := last) < len(plan.ends):
             end = part_bytes + (plan.ends[first - 1] if first else 0)
-            progress.first_left = max(first + 1, bisect_right(plan.ends, end, first))
+            last = max(first + 1, bisect_right(plan.ends, end, first))
             part_bytes = most_bytes
-            admitted = self._admit(queued, range(first, progress.first_left))
+            admitted = self._admit(queued, range(first, last))
             if admitted:
                 self._give_way(queued)
-                progress.begun.append(admitted)
+                begun.append(admitted)
                 slots = _slots_of(queued.admitted, admitted)
                 yield plan.runs(admitted, slots, self._keeper.geometry.slab_bytes)
 
@@ -179,7 +175,7 @@ class Copying:
 
     def _end(self, queued: QueuedJob, chunks: Sequence[int], done: bool) -> bool:
         """End admitted chunks, whose copy is done or was stopped; False: they have failed."""
-        ok = done and not queued.is_cancelled
+        ok = done and not queued.stop()
         self._keeper.end_chunks(queued.admitted, chunks, ok=ok)
         if not ok:
             queued.refusals.update((at, Refusal.CANCELLED) for at in chunks)

@@ -70,14 +70,6 @@ class _WantedChunk:
     sources: deque[columns.Source]
     was_asked: bool = False
 
-    def skip_source(self) -> None:
-        """Skip the next source, which is left alone now; a chunk that nobody was asked for fails
-        for that reason.
-        """
-        self.sources.popleft()
-        if not self.was_asked:
-            self.landing.refusal = Refusal.BREAKER_OPEN
-
 
 @dataclass(slots=True)
 class _Piece:
@@ -242,15 +234,15 @@ class FetchService:
         """The next one that is worth asking; it stays in the chunk's list."""
         while chunk.sources:
             source = chunk.sources[0]
-            if source in fetch.trials or not self._is_left_alone(source):
+            with self._lock:
+                is_left_alone = self.breakers.refuses(names.source_name(source), time.monotonic())
+            if source in fetch.trials or not is_left_alone:
                 return source
-            chunk.skip_source()
+            chunk.sources.popleft()
+            if not chunk.was_asked:
+                # A chunk that nobody is asked for fails for that reason.
+                chunk.landing.refusal = Refusal.BREAKER_OPEN
         return None
-
-    def _is_left_alone(self, source: columns.Source) -> bool:
-        """Whether a source did not answer a short while ago."""
-        with self._lock:
-            return self.breakers.refuses(names.source_name(source), time.monotonic())
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
         """Ask a source; if it can't be asked, the piece's chunks wait for their next one."""

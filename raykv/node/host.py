@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -82,10 +83,9 @@ def _objection(place: Endpoint, reach_s: float) -> str:
 def _shm_bytes() -> int:
     """Size of `/dev/shm`; 0 where there is none."""
     try:
-        found = os.statvfs("/dev/shm")
+        return shutil.disk_usage("/dev/shm").total
     except OSError:
         return 0
-    return found.f_blocks * found.f_frsize
 
 
 def _plasma_folder() -> str:

@@ -26,7 +26,7 @@ from raykv.memory.pool import Pool, PoolEntry
 from raykv.node.pool import catalog, claims, jobs
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk
-from raykv.protocol import copies, engine, listing, operator
+from raykv.protocol import engine, listing, operator
 
 logger = logging.getLogger("raykv.node")
 
@@ -129,15 +129,6 @@ class PoolKeeper:
             self._unchecked += self.owner.jobs.end_chunks(job, numbers, ok=ok)
             self.lock.notify_all()
 
-    def end_job(
-        self, job: jobs.AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> copies.CopyResult:
-        """A job has ended, once all of its chunks have; see `Jobs.end_job`."""
-        with self.lock:
-            result = self.owner.jobs.end_job(job, failures, num_bytes, seconds)
-            self.lock.notify_all()
-            return result
-
     # Other nodes
 
     def land(
@@ -199,7 +190,7 @@ class PoolKeeper:
         """A pool file has no chunk without a checksum."""
         record.checksum = checksum
         if self.pool.has_journal:
-            self.pool.remember(
+            self.pool.journal.enter(
                 PoolEntry(
                     record.slot,
                     record.slot_bytes,
@@ -231,7 +222,7 @@ class PoolKeeper:
 
     def _quarantine(self, record: ChunkRecord) -> None:
         self.owner.index.drop(record, listing.Reason.DAMAGED)
-        self.pool.strike(record.slot)
+        self.pool.journal.strike(record.slot)
         self._num_quarantined += 1
         self.lock.notify_all()
         logger.error(
@@ -275,7 +266,7 @@ class PoolKeeper:
     @property
     def num_quarantined(self) -> int:
         """Chunks that were damaged, and journals of a pool file that were not believed."""
-        return self._num_quarantined + self.pool.num_set_aside
+        return self._num_quarantined + self.pool.journal.num_set_aside
 
     # The pool file and orders
 
@@ -285,17 +276,17 @@ class PoolKeeper:
         """
         with self.lock:
             entries = self.pool.recover()
-            self.owner.index.floors.learn(self.pool.floors)
+            self.owner.index.floors.learn(self.pool.journal.floors)
             # A name may be in two slots: the later one counts.
             latest = {(entry.namespace, entry.key): entry for entry in entries}
             chosen = [e for e in entries if latest[e.namespace, e.key] is e]
             records = [_restored(entry) for entry in chosen if entry.blocks.is_sound]
             for entry in entries:
                 if latest[entry.namespace, entry.key] is not entry:
-                    self.pool.strike(entry.slot)
+                    self.pool.journal.strike(entry.slot)
             refused = set(self.owner.index.places.restore(records))
             for record in refused:
-                self.pool.strike(record.slot)
+                self.pool.journal.strike(record.slot)
             self._num_quarantined += len(refused) + len(chosen) - len(records)
             self._restored = [record for record in records if record not in refused]
             self._restored_until = self.now() + POOL_FILE_ORDERS_S
@@ -310,7 +301,7 @@ class PoolKeeper:
         with self.lock:
             self.owner.take_orders(document, self.now())
             floors = self.owner.index.floors.told
-            self.pool.keep_floors(floors)
+            self.pool.journal.keep_floors(floors)
             restored = []
             if self.owner.orders.stamp != engine.NOTHING_ORDERED:
                 restored, self._restored = self._restored, restored
@@ -335,7 +326,7 @@ class PoolKeeper:
                     *(len(self._restored), POOL_FILE_ORDERS_S),
                 )
                 for record in self._restored:
-                    self.pool.strike(record.slot)
+                    self.pool.journal.strike(record.slot)
                 self.owner.index.end_load(*self._restored)
                 self._restored = []
             self.lock.notify_all()

@@ -150,7 +150,7 @@ class CopyLanes:
         with self._lock:
             while self._queue.must_give_way(queued.lane) and not self._stopping:
                 left = give_up_at - time.monotonic()
-                if left <= 0 or queued.is_cancelled:
+                if left <= 0 or queued.stop():
                     return
                 self._lock.wait(left)
 

@@ -25,7 +25,7 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -73,7 +73,7 @@ class EngineLine:
         self._fetches = fetches
         self._lock = keeper.lock
         self._sock = sock
-        self._life = life
+        self.life = life
         self._queries: deque[tuple[engine.ChangesQuery, float]] = deque()
         # Its last query took no rows: it may not know what it lacks.
         self._is_blind = False
@@ -111,7 +111,7 @@ class EngineLine:
         message: engine.EngineMessage = framing.receive(
             raw, engine.EngineMessage, "an engine", "this NodeActor"
         )
-        require(message.life == self._life, "an engine of another life than its line's")
+        require(message.life == self.life, "an engine of another life than its line's")
         if isinstance(message, copies.Fetch):
             self._queue_fetch(message)
             return
@@ -195,7 +195,6 @@ class EngineLines:
         self._fetches: FetchQueue = queue.Queue(MOST_FETCHES)
         self._is_closed = False
         self._lines: set[EngineLine] = set()
-        self._num_open: Counter[int] = Counter()
 
     def serve(
         self, watch: Watch, hello: engine.EngineHello, reader: wire.FrameReader, frames: list[bytes]
@@ -213,7 +212,6 @@ class EngineLines:
             welcome = self._welcome(hello)
             if not welcome.error:
                 self._lines.add(line)
-                self._num_open[life] += 1
             keeper.lock.notify_all()
         line.send(welcome)
         if welcome.error:
@@ -223,9 +221,7 @@ class EngineLines:
         finally:
             with keeper.lock:
                 self._lines.discard(line)
-                self._num_open[life] -= 1
-                if not self._num_open[life]:
-                    del self._num_open[life]
+                if all(other.life != life for other in self._lines):
                     keeper.owner.bye(life)
                 keeper.lock.notify_all()
 

@@ -58,7 +58,11 @@ class Call(Protocol):
     """A question to another NodeActor that is under way."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return, or raise, at once.
+
+        Raises:
+            PeerError: that can't be said.
+        """
 
     def wait(self, timeout_s: float) -> Any:
         """The answer.
@@ -132,7 +136,8 @@ class RayCall:
         self._ref = getattr(actor, method).remote(*arguments)
 
     def is_done(self) -> bool:
-        done, _ = ray.wait([self._ref], timeout=0, fetch_local=False)
+        with self._peers.failing(self._source):
+            done, _ = ray.wait([self._ref], timeout=0, fetch_local=False)
         return bool(done)
 
     def wait(self, timeout_s: float) -> Any:

@@ -191,7 +191,7 @@ class NodeService:
         with contextlib.closing(sock), contextlib.suppress(RayKVError, OSError, ValueError):
             # What it has sent is read first: else it would see an error, and no answer.
             opening = attached.receive_hello(sock, wire.FrameReader(), NODE_TURN_AWAY_S)
-            attached.close_all(opening.fds)
+            region.close_all(opening.fds)
             self._refuse(sock, f"the NodeActor: {error}")
 
     def _refuse(self, sock: socket.socket, error: str, *, unsuited: bool = False) -> None:
@@ -210,7 +210,7 @@ class NodeService:
                 raise
             hello, fds = opening.hello, opening.fds
             if isinstance(hello, EngineHello):
-                attached.close_all(fds)
+                region.close_all(fds)
                 self._lines.serve(watch, hello, reader, opening.behind)
             else:
                 self._serve_worker(watch, hello, fds, reader)
@@ -258,7 +258,7 @@ class NodeService:
         try:
             words = CancelWords.received(fds[0])
         except RayKVError:
-            attached.close_all(fds[1:])
+            region.close_all(fds[1:])
             raise
         try:
             kv = handles.open_kv(hello.layout, fds[1:], self.devices.driver)
@@ -321,7 +321,7 @@ class NodeService:
                     batch = framing.receive(raw, JobBatch, "a worker", "this NodeActor")
                     self._take_batch(worker, batch, fds)
         finally:
-            attached.close_all(fds)
+            region.close_all(fds)
 
     def _take_batch(self, worker: attached.AttachedWorker, batch: JobBatch, fds: list[int]) -> None:
         """Admit a message's loads and queue its jobs; the locks of captures are taken off `fds`."""
@@ -400,7 +400,7 @@ class NodeService:
         job, took_s = queued.admitted, self.keeper.now() - queued.submitted_at
         with self._lock:
             self.keeper.end_chunks(job, sorted(job.under_way), ok=False)
-            result = self.keeper.end_job(job, queued.refusals, num_bytes, took_s)
+            result = self.keeper.owner.jobs.end_job(job, queued.refusals, num_bytes, took_s)
             if job.job.capture is None:
                 self._count(queued, result, num_bytes)
         queued.worker.send(JobResults([result]))

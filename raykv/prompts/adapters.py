@@ -33,14 +33,13 @@ MOST_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What changes when a file is replaced or written."""
+    """What changes when a file is replaced or written; when its content did, and when its inode."""
 
     name: str
     device: int
     inode: int
     size: int
-    modified_ns: int
-    changed_ns: int
+    times_ns: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def content(path: str, clock: Callable[[], float] = time.time) -> Content:
         files = _files(path)
         if not _is_adapter(files):
             return UNKNOWN
-        is_settled = all(max(each.modified_ns, each.changed_ns) < settled_ns for each in files)
+        is_settled = all(max(each.times_ns) < settled_ns for each in files)
         found = Content((_remembered if is_settled else _digest)(path, files), files)
     except (OSError, ValueError):
         return UNKNOWN
@@ -87,17 +86,10 @@ def _files(folder: str) -> tuple[FileState, ...]:
     for path in sorted(Path(folder).expanduser().iterdir()):
         if path.name == CONFIG or path.suffix in WEIGHTS:
             found = path.stat()
+            times_ns = found.st_mtime_ns, found.st_ctime_ns
+            state = FileState(path.name, found.st_dev, found.st_ino, found.st_size, times_ns)
             if stat.S_ISREG(found.st_mode):
-                states.append(
-                    FileState(
-                        path.name,
-                        found.st_dev,
-                        found.st_ino,
-                        found.st_size,
-                        found.st_mtime_ns,
-                        found.st_ctime_ns,
-                    )
-                )
+                states.append(state)
     return tuple(states)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,10 +37,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def token_ids(self) -> list[int]:
         """The tokens of the chunk, in order."""
-        numbers = array("I", self.tokens)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
+        return array("I", self.tokens).tolist()
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -65,10 +61,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     Raises:
         OverflowError: one of them is negative, or takes more than four bytes.
     """
-    numbers = array("I", token_ids)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    return array("I", token_ids).tobytes()
 
 
 class Descriptions(msgspec.Struct, frozen=True, array_like=True):

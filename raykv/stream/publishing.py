@@ -87,7 +87,9 @@ def publish(settings: PublisherSettings) -> PublisherStatus:
     Raises:
         ClusterError: they can't be, or a publisher runs that was set up in another way.
     """
-    if (running := publisher_status()) is not None and not _is_set_up_so(running, settings):
+    running = publisher_status()
+    wanted = (settings.topic, settings.form, settings.hashes)
+    if running is not None and (running.topic, running.format, running.hashes) != wanted:
         raise ClusterError(
             f"a publisher runs already, at {running.endpoint} with the topic {running.topic!r}: "
             "`raykv publish stop` ends it"
@@ -102,14 +104,6 @@ def publish(settings: PublisherSettings) -> PublisherStatus:
             why = "it has ended" if status is None else status.error
             raise ClusterError(f"events can't be published at {settings.endpoint}: {why}")
         time.sleep(LOOK_S)
-
-
-def _is_set_up_so(status: PublisherStatus, settings: PublisherSettings) -> bool:
-    return (status.topic, status.format, status.hashes) == (
-        settings.topic,
-        settings.form,
-        settings.hashes,
-    )
 
 
 def stop_publisher() -> bool:

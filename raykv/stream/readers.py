@@ -59,10 +59,9 @@ def read_events(
         patience_s = READER_PATIENCE_S
         events = _events(page, life, after)
         if page.is_gap:
-            missed = page.first_seq - after - 1 if page.life == life else None
-            is_past = missed is not None and missed > 0
+            missed = page.first_seq - after - 1 if page.life == life else 0
             yield EventsMissed(
-                life=page.life, seq=page.first_seq, missed=missed if is_past else None
+                life=page.life, seq=page.first_seq, missed=missed if missed > 0 else None
             )
         yield from events
         life, after = page.life, page.first_seq + len(page) - 1

@@ -11,13 +11,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from raykv.base.ids import Key, Namespace, NodeId, group_of
 from raykv.protocol.descriptions import Description
-from raykv.stream.format import WireFormat
+from raykv.stream.format import WireFormat, bare
 
 ChunkId = tuple[Namespace, Key]
 
@@ -50,7 +51,7 @@ class Stream:
         self.first_kept = first_seq
         self.held: dict[ChunkId, Holding] = {}
         # By block hash with its KV group behind, as in a key.
-        self._counts: dict[bytes, int] = {}
+        self._counts: Counter[bytes] = Counter()
         # Subscribers may remember an earlier life.
         self.events: list[Any] = [form.cleared()]
 
@@ -66,24 +67,19 @@ class Stream:
         holding.nodes.add(node_id)
         blocks = blocks_of(name, holding.description)
         is_new = any(block not in self._counts for block in blocks)
-        for block in blocks:
-            self._counts[block] = self._counts.get(block, 0) + 1
+        self._counts.update(blocks)
         if is_new:
             self.events.append(self._stored(name, holding))
 
     def _describe(self, name: ChunkId, holding: Holding, description: Description) -> None:
         """Count its other blocks too, and tell all of it."""
-        before = set(blocks_of(name, None))
         holding.description = description
-        for block in blocks_of(name, description):
-            if block not in before:
-                self._counts[block] = self._counts.get(block, 0) + len(holding.nodes)
+        for block in set(blocks_of(name, description)).difference(blocks_of(name, None)):
+            self._counts[block] += len(holding.nodes)
         self.events.append(self._stored(name, holding))
 
     def _stored(self, name: ChunkId, holding: Holding) -> Any:
-        if holding.description is None:
-            return self._form.placeholder(name[1])
-        return self._form.stored(holding.description)
+        return self._form.stored(holding.description or bare(name[1]))
 
     def remove(self, name: ChunkId, node_id: NodeId) -> Holding | None:
         """A node has lost a chunk; returns what is not held any more."""
@@ -139,20 +135,18 @@ class Stream:
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
-        counts: dict[bytes, int] = {}
+        counts: Counter[bytes] = Counter()
         for name, holding in self.held.items():
             assert holding.nodes, name
             for block in blocks_of(name, holding.description):
-                counts[block] = counts.get(block, 0) + len(holding.nodes)
+                counts[block] += len(holding.nodes)
         assert counts == self._counts, (counts, self._counts)
 
 
 def blocks_of(name: ChunkId, description: Description | None) -> list[bytes]:
     """A chunk's blocks, each with the KV group behind; the last one alone if no more is known."""
-    if description is None:
-        return [name[1]]
     group = name[1][-4:]
-    return [each + group for each in description.block_hashes]
+    return [each + group for each in (description or bare(name[1])).block_hashes]
 
 
 def parent_of(name: ChunkId, description: Description | None) -> ChunkId | None:

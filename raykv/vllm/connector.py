@@ -176,7 +176,6 @@ class RayKVConnector(OffloadingConnector):
             ),
         )
         manager.start(self._runtime.session)
-        manager.misses.shows_tokens = spec.settings.why_miss_text
         if vllm_config.observability_config.otlp_traces_endpoint:
             from raykv.vllm.insight.tracing import request_spans
 

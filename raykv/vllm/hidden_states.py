@@ -221,22 +221,22 @@ def _wanted_tokens(request: Any) -> list[int]:
 class StatesWorker:
     """A worker's side. All methods run on its main thread."""
 
-    def __init__(self, settings: Settings, group_id: int, *, is_writer: bool) -> None:
-        """`group_id` is the KV group of the layer with the states."""
+    def __init__(
+        self, settings: Settings, group_id: int, form: Capture, *, is_writer: bool
+    ) -> None:
+        """`group_id` is the KV group of the layer with the states; `form` is a capture of no
+        request, which all are made of.
+        """
         self._settings = settings
         self._group_id = group_id
+        self._form = form
         self._is_writer = is_writer
-        self._form: Capture | None = None
         self._numbers = count(FIRST_JOB)
         # Descriptors of the locks of future files.
         self._locks: dict[str, int] = {}
         # Requests whose capture is under way, by its job's number.
         self._jobs: dict[int, str] = {}
         self._sent: set[str] = set()
-
-    def take_form(self, form: Capture) -> None:
-        """Set a capture of no request, which all are made of; comes before anything else."""
-        self._form = form
 
     def promise(self, paths: dict[str, str]) -> None:
         """Make the locks of files before anybody knows their paths."""
@@ -261,8 +261,7 @@ class StatesWorker:
             return
         try:
             assert worker is not None, "there is no KV cache yet"
-            assert self._form is not None, "there is no KV cache yet"
-            job = self._job(worker, self._form, order)
+            job = self._job(worker, order)
             worker.submit_capture(job)
             self._jobs[job.job_id] = order.request_id
         except Exception as error:
@@ -274,10 +273,10 @@ class StatesWorker:
         under_way = set(self._jobs.values())
         self._sent |= {order.request_id for order in orders} - under_way
 
-    def _job(self, worker: RayOffloadingWorker, form: Capture, order: StatesOrder) -> JobRequest:
+    def _job(self, worker: RayOffloadingWorker, order: StatesOrder) -> JobRequest:
         lock_fd = self._locks.get(order.request_id, -1)
         capture = msgspec.structs.replace(
-            form,
+            self._form,
             request_id=order.request_id,
             token_ids=order.token_ids,
             # Without a lock nobody could wait for the file.
@@ -351,11 +350,6 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
             self._planner = StatesPlanner(
                 states_folder(settings), takes_client_paths=settings.hidden_states_client_paths
             )
-            return
-        spec: Any = self._worker.spec
-        self._states = StatesWorker(
-            spec.settings, self._layer.group_id, is_writer=spec.config.parallel.rank == 0
-        )
 
     # Worker side
 
@@ -366,7 +360,8 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
             assert worker is not None
             spec: Any = self._worker.spec
             form = self._form_of(kv_caches[self._layer.name], worker.layout, spec.settings)
-            self._states.take_form(form)
+        is_writer = spec.config.parallel.rank == 0
+        self._states = StatesWorker(spec.settings, self._layer.group_id, form, is_writer=is_writer)
 
     def _form_of(self, cache: Any, layout: KVLayout, settings: Settings) -> Capture:
         """Where states are in their layer's cache, [blocks, states, tokens of a block, numbers].

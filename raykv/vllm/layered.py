@@ -34,7 +34,7 @@ from raykv.vllm.internals.scheduling import (
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.weights import WeightChanges
 from raykv.vllm.worker import RayKVConnectorWorker
-from raykv.worker.front import ALL_LAYERS
+from raykv.worker.link import ALL_LAYERS
 
 logger = logging.getLogger("raykv")
 
@@ -319,7 +319,7 @@ class LayeredScheduling(LoadScheduling):
             request = self._tables.find(name)
             if request is None or request.is_signaled:
                 # It was over before its load.
-                self.loads.forget(name)
+                self.loads.spoiled.discard(name)
 
     @guard.guarded(lambda *_: set())
     def _compute_anew(self, scheduler: Any, result: Any, invalid: set[int]) -> set[int]:

@@ -41,9 +41,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
 from raykv.base.ids import Direction, Key, Lookup, MissReason, TokenSource
+from raykv.base.settings import Settings
 from raykv.engine import layered, requests
 from raykv.engine.announcements import News
-from raykv.engine.hints import HintBox
+from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol import engine
@@ -90,27 +91,17 @@ def _refused_load(
 class RayOffloadingManager(OffloadingManager):
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        view: EngineView,
-        hints: HintBox | None = None,
-        labels: Mapping[str, str] | None = None,
-        *,
-        tenants_by_server: bool = False,
-    ) -> None:
-        """`labels` of the settings are for its metrics; `tenants_by_server`: the server says whose
-        a request is.
-        """
+    def __init__(self, view: EngineView, settings: Settings = Settings()) -> None:  # noqa: B008
         self.view = view
-        self._labels = labels or {}
+        self._labels = settings.labels()
         self.session: Session | None = None
-        self.hints = hints or HintBox()
-        self.misses = MissReporter(view)
+        self.hints = HintBox(Allowed(settings.client_hints))
+        self.misses = MissReporter(view, shows_tokens=settings.why_miss_text)
         # Empty without `layerwise_loads`.
         self.layered = layered.LayeredLoads()
         # New requests that may neither load nor store, and why.
         self._refused: dict[str, MissReason] = {}
-        view.accounts.tenants_by_server = tenants_by_server
+        view.accounts.tenants_by_server = settings.tenant_source == "server"
         # Requests whose state may be wrong: they must neither load nor store any more.
         self.barred: set[str] = set()
         self._logged_sampling = False
@@ -145,7 +136,7 @@ class RayOffloadingManager(OffloadingManager):
         too.
         """
         end = req_context.get_offload_key_position(key)
-        return end is not None and end % self.view.remote.settings.size_of(Key(key)).num_tokens != 0
+        return end is not None and end % self.view.remote.size_of(Key(key)).num_tokens != 0
 
     @guarded(lambda *_: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -180,7 +171,8 @@ class RayOffloadingManager(OffloadingManager):
         """
         if req_context.req_id in self.layered.held:
             return None
-        if req_context.req_id in self.barred or self.layered.is_spoiled(req_context.req_id):
+        request_id = req_context.req_id
+        if request_id in self.barred or request_id in self.layered.spoiled:
             return PrepareStoreOutput([], self._named([], req_context), [])
         most = self.view.requests.get(req_context.req_id).options.most_stored
         if most is not None:
@@ -269,7 +261,7 @@ class RayOffloadingManager(OffloadingManager):
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.view.finish_request(req_context.req_id)
-        self.layered.forget(req_context.req_id)
+        self.layered.spoiled.discard(req_context.req_id)
         self.hints.end(req_context.req_id)
         self._nudge()
 

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricM
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import MissReason, TokenSource
+from raykv.base.ids import MissReason
 from raykv.engine.accounts import MissStage, TokenAccount
 from raykv.engine.insight.partings import Partings, PassingPrompt
 from raykv.engine.insight.spans import RequestSpans
@@ -66,33 +65,20 @@ def unregister_metrics() -> None:
             REGISTRY.unregister(collector)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Of one prompt: `asked_for` tokens should have been loaded by RayKV."""
-
-    tokens: Mapping[TokenSource, int]
-    asked_for: int
-
-
-def _sources(account: TokenAccount) -> _Sources:
-    return _Sources(tokens_by_source(account.record("")), account.asked_for)
-
-
 class MissReporter:
     """See the module's docstring."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(self, view: EngineView, *, shows_tokens: bool = False) -> None:
+        """`shows_tokens`: tokens of prompts may be shown to operators."""
         self._view = view
-        # Whether tokens of prompts may be shown to operators.
-        self.shows_tokens = False
+        self._shows_tokens = shows_tokens
         self._partings = Partings()
         self._complained: set[str] = set()
         # Others take its place in engines whose vLLM traces.
         self.spans = RequestSpans()
         self._tokens: Counter[tuple[str, str]] = Counter()
-        # Requests that were admitted and have had no output yet; those that have ended since with
-        # what would be said of them.
-        self._untold: dict[str, _Sources | None] = {}
+        # Of requests that were admitted and have had no output yet; they may have ended since.
+        self._untold: dict[str, TokenAccount] = {}
 
     @guarded(nothing)
     def began(self, request: Any, tenant: str = "") -> None:
@@ -139,7 +125,7 @@ class MissReporter:
         miss = self._view.requests.take_miss(request.request_id)
         if account is not None:
             if account.stage is not MissStage.SETTLED:
-                self._untold[request.request_id] = None
+                self._untold[request.request_id] = account
             account.admit(request.num_computed_tokens, num_external_tokens, miss)
         since = self._view.requests.take_fetches_since(request.request_id)
         reason = "" if miss is None else str(miss.reason)
@@ -174,9 +160,6 @@ class MissReporter:
         """
         self.spans.end(request.request_id, time.monotonic())
         account = self._view.accounts.get(request.request_id)
-        if account is not None and request.request_id in self._untold:
-            # Its first output, which comes behind this, may be its last.
-            self._untold[request.request_id] = _sources(account)
         parting = None if account is None else self._parting(request, account, keys, chunk_tokens)
         record = self._view.accounts.close(request.request_id, keys, parting)
         if record is None:
@@ -205,7 +188,7 @@ class MissReporter:
                 num_found=(account.own + account.loaded) // chunk_tokens,
             )
         )
-        if parting is None or self.shows_tokens:
+        if parting is None or self._shows_tokens:
             return parting
         return msgspec.structs.replace(parting, before=[], own=[], other=[])
 
@@ -223,33 +206,27 @@ class MissReporter:
             outputs: of a step, as vLLM's scheduler makes them.
         """
         for output, num_external in first_outputs(outputs):
-            sources = self._take_untold(output.request_id)
-            if sources is not None and sources.asked_for >= num_external:
-                told = {str(source): count for source, count in sources.tokens.items()}
+            account = self._untold.pop(output.request_id, None)
+            if account is None:
+                continue
+            # Of one that has ended the account is closed; its first output may be its last.
+            if self._view.accounts.get(output.request_id) is account:
+                account.produce()
+            if account.asked_for >= num_external:
+                tokens = tokens_by_source(account.record(""))
+                told = {str(source): count for source, count in tokens.items()}
                 output.kv_transfer_params = {
                     **(output.kv_transfer_params or {}),
                     SOURCES_PARAM: told,
                 }
         # Those that have ended without a token.
-        for request_id in [name for name, ended in self._untold.items() if ended is not None]:
-            del self._untold[request_id]
-
-    def _take_untold(self, request_id: str) -> _Sources | None:
-        ended = self._untold.pop(request_id, None)
-        account = self._view.accounts.get(request_id)
-        if ended is not None or account is None:
-            return ended
-        account.produce()
-        return _sources(account)
+        accounts = self._view.accounts
+        self._untold = {i: each for i, each in self._untold.items() if accounts.get(i) is each}
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """What has been counted since the last call; None: nothing."""
-        if not self._tokens:
-            return None
-        # What was counted too much is taken off what comes.
-        tokens, owed = +self._tokens, -self._tokens
+        tokens = +self._tokens
         self._tokens.clear()
-        self._tokens.subtract(owed)
         if not tokens:
             return None
         stats = OffloadingConnectorStats()

@@ -20,7 +20,8 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.base import errors, geometry, threads
 from raykv.base.settings import Settings, load_settings
-from raykv.engine import announcements, cost, hints, remote, requests
+from raykv.engine.announcements import Announcements
+from raykv.engine.remote import ChunkSize
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVForm, KVLayout
 from raykv.vllm import kv_form, manager, misses, transfers
@@ -149,36 +150,19 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> manager.RayOffloadingManager:
         if self._manager is None:
-            settings = self.settings
-            rates = cost.Rates(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
             wants_events = self.kv_events_config.enable_kv_cache_events
-            view = EngineView(
-                settings.lookup_deadline_s,
-                remote=remote.RemoteChunks(self._remote_settings(), cost.FetchCost(rates)),
-                sampler=requests.StoreSampler(is_on=settings.stop_unused_stores),
-                announcements=announcements.Announcements() if wants_events else None,
-            )
-            self._manager = manager.RayOffloadingManager(
-                view,
-                hints.HintBox(hints.Allowed(settings.client_hints)),
-                settings.labels(),
-                tenants_by_server=settings.tenant_source == "server",
-            )
+            told = Announcements() if wants_events else None
+            view = EngineView(self.settings, self._chunk_sizes(), told)
+            self._manager = manager.RayOffloadingManager(view, self.settings)
         return self._manager
 
-    def _remote_settings(self) -> remote.RemoteSettings:
+    def _chunk_sizes(self) -> dict[int, ChunkSize]:
         sizes = {}
         for group in self.config.groups:
             tokens = group.tokens_per_block * self.blocks_per_chunk
             window = self._told.window(group.group_id, tokens)
-            sizes[group.group_id] = remote.ChunkSize(self.slot_bytes, tokens, window)
-        return remote.RemoteSettings(
-            query_deadline_s=self.settings.query_deadline_s,
-            fetch_deadline_s=self.settings.fetch_deadline_s,
-            pending_deadline_s=self.settings.lookup_deadline_s,
-            with_checksums=self.settings.fetch_checksums,
-            sizes=sizes,
-        )
+            sizes[group.group_id] = ChunkSize(self.slot_bytes, tokens, window)
+        return sizes
 
     def canonical_pages(self, kv_caches: CanonicalKVCaches) -> CanonicalPages:
         """Where this worker's pages are in canonical chunks; empty if these are not wanted.

@@ -30,9 +30,9 @@ from raykv.engine.session import WorkerReport
 from raykv.protocol import copies, engine, worker
 from raykv.protocol.columns import Keys, Numbers
 from raykv.vllm.identity.adapters import AdapterUse
-from raykv.worker.front import Link
+from raykv.worker.handover import AutoLink
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkTarget
+from raykv.worker.link import LinkTarget, WorkerLink
 
 # For the line's thread when the engine ends; it gives up all waits at once.
 LINK_CLOSE_S = 5.0
@@ -258,7 +258,9 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
 class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
-    def __init__(self, link: Link, layout: worker.KVLayout, *, by_layer: bool = False) -> None:
+    def __init__(
+        self, link: WorkerLink | AutoLink, layout: worker.KVLayout, *, by_layer: bool = False
+    ) -> None:
         """Send jobs through `link`. `by_layer`: loads come layer by layer, and a step waits for
         them.
         """

@@ -29,16 +29,6 @@ class Aftermath(Enum):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds after the kill. `exit_s`: how long for the exit, which proves everything, before less
-    is asked for. `last_s`: how long for any proof.
-    """
-
-    exit_s: float
-    last_s: float
-
-
-@dataclass(frozen=True)
 class Killed:
     """What is seen of a process, `since_s` after SIGKILL was sent to it.
 
@@ -51,12 +41,19 @@ class Killed:
     by_device: bool
 
 
-def aftermath(seen: Killed, patience: Patience) -> Aftermath:
-    """Whether the memory is safe, may become so, or will not be safe in time."""
+def aftermath(seen: Killed, exit_s: float, last_s: float) -> Aftermath:
+    """Whether the memory is safe, may become so, or will not be safe in time.
+
+    Args:
+        seen: of the process.
+        exit_s: from the kill on, how long the exit, which proves everything, is waited for before
+            less is asked for.
+        last_s: how long any proof is.
+    """
     if seen.has_exited:
         return Aftermath.SAFE
-    if seen.since_s < patience.exit_s:
+    if seen.since_s < exit_s:
         return Aftermath.WAIT
     if seen.has_halted and not seen.by_device:
         return Aftermath.SAFE
-    return Aftermath.WAIT if seen.since_s < patience.last_s else Aftermath.HOPELESS
+    return Aftermath.WAIT if seen.since_s < last_s else Aftermath.HOPELESS

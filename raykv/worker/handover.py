@@ -12,44 +12,19 @@ see no such GPU. In the second case an engine with `auto` goes on staged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from raykv.base import errors, guard
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import driver, kv
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout, not_done
-from raykv.worker import front, job, staging
+from raykv.protocol.measures import BreakerReport
+from raykv.protocol.worker import KVLayout, TensorLayout, not_done
+from raykv.worker import job, staging
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
 logger = logging.getLogger("raykv")
-
-
-def export_from_gpu(
-    kv_caches: Any,
-    group_ids: list[int],
-    blocks_per_chunk: int,
-    load: Callable[[], driver.MemoryDriver] = driver.load,
-    canonical: CanonicalPages = NOT_CANONICAL,
-) -> kv.ExportedKV:
-    """Hand over the GPU memory of vLLM's `CanonicalKVCaches`.
-
-    `canonical` says where its pages are in chunks that any number of ranks shares.
-
-    Raises:
-        HandleError: it can't be handed over; the text says why, and what to change.
-    """
-    tensors = [entry.tensor for entry in kv_caches.tensors]
-    kinds = {tensor.device.type for tensor in tensors}
-    if kinds != {"cuda"}:
-        raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
-    groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
-    where = [
-        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
-        for tensor in tensors
-    ]
-    return kv.export_kv(load(), where, blocks_per_chunk, group_ids, groups, canonical)
 
 
 def may_sleep(model_config: Any) -> bool:
@@ -58,20 +33,6 @@ def may_sleep(model_config: Any) -> bool:
     return bool(
         model_config.enable_sleep_mode or getattr(model_config, "enable_cumem_allocator", False)
     )
-
-
-def refuse_sleep_mode(sleeps: bool) -> None:
-    """While an engine sleeps its KV cache's memory is given back; then it gets another one.
-
-    Raises:
-        HandleError: the engine can sleep.
-    """
-    if sleeps:
-        raise errors.HandleError(
-            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
-            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
-            "costs)"
-        )
 
 
 def current_stream() -> int:
@@ -97,7 +58,6 @@ class DeviceLink(WorkerLink):
         super().__init__(rank, exported.layout, exported.fds, settings)
         self._exported = exported
         self._stream = stream
-        self._unsent: list[CopyResult] = []
 
     def submit(self, *requests: job.JobRequest) -> None:
         """See `WorkerLink.submit`. The copies wait for all that was queued for the GPU before."""
@@ -106,48 +66,59 @@ class DeviceLink(WorkerLink):
         except Exception:
             # Without their event copies would run ahead of what they depend on.
             guard.report("DeviceLink.submit")
-            self._unsent += [
-                not_done(each.job_id, each.num_chunks, Refusal.COPY_FAILED) for each in requests
-            ]
+            with self._lock:
+                self._results.extend(
+                    not_done(each.job_id, each.num_chunks, Refusal.COPY_FAILED) for each in requests
+                )
             return
         super().submit(*requests)
 
-    def drain(self) -> list[CopyResult]:
-        failed, self._unsent = self._unsent, []
-        return failed + super().drain()
 
-
-class AutoLink(front.FrontLink[DeviceLink | staging.StagedLink]):
+class AutoLink:
     """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
+    For its methods see `WorkerLink`.
 
     Methods run on the worker's main thread.
     """
 
     def __init__(self, link: DeviceLink, make_staged: Callable[[str], staging.StagedLink]) -> None:
         """`make_staged` gets the reason, which it logs."""
-        super().__init__(link)
+        self._link: DeviceLink | staging.StagedLink = link
         self._make_staged = make_staged
-        self._target: LinkTarget | None = None
-        self._submitted: set[int] = set()
+
+    @property
+    def node_life(self) -> int:
+        return self._link.node_life
+
+    def breaker_report(self) -> BreakerReport:
+        return self._link.breaker_report()
 
     def set_target(self, target: LinkTarget) -> None:
-        self._target = target
         self._change_if_unsuited()
         self._link.set_target(target)
 
     def submit(self, *requests: job.JobRequest) -> None:
         self._link.submit(*requests)
-        self._submitted.update(each.job_id for each in requests)
 
     def drain(self) -> list[CopyResult]:
-        results = self._link.drain()
-        self._submitted.difference_update(result.job_id for result in results)
-        return results
+        return self._link.drain()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._link.wait(job_ids)
+
+    def finish(self, job_ids: Collection[int]) -> None:
+        self._link.finish(job_ids)
+
+    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
+        return self._link.wait_layers(job_ids, count)
+
+    def close(self, timeout_s: float) -> None:
+        self._link.close(timeout_s)
 
     def _change_if_unsuited(self) -> None:
         """Only between jobs: whatever was submitted ends where it was."""
         link = self._link
-        if isinstance(link, staging.StagedLink) or not link.unsuited or self._submitted:
+        if isinstance(link, staging.StagedLink) or not link.unsuited or not link.is_idle:
             return
         try:
             self._link = self._make_staged(link.unsuited)
@@ -165,20 +136,30 @@ def _never(reason: str) -> staging.StagedLink:
 def device_link(
     spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
 ) -> tuple[DeviceLink, KVLayout]:
-    """The NodeActor maps the GPU memory of the KV cache.
+    """The NodeActor maps the GPU memory of vLLM's `CanonicalKVCaches`.
 
     Raises:
-        HandleError: that can't be.
+        HandleError: that can't be; the text says why, and what to change.
     """
-    refuse_sleep_mode(spec.sleeps)
-    try:
-        exported = export_from_gpu(
-            kv_caches,
-            spec.group_ids,
-            spec.blocks_per_chunk,
-            load,
-            spec.canonical_pages(kv_caches),
+    if spec.sleeps:
+        # While an engine sleeps its KV cache's memory is given back; then it gets another one.
+        raise errors.HandleError(
+            "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
+            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
+            "costs)"
         )
+    tensors = [entry.tensor for entry in kv_caches.tensors]
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds != {"cuda"}:
+        raise errors.HandleError(f"no other process can map memory of {', '.join(sorted(kinds))}")
+    groups = [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs]
+    where = [
+        TensorLayout(tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        for tensor in tensors
+    ]
+    pages = spec.canonical_pages(kv_caches)
+    try:
+        exported = kv.export_kv(load(), where, spec.blocks_per_chunk, spec.group_ids, groups, pages)
     except driver.CUDAError as error:
         raise errors.HandleError(f"its GPU memory can't be shared: {error}") from error
     logger.info(

@@ -40,7 +40,7 @@ from raykv.cluster import breaker, deaths
 from raykv.memory.handles import MEMFD
 from raykv.memory.words import CancelWords
 from raykv.protocol import copies, engine, framing, measures, wire, worker
-from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
+from raykv.worker.aftermath import Aftermath, Killed, aftermath
 from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
@@ -71,6 +71,9 @@ LINK_HALT_S = 1.0
 # For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to unlock
 # hundreds of GiB. After that the engine ends, since its memory is not its own any more.
 LINK_LAST_S = 60.0
+
+ALL_LAYERS = 1 << 30
+"""More than there are: waits for the end of a job."""
 
 _NEVER_FAILED = measures.BreakerReport()
 
@@ -182,6 +185,12 @@ class WorkerLink:
         except Exception:
             # The jobs were accepted: the next look for their results tries again.
             logger.exception("the line to the NodeActor could not be woken")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs have ended, and `drain` has said so."""
+        with self._lock:
+            return not self._pending and not self._results
 
     def drain(self) -> list[copies.CopyResult]:
         """Jobs that have ended since the last call."""
@@ -532,7 +541,7 @@ class WorkerLink:
             if since_s >= LINK_EXIT_S and is_killed and not halted:
                 halted = deaths.has_halted(LINK_HALT_S)
             seen = Killed(since_s, self._pidfd in readable, halted, by_device)
-            match aftermath(seen, Patience(LINK_EXIT_S, LINK_LAST_S)):
+            match aftermath(seen, LINK_EXIT_S, LINK_LAST_S):
                 case Aftermath.SAFE:
                     if not seen.has_exited:
                         logger.error(

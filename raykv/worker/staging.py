@@ -27,8 +27,8 @@ from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.memory import handles, region
 from raykv.protocol import copies, listing, worker
 from raykv.protocol.columns import Numbers
-from raykv.worker import front, link
 from raykv.worker.job import JobRequest
+from raykv.worker.link import ALL_LAYERS, LinkSettings, WorkerLink
 
 # While a load that the engine waits for has no room in the staging memory; its own deadline ends
 # it.
@@ -191,17 +191,16 @@ class _JobPart:
     staging_blocks: list[int]
 
 
-class StagedLink(front.FrontLink[link.WorkerLink]):
+class StagedLink(WorkerLink):
     """A line with staging memory in between."""
 
-    def __init__(self, rank: int, memory: StagingMemory, settings: link.LinkSettings) -> None:
-        super().__init__(link.WorkerLink(rank, memory.layout, [memory.region.fd], settings))
+    def __init__(self, rank: int, memory: StagingMemory, settings: LinkSettings) -> None:
+        super().__init__(rank, memory.layout, [memory.region.fd], settings)
         self._memory = memory
-        self._settings = settings
         self._jobs: dict[int, _Staged] = {}
         self._parts: dict[int, _JobPart] = {}
         self._waiting: deque[int] = deque()
-        self._results: list[copies.CopyResult] = []
+        self._ended: list[copies.CopyResult] = []
         self._num_parts = 0
 
     def submit(self, *requests: JobRequest) -> None:
@@ -215,7 +214,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
             except Exception:
                 guard.report("StagedLink.submit")
                 failed = worker.not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED)
-                self._results.append(failed)
+                self._ended.append(failed)
 
     def _begin(self, request: JobRequest) -> None:
         deadline = time.monotonic() + self._settings.load_deadline_s
@@ -231,7 +230,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
     def drain(self) -> list[copies.CopyResult]:
         """See `WorkerLink.drain`. Moves loads on, so it is to be called in every step."""
         self._pump()
-        results, self._results = self._results, []
+        results, self._ended = self._ended, []
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
@@ -242,18 +241,18 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
         for job_id in loads:
             job = self._jobs[job_id]
             job.fail_rest(Refusal.CANCELLED)
-        self._link.wait([n for n, part in self._parts.items() if part.job_id in loads])
+        super().wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
 
     def finish(self, job_ids: Collection[int]) -> None:
-        self._link.finish([n for n, part in self._parts.items() if part.job_id in job_ids])
+        super().wait([n for n, part in self._parts.items() if part.job_id in job_ids])
         self._pump()
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
         """See `WorkerLink.wait_layers`. Here all layers come together."""
         while any(job_id in self._jobs for job_id in job_ids):
             parts = [n for n, part in self._parts.items() if part.job_id in job_ids]
-            if not self._link.wait_layers(parts, front.ALL_LAYERS):
+            if not super().wait_layers(parts, ALL_LAYERS):
                 return False
             if not parts:
                 time.sleep(STAGED_LOOK_S)
@@ -262,7 +261,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
 
     def _pump(self) -> None:
         """Take in parts that have ended, and submit what has room now."""
-        for result in self._link.drain():
+        for result in super().drain():
             self._finish_part(self._parts.pop(result.job_id), result)
         now = time.monotonic()
         while self._waiting:
@@ -306,7 +305,7 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
             first_block=named.first_block[first:last],
             block_ids=Numbers.of(staging_blocks),
         )
-        self._link.submit(JobRequest(sent))
+        super().submit(JobRequest(sent))
 
     def _copy(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> bool:
         """Copy a part's blocks between KV cache and staging memory, one call per KV group.
@@ -351,4 +350,4 @@ class StagedLink(front.FrontLink[link.WorkerLink]):
 
     def _end_if_done(self, job: _Staged) -> None:
         if job.is_done and self._jobs.pop(job.job.job_id, None) is not None:
-            self._results.append(job.joined())
+            self._ended.append(job.joined())

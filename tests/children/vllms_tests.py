@@ -10,6 +10,7 @@ import os
 from importlib import import_module
 from typing import Any
 
+from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.vllm.manager import ChunkTracker
 from raykv.vllm.transfers import RayKVConnectorMetadata, RayKVWorkerMetadata
@@ -23,7 +24,7 @@ class Tracker(ChunkTracker):
     """Made with the arguments of vLLM's."""
 
     def __init__(self, config: Any, group_specs: Any = None) -> None:
-        super().__init__(config, EngineView(1.0), "tiny", None)
+        super().__init__(config, EngineView(Settings(lookup_deadline_s=1.0)), "tiny", None)
         self._group_specs = group_specs or {}
 
 

@@ -242,7 +242,7 @@ def test_no_request_waits_for_a_directory_that_is_gone(
         body = json.dumps({"prompt": prompt(5, 10)}).encode()
         placed = await planner.place(HttpRequest("POST", "/v1/completions", b"", [], body))
         assert isinstance(placed, PlacedRequest)
-        assert not placed.is_answered
+        assert not placed.found
         # Ray has chosen for a new prompt, and a conversation goes on where it began.
         talk = prompt(20, 63)
         first = await routed.send(talk)

@@ -39,6 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from raykv.base.ids import Direction, Refusal
+from raykv.base.settings import Settings
 from raykv.engine.cost import StepTimes
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import KVLayout, TensorLayout
@@ -132,7 +133,7 @@ class World:
         self.rng = random.Random(seed)
         self.failing = failing
         self.kinds = kinds
-        self.view = EngineView(1.0)
+        self.view = EngineView(Settings(lookup_deadline_s=1.0))
         self.place = CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=len(kinds)))
         self.manager = RayOffloadingManager(self.view)

@@ -210,7 +210,14 @@ def with_eviction_of_the_invalid_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_stores_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayeredLoads, "is_spoiled", lambda *_: False)
+    end_step = LayeredLoads.end_step
+
+    def end(loads: LayeredLoads, step: int, invalid: set[int]) -> set[int]:
+        lost = end_step(loads, step, invalid)
+        loads.spoiled.clear()
+        return lost
+
+    monkeypatch.setattr(LayeredLoads, "end_step", end)
 
 
 @pytest.mark.parametrize(

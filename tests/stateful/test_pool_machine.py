@@ -33,7 +33,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Reason, Where
-from tests.fixtures.node.owned_pool import num_open_jobs
+from tests.fixtures.node.owned_pool import end_store, num_open_jobs
 
 PAGE = 4096
 HISTORY = 7
@@ -214,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
             content = self.contents.setdefault(writer.record, {})
             content[page, writer.part.rank] = id(writer.record)
         was = writer.record.state
-        state = self.index.end_store(writer.record, writer.part.rank, ok=ok, blocks=writer.blocks)
+        state = end_store(self.index, writer.record, writer.part.rank, ok=ok, blocks=writer.blocks)
         if state is ChunkState.READY:
             assert ok
             assert was is ChunkState.WRITING
@@ -228,7 +228,7 @@ class PoolMachine(RuleBasedStateMachine):
         rank, job_id = rank % LIVES[life], self.jobs[life]
         for writer in [w for w in self.writers if (w.part.life, w.part.rank) == (life, rank)]:
             self.writers.remove(writer)
-            self.index.end_store(writer.record, rank, ok=False)
+            end_store(self.index, writer.record, rank, ok=False)
         self.index.end_job(StorePart(life, job_id, rank, LIVES[life]))
         self.ended.add((life, job_id, rank))
         if all((life, job_id, each) in self.ended for each in range(LIVES[life])):
@@ -418,7 +418,7 @@ class PoolMachine(RuleBasedStateMachine):
         for reader in self.readers:
             self.index.end_load(reader.record)
         for writer in self.writers:
-            self.index.end_store(writer.record, writer.part.rank, ok=False)
+            end_store(self.index, writer.record, writer.part.rank, ok=False)
         self.index.expire(self.now + 31)
         self.index.check()
         assert len(list(self.index.places)) == self.index.num_ready

@@ -28,7 +28,7 @@ class CUDABackend(CopyBackend):
             CUDAError: the device refused; nothing is on its way.
         """
         most = self.device.limits.cut_bytes
-        rows = (batches.rows_of(runs, most) for runs in parts)
+        rows = (batches.cut(runs, most) for runs in parts)
         return self.device.copy_each(direction, rows, self._place, stop)
 
 

@@ -9,16 +9,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cached_property
 
 import numpy as np
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda.driver import Copies
 from raykv.copy.cuda.pages import WORD_BYTES
-from raykv.copy.plan import Column, CopyRuns
+from raykv.copy.plan import Column, CopyRuns, merged
 
 CUT_BYTES = 32 << 20
 """A larger run is cut at such multiples of the pool's offset."""
@@ -30,36 +29,6 @@ GATHER_BELOW_BYTES = 28 << 10
 GATHER_FROM_RUNS = 16
 
 
-@dataclass(frozen=True)
-class BatchRows:
-    """Runs of bytes: offsets in the KV cache and in the pool, sizes, and the slab of each.
-
-    Slabs are numbered in the order of the rows.
-    """
-
-    kv: Column
-    pool: Column
-    size: Column
-    slab: Column
-
-    def __len__(self) -> int:
-        return len(self.size)
-
-    def some(self, part: slice | Column) -> BatchRows:
-        """A part of the rows."""
-        return BatchRows(self.kv[part], self.pool[part], self.size[part], self.slab[part])
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of all rows."""
-        return int(np.add.reduce(self.size))
-
-    @property
-    def has_words(self) -> bool:
-        """Whether the KV cache's side is made of whole 64-bit words, which kernels move."""
-        return not bool(np.bitwise_or.reduce(self.kv | self.size) % WORD_BYTES)
-
-
 class Route(Enum):
     """A way that a batch of runs takes."""
 
@@ -69,37 +38,21 @@ class Route(Enum):
     """A kernel moves the runs from or to a buffer of the device, which is copied in one piece."""
 
 
-ChooseRoute = Callable[[Direction, BatchRows], Route]
+ChooseRoute = Callable[[Direction, CopyRuns], Route]
 
 
-def usual_route(direction: Direction, rows: BatchRows) -> Route:
+def usual_route(direction: Direction, rows: CopyRuns) -> Route:
     """Choose the route by the mean size and the number of the runs, of which there is one."""
     is_small = rows.num_bytes < GATHER_BELOW_BYTES * len(rows) and len(rows) >= GATHER_FROM_RUNS
     return Route.GATHER if is_small and direction is Direction.LOAD else Route.BATCH
 
 
-def rows_of(runs: CopyRuns, cut_bytes: int = CUT_BYTES) -> BatchRows:
-    """The rows of a plan, which has merged those of a slab."""
-    if len(runs.slab_ends) == 1:
-        slab = np.zeros(len(runs.size), np.int64)
-    else:
-        slab = np.searchsorted(runs.slab_ends, np.arange(len(runs.size)), side="right")
-    return cut(BatchRows(runs.kv, runs.pool, runs.size, slab), cut_bytes)
+def has_words(rows: CopyRuns) -> bool:
+    """Whether the KV cache's side is made of whole 64-bit words, which kernels move."""
+    return not bool(np.bitwise_or.reduce(rows.kv | rows.size) % WORD_BYTES)
 
 
-def merged(rows: BatchRows) -> BatchRows:
-    """Join each row to the one before it where both sides go on without a gap, in a slab."""
-    if len(rows) < 2:
-        return rows
-    joins = rows.kv[:-1] + rows.size[:-1] == rows.kv[1:]
-    joins &= rows.pool[:-1] + rows.size[:-1] == rows.pool[1:]
-    joins &= rows.slab[:-1] == rows.slab[1:]
-    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    sizes = np.add.reduceat(rows.size, starts)
-    return BatchRows(rows.kv[starts], rows.pool[starts], sizes, rows.slab[starts])
-
-
-def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
+def cut(rows: CopyRuns, cut_bytes: int) -> CopyRuns:
     """Cut the rows where the pool's offset is a multiple of `cut_bytes`."""
     first = rows.pool // cut_bytes
     last = (rows.pool + rows.size - 1) // cut_bytes
@@ -111,10 +64,10 @@ def cut(rows: BatchRows, cut_bytes: int) -> BatchRows:
     edge = (np.repeat(first, counts) + within) * cut_bytes
     begin = np.maximum(edge, whole.pool)
     end = np.minimum(edge + cut_bytes, whole.pool + whole.size)
-    return BatchRows(whole.kv + begin - whole.pool, begin, end - begin, whole.slab)
+    return CopyRuns(whole.kv + begin - whole.pool, begin, end - begin, rows.slab_bytes)
 
 
-def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchRows]:
+def batches(rows: CopyRuns, most_bytes: int, most_runs: int) -> Iterator[CopyRuns]:
     """The rows in order, in batches within both bounds; a row that is larger has its own."""
     if 0 < len(rows) <= most_runs and rows.num_bytes <= most_bytes:
         yield rows
@@ -128,7 +81,7 @@ def batches(rows: BatchRows, most_bytes: int, most_runs: int) -> Iterator[BatchR
         start, done = stop, int(ends[stop - 1])
 
 
-def direct(rows: BatchRows, direction: Direction, kv_address: int, pool_address: int) -> Copies:
+def direct(rows: CopyRuns, direction: Direction, kv_address: int, pool_address: int) -> Copies:
     """Copies between a KV cache and the pool, at these addresses."""
     kv, pool = _at(kv_address, rows.kv), _at(pool_address, rows.pool)
     to, source = (pool, kv) if direction is Direction.STORE else (kv, pool)
@@ -148,12 +101,12 @@ class Staged:
 
 
 def staged(
-    rows: BatchRows, direction: Direction, kv_address: int, pool_address: int, buffer: int
+    rows: CopyRuns, direction: Direction, kv_address: int, pool_address: int, buffer: int
 ) -> Staged:
     """The rows one behind the other in the buffer; neighbours in a slot make one block there."""
     place = np.cumsum(rows.size) - rows.size
-    pages = direct(BatchRows(rows.kv, place, rows.size, rows.slab), direction, kv_address, buffer)
-    packed = merged(BatchRows(place, rows.pool, rows.size, rows.slab))
+    pages = direct(replace(rows, pool=place), direction, kv_address, buffer)
+    packed = merged(replace(rows, kv=place))
     return Staged(pages, direct(packed, direction, buffer, pool_address))
 
 

@@ -39,10 +39,11 @@ from typing import NoReturn
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda import batches
-from raykv.copy.cuda.batches import CUT_BYTES, BatchRows, ChooseRoute, Route, direct, staged
+from raykv.copy.cuda.batches import CUT_BYTES, ChooseRoute, Route, direct, staged
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder
 from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
+from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 
 logger = logging.getLogger("raykv.copy")
@@ -147,9 +148,7 @@ class Lane:
         self._buffer: int | None = None
         self._has_memory = True
 
-    def copy_each(
-        self, parts: Iterable[BatchRows], place: Place, stop: StopSign
-    ) -> Generator[bool]:
+    def copy_each(self, parts: Iterable[CopyRuns], place: Place, stop: StopSign) -> Generator[bool]:
         """Carry out all parts; see `CopyBackend.copy_each` and the module's promises.
 
         Raises:
@@ -184,7 +183,7 @@ class Lane:
         self._driver.drop_stream(self._stream)
 
     def _copy_each(
-        self, parts: Iterable[BatchRows], place: Place, stop: StopSign
+        self, parts: Iterable[CopyRuns], place: Place, stop: StopSign
     ) -> Generator[bool, None, bool]:
         """True for each part that has arrived; returns False if it was stopped."""
         number, flying = 0, deque[int]()
@@ -274,8 +273,8 @@ class Lane:
         return not stop()
 
     def _batches(
-        self, rows: BatchRows, place: Place, *, is_first: bool
-    ) -> Iterator[tuple[Route, BatchRows]]:
+        self, rows: CopyRuns, place: Place, *, is_first: bool
+    ) -> Iterator[tuple[Route, CopyRuns]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits, at_once = self._limits, self._at_once
         for some in batches.batches(rows, self._most_bytes, self._most_runs):
@@ -288,10 +287,10 @@ class Lane:
             is_first = False
             yield from ((route, part) for part in batches.batches(some, *at_once[route]))
 
-    def _is_gathered(self, batch: BatchRows, place: Place) -> bool:
+    def _is_gathered(self, batch: CopyRuns, place: Place) -> bool:
         if self._choose(self.direction, batch) is Route.BATCH or self._driver.mover is None:
             return False
-        if place.kv % WORD_BYTES or not batch.has_words:
+        if place.kv % WORD_BYTES or not batches.has_words(batch):
             return False
         fits = int(batch.size.max()) <= self._limits.staging_bytes
         return fits and self._get_buffer() is not None
@@ -314,11 +313,11 @@ class Lane:
                 )
         return self._buffer
 
-    def _submit_batch(self, batch: BatchRows, place: Place) -> None:
+    def _submit_batch(self, batch: CopyRuns, place: Place) -> None:
         copies = direct(batch, self.direction, place.kv, place.pool)
         self._driver.copy_batch(self._stream, copies, self._order)
 
-    def _submit_gather(self, batch: BatchRows, place: Place) -> None:
+    def _submit_gather(self, batch: CopyRuns, place: Place) -> None:
         buffer = self._get_buffer()
         assert buffer is not None, "only what can be staged is gathered"
         steps = staged(batch, self.direction, place.kv, place.pool, buffer)
@@ -357,7 +356,7 @@ class Device:
         self._lanes = {way: Lane(driver, way, self.limits, on_lost, choose) for way in Direction}
 
     def copy_each(
-        self, direction: Direction, parts: Iterable[BatchRows], place: Place, stop: StopSign
+        self, direction: Direction, parts: Iterable[CopyRuns], place: Place, stop: StopSign
     ) -> Generator[bool]:
         """Carry out parts; see `CopyBackend.copy_each`."""
         return self._lanes[direction].copy_each(parts, place, stop)

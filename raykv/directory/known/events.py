@@ -15,8 +15,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from raykv.base.ids import EventKind, Key, Namespace, NodeId
@@ -35,35 +35,12 @@ class KnownEvent(NamedTuple):
 
     seq: int
     kind: EventKind
-    node_id: NodeId
-    namespace: Namespace
-    key: Key
-    life: int
-    number: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _EventRun:
-    """Events of one kind and report, whose keys alone differ."""
-
-    kind: EventKind
-    keys: Sequence[Key] = (Key(b""),)
-    namespace: Namespace = Namespace("")
     node_id: NodeId = NodeId("")
+    namespace: Namespace = Namespace("")
+    key: Key = Key(b"")
     life: int = 0
     number: int = 0
     at: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def rows(self, first: int, rows: range) -> Iterator[KnownEvent]:
-        """Some of the events; the run's first one has the number `first`."""
-        rest = self.life, self.number, self.at
-        for row in rows:
-            name = self.node_id, self.namespace, self.keys[row]
-            yield KnownEvent(first + row, self.kind, *name, *rest)
 
 
 class EventRing:
@@ -71,33 +48,33 @@ class EventRing:
 
     def __init__(self, most: int = MOST_EVENTS) -> None:
         self._most = most
-        # The oldest run may begin before the oldest event that is kept.
-        self._runs: deque[_EventRun] = deque()
-        self._num_in_runs = 0
+        # Events of one kind and report, whose keys alone differ: the first one, and all keys. The
+        # oldest run may begin before the oldest event that is kept.
+        self._runs: deque[tuple[KnownEvent, Sequence[Key]]] = deque()
         self.last_seq = 0
         # Of all events ever, by `EventKind`.
         self.counts: Counter[int] = Counter()
-        self._append(_EventRun(EventKind.LIFE_BEGAN))
+        self._append(KnownEvent(1, EventKind.LIFE_BEGAN))
 
     @property
     def first_seq(self) -> int:
         """Number of the oldest event that is kept."""
-        return self.last_seq - min(self._num_in_runs, self._most) + 1
+        return max(1, self.last_seq - self._most + 1)
 
     def joined(self, node_id: NodeId, life: int, number: int, now: float) -> None:
         """A node is a member, and has nothing yet."""
-        joined = EventKind.NODE_JOINED
-        self._append(_EventRun(joined, node_id=node_id, life=life, number=number, at=now))
+        kind = EventKind.NODE_JOINED
+        self._append(KnownEvent(0, kind, node_id, life=life, number=number, at=now))
 
     def lost(self, node_id: NodeId, life: int, number: int, now: float) -> None:
         """A node is gone, and with it all that it had."""
-        lost = EventKind.NODE_LOST
-        self._append(_EventRun(lost, node_id=node_id, life=life, number=number, at=now))
+        kind = EventKind.NODE_LOST
+        self._append(KnownEvent(0, kind, node_id, life=life, number=number, at=now))
 
     def cleared(self, namespace: Namespace, history: int, floor: int, now: float) -> None:
         """What was stored in a namespace under an earlier number is void."""
         kind = EventKind.CACHE_CLEARED
-        self._append(_EventRun(kind, namespace=namespace, life=history, number=floor, at=now))
+        self._append(KnownEvent(0, kind, NodeId(""), namespace, Key(b""), history, floor, now))
 
     def moved(
         self, node_id: NodeId, life: int, number: int, moved: Iterable[MovedChunks], now: float
@@ -106,7 +83,8 @@ class EventRing:
         for each in moved:
             if bool(each.before) != bool(each.after):
                 kind = EventKind.BLOCK_STORED if each.after else EventKind.BLOCK_REMOVED
-                self._append(_EventRun(kind, each.keys, each.namespace, node_id, life, number, now))
+                first = KnownEvent(0, kind, node_id, each.namespace, Key(b""), life, number, now)
+                self._append(first, each.keys)
 
     def after(self, seq: int, most: int) -> tuple[list[KnownEvent], bool]:
         """Up to `most` events after a number; none if nothing has happened since.
@@ -118,29 +96,25 @@ class EventRing:
             start = self.first_seq
         is_gap = start > 1 and start != seq + 1
         found: list[list[KnownEvent]] = []
-        first = self.last_seq + 1
         # Most readers are near the end.
-        for run in reversed(self._runs):
-            first -= len(run)
-            rows = range(max(start - first, 0), min(start + most - first, len(run)))
-            if rows:
-                found.append(list(run.rows(first, rows)))
-            if first <= start:
+        for first, keys in reversed(self._runs):
+            rows = range(max(start - first.seq, 0), min(start + most - first.seq, len(keys)))
+            found.append([first._replace(seq=first.seq + row, key=keys[row]) for row in rows])
+            if first.seq <= start:
                 break
-        return [event for events in reversed(found) for event in events], is_gap
+        return list(chain.from_iterable(reversed(found))), is_gap
 
-    def _append(self, run: _EventRun) -> None:
-        self.last_seq += len(run)
-        self.counts[run.kind] += len(run)
-        self._num_in_runs += len(run)
-        self._runs.append(run)
-        while self._num_in_runs - len(self._runs[0]) >= self._most:
-            self._num_in_runs -= len(self._runs.popleft())
+    def _append(self, first: KnownEvent, keys: Sequence[Key] = (Key(b""),)) -> None:
+        self._runs.append((first._replace(seq=self.last_seq + 1), keys))
+        self.last_seq += len(keys)
+        self.counts[first.kind] += len(keys)
+        while len(self._runs) > 1 and self._runs[1][0].seq <= self.first_seq:
+            self._runs.popleft()
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
-        assert self._num_in_runs == sum(map(len, self._runs))
-        events, is_gap = self.after(self.first_seq - 1, self._num_in_runs)
+        assert self._runs[0][0].seq <= self.first_seq
+        events, is_gap = self.after(self.first_seq - 1, self.last_seq)
         assert not is_gap
         assert [each.seq for each in events] == list(range(self.first_seq, self.last_seq + 1))
         assert len(events) <= self._most, len(events)

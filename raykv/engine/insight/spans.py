@@ -38,6 +38,7 @@ Tell = Callable[[Mapping[str, str], RequestSpan], None]
 class _Course:
     """What is known of a request until its spans are over; None: it is not at that point."""
 
+    request_id: str
     headers: Mapping[str, str]
     looks_since: float | None
     fetches: tuple[float, float] | None = None
@@ -60,7 +61,7 @@ class RequestSpans:
     def begin(self, request_id: str, headers: Mapping[str, str], now: float) -> None:
         """A request is new, and its chunks are looked up."""
         if self._tell is not None:
-            self._courses[request_id] = _Course(headers, now)
+            self._courses[request_id] = _Course(request_id, headers, now)
 
     def look(self, request_id: str, num_own: int, now: float) -> None:
         """It is asked what can be loaded beyond so many tokens; perhaps again, after a failure."""
@@ -69,16 +70,11 @@ class RequestSpans:
             return
         course.num_own = num_own
         if course.looks_since is None:
-            self._end_load(request_id, course, now)
+            self._end_load(course, now)
             course.looks_since = now
 
     def admit(
-        self,
-        request_id: str,
-        num_loaded: int,
-        miss: str,
-        fetches_since: float | None,
-        now: float,
+        self, request_id: str, num_loaded: int, miss: str, fetches_since: float | None, now: float
     ) -> None:
         """It has its blocks, and loads so many tokens into them.
 
@@ -98,21 +94,21 @@ class RequestSpans:
         }
         until = now if fetches_since is None else max(course.looks_since, fetches_since)
         reason = {"raykv.miss_reason": miss} if miss else {}
-        self._say(request_id, course, LOOKUP, (course.looks_since, until), {**found, **reason})
+        self._say(course, LOOKUP, (course.looks_since, until), {**found, **reason})
         course.looks_since = None
         course.fetches = None if fetches_since is None else (until, now)
         if num_loaded:
             course.loads_since = now
             course.attributes = {"raykv.load_tokens": num_loaded}
         else:
-            self._end_fetch(request_id, course, {"raykv.other_node_tokens": 0})
+            self._end_fetch(course, {"raykv.other_node_tokens": 0})
 
     def came_from(self, request_id: str, num_other_node: int, num_disk: int) -> None:
         """Where the tokens were that it loads."""
         course = self._courses.get(request_id)
         if course is not None:
             sources = {"raykv.other_node_tokens": num_other_node, "raykv.disk_tokens": num_disk}
-            self._end_fetch(request_id, course, sources)
+            self._end_fetch(course, sources)
             course.attributes |= sources
 
     def fail(self, request_id: str, reason: str) -> None:
@@ -125,7 +121,7 @@ class RequestSpans:
         """Its load job has ended."""
         course = self._courses.get(request_id)
         if course is not None:
-            self._end_load(request_id, course, now)
+            self._end_load(course, now)
 
     def end(self, request_id: str, now: float) -> None:
         """It has ended, whatever it was waiting for."""
@@ -134,35 +130,31 @@ class RequestSpans:
             return
         if course.looks_since is not None:
             self._say(
-                request_id,
                 course,
                 LOOKUP,
                 (course.looks_since, now),
                 {"raykv.own_cache_tokens": course.num_own, "raykv.miss_reason": "aborted"},
             )
-        self._end_load(request_id, course, now)
+        self._end_load(course, now)
 
-    def _end_fetch(
-        self, request_id: str, course: _Course, attributes: Mapping[str, str | int]
-    ) -> None:
+    def _end_fetch(self, course: _Course, attributes: Mapping[str, str | int]) -> None:
         times, course.fetches = course.fetches, None
         if times is not None:
-            self._say(request_id, course, FETCH, times, attributes)
+            self._say(course, FETCH, times, attributes)
 
-    def _end_load(self, request_id: str, course: _Course, now: float) -> None:
-        self._end_fetch(request_id, course, {})
+    def _end_load(self, course: _Course, now: float) -> None:
+        self._end_fetch(course, {})
         since, course.loads_since = course.loads_since, None
         if since is not None:
-            self._say(request_id, course, LOAD, (since, now), course.attributes)
+            self._say(course, LOAD, (since, now), course.attributes)
 
     def _say(
         self,
-        request_id: str,
         course: _Course,
         name: str,
         times: tuple[float, float],
         attributes: Mapping[str, str | int],
     ) -> None:
-        assert self._tell is not None, request_id
-        named = {"gen_ai.request.id": shown_id(request_id), **attributes}
+        assert self._tell is not None, course
+        named = {"gen_ai.request.id": shown_id(course.request_id), **attributes}
         self._tell(course.headers, RequestSpan(name, *times, named))

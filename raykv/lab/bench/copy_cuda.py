@@ -29,7 +29,7 @@ from raykv.base.errors import SettingError
 from raykv.base.ids import Direction
 from raykv.base.threads import sleep_precisely
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.batches import BatchRows, ChooseRoute, Route, direct, rows_of, usual_route
+from raykv.copy.cuda.batches import CUT_BYTES, ChooseRoute, Route, cut, direct, usual_route
 from raykv.copy.cuda.driver import CopyDriver, CUDADriver, SourceOrder
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
@@ -176,7 +176,7 @@ class DeviceSides:
         order = np.random.default_rng(case.page_bytes).permutation(case.num_pages)
         size = np.full(case.num_pages, case.page_bytes, np.int64)
         kv = order.astype(np.int64) * case.page_bytes
-        return CopyRuns(kv, np.cumsum(size) - size, size, np.array([case.num_pages]))
+        return CopyRuns(kv, np.cumsum(size) - size, size)
 
     def ours(self, case: DeviceCase, runs: CopyRuns, route: Route | None = None) -> float:
         """GB/s with a call for some chunks each, as a NodeActor does. None: the usual routes."""
@@ -184,9 +184,8 @@ class DeviceSides:
         at_once = max(1, SPAN_BYTES // case.page_bytes)
 
         def copy() -> None:
-            parts = (
-                runs.some(first, first + at_once) for first in range(0, case.num_pages, at_once)
-            )
+            starts = range(0, case.num_pages, at_once)
+            parts = (runs.some(slice(first, first + at_once)) for first in starts)
             with closing(backend.copy_each(case.direction, parts, StopSign())) as answers:
                 assert all(answers), "it was not cancelled"
 
@@ -202,7 +201,7 @@ class DeviceSides:
 
         def copy() -> None:
             for first in range(0, case.num_pages, in_chunk):
-                self._copy(case, runs.some(first, first + in_chunk))
+                self._copy(case, runs.some(slice(first, first + in_chunk)))
 
         return self._speed(case, copy)
 
@@ -235,7 +234,7 @@ class DeviceSides:
         """What the submission of a batch costs a copy thread, in microseconds."""
         page = min(SMALL_PAGE, self.num_bytes // SUBMITTED // KIB * KIB)
         runs = self.runs(DeviceCase(page, SUBMITTED, Direction.STORE))
-        copies = direct(rows_of(runs), Direction.STORE, self.kv, self.pool)
+        copies = direct(cut(runs, CUT_BYTES), Direction.STORE, self.kv, self.pool)
         began = time.perf_counter()
         self.driver.copy_batch(self.stream, copies, SourceOrder.STREAM)
         took = time.perf_counter() - began
@@ -284,7 +283,7 @@ def _as_much_as_there_is(
             num_bytes //= 2
 
 
-def _always(route: Route, direction: Direction, rows: BatchRows) -> Route:
+def _always(route: Route, direction: Direction, rows: CopyRuns) -> Route:
     """A `ChooseRoute` that measures one route."""
     return route
 

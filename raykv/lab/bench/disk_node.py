@@ -184,7 +184,9 @@ class Served:
         left = self._tier.keep(DEADLINE_S)
         took_s = time.perf_counter() - began
         if left:
-            raise ClusterError(f"{left} chunks were not written ({self._tier.stats().problem})")
+            raise ClusterError(
+                f"{left} chunks were not written ({self._tier.reads.stats().problem})"
+            )
         return took_s
 
     def read(self) -> float:
@@ -213,18 +215,18 @@ class Served:
 
     def open(self) -> None:
         """Wait until the folder is open."""
-        self._wait(lambda: not self._tier.stats().problem, "the folder is open")
+        self._wait(lambda: not self._tier.reads.stats().problem, "the folder is open")
 
     def clear(self) -> None:
         """Clear the pool, and delete all files."""
         self._order({str(NAMESPACE): self._stamp.number + 1})
-        self._wait(lambda: not self._tier.stats().num_files, "the files are deleted")
+        self._wait(lambda: not self._tier.reads.stats().num_files, "the files are deleted")
 
     def _wait(self, condition: Any, what: str) -> None:
         give_up_at = time.monotonic() + DEADLINE_S
         while not condition():
             if time.monotonic() > give_up_at:
-                problem = self._tier.stats().problem
+                problem = self._tier.reads.stats().problem
                 raise ClusterError(f"not within {DEADLINE_S:.0f} s: {what} ({problem})")
             threading.Event().wait(LOOK_S)
 

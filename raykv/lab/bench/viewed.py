@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId
+from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.engine import ChangesAnswer, EngineHello
@@ -26,7 +27,7 @@ class ViewedNode:
     """A node that lists what it is told to have; `view` has read all of it."""
 
     def __init__(self, slot_bytes: int = 4096) -> None:
-        self.view = EngineView(1.0)
+        self.view = EngineView(Settings(lookup_deadline_s=1.0))
         hello = EngineHello(PROTOCOL_VERSION, "bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
         self.view.begin(hello, [NodeId("node")], 0.0)
         self._number = 0

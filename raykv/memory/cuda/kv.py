@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ import msgspec
 
 from raykv.base.errors import HandleError
 from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver
+from raykv.memory.region import close_all
 from raykv.protocol.worker import MAX_PIECES, NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout
 
 logger = logging.getLogger("raykv.node")
@@ -62,7 +62,7 @@ class ExportedKV:
         Only once nobody attaches with them any more and no copy can wait for the event: CUDA
         forbids it before. A worker at its end leaves that to the end of its process.
         """
-        _close_all(self.fds)
+        close_all(self.fds)
         self.fds = []
         event, self._event = self._event, None
         if event is not None:
@@ -146,7 +146,7 @@ def _descriptors(driver: MemoryDriver, pieces: list[Extent]) -> list[int]:
     try:
         fds.extend(driver.export_fd(piece.base) for piece in pieces)
     except CUDAError as error:
-        _close_all(fds)
+        close_all(fds)
         raise HandleError(
             f"the GPU memory of the KV cache was not made to be shared ({error}): start the engine "
             f"without enable_sleep_mode, and {CHANGE_ALLOCATOR}"
@@ -160,7 +160,7 @@ def _with_event(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> Expor
         event = driver.create_event(layout.device)
         handle = driver.export_event(event)
     except CUDAError:
-        _close_all(fds)
+        close_all(fds)
         if event is not None:
             with _logged():
                 driver.destroy_event(layout.device, event)
@@ -222,7 +222,7 @@ def open_device_kv(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> De
         DeviceKV(layout, 0, 0, undo).close()
         raise
     finally:
-        _close_all(fds)
+        close_all(fds)
 
 
 def _check_descriptors(layout: KVLayout, num_fds: int) -> None:
@@ -278,8 +278,3 @@ def _logged() -> Iterator[None]:
         yield
     except CUDAError as error:
         logger.warning("something of a GPU could not be let go of: %s", error)
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

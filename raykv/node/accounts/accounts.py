@@ -13,7 +13,6 @@ from raykv.base.ids import Key, Namespace, TokenSource
 from raykv.metrics import engines, histogram
 from raykv.metrics.table import AGE_BOUNDS, NamespaceLabels
 from raykv.node.accounts import requests, savings
-from raykv.node.pool.engines import groups_of
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.node.pool.sessions import LocalSessions
@@ -88,7 +87,7 @@ class NodeAccounts:
         first, ended = self.requests.after(self._last)
         self._last = first + len(ended) - 1
         for each in ended:
-            self.savings.take(each.record, groups_of(each.hello), savings.largest_slot(each), now)
+            self.savings.take(each, now)
         return self._number < listing.number or self._last < self.requests.last
 
     def _evicted(

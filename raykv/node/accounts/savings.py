@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raykv.base.departures import Departures
 from raykv.base.ids import GROUP_BYTES, MissReason
 from raykv.node.accounts.requests import EndedRequest
+from raykv.node.pool.engines import groups_of
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
 from raykv.protocol.status import MoreRoom
@@ -71,16 +71,16 @@ class Savings:
         self._edge += slot_bytes
         self._num_behind += 1
 
-    def take(
-        self, record: MissRecord, groups: Sequence[ChunkGroup], slot_bytes: int, now: float
-    ) -> None:
-        """A request has ended, of an engine with these KV groups and slots of that size."""
-        minute = self._minute(now)
+    def take(self, ended: EndedRequest, now: float) -> None:
+        """A request has ended."""
+        minute, record = self._minute(now), ended.record
         minute.prompt += record.prompt
         minute.computed += sum(record.missed.values())
+        groups = groups_of(ended.hello)
         prefix = next((each for each in groups if each.window is None), None)
         if prefix is not None:
-            self._count(record, prefix, slot_bytes, minute)
+            largest = max(ended.hello.slot_bytes.values(), default=0)
+            self._count(record, prefix, largest, minute)
 
     def _minute(self, now: float) -> _SavedMinute:
         if not self._minutes or now - self._minutes[-1].began_at >= MINUTE_S:
@@ -127,8 +127,3 @@ class Savings:
             saved_tokens=saved or [0] * len(SIZES),
             reach_bytes=None if share == 1.0 else round(self._edge * share),
         )
-
-
-def largest_slot(request: EndedRequest) -> int:
-    """Bytes of the largest chunk of its engine."""
-    return max(request.hello.slot_bytes.values(), default=0)

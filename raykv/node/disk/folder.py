@@ -22,6 +22,7 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -133,16 +134,13 @@ class TierFolder:
         self._next += 1
         return self.path / f"{self._next - 1:012d}-{secrets.token_hex(4)}{SUFFIX}"
 
-    def place_of(self, name: str) -> Path:
-        """Path of a file."""
-        return self.path / name
-
-    def delete(self, name: str) -> None:
-        """A file is not needed any more; a failure to delete it is only logged."""
-        try:
-            self.place_of(name).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("%s can't be deleted: %s", self.place_of(name), error.strerror)
+    def delete(self, *names: str) -> None:
+        """Files are not needed any more; a failure to delete one is only logged."""
+        for path in [self.path / name for name in names]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s can't be deleted: %s", path, error.strerror)
 
     def set_aside(self, path: Path, reason: str) -> None:
         """A file is not trusted: it gets another name, or is deleted if it cannot."""
@@ -163,8 +161,7 @@ class TierFolder:
         Raises:
             OSError: it does not say.
         """
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        return shutil.disk_usage(self.path).free
 
     def close(self) -> None:
         """Another process may have the folder now."""

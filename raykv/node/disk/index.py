@@ -119,15 +119,13 @@ class DiskIndex:
     def _is_over(self, tenant: str, num_bytes: int) -> bool:
         """Whether a tenant that has files would have more than its greatest share."""
         holder = self._holder_of(tenant)
-        if holder is None or holder not in self.shares:
+        if holder not in self.shares:
             return False
         used = self._used_by(holder)
         return used > 0 and used + num_bytes > self.shares[holder].most * self.most_bytes
 
-    def _holder_of(self, tenant: str) -> str | None:
-        """Whose share a tenant's files count to; None if there are no shares."""
-        if not self.shares:
-            return None
+    def _holder_of(self, tenant: str) -> str:
+        """Whose share a tenant's files count to."""
         return tenant if tenant in self.shares else ""
 
     def _used_by(self, holder: str) -> int:
@@ -135,10 +133,8 @@ class DiskIndex:
             return self._tenant_bytes[holder]
         return self.used_bytes - sum(self._tenant_bytes[each] for each in self.shares if each)
 
-    def _next_holder(self, tenant: str, num_bytes: int) -> str | None:
-        """Who gives up a file for one of a tenant."""
-        if not self.shares:
-            return None
+    def _next_holder(self, tenant: str, num_bytes: int) -> str:
+        """Who gives up a file for one of a tenant; there is a file."""
         writer = self._holder_of(tenant)
         able = [holder for holder in sorted({"", *self.shares}) if self._used_by(holder)]
         ranks = {}
@@ -150,16 +146,15 @@ class DiskIndex:
 
     def can_hold(self, num_bytes: int, tenant: str = "") -> bool:
         """Whether a file of that size fits, once others have gone."""
-        share = self.shares.get(self._holder_of(tenant) or "", NO_SHARE)
+        share = self.shares.get(self._holder_of(tenant), NO_SHARE)
         return num_bytes <= share.most * self.most_bytes
 
-    def drop_oldest(self, holder: str | None = None) -> str:
-        """Forget the file that goes first, of a holder of a share if one is named; there is one."""
-        names = [
-            name
-            for name, file in self._files.items()
-            if holder is None or self._holder_of(file.tenant) == holder
-        ]
+    def drop_oldest(self, holder: str = "") -> str:
+        """Forget the file that goes first of a holder of a share, or of all without one; there is
+        one.
+        """
+        files = self._files.items()
+        names = [name for name, file in files if self._holder_of(file.tenant) == holder]
         first = names[0]
         for name in names:
             if not self._files[name].was_read:

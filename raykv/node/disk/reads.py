@@ -35,13 +35,14 @@ OPENING = "it is being opened"
 """The problem of a disk tier that has just begun."""
 
 
-class DiskState:
-    """`lock`, that of the pool, guards the index and the counters. `folder` comes first, then
-    `is_open`: nothing is served before.
+class DiskReads:
+    """Any thread may call. `lock`, that of the pool, guards the index and the counters. `folder`
+    comes first, then `is_open`: nothing is served before.
     """
 
     def __init__(self, place: settings.DiskPlace, keeper: PoolKeeper) -> None:
         self.lock = keeper.lock
+        self._listing = keeper.owner.index.listing
         self._shelf = keeper.owner.index.shelf
         self.index = DiskIndex(place.most_bytes or 0, self._shelf)
         self.folder: TierFolder | None = None
@@ -51,11 +52,14 @@ class DiskState:
         self._path = place.path
         # Of `DiskStats`.
         self._counters: Counter[str] = Counter()
+        self._stopped = threading.Event()
+        self._reads: queue.Queue[tuple[copies.Read, _Answer]] = queue.Queue(MAX_READS)
 
     def has_problem(self, problem: str) -> bool:
         """Note why it does not work, or that it works again; True if that is new."""
         with self.lock:
             is_new, self.problem = self.problem != problem, problem
+            self.lock.notify_all()
         return is_new
 
     def count(self, **more: int) -> None:
@@ -80,16 +84,6 @@ class DiskState:
                 **self._counters,
             )
 
-
-class DiskReads:
-    """Any thread may call."""
-
-    def __init__(self, state: DiskState, keeper: PoolKeeper) -> None:
-        self._state = state
-        self._keeper = keeper
-        self._stopped = threading.Event()
-        self._reads: queue.Queue[tuple[copies.Read, _Answer]] = queue.Queue(MAX_READS)
-
     def start(self) -> None:
         """Begin to read, in threads."""
         for number in range(DISK_READERS):
@@ -105,28 +99,27 @@ class DiskReads:
 
         What is damaged is forgotten.
         """
-        with self._state.lock:
-            listing = self._keeper.owner.index.listing
-            life, number = listing.life, listing.number
+        with self.lock:
+            life, number = self._listing.life, self._listing.number
         namespace = Namespace(request.namespace)
         reply, data = answer(
             request, lambda key, into: self._read_one(namespace, key, into), life, number
         )
         num_chunks = reply.refusals.count(Refusal.NONE)
-        self._state.count(bytes_read=len(data), chunks_read=num_chunks)
+        self.count(bytes_read=len(data), chunks_read=num_chunks)
         return reply, data
 
     def _read_one(self, namespace: Namespace, key: Key, into: Bytes) -> ChunkRead:
-        folder, lock, index = self._state.folder, self._state.lock, self._state.index
+        folder, lock, index = self.folder, self.lock, self.index
         with lock:
-            kept = self._keeper.owner.index.shelf.find(namespace, key)
+            kept = self._shelf.find(namespace, key)
             if folder is None or kept is None:
                 return ChunkRead(Refusal.NOT_HERE)
             chunk, file = kept.chunk, kept.file
         if chunk.num_bytes != len(into):
             return ChunkRead(Refusal.BAD_HANDLE)
         try:
-            read_chunk(folder.place_of(file), chunk, into)
+            read_chunk(folder.path / file, chunk, into)
         except FileNotFoundError:
             with lock:
                 index.drop_file(file)
@@ -137,7 +130,7 @@ class DiskReads:
             with lock:
                 index.drop(namespace, chunk)
                 lock.notify_all()
-            self._state.count(chunks_damaged=1)
+            self.count(chunks_damaged=1)
             return ChunkRead(Refusal.CORRUPT)
         except OSError as error:
             logger.warning("%s can't be read: %s", file, error.strerror)

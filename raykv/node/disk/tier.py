@@ -37,7 +37,7 @@ from raykv.node.disk.folder import TierFolder
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol import engine, listing, node
+from raykv.protocol import engine, listing
 
 logger = logging.getLogger("raykv.disk")
 
@@ -86,7 +86,6 @@ class DiskTier:
     Args:
         place: folder and limits.
         keeper: of the node's pool.
-        on_news: called when there is something to report.
         is_busy: whether copies wait or run, which go first.
     """
 
@@ -94,17 +93,14 @@ class DiskTier:
         self,
         place: settings.DiskPlace,
         keeper: PoolKeeper,
-        on_news: Callable[[], None] = lambda: None,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._place = place
         self._keeper = keeper
         self._owner, self._shelf = keeper.owner, keeper.owner.index.shelf
-        self._on_news = on_news
         self._is_busy = is_busy
-        self._state = state = reads.DiskState(place, keeper)
-        self.reads = reads.DiskReads(state, keeper)
-        self._lock, self._index = state.lock, state.index
+        self.reads = reads.DiskReads(place, keeper)
+        self._lock, self._index = keeper.lock, self.reads.index
         # The writer's own.
         self._batches: dict[tuple[Namespace, str], _Batch] = {}
         # What was cleared, as it is on the disk, and as it was when the index was last looked over.
@@ -127,10 +123,6 @@ class DiskTier:
         self._stopped.set()
         self._poke()
 
-    def stats(self) -> node.DiskStats:
-        """Counters and gauges."""
-        return self._state.stats()
-
     def keep_floors(self, floors: Mapping[int, Mapping[str, int]], deadline_s: float) -> bool:
         """Chunks that were cleared are gone at once; wait until it is noted on the disk that they
         were, so that a later life knows it too. False: the time has passed.
@@ -146,7 +138,7 @@ class DiskTier:
     def _has_noted(self, floors: Mapping[int, Mapping[str, int]]) -> bool:
         with self._lock:
             # Nothing is served of a folder that could not be had.
-            is_away = self._state.folder is None and self._state.problem not in ("", reads.OPENING)
+            is_away = self.reads.folder is None and self.reads.problem not in ("", reads.OPENING)
             return is_away or self._noted in (floors, self._owner.index.floors.told)
 
     def _look_over(self) -> Mapping[int, Mapping[str, int]]:
@@ -167,7 +159,7 @@ class DiskTier:
         with self._lock:
             self._keep_at = 0
         while self._is_keeping and time.monotonic() < give_up_at:
-            if self._state.problem not in ("", reads.OPENING):
+            if self.reads.problem not in ("", reads.OPENING):
                 break
             self._poke()
             self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
@@ -194,7 +186,7 @@ class DiskTier:
 
     def _round(self) -> None:
         wait_s = self._retry_at - time.monotonic()
-        folder = self._state.folder
+        folder = self.reads.folder
         if wait_s > 0:
             if folder is not None:
                 with suppress(OSError):
@@ -207,12 +199,11 @@ class DiskTier:
             self._sleep(DISK_NEXT_LOOK_S)
             return
         self._note_floors(folder)
-        if not self._state.is_open:
+        if not self.reads.is_open:
             self._open(folder)
-        if self._state.problem:
+        if self.reads.problem:
             self._check_floor(folder, 0)
-            self._state.has_problem("")
-            self._on_news()
+            self.reads.has_problem("")
         self._work(folder)
 
     def _work(self, folder: TierFolder) -> None:
@@ -261,13 +252,12 @@ class DiskTier:
     def _failed(self, error: BaseException) -> None:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
         self._retry_at = time.monotonic() + DISK_RETRY_S
-        self._state.count(writes_failed=1)
+        self.reads.count(writes_failed=1)
         # Nothing waits for a disk that can't be written.
         for whose in list(self._batches):
             self._end(self._batches.pop(whose).chunks, is_written=False)
-        if self._state.has_problem(reason):
+        if self.reads.has_problem(reason):
             logger.warning("nothing is written to disk_path=%r now: %s", self._place.path, reason)
-        self._on_news()
 
     def _claim(self) -> TierFolder:
         """Take a folder, and learn what was cleared when somebody had it before."""
@@ -281,7 +271,7 @@ class DiskTier:
             self._noted = floors
             index = self._owner.index
             index.drop_void(index.floors.learn(floors))
-            self._state.folder = folder
+            self.reads.folder = folder
         return folder
 
     def _open(self, folder: TierFolder) -> None:
@@ -294,9 +284,8 @@ class DiskTier:
             self._add(file)
         with self._lock:
             gone = [*self._index.give_way(0), *self._index.take_empty()]
-            self._state.is_open = True
-        for name in gone:
-            folder.delete(name)
+            self.reads.is_open = True
+        folder.delete(*gone)
         logger.info("%s has %d chunks in %d files", folder.path, len(self._shelf), len(found))
 
     def _note_floors(self, folder: TierFolder) -> None:
@@ -316,8 +305,7 @@ class DiskTier:
     def _delete_empty(self, folder: TierFolder) -> None:
         with self._lock:
             empty = self._index.take_empty()
-        for name in empty:
-            folder.delete(name)
+        folder.delete(*empty)
 
     # Writing
 
@@ -383,9 +371,8 @@ class DiskTier:
             raise
         with self._lock:
             self._add(file, self._end(batch.chunks, is_written=True))
-        self._state.count(bytes_written=batch.num_bytes, chunks_written=len(batch.chunks))
+        self.reads.count(bytes_written=batch.num_bytes, chunks_written=len(batch.chunks))
         self._delete_empty(folder)
-        self._on_news()
 
     def _make_room(self, folder: TierFolder, num_bytes: int, tenant: str) -> bool:
         """Delete what goes for a file; False: there can't be room for it.
@@ -399,9 +386,8 @@ class DiskTier:
             if not self._index.can_hold(num_bytes, tenant):
                 return False
             gone = self._index.give_way(num_bytes, tenant)
-        for name in gone:
-            folder.delete(name)
-        self._state.count(files_evicted=len(gone))
+        folder.delete(*gone)
+        self.reads.count(files_evicted=len(gone))
         self._check_floor(folder, num_bytes)
         return True
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass
 
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
@@ -26,12 +25,6 @@ OFFER_S = 10.0
 
 # Between two looks for offers that are too old.
 OFFER_LOOK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    chunks: list[ChunkRecord]
-    ends_at: float
 
 
 class Offers:
@@ -47,7 +40,8 @@ class Offers:
         self._offer_s = offer_s
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._held: dict[int, _Held] = {}
+        # By number: the chunks, and until when they are held.
+        self._held: dict[int, tuple[list[ChunkRecord], float]] = {}
 
     def begin(self, request: Read) -> Offer:
         """Hold what is there of what is asked for.
@@ -58,7 +52,7 @@ class Offers:
         reply, chunks = self._reader.hold(request)
         with self._lock:
             number = next(self._numbers)
-            self._held[number] = _Held(chunks, time.monotonic() + self._offer_s)
+            self._held[number] = chunks, time.monotonic() + self._offer_s
         return Offer(number, reply, Numbers.of(map(self._reader.keeper.address_of, chunks)))
 
     def end(self, number: int) -> bool:
@@ -67,14 +61,15 @@ class Offers:
             held = self._held.pop(number, None)
         if held is None:
             return False
-        self._reader.keeper.end_read(*held.chunks)
+        chunks, _ = held
+        self._reader.keeper.end_read(*chunks)
         return True
 
     def expire(self) -> None:
         """End all offers that are too old."""
         now = time.monotonic()
         with self._lock:
-            old = [number for number, held in self._held.items() if held.ends_at <= now]
+            old = [number for number, (_, ends_at) in self._held.items() if ends_at <= now]
         for number in old:
             self.end(number)
 

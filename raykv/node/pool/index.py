@@ -91,7 +91,7 @@ class PoolIndex:
         geometry: PoolGeometry,
         listing: Listing,
         floors: Floors,
-        companions: room.Companions | None = None,
+        companions: room.Companions = lambda *_: (),
         pin_share: float = claims.PIN_SHARE,
     ) -> None:
         self.listing = listing
@@ -440,21 +440,14 @@ class PoolIndex:
         record.writers |= 1 << part.rank
         return record
 
-    def end_store(
-        self, record: ChunkRecord, rank: int, *, ok: bool, blocks: Blocks = ids.ALL_BLOCKS
-    ) -> ChunkState:
-        """A rank has stopped writing its part: of READY chunks it was the last one.
-
-        Ranks that have stored other blocks than the ones before make the chunk void.
-        """
-        self.end_stores([record], rank, ok=ok, blocks=[blocks])
-        return record.state
-
     def end_stores(
         self, records: Sequence[ChunkRecord], rank: int, *, ok: bool, blocks: Sequence[Blocks]
     ) -> list[ChunkRecord]:
-        """`end_store` of some chunks of a job, with these blocks of each; returns those that are
-        READY now. Whatever goes wrong here, the rank writes none of them any more.
+        """A rank has stopped writing its parts of some chunks of a job, with these blocks of each;
+        returns those that are READY now, of which it was the last one. Whatever goes wrong here,
+        the rank writes none of them any more.
+
+        Ranks that have stored other blocks than the ones before make a chunk void.
         """
         mask, finished = 1 << rank, list[ChunkRecord]()
         assert all(record.writers & mask for record in records), (rank, records)

@@ -310,7 +310,7 @@ class Landings:
         assert record in self._landing, record
         part = self._landing.pop(record)
         self._num_bytes -= record.slot_bytes
-        self._index.end_store(record, 0, ok=ok, blocks=record.blocks)
+        self._index.end_stores([record], 0, ok=ok, blocks=[record.blocks])
         self._index.end_job(part)
 
     def begin_read(

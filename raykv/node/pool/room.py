@@ -58,7 +58,7 @@ class Room:
         self,
         places: Places,
         find: Callable[[Namespace, Key], ChunkRecord | None],
-        companions: Companions | None = None,
+        companions: Companions,
     ) -> None:
         self._places = places
         self._find = find
@@ -144,13 +144,11 @@ class Room:
         found = self._slab_for(wanted.slot_bytes, now, may_go)
         if found is None:
             found = self._first(wanted, count, may_go) or None
-        if found and self._companions is not None:
-            found += self._with(self._companions, found, may_go)
+        if found:
+            found += self._with(found, may_go)
         return found
 
-    def _with(
-        self, companions: Companions, gone: Sequence[ChunkRecord], may_go: MayGo
-    ) -> list[ChunkRecord]:
+    def _with(self, gone: Sequence[ChunkRecord], may_go: MayGo) -> list[ChunkRecord]:
         """The companions of chunks that go, as far as they may go as well; what is pinned is in no
         queue.
         """
@@ -160,7 +158,7 @@ class Room:
         found = dict.fromkeys(
             self._find(namespace, key)
             for namespace, keys in by_namespace.items()
-            for key in companions(namespace, keys)
+            for key in self._companions(namespace, keys)
         )
         others = [each for each in found if each is not None and each not in set(gone)]
         return [each for each in others if each.queue is not None and may_go(each)]

@@ -272,7 +272,7 @@ class Capturing:
                 now = time.monotonic()
                 if self._index.admit(name, num_bytes, most, capture.ttl_s, now):
                     return
-                if now >= give_up_at or queued.is_cancelled or self._stopping:
+                if now >= give_up_at or queued.stop() or self._stopping:
                     raise _RefusedError(
                         Refusal.CANCELLED,
                         f"hidden_states_bytes={most} has been full of states that are still being "
@@ -286,14 +286,14 @@ class Capturing:
         parts = self._parts(queued, runs, max(1, most_bytes // int(runs.size[0])))
         with contextlib.closing(backend.copy_each(Direction.STORE, parts, queued.stop)) as answers:
             done = all(answers)
-        if not done or queued.is_cancelled:
+        if not done or queued.stop():
             raise _RefusedError(Refusal.CANCELLED, "the engine ended, or gave the copy up")
 
     def _parts(self, queued: attached.QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
         """Pages copied at once; more urgent copies go before each."""
         for first in range(0, len(runs.size), step):
             self._give_way(queued)
-            yield runs.some(first, first + step)
+            yield runs.some(slice(first, first + step))
 
     # The threads that write
 

@@ -23,7 +23,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -285,13 +285,11 @@ def load_hidden_states(path: str, timeout_s: float = STATES_LOAD_S) -> dict[str,
     Raises:
         HiddenStatesError: there will be no such file, and why; or it took too long.
     """
-    outcome = _await_writer(path, timeout_s)
-    if outcome.is_failed:
-        raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}")
+    gone = _await_writer(path, timeout_s)
     try:
         tensors = _read_tensors(path)
     except FileNotFoundError:
-        raise HiddenStatesError(f"no hidden states at {path}: {outcome.reason}") from None
+        raise HiddenStatesError(f"no hidden states at {path}: {gone}") from None
     except Exception as error:
         # Such as a file that was cut short by somebody else.
         raise HiddenStatesError(f"the hidden states at {path} can't be read: {error}") from error
@@ -353,26 +351,18 @@ def _said(text: bytes) -> str | None:
     return "" if rest == _WHOLE else said.removeprefix("failed: ")
 
 
-class _Outcome(NamedTuple):
-    """What the writer has said, or why the file might not be there."""
-
-    is_failed: bool
-    reason: str
-
-
-def _await_writer(path: str, timeout_s: float) -> _Outcome:
-    """Sleep until nobody writes the file.
+def _await_writer(path: str, timeout_s: float) -> str:
+    """Sleep until nobody writes the file; returns why it might not be there.
 
     Raises:
-        HiddenStatesError: it took too long.
+        HiddenStatesError: it took too long, or the writer has said why there is none.
     """
     try:
         lock = Path(path + LOCK_SUFFIX).open("rb")  # noqa: SIM115 - the thread below closes it
     except FileNotFoundError:
-        gone = "nobody has promised any, or they have expired or been cleaned up"
         if problem := _noted(path):
-            gone = f"their folder could not be written to: {problem}"
-        return _Outcome(is_failed=False, reason=gone)
+            return f"their folder could not be written to: {problem}"
+        return "nobody has promised any, or they have expired or been cleaned up"
     except OSError as error:
         raise HiddenStatesError(f"the hidden states at {path} can't be waited for: {error}") from (
             error
@@ -393,6 +383,7 @@ def _await_writer(path: str, timeout_s: float) -> _Outcome:
         )
     said = _said(texts[0]) if texts else None
     if said is None:
-        died = "their writer died, or was ended, before it had written them"
-        return _Outcome(is_failed=False, reason=died)
-    return _Outcome(is_failed=bool(said), reason=said or "they have expired or been cleaned up")
+        return "their writer died, or was ended, before it had written them"
+    if said:
+        raise HiddenStatesError(f"no hidden states at {path}: {said}")
+    return "they have expired or been cleaned up"

@@ -56,12 +56,8 @@ class CaptureIndex:
     def __init__(self) -> None:
         # In the order of their admission, so that the oldest is the first.
         self._entries: dict[str, CaptureEntry] = {}
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = 0
         """Of states in memory."""
-        return self._num_bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,7 +78,7 @@ class CaptureIndex:
         """
         assert request_id not in self._entries, request_id
         forgotten: list[str] = []
-        left = self._num_bytes
+        left = self.num_bytes
         if left + num_bytes > most_bytes:
             for other, entry in self._entries.items():
                 if entry.state is CaptureState.KEPT:
@@ -102,7 +98,7 @@ class CaptureIndex:
         for other in forgotten:
             self._forget(other)
         self._entries[request_id] = CaptureEntry(num_bytes, ttl_s, since=now)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         return True
 
     def written(self, request_id: str, now: float, problem: str = "") -> None:
@@ -115,7 +111,7 @@ class CaptureIndex:
         """The states will not come."""
         entry = self._entries[request_id]
         assert entry.state is CaptureState.COMING, entry
-        self._num_bytes -= entry.num_bytes
+        self.num_bytes -= entry.num_bytes
         entry.state, entry.since, entry.reason = CaptureState.FAILED, now, reason
         entry.num_bytes = 0
 
@@ -124,7 +120,7 @@ class CaptureIndex:
         if request_id in self._entries:
             return False
         # It takes no memory, whatever is in it.
-        if not self.admit(request_id, 0, self._num_bytes, ttl_s, now):
+        if not self.admit(request_id, 0, self.num_bytes, ttl_s, now):
             return False
         self.fail(request_id, reason, now)
         return True
@@ -151,5 +147,5 @@ class CaptureIndex:
         ]
 
     def _forget(self, request_id: str) -> None:
-        self._num_bytes -= self._entries.pop(request_id).num_bytes
-        assert self._num_bytes >= 0, self._num_bytes
+        self.num_bytes -= self._entries.pop(request_id).num_bytes
+        assert self.num_bytes >= 0, self.num_bytes

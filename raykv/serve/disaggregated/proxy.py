@@ -86,14 +86,14 @@ class DisaggregatedBackend:
         deadline_s = self._handover.prefill_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                status = (await whole(self._prefill.answer(forms.prefill))).head.status
+                head, _ = await whole(self._prefill.answer(forms.prefill))
         except TimeoutError:
             self._leave_alone(f"no answer within {deadline_s} s")
             return Course.LATE
         except Exception as error:
             self._leave_alone(_reason(error))
             return Course.LOST
-        if status == 200:
+        if head.status == 200:
             return Course.PREFILLED
         if not self._has_logged_refusal:
             self._has_logged_refusal = True
@@ -101,7 +101,7 @@ class DisaggregatedBackend:
                 "a prefill engine of %s answered with status %d: the decode engine computes the "
                 "prompt, or says what is wrong with the request (logged once)",
                 self._model,
-                status,
+                head.status,
             )
         return Course.REFUSED
 
@@ -125,8 +125,8 @@ class DisaggregatedBackend:
         """Whether a prefill engine lives; refusing a prompt is a sign of life."""
         try:
             async with asyncio.timeout(PREFILL_PROBE_S):
-                answered = await whole(self._prefill.answer(probe(self._model)))
-                return answered.head.status < 500
+                head, _ = await whole(self._prefill.answer(probe(self._model)))
+                return head.status < 500
         except Exception as error:
             logger.debug("no prefill engine of %s answers: %s", self._model, _reason(error))
             return False

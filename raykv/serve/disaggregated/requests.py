@@ -124,13 +124,12 @@ def split(request: exchange.HttpRequest, handover: Handover) -> Split:
 
 
 def _split(request: exchange.HttpRequest, body: dict[str, Any], handover: Handover) -> Split:
-    direct = Split(request, request)
     params = body.get(PARAMS)
     if isinstance(params, dict) and PREFILLED in params:
         params = without_prefilled(params)
         body = {**body, PARAMS: params}
         request = _with_body(request, body)
-        direct = Split(request, request)
+    direct = Split(request, request)
     if not _is_suitable(body, params):
         return direct
     if num_tokens(request.path, body, handover.bytes_per_token) < handover.min_prompt_tokens:

@@ -88,14 +88,6 @@ Pieces = AsyncGenerator[Head | bytes, None]
 """An answer: a head, then the body's pieces. Closing it takes the request back."""
 
 
-@dataclass(frozen=True)
-class WholeAnswer:
-    """All pieces of an answer."""
-
-    head: Head
-    body: bytes
-
-
 def parsed(body: bytes) -> Any:
     """The JSON of a body.
 
@@ -171,8 +163,8 @@ def refusal(status: int, reason: str) -> Response:
     return JSONResponse({"error": error}, status, later)
 
 
-async def whole(pieces: Pieces) -> WholeAnswer:
-    """Wait for the end of an answer; 502 if it has no head."""
+async def whole(pieces: Pieces) -> tuple[Head, bytes]:
+    """Wait for the end of an answer: its head, 502 if it has none, and its body."""
     head, body = Head(502, []), b""
     async with aclosing(pieces):
         async for piece in pieces:
@@ -180,7 +172,7 @@ async def whole(pieces: Pieces) -> WholeAnswer:
                 head = piece
             else:
                 body += piece
-    return WholeAnswer(head, body)
+    return head, body
 
 
 async def drive(app: ASGIApp, request: HttpRequest) -> Pieces:

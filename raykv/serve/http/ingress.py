@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -39,7 +39,7 @@ REPLICA_RETRY_PAUSE_S = 0.05
 REPLICA_METRICS_S = 5.0
 
 
-REPLICA_GONE = (ActorDiedError, ActorUnavailableError, RayActorError)
+REPLICA_GONE = RayActorError
 """What a call raises whose replica has died or cannot be reached."""
 
 TOO_MANY = (BackPressureError, DeploymentUnavailableError)
@@ -54,9 +54,7 @@ class Backend(Protocol):
     """Answers requests of one model."""
 
     def answer(self, request: exchange.HttpRequest) -> exchange.Pieces:
-        """Raises one of `REPLICA_GONE`, if its replica dies, or of `TOO_MANY`, or
-        `NoReplicaError`.
-        """
+        """Raises `REPLICA_GONE`, if its replica dies, or one of `TOO_MANY`, or `NoReplicaError`."""
         ...
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
@@ -175,6 +173,7 @@ class Ingress:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
+        held: bytes | bytearray = body
         try:
             await self._read(body, Request(scope, receive))
             request = exchange.HttpRequest(
@@ -184,6 +183,9 @@ class Ingress:
                 list(scope["headers"]),
                 bytes(body),
             )
+            # From here on one copy is held, not two.
+            held = request.body
+            del body
 
             async def answer() -> None:
                 response = await self._answer(request)
@@ -195,7 +197,7 @@ class Ingress:
         except HTTPException as error:
             await exchange.refusal(error.status_code, error.detail)(scope, receive, send)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= len(held)
 
     async def _read(self, body: bytearray, request: Request) -> None:
         """Fill `body`, counting it as held.
@@ -297,16 +299,16 @@ class Ingress:
             *(exchange.whole(model.backend.answer(request)) for model in self._models),
             return_exceptions=True,
         )
-        answers = [each for each in found if isinstance(each, exchange.WholeAnswer)]
-        lists = [json.loads(each.body) for each in answers if each.head.status == 200]
+        answers = [each for each in found if not isinstance(each, BaseException)]
+        lists = [json.loads(body) for head, body in answers if head.status == 200]
         listed = [model for each in lists for model in each["data"]]
         if listed:
             return JSONResponse({"object": "list", "data": listed})
         if len(answers) < len(found):
             raise HTTPException(503, "no model has a replica yet: try later")
         # Refused by all, for want of an API key for instance: what the first one says.
-        refused = answers[0]
-        return Response(refused.body, refused.head.status, media_type="application/json")
+        head, body = answers[0]
+        return Response(body, head.status, media_type="application/json")
 
 
 async def collected(backends: Sequence[Backend]) -> Sequence[ReplicaMetrics]:

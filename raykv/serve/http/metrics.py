@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -90,31 +90,20 @@ def _digest_of(authorization: bytes) -> bytes:
     return hashlib.sha256(key if scheme.lower() == b"bearer" else b"").digest()
 
 
-@dataclass
-class _Family:
-    """What is known of a metric: comments, from the first page that has it, and samples."""
-
-    comments: list[str] = field(default_factory=list)
-    samples: list[str] = field(default_factory=list)
-
-
 def merge(pages: Iterable[ReplicaMetrics]) -> bytes:
     """All pages in one: each family once, as Prometheus wants it, with the samples of all."""
-    families: dict[str, _Family] = {}
+    families: dict[str, list[str]] = {}
     for page in pages:
         labels = f'deployment="{_escaped(page.deployment)}",replica="{_escaped(page.replica)}"'
-        own: set[str] = set()
+        known = set(families)
         for name, line in _lines(page.text):
-            if name not in families:
-                families[name] = _Family()
-                own.add(name)
-            family = families[name]
+            family = families.setdefault(name, [])
             if not line.startswith("#"):
-                family.samples.append(_labelled(line, labels))
-            elif name in own:
-                family.comments.append(line)
-    lines = [line for each in families.values() for line in (*each.comments, *each.samples)]
-    return "".join(f"{line}\n" for line in lines).encode()
+                family.append(_labelled(line, labels))
+            elif name not in known:
+                # The comments of a family are those of the first page that has it.
+                family.append(line)
+    return "".join(f"{line}\n" for family in families.values() for line in family).encode()
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -124,7 +124,7 @@ class KVRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[mi
     def _outcome(self, placed: planner.PlacedRequest) -> str:
         """How a replica is chosen, where the prompts are known."""
         if placed.silence is None:
-            return PLACED if placed.is_answered else REMEMBERED
+            return PLACED if placed.found else REMEMBERED
         if not self._planner.remembers(placed):
             return placed.silence.value
         return SILENT_BUT_REMEMBERED if placed.silence is Fallback.NO_ANSWER else REMEMBERED

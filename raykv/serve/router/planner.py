@@ -61,11 +61,6 @@ class PlacedRequest:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     sent_to: Candidate | None = None
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether the directory has said where its prompts are."""
-        return bool(self.found)
-
 
 class RoutePlanner:
     """Decides for one router; see `raykv.serve.router.rank`. Lives on the router's event loop.

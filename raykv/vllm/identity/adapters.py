@@ -135,9 +135,8 @@ class LoadedAdapters:
 
     def may_load(self, use: AdapterUse) -> bool:
         """Whether a request that is about to be computed will be with this adapter."""
-        known = self._contents.get(use.adapter_id)
-        if known is not None and not use.reloads:
-            return known.digest == use.digest and adapters.is_unchanged(use.path, known)
+        if use.adapter_id in self._contents and not use.reloads:
+            return self._is(use)
         return adapters.content(use.path).digest == use.digest
 
     def begin(self, uses: Mapping[str, AdapterUse]) -> None:

@@ -91,11 +91,6 @@ def effect_of(
     return Effect.NONE if method in HARMLESS else Effect.UNKNOWN
 
 
-def checksum(worker: Any) -> str:
-    """Digest of all weights of a worker, each of which is read once."""
-    return _digest_of(_tensors(worker))
-
-
 def _digest_of(tensors: Iterable[tuple[str, Any]]) -> str:
     whole = hashlib.sha256()
     for name, tensor in tensors:
@@ -227,21 +222,19 @@ class WeightWatch:
 
     def _content(self) -> str | None:
         if self._found[0] != self.count:
-            self._found = self.count, self._digest()
+            self._found = self.count, None
+            try:
+                self._refuse_asleep()
+                tensors = list(_tensors(self.worker))
+                if self._is_readable(tensors):
+                    self._found = self.count, _digest_of(tensors)
+            except Exception as error:
+                logger.warning("the weights can't be read: %s", error)
         return self._found[1]
 
     def _refuse_asleep(self) -> None:
         if self.is_asleep:
             raise RuntimeError("the worker sleeps: its weights have no memory until it wakes up")
-
-    def _digest(self) -> str | None:
-        try:
-            self._refuse_asleep()
-            tensors = list(_tensors(self.worker))
-            return _digest_of(tensors) if self._is_readable(tensors) else None
-        except Exception as error:
-            logger.warning("the weights can't be read: %s", error)
-            return None
 
     def _is_readable(self, tensors: Iterable[tuple[str, Any]]) -> bool:
         if self._has_failed or engine.is_quantized(self.worker):
@@ -285,7 +278,7 @@ def check(worker: Any) -> str:
     Called by vLLM's `collective_rpc`, which has it take the worker.
     """
     watch = watch_of(worker)
-    return checksum(worker) if watch is None else watch.check()
+    return _digest_of(_tensors(worker)) if watch is None else watch.check()
 
 
 def note_afterwards(worker: Any, what: str) -> None:

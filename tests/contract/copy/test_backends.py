@@ -224,7 +224,9 @@ def test_copy_carries_out_the_rows_that_are_named_and_no_others(
         for last in range(first, count + 1):
             with filled(kind, of, seed=first) as memory:
                 kv, pool = after_rows(memory, direction, runs, first, last)
-                assert carried_out(memory.backend(0), direction, runs.some(first, last), NEVER)
+                assert carried_out(
+                    memory.backend(0), direction, runs.some(slice(first, last)), NEVER
+                )
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
@@ -258,7 +260,9 @@ def test_copy_looks_before_every_run_and_writes_nothing_after_it_was_stopped(
             with filled(kind, of, seed=row) as memory:
                 kv, pool = after_rows(memory, direction, runs, first, row + 1)
                 stop = StopSign([set_by_row(memory, direction, runs, first, row)])
-                assert not carried_out(memory.backend(0), direction, runs.some(first, count), stop)
+                assert not carried_out(
+                    memory.backend(0), direction, runs.some(slice(first, count)), stop
+                )
                 assert np.array_equal(memory.kvs[0], kv)
                 assert np.array_equal(memory.pool, pool)
 
@@ -286,7 +290,7 @@ def test_copy_is_stopped_by_another_thread_while_it_runs(kind: str, direction: D
     """It would go on for a minute: the same mebibyte, again and again."""
     size = 1 << 20
     some = np.zeros(200_000, np.int64)
-    runs = CopyRuns(some, some, some + size, some[:0])
+    runs = CopyRuns(some, some, some + size)
     word = ctypes.c_uint64(0)
     with MEMORIES[kind](1, size, size) as memory:
         target, source = (memory.pool, memory.kvs[0])[:: 1 if direction is STORE else -1]
@@ -325,7 +329,7 @@ def long_runs(draw: st.DrawFn) -> CopyRuns:
             at += each
     order = list(draw(st.permutations(range(len(sizes)))))
     here, there, size = (np.array(column, np.int64)[order] for column in (kv, pool, sizes))
-    return CopyRuns(here, there, size, np.array([len(sizes)]))
+    return CopyRuns(here, there, size)
 
 
 @every_backend
@@ -347,7 +351,7 @@ def test_copy_of_long_runs_keeps_to_their_bytes(
 @pytest.mark.parametrize("offset", [0, 1, 64, 4095])
 def test_copy_of_a_run_in_pieces_is_whole(kind: str, offset: int) -> None:
     size = 3 * (1 << 20) + 77
-    runs = CopyRuns(*(np.array([number]) for number in (5, offset, size, 1)))
+    runs = CopyRuns(np.array([5]), np.array([offset]), np.array([size]))
     with MEMORIES[kind](1, size + 8192, size + 8192) as memory:
         fill(memory, offset)
         _, pool = after_rows(memory, STORE, runs, 0, 1)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster.join import Raylet
-from raykv.engine.place import EnginePlace, RayActor, RayHere
+from raykv.engine.place import EnginePlace, RayHere
 
 LONG_S = 10.0
 HEAD = "head:1"
@@ -62,6 +62,38 @@ def alone() -> tuple[PlayedRay, EnginePlace]:
     return here, EnginePlace(HEAD, "one", is_ours=True, here=here)
 
 
+class Handle:
+    """Stands for the handle of an actor with one method."""
+
+    def __init__(self, reply: Callable[[], bytes] = lambda: b"answer") -> None:
+        self.asked: list[bytes] = []
+        self.reply = reply
+
+    @property
+    def ask(self) -> Handle:
+        return self
+
+    def remote(self, raw: bytes) -> Handle:
+        self.asked.append(raw)
+        return self
+
+    def future(self) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        if (answer := self.reply()) != b"silence":
+            future.set_result(answer)
+        return future
+
+
+def connection_of(here: PlayedRay, place: EnginePlace) -> int:
+    """A call; the number of the connection that its handle is of."""
+
+    def find() -> Handle:
+        number = b"%d" % (here.num_joined + 1)
+        return Handle(lambda: number)
+
+    return int(place.call(find, LONG_S, "ask", b""))
+
+
 def test_engine_stays_while_its_raylet_runs() -> None:
     here, place = alone()
     here.begin("two")
@@ -80,8 +112,7 @@ def test_engine_waits_while_no_raylet_of_its_cluster_has_begun(
     assert place.is_gone
     assert (place.node_id, here.driver) == ("one", "one")
     assert caplog.text.count("start Ray on this host again") == 1
-    with place.calling() as connection:
-        assert connection == 1
+    assert connection_of(here, place) == 1
 
 
 def test_engine_joins_again_at_the_next_raylet_of_its_host() -> None:
@@ -92,8 +123,7 @@ def test_engine_joins_again_at_the_next_raylet_of_its_host() -> None:
     assert place.follow()
     assert not place.is_gone
     assert (place.node_id, here.driver, here.num_joined) == ("two", "two", 1)
-    with place.calling() as connection:
-        assert connection == 2
+    assert connection_of(here, place) == 2
     assert place.follow()
     assert here.num_joined == 1
 
@@ -105,8 +135,8 @@ def test_engine_that_could_not_join_tries_again_and_nobody_calls_ray_meanwhile()
     here.trouble = "the head does not answer"
     with pytest.raises(ClusterError, match="the head does not answer"):
         place.follow()
-    with pytest.raises(ClusterError, match="not connected"), place.calling():
-        pass
+    with pytest.raises(ClusterError, match="not connected"):
+        connection_of(here, place)
     here.trouble = ""
     assert place.follow()
     assert place.node_id == "two"
@@ -123,8 +153,7 @@ def test_nobody_calls_ray_while_the_connection_is_made_anew() -> None:
     called: list[int] = []
 
     def call() -> None:
-        with place.calling() as connection:
-            called.append(connection)
+        called.append(connection_of(here, place))
 
     caller = threading.Thread(target=call)
     caller.start()
@@ -178,46 +207,20 @@ def test_raylets_that_cannot_be_seen_count_as_there() -> None:
 # Calls
 
 
-class Handle:
-    """Stands for the handle of an actor with one method."""
-
-    def __init__(self, reply: Callable[[], bytes] = lambda: b"answer") -> None:
-        self.asked: list[bytes] = []
-        self.reply = reply
-
-    @property
-    def ask(self) -> Handle:
-        return self
-
-    def remote(self, raw: bytes) -> Handle:
-        self.asked.append(raw)
-        return self
-
-    def future(self) -> Future[bytes]:
-        future: Future[bytes] = Future()
-        if (answer := self.reply()) != b"silence":
-            future.set_result(answer)
-        return future
-
-
 def test_handle_of_an_earlier_connection_is_not_used() -> None:
-    connections, handles = [1], [Handle()]
-
-    @contextmanager
-    def calling() -> Iterator[int]:
-        if not connections:
-            raise ClusterError("this engine is not connected to Ray")
-        yield connections[-1]
-
-    actor = RayActor(lambda: handles[-1], calling, LONG_S)
-    assert actor.call("ask", b"1") == b"answer"
-    connections.append(2)
+    here, place = alone()
+    handles = [Handle()]
+    call = partial(place.call, lambda: handles[-1], LONG_S)
+    assert call("ask", b"1") == b"answer"
+    here.end("one")
+    here.begin("two")
+    assert place.follow()
     handles.append(Handle())
-    assert actor.call("ask", b"2") == b"answer"
+    assert call("ask", b"2") == b"answer"
     assert [handle.asked for handle in handles] == [[b"1"], [b"2"]]
-    connections.clear()
+    here.driver = ""
     with pytest.raises(ClusterError, match="not connected"):
-        actor.call("ask", b"3")
+        call("ask", b"3")
 
 
 @pytest.mark.parametrize("reply", [b"silence", b""])
@@ -228,14 +231,10 @@ def test_actor_that_failed_is_looked_for_again(reply: bytes) -> None:
         raise ConnectionError("the actor died")
 
     handles = [Handle(fail)]
-
-    @contextmanager
-    def calling() -> Iterator[int]:
-        yield 1
-
-    actor = RayActor(lambda: handles[-1], calling, 0.05)
+    _, place = alone()
+    call = partial(place.call, lambda: handles[-1], 0.05)
     with pytest.raises((ConnectionError, TimeoutError)):
-        actor.call("ask", b"1")
+        call("ask", b"1")
     handles.append(Handle())
-    assert [actor.call("ask", b"2"), actor.call("ask", b"3")] == [b"answer", b"answer"]
+    assert [call("ask", b"2"), call("ask", b"3")] == [b"answer", b"answer"]
     assert handles[1].asked == [b"2", b"3"]

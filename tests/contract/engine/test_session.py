@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from raykv.base.errors import ClusterError
+from raykv.base.settings import Settings
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.cluster.join import leave_ray
@@ -53,7 +54,7 @@ def place() -> Iterator[PlayedPlace]:
 
 @pytest.fixture
 def view() -> EngineView:
-    return EngineView(1.0)
+    return EngineView(Settings(lookup_deadline_s=1.0))
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def make(here: Node, tmp_path: Path) -> Iterator[Made]:
         made.append(tier)
         tier.start()
         if is_open:
-            wait_until(lambda: not tier.stats().problem, 10.0, "the folder is read")
+            wait_until(lambda: not tier.reads.stats().problem, 10.0, "the folder is read")
         return tier
 
     yield one
@@ -91,9 +91,9 @@ def end(tier: DiskTier) -> None:
     """As if its process had ended."""
     tier.stop()
     wait_until(lambda: not threads(), 5.0, "the tier's threads end")
-    folder = tier._state.folder
+    folder = tier.reads.folder
     if folder is not None:
-        tier._state.folder = None
+        tier.reads.folder = None
         folder.close()
 
 
@@ -162,8 +162,8 @@ def test_what_goes_next_is_written_before_it_goes_and_comes_back_as_it_was(
     arrived = here.find(first[0])
     assert arrived is not None
     assert (arrived.stamp, arrived.blocks) == (first[0].stamp, first[0].blocks)
-    assert tier.stats().chunks_read == RESERVE
-    assert tier.stats().chunks_written == 2 * RESERVE
+    assert tier.reads.stats().chunks_read == RESERVE
+    assert tier.reads.stats().chunks_written == 2 * RESERVE
 
 
 def test_chunks_of_a_session_that_is_over_are_written_too(here: Node, make: Made) -> None:
@@ -244,7 +244,7 @@ def test_wider_chunk_takes_the_place_of_the_narrower_one(here: Node, make: Made)
     arrived = here.find(wide)
     assert arrived is not None
     assert arrived.blocks == wide.blocks
-    assert tier.stats().num_chunks == 1
+    assert tier.reads.stats().num_chunks == 1
 
 
 def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
@@ -255,7 +255,7 @@ def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
     wide = here.store(key(1), stamp=Stamp(HISTORY, 1))
     later = here.store(key(2), stamp=Stamp(HISTORY, 2))
     tier.keep(10.0)
-    folder = tier._state.folder
+    folder = tier.reads.folder
     assert folder is not None
     path = folder.new_path()
     data = np.zeros(PAGE, np.uint8)
@@ -277,14 +277,14 @@ def test_chunk_from_before_the_orders_is_not_found_again_where_anything_was_clea
     begin_life(here, tier, 0)
     here.store(key(1), stamp=Stamp(0, 0))
     again = make(is_open=False)
-    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
     again.keep(10.0)
     assert on_disk(here) == {key(1)}
     begin_life(here, again, 0)
     third = make(is_open=False)
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
-    wait_until(lambda: not third.stats().problem, 10.0, "the folder is read")
+    wait_until(lambda: not third.reads.stats().problem, 10.0, "the folder is read")
     assert on_disk(here) == set()
 
 
@@ -292,10 +292,10 @@ def test_keep_writes_all_that_the_pool_has(here: Node, make: Made) -> None:
     tier = make()
     fill(here, 20)
     assert tier.keep(10.0) == 0
-    assert tier.stats().num_chunks == 20
+    assert tier.reads.stats().num_chunks == 20
     # A second time there is nothing to do.
     assert tier.keep(10.0) == 0
-    assert tier.stats().chunks_written == 20
+    assert tier.reads.stats().chunks_written == 20
 
 
 def test_damaged_chunk_is_not_written(here: Node, make: Made) -> None:
@@ -360,8 +360,8 @@ def test_damaged_file_is_a_refusal_and_is_forgotten(
     refusal = Refusal.NOT_HERE if harm == "delete" else Refusal.CORRUPT
     assert fetch(here, tier, record) == [refusal]
     assert on_disk(here) == set()
-    assert tier.stats().num_chunks == 0
-    assert tier.stats().chunks_damaged == (harm != "delete")
+    assert tier.reads.stats().num_chunks == 0
+    assert tier.reads.stats().chunks_damaged == (harm != "delete")
 
 
 # Lives
@@ -385,12 +385,12 @@ def test_nothing_is_found_before_there_are_orders(here: Node, make: Made, tmp_pa
     tier.keep(10.0)
     begin_life(here, tier, 0)
     again = make(is_open=False)
-    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
     assert on_disk(here) == set()
     assert len(files(tmp_path)) == 1
     # What was cleared while nobody had the folder does not come back.
     here.order(2, floors={NAMESPACE: 2})
-    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
+    wait_until(lambda: not again.reads.stats().problem, 10.0, "the folder is read")
     assert on_disk(here) == {key(2)}
 
 
@@ -402,7 +402,7 @@ def test_cleared_chunks_never_come_back(here: Node, make: Made, tmp_path: Path) 
     assert on_disk(here) == set()
     assert fetch(here, tier, record) == [Refusal.NOT_HERE]
     wait_until(lambda: not files(tmp_path), 10.0, "the file is deleted")
-    folder = tier._state.folder
+    folder = tier.reads.folder
     assert folder is not None
     assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
 
@@ -415,13 +415,13 @@ def test_floors_of_earlier_histories_are_kept(here: Node, make: Made) -> None:
     tier.keep(10.0)
     begin_life(here, tier, 0)
     again = make(is_open=False)
-    wait_until(lambda: again._state.folder is not None, 10.0, "the folder is there")
+    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
-    wait_until(lambda: not again.stats().problem, 10.0, "the folder is read")
+    wait_until(lambda: not again.reads.stats().problem, 10.0, "the folder is read")
     # It is of an earlier history, of which something is known.
     assert on_disk(here) == {old.key}
     assert here.keeper.owner.index.floors.told[HISTORY] == {EVERY_NAMESPACE: 2}
-    folder = again._state.folder
+    folder = again.reads.folder
     assert folder is not None
     assert folder.read_floors() == here.keeper.owner.index.floors.told
 
@@ -433,12 +433,12 @@ def test_file_that_outlived_its_clearing_is_not_believed(
     tier = make()
     here.store(key(1))
     tier.keep(10.0)
-    folder = tier._state.folder
+    folder = tier.reads.folder
     assert folder is not None
     begin_life(here, tier)
     folder.write_floors({0: {}, HISTORY: {NAMESPACE: 2}})
     again = make()
-    assert again.stats().num_chunks == 0
+    assert again.reads.stats().num_chunks == 0
     wait_until(lambda: not files(tmp_path), 10.0, "it is deleted")
 
 
@@ -446,13 +446,13 @@ def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: 
     tier = make()
     here.store(key(1))
     tier.keep(10.0)
-    folder = tier._state.folder
+    folder = tier.reads.folder
     assert folder is not None
     begin_life(here, tier)
     (folder.path / "floors.json").write_text(f'{{"3": {{"": {1 << 63}}}}}')
     again = make(is_open=False)
-    wait_until(lambda: "can't be read" in again.stats().problem, 10.0, "it says why")
-    assert again.stats().num_chunks == 0
+    wait_until(lambda: "can't be read" in again.reads.stats().problem, 10.0, "it says why")
+    assert again.reads.stats().num_chunks == 0
     # It serves nothing, and holds up no orders.
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY, 2)), 0.0)
 
@@ -486,9 +486,9 @@ def test_clearing_is_noted_while_nothing_can_be_written(
     tier.keep(10.0)
     begin_life(here, tier)
     full = make(floor_bytes=1 << 60, is_open=False)
-    wait_until(lambda: "must stay free" in full.stats().problem, 10.0, "it says why")
+    wait_until(lambda: "must stay free" in full.reads.stats().problem, 10.0, "it says why")
     here.order(2, floors={NAMESPACE: 2})
-    folder = full._state.folder
+    folder = full.reads.folder
     assert folder is not None
     assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
     wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
@@ -510,7 +510,7 @@ def test_clearing_makes_room_where_it_can_not_be_noted(
         assert not here.keeper.take_orders(document, 0.2)
         wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
     assert here.keeper.take_orders(document, 10.0)
-    folder = tier._state.folder
+    folder = tier.reads.folder
     assert folder is not None
     assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
 
@@ -524,7 +524,7 @@ def test_oldest_files_go_when_the_limit_is_reached(here: Node, make: Made, tmp_p
         record = here.store(key(number), 4 * PAGE)
         tier.keep(10.0)
         here.evict(record)
-    stats = tier.stats()
+    stats = tier.reads.stats()
     assert stats.is_full
     assert stats.used_bytes <= 20 * PAGE
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * PAGE
@@ -550,7 +550,7 @@ def test_flood_of_others_leaves_a_tenant_what_it_is_guaranteed_of_the_disk(
         write(number, "quiet")
     for number in range(100, 140):
         write(number, "greedy" if number % 2 else "")
-    stats = tier.stats()
+    stats = tier.reads.stats()
     assert stats.used_bytes <= stats.most_bytes
     assert stats.tenant_bytes["greedy"] <= 0.2 * stats.most_bytes
     told = on_disk(here)
@@ -558,7 +558,7 @@ def test_flood_of_others_leaves_a_tenant_what_it_is_guaranteed_of_the_disk(
     assert len(told) > 9
     # Files say whose they are.
     begin_life(here, tier)
-    assert make(most_bytes=most).stats().tenant_bytes == stats.tenant_bytes
+    assert make(most_bytes=most).reads.stats().tenant_bytes == stats.tenant_bytes
 
 
 def test_chunk_that_can_have_no_place_is_not_tried_again(here: Node, make: Made) -> None:
@@ -566,7 +566,7 @@ def test_chunk_that_can_have_no_place_is_not_tried_again(here: Node, make: Made)
     record = here.store(key(0))
     assert tier.keep(10.0) == 1
     assert record.is_written
-    assert not tier.stats().problem
+    assert not tier.reads.stats().problem
 
 
 # Disks that fail
@@ -574,10 +574,10 @@ def test_chunk_that_can_have_no_place_is_not_tried_again(here: Node, make: Made)
 
 def test_nothing_is_written_below_the_floor_and_it_says_so(here: Node, make: Made) -> None:
     tier = make(floor_bytes=1 << 60, is_open=False)
-    wait_until(lambda: "must stay free" in tier.stats().problem, 10.0, "it says why")
+    wait_until(lambda: "must stay free" in tier.reads.stats().problem, 10.0, "it says why")
     here.store(key(1))
     assert tier.keep(10.0) == 1
-    assert tier.stats().chunks_written == 0
+    assert tier.reads.stats().chunks_written == 0
 
 
 def test_disk_that_fails_for_a_while_is_used_again(
@@ -593,9 +593,9 @@ def test_disk_that_fails_for_a_while_is_used_again(
     with monkeypatch.context() as broken:
         broken.setattr("raykv.node.disk.chunk_file.write_chunks", full)
         assert tier.keep(10.0) == 1
-        assert tier.stats().problem == "No space left on device"
+        assert tier.reads.stats().problem == "No space left on device"
         assert record.readers == 0
-    wait_until(lambda: not tier.stats().problem, 10.0, "it is tried again")
+    wait_until(lambda: not tier.reads.stats().problem, 10.0, "it is tried again")
     assert tier.keep(10.0) == 0
     assert not list(tmp_path.glob(f"*/*{PART_SUFFIX}"))
 
@@ -606,7 +606,7 @@ def test_place_that_can_not_be_a_folder_is_a_problem_and_no_error(
     place = tmp_path / "file"
     place.write_bytes(b"")
     tier = make(place, is_open=False)
-    wait_until(lambda: "disk_path=" in tier.stats().problem, 10.0, "it says why")
+    wait_until(lambda: "disk_path=" in tier.reads.stats().problem, 10.0, "it says why")
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY, 2)), 0.0)
     record = here.store(key(1))
     here.evict(record)
@@ -628,6 +628,6 @@ def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
     with monkeypatch.context() as broken:
         broken.setattr(raykv.node.disk.folder, "read_header", fails)
         again = make(is_open=False)
-        wait_until(lambda: again.stats().problem == "Input/output error", 10.0, "it says why")
-    wait_until(lambda: again.stats().num_chunks == 1, 10.0, "it is tried again")
-    assert again.stats().files_damaged == 0
+        wait_until(lambda: again.reads.stats().problem == "Input/output error", 10.0, "it says why")
+    wait_until(lambda: again.reads.stats().num_chunks == 1, 10.0, "it is tried again")
+    assert again.reads.stats().files_damaged == 0

@@ -364,7 +364,8 @@ def test_deadline_is_kept_when_the_source_is_silent(here: Node, source: Node) ->
 def test_what_has_landed_before_the_deadline_is_kept(here: Node, source: Node, other: Node) -> None:
     other.faults.is_silent = True
     chunks = [wanted(node.store(key(i)), node) for i, node in enumerate((source, other))]
-    assert here.fetch(chunks, deadline_s=0.8).refusals == [NONE, Refusal.TOO_LATE]
+    # Two nodes meet, and the first bytes come, within that, on a machine that is busy too.
+    assert here.fetch(chunks, deadline_s=3.0).refusals == [NONE, Refusal.TOO_LATE]
     assert_right(here, chunks[:1])
 
 

@@ -20,7 +20,8 @@ import pytest
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.cluster.join import Joined
-from raykv.serve import CONNECTOR, ServePlan, command, plan_serve
+from raykv.serve import command
+from raykv.serve.command import CONNECTOR, ServePlan, plan_serve
 from raykv.vllm.command import CpuBuildFinder
 from tests.house import ROOT
 

@@ -393,10 +393,10 @@ def lookups_touch_nothing(patches: pytest.MonkeyPatch) -> None:
     ask = EngineView.ask
 
     def ask_only(view: EngineView, request_id: str, keys: Sequence[Key]) -> None:
-        found = list(view._found._rows)
+        found = list(view.found._rows)
         ask(view, request_id, keys)
-        view._found._rows.clear()
-        view._found._rows.extend(found)
+        view.found._rows.clear()
+        view.found._rows.extend(found)
 
     patches.setattr(EngineView, "ask", ask_only)
 

@@ -23,9 +23,8 @@ from raykv.base.ids import (
     Refusal,
     Stamp,
 )
-from raykv.engine.cost import FetchCost
+from raykv.base.settings import Settings
 from raykv.engine.listed import SILENT_S, ListedPlace
-from raykv.engine.remote import RemoteChunks, RemoteSettings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.copies import CopyResult
@@ -40,11 +39,10 @@ from tests.simulation.nodes.talk import EngineTalk
 if TYPE_CHECKING:
     from tests.simulation.nodes.cluster import Cluster
 
-LOOKUP_DEADLINE_S = 1.0
-REMOTE = RemoteSettings(query_deadline_s=1.0, fetch_deadline_s=10.0, pending_deadline_s=2.0)
+SETTINGS = Settings(query_deadline_s=1.0, fetch_deadline_s=10.0, lookup_deadline_s=2.0)
 LONGEST_WAIT_S = {
-    Lookup.RETRY: REMOTE.query_deadline_s,
-    Lookup.HIT_PENDING: max(LOOKUP_DEADLINE_S, REMOTE.pending_deadline_s, REMOTE.fetch_deadline_s),
+    Lookup.RETRY: SETTINGS.query_deadline_s,
+    Lookup.HIT_PENDING: max(SETTINGS.lookup_deadline_s, SETTINGS.fetch_deadline_s),
 }
 """From the first such answer that a request gets to the last one."""
 
@@ -96,16 +94,7 @@ class PlayedEngine:
         # How far its clock is ahead of the others', in seconds.
         self.ahead_s = 0.0
         self.kv = KVCache(self.model.num_ranks, num_blocks)
-        remote = RemoteChunks(
-            RemoteSettings(
-                REMOTE.query_deadline_s,
-                REMOTE.fetch_deadline_s,
-                REMOTE.pending_deadline_s,
-                self.model.sizes(),
-            ),
-            FetchCost(),
-        )
-        self.view = EngineView(LOOKUP_DEADLINE_S, remote=remote)
+        self.view = EngineView(SETTINGS, self.model.sizes())
         self.view.begin(self.hello(0), seats.node_ids, self.clock)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
@@ -189,7 +178,7 @@ class PlayedEngine:
         for group in range(len(self.model.groups)):
             keys = self.model.keys(group, prompt)
             self.view.ask(request.request_id, keys)
-            found = {key for _, key in self.view._found._rows}
+            found = {key for _, key in self.view.found._rows}
             untold = [key for key in keys if key in self.view.loadable and key not in found]
             assert not untold, f"{self} tells nobody that {request} has found {untold}"
         return request

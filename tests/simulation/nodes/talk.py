@@ -175,9 +175,7 @@ class EngineTalk:
         """Whether it has something to say, or waits for chunks."""
         view = self._engine.view
         open_fetches = any(call.is_open for call in self._fetches)
-        wants = bool(
-            self._asked or view.remote.has_questions or view.has_found or view.wanted_clear
-        )
+        wants = bool(self._asked or view.remote.has_questions or view.found or view.wanted_clear)
         talks = any(each.is_busy for each in self.places)
         return open_fetches or wants or talks
 
@@ -206,8 +204,8 @@ class EngineTalk:
 
     def _gather(self) -> None:
         engine = self._engine
-        if engine.view.has_found:
-            self._tell(engine.view.take_found(MOST_FOUND))
+        if engine.view.found:
+            self._tell(engine.view.found.take(MOST_FOUND))
 
     def _tell(
         self,

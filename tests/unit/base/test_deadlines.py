@@ -59,7 +59,6 @@ UNTIMED_NAMES = {
 BOUNDED = {
     ("raykv.node.attached", "send", "sendall"): "SO_SNDTIMEO, set when the worker has attached",
     ("raykv.node.service", "_accept", "accept"): "waits for strangers; `stop` wakes it",
-    ("raykv.node.service", "_attach", "sendall"): "what is left of NODE_HELLO_S",
     ("raykv.node.service", "_refuse", "sendall"): "what is left of NODE_HELLO_S, or less",
     ("raykv.node.lines", "serve", "recv"): "silence is fine; `DeathWatch` and `close` end it",
     ("raykv.node.lines", "send", "sendall"): "SO_SNDTIMEO, set when the line has begun",
@@ -76,7 +75,7 @@ BOUNDED = {
     ("raykv.worker.link", "_send", "sendall"): "SO_SNDTIMEO, set when the line is up",
     ("raykv.worker.link", "_await_attached", "recv"): "it is readable",
     ("raykv.worker.link", "_receive", "recv"): "MSG_DONTWAIT",
-    ("raykv.worker.front", "wait", "wait"): "of a link: its flush deadline",
+    ("raykv.worker.handover", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.worker.staging", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.vllm.transfers", "wait", "wait"): "of a link: its flush deadline",
     ("raykv.base.parent", "_end_after", "select"): "a daemon thread: until the parent has ended",

@@ -221,7 +221,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
     """One that is whole, and of this pool."""
     pool = pool_in(tmp_path)
     pool.recover()
-    pool.remember(PoolEntry(0, SLOT_ALIGNMENT, "model", b"k", 1, Stamp(1, 5)))
+    pool.journal.enter(PoolEntry(0, SLOT_ALIGNMENT, "model", b"k", 1, Stamp(1, 5)))
     journal = tmp_path / "pool.journal"
     content = journal.read_bytes()
     match how:
@@ -234,7 +234,7 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
             journal.chmod(0o666)
     again = pool_in(tmp_path)
     assert again.recover() == []
-    assert again.num_set_aside == 1
+    assert again.journal.num_set_aside == 1
     assert (tmp_path / "pool.journal.quarantined-1").read_bytes() == content
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.ids import Key, Lookup, Refusal
-from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost, Rates
-from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
+from raykv.base.settings import Settings
+from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost
+from raykv.engine.remote import ChunkSize, RemoteChunks
 from raykv.engine.requests import RequestOptions, RequestState
 from raykv.protocol.columns import Source
 from tests.fixtures.keys import named_key as key
@@ -135,7 +136,7 @@ def test_step_that_is_small_or_took_no_time_is_not_measured(
 
 
 def test_given_rates_are_counted_with_whatever_is_measured() -> None:
-    cost = FetchCost(Rates(fetch_bytes_per_s=MB, prefill_tokens_per_s=10))
+    cost = FetchCost(fetch_bytes_per_s=MB, prefill_tokens_per_s=10)
     cost.fetched(1000 * MB, 1.0)
     cost.computed(1_000_000, 1.0)
     assert rates(cost) == (MB, 10)
@@ -144,11 +145,11 @@ def test_given_rates_are_counted_with_whatever_is_measured() -> None:
 
 
 def test_rate_that_is_not_given_is_measured() -> None:
-    cost = FetchCost(Rates(prefill_tokens_per_s=10))
+    cost = FetchCost(prefill_tokens_per_s=10)
     assert rates(cost) == (None, 10)
     cost.fetched(MB, 1.0)
     assert rates(cost) == (MB, 10)
-    cost = FetchCost(Rates(fetch_bytes_per_s=MB))
+    cost = FetchCost(fetch_bytes_per_s=MB)
     assert rates(cost) == (MB, None)
     cost.computed(1000, 1.0)
     assert rates(cost) == (MB, 1000)
@@ -164,8 +165,10 @@ class Fetcher:
 
     def __init__(self, prefill_tokens_per_s: float, fetch_bytes_per_s: float | None = 1000) -> None:
         sizes = {0: ChunkSize(1000, 16), 1: ChunkSize(50, 16)}
-        cost = FetchCost(Rates(fetch_bytes_per_s, prefill_tokens_per_s))
-        self.remote = RemoteChunks(RemoteSettings(sizes=sizes), cost)
+        settings = Settings(
+            fetch_bytes_per_s=fetch_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
+        )
+        self.remote = RemoteChunks(settings, sizes)
 
     def found(self, *keys: Key) -> RequestState:
         """A request that has asked for chunks and was told where each is."""
@@ -245,7 +248,7 @@ def test_fetches_are_measured() -> None:
 
 
 def test_disk_has_a_rate_of_its_own() -> None:
-    cost = FetchCost(Rates(fetch_bytes_per_s=1e12))
+    cost = FetchCost(fetch_bytes_per_s=1e12)
     cost.computed(1000, 1.0)
     # Nothing was read yet: that is how the rate becomes known.
     assert cost.prefers_fetch(0, 10, 0, disk_bytes=1 << 30)

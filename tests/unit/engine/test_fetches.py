@@ -10,8 +10,9 @@ import pytest
 
 from raykv.base.deadlines import FETCH_GRACE_S
 from raykv.base.ids import Key
+from raykv.base.settings import Settings
 from raykv.engine.fetches import MAX_BYTES, MAX_CHUNKS, Fetches, split
-from raykv.engine.remote import FetchOrder, RemoteSettings
+from raykv.engine.remote import FetchOrder
 from raykv.protocol.columns import Source
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -26,7 +27,7 @@ class Engine:
 
     def __init__(self, *, with_checksums: bool = True) -> None:
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
-        settings = RemoteSettings(fetch_deadline_s=DEADLINE_S, with_checksums=with_checksums)
+        settings = Settings(fetch_deadline_s=DEADLINE_S, fetch_checksums=with_checksums)
         self.fetches = Fetches(settings, lambda *end: self.ended.append(end))
 
     def submit(self, *orders: FetchOrder, now: float = 0.0) -> None:

@@ -56,7 +56,7 @@ def test_load_that_has_come_holds_up_nobody() -> None:
     assert not known.is_busy
     assert not known.must_wait(HASHES)
     assert "a" not in known.held
-    assert not known.is_spoiled("a")
+    assert "a" not in known.spoiled
 
 
 def test_load_of_a_step_of_whose_end_nobody_tells_counts_as_lost() -> None:
@@ -66,14 +66,14 @@ def test_load_of_a_step_of_whose_end_nobody_tells_counts_as_lost() -> None:
     assert ended(known) == {12, 13}
     known.evicted()
     assert not known.must_wait(HASHES)
-    assert known.is_spoiled("a")
+    assert "a" in known.spoiled
 
 
 def test_block_that_did_not_come_is_evicted_with_all_behind_it_of_its_request_only() -> None:
     known = loads(12, 13, 14, 15)
     known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
     assert ended(known, 13) == {13, 14, 15}
-    assert [known.is_spoiled(name) for name in "ab"] == [True, False]
+    assert [name in known.spoiled for name in "ab"] == [True, False]
 
 
 def test_invalid_block_of_nobody_is_evicted() -> None:
@@ -95,10 +95,10 @@ def test_request_that_lost_something_stores_nothing_until_it_is_forgotten() -> N
     known = loads(12)
     ended(known, 12)
     known.evicted()
-    assert known.is_spoiled("a")
-    known.forget("a")
-    known.forget("unknown")
-    assert not known.is_spoiled("a")
+    assert "a" in known.spoiled
+    known.spoiled.discard("a")
+    known.spoiled.discard("unknown")
+    assert "a" not in known.spoiled
 
 
 def test_load_is_under_way_until_its_own_step_has_ended() -> None:
@@ -114,7 +114,7 @@ def test_load_is_under_way_until_its_own_step_has_ended() -> None:
     assert known.must_wait([b"x"])
     # A step without loads, or one that nobody knows, ends none.
     assert known.end_step(first, {21}) == {21}
-    assert not known.is_spoiled("b")
+    assert "b" not in known.spoiled
     assert known.end_step(second, {22}) == {22}
     assert known.lost() == {"b": (21, 22)}
 

@@ -25,6 +25,7 @@ from raykv.protocol.listing import (
     Where,
 )
 from tests.fixtures.keys import numbered_key
+from tests.fixtures.node.owned_pool import end_store
 
 OURS, OTHERS = Namespace("ours"), Namespace("others'")
 A, B, C = Key(b"a"), Key(b"b"), Key(b"c")
@@ -184,9 +185,9 @@ def test_another_life_begins_with_nothing(place: ListedPlace) -> None:
     assert found == [PlaceChange([B, A], None, None)]
     assert place.take(late, 3.0) == []
     assert len(place.ready) == 0
-    assert place.is_coming(B)
+    assert B in place.coming
     assert place.take(part(at(3, 2), 4, row(B, Where.RAM)), 3.0)
-    assert not place.is_coming(B)
+    assert B not in place.coming
 
 
 def test_many_chunks_that_go_at_once_are_one_change(place: ListedPlace) -> None:
@@ -289,7 +290,7 @@ class World:
         chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
         found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         if isinstance(found, ChunkRecord):
-            self.index.end_store(found, 0, ok=True)
+            end_store(self.index, found, 0, ok=True)
         self.index.end_job(part)
         self.answer(key)
 

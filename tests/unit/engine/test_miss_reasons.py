@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raykv.base.ids import Key, Lookup, MissReason, Namespace, Refusal, Stamp
-from raykv.engine.cost import FetchCost, Rates
-from raykv.engine.remote import ChunkSize, RemoteChunks, RemoteSettings
+from raykv.base.settings import Settings
+from raykv.engine.remote import ChunkSize
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers
@@ -17,19 +17,15 @@ from raykv.protocol.listing import Reason, Where
 from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
 from tests.fixtures.keys import named_key as key
 
-QUERY_S, PENDING_S, FETCH_S = 1.0, 2.0, 10.0
+QUERY_S, PENDING_S, FETCH_S = 1.0, STORE_S, 10.0
+SIZES = {0: ChunkSize(1000, 16)}
 A, B, C = key("a"), key("b"), key("c")
-
-
-def chunks(rates: Rates | None = None) -> RemoteChunks:
-    settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: ChunkSize(1000, 16)})
-    return RemoteChunks(settings, FetchCost(rates or Rates()))
 
 
 @pytest.fixture
 def place() -> HeardPlace:
     """It has peers; its view has the request "r"."""
-    _, (place,) = made(HERE, remote=chunks())
+    _, (place,) = made(HERE, sizes=SIZES)
     place.has_peers = True
     place.says()
     return place
@@ -125,7 +121,7 @@ def test_node_lost_with_all_that_it_had(alone: HeardPlace) -> None:
 
 
 def test_not_attached() -> None:
-    view = EngineView(STORE_S)
+    view = EngineView(Settings(lookup_deadline_s=STORE_S))
     view.start_request("r", RequestOptions())
     assert why(view, A) is MissReason.NOT_ATTACHED
     assert view.prepare_store("r", [B]) == []
@@ -279,8 +275,8 @@ def test_breaker_open_while_the_scheduler_actor_is_left_alone(view: EngineView) 
 
 
 def test_fetch_slower() -> None:
-    rates = Rates(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9)
-    view, (place,) = made(HERE, remote=chunks(rates))
+    rates = {"fetch_bytes_per_s": 1.0, "prefill_tokens_per_s": 1e9}
+    view, (place,) = made(HERE, sizes=SIZES, **rates)
     place.has_peers = True
     place.says()
     learn(view)

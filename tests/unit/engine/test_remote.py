@@ -8,19 +8,18 @@ import pytest
 
 import raykv.engine.view
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, Stamp, in_group
-from raykv.engine.cost import FetchCost, Rates
+from raykv.engine.cost import FetchCost
 from raykv.engine.remote import (
     MAX_WONDERED,
     ChunkSize,
     FetchOrder,
-    RemoteChunks,
-    RemoteSettings,
 )
 from raykv.engine.requests import PREFILLED_REPEATS, RequestOptions, Tier
 from raykv.engine.view import EngineView
 from raykv.protocol.listing import Where
 from tests.fixtures.engine.views import (
     HERE,
+    STORE_S,
     HeardPlace,
     asked,
     keys,
@@ -34,7 +33,7 @@ from tests.fixtures.engine.views import (
 from tests.fixtures.keys import named_key as key
 
 HIT, MISS, HIT_PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
-QUERY_S, PENDING_S, FETCH_S = 1.0, 2.0, 10.0
+QUERY_S, PENDING_S, FETCH_S = 1.0, STORE_S, 10.0
 SIZE = ChunkSize(num_bytes=1000, num_tokens=16)
 A, B, C = keys("abc")
 
@@ -42,8 +41,7 @@ A, B, C = keys("abc")
 @pytest.fixture
 def place() -> HeardPlace:
     """It has peers; its view has the request "r"."""
-    settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, {0: SIZE})
-    _, (place,) = made(HERE, remote=RemoteChunks(settings, FetchCost()))
+    _, (place,) = made(HERE, sizes={0: SIZE})
     place.has_peers = True
     place.says()
     return place
@@ -252,7 +250,7 @@ def test_chunk_of_a_prefilled_request_whose_store_failed_is_asked_for_again(
 
 
 def test_prefilled_prompt_is_fetched_although_computing_is_faster(view: EngineView) -> None:
-    view.remote.cost = FetchCost(Rates(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9))
+    view.remote.cost = FetchCost(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9)
     prefilled(view, "a")
     view.ask("r", keys("b"))
     answer(view, "a:one b:one")
@@ -504,7 +502,7 @@ def test_failed_fetch_is_a_miss_for_those_that_knew_and_a_later_request_asks_ane
 def test_chunk_that_is_being_fetched_is_not_stored_as_well(view: EngineView) -> None:
     order_all(view, "a")
     assert view.prepare_store("r", keys("ab")) == [B]
-    assert [*view.take_found().keys] == [A]
+    assert [*view.found.take().keys] == [A]
 
 
 def test_other_chunks_that_a_request_knows_of_can_be_fetched_after_one_has_failed(
@@ -560,9 +558,8 @@ def test_chunks_that_were_found_before_a_reset_are_a_miss(
 def mixed() -> EngineView:
     """A group of full attention and one with a window of two chunks."""
     sizes = {0: SIZE, 1: ChunkSize(num_bytes=1000, num_tokens=16, window=2)}
-    settings = RemoteSettings(QUERY_S, FETCH_S, PENDING_S, sizes)
-    cost = FetchCost(Rates(fetch_bytes_per_s=1000, prefill_tokens_per_s=9))
-    view, (place,) = made(NodeId("own"), remote=RemoteChunks(settings, cost))
+    own = NodeId("own")
+    view, (place,) = made(own, sizes=sizes, fetch_bytes_per_s=1000, prefill_tokens_per_s=9)
     place.has_peers = True
     place.says()
     return view

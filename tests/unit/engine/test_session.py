@@ -10,6 +10,7 @@ import pytest
 
 import raykv.engine.session
 from raykv.base.ids import Key, Lookup, Stamp
+from raykv.base.settings import Settings
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.requests import RequestOptions
 from raykv.engine.session import LEAST_ROWS, Session, WorkerReport
@@ -42,7 +43,7 @@ def scheduler() -> PlayedScheduler:
 
 @pytest.fixture
 def view() -> EngineView:
-    return EngineView(1.0)
+    return EngineView(Settings(lookup_deadline_s=1.0))
 
 
 @pytest.fixture

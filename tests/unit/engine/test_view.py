@@ -169,10 +169,10 @@ def test_what_is_found_or_stored_behind_is_told_with_whose_it_is() -> None:
     view.start_request("t", RequestOptions(tenant="team"))
     view.prepare_load([A], "r")
     view.prepare_store("t", [A, B])
-    found = view.take_found()
+    found = view.found.take()
     assert list(found.keys) == [A, A]
     assert [found.tenants[at] for at in found.index] == ["", "team"]
-    assert not view.has_found
+    assert not view.found
 
 
 def test_what_a_request_finds_is_told_before_it_is_loaded() -> None:
@@ -182,29 +182,29 @@ def test_what_a_request_finds_is_told_before_it_is_loaded() -> None:
     view.start_request("t", RequestOptions(tenant="team"))
     view.ask("t", [A, B])
     view.ask("t", [OTHER_GROUP])
-    found = view.take_found()
+    found = view.found.take()
     assert (list(found.keys), found.tenants) == ([A, OTHER_GROUP], ["team"])
     node.says(row(B))
     view.prepare_load([A, B, OTHER_GROUP], "t")
-    assert list(view.take_found().keys) == [B], "of the others it is the same use"
+    assert list(view.found.take().keys) == [B], "of the others it is the same use"
 
 
 def test_what_a_request_finds_is_told_again_while_it_waits() -> None:
     view, (node,) = made(HERE)
     node.says(row(A))
     view.ask("r", [A, B])
-    view.take_found()
+    view.found.take()
     node.says(row(B))
     view.touch("r", TOUCH_S / 2)
     view.touch("stranger", TOUCH_S)
-    assert not view.has_found
+    assert not view.found
     view.touch("r", TOUCH_S)
-    assert list(view.take_found().keys) == [A, B]
+    assert list(view.found.take().keys) == [A, B]
     view.touch("r", 1.5 * TOUCH_S)
-    assert not view.has_found
+    assert not view.found
     view.reset()
     view.touch("r", 2 * TOUCH_S)
-    assert not view.has_found
+    assert not view.found
 
 
 def test_few_chunks_are_told_again_however_many_requests_wait(
@@ -216,12 +216,12 @@ def test_few_chunks_are_told_again_however_many_requests_wait(
     view.start_request("s", RequestOptions())
     for request in ("r", "s"):
         view.ask(request, [A, B])
-    view.take_found()
+    view.found.take()
     for request in ("r", "s"):
         view.touch(request, TOUCH_S)
-    assert list(view.take_found().keys) == [A, B, A]
+    assert list(view.found.take().keys) == [A, B, A]
     view.touch("s", 2 * TOUCH_S)
-    assert list(view.take_found().keys) == [A, B]
+    assert list(view.found.take().keys) == [A, B]
 
 
 def test_touches_that_nobody_takes_are_bounded_and_the_latest_are_told(
@@ -232,7 +232,7 @@ def test_touches_that_nobody_takes_are_bounded_and_the_latest_are_told(
     many = [in_group(Key(bytes([number]) * 8), 0) for number in range(6)]
     node.says(*map(row, many))
     view.ask("r", many)
-    assert list(view.take_found().keys) == many[2:]
+    assert list(view.found.take().keys) == many[2:]
 
 
 def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_comes() -> None:
@@ -244,8 +244,8 @@ def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_com
     asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
     assert view.lookup("r", A, 0.0) is PENDING
     node.says(row(A, Where.COMING, Reason.COMING))
-    settings = view.remote.settings
-    assert settings.pending_deadline_s < settings.fetch_deadline_s
+    settings = view.settings
+    assert settings.lookup_deadline_s < settings.fetch_deadline_s
     assert view.lookup("r", A, settings.fetch_deadline_s - 0.1) is PENDING
     assert view.lookup("r", A, settings.fetch_deadline_s) is MISS
     assert reason(view) is MissReason.FETCH_FAILED

@@ -52,7 +52,7 @@ def store(pool: Pool, entry: PoolEntry, text: bytes = b"") -> None:
     """As the node's service does it: strike off, write, enter."""
     pool.forget(Slot(entry.slot), entry.slot_bytes)
     ctypes.memmove(pool.address + entry.slot * PAGE, text, len(text))
-    pool.remember(entry)
+    pool.journal.enter(entry)
 
 
 def test_pool_is_empty_in_its_first_life(path: Path) -> None:
@@ -110,12 +110,12 @@ def test_chunks_are_found_in_the_order_in_which_they_came(path: Path) -> None:
 
 def test_clearing_is_remembered_over_lives_by_history(path: Path) -> None:
     pool, _ = life(path)
-    pool.keep_floors({9: {"": 4, "gone": 9}, 3: {"gone": 1}})
+    pool.journal.keep_floors({9: {"": 4, "gone": 9}, 3: {"gone": 1}})
     again, _ = life(path)
-    assert list(again.floors.items()) == [(9, {"": 4, "gone": 9}), (3, {"gone": 1})]
-    again.keep_floors({3: {"gone": 1}, 9: {"": 9}})
+    assert list(again.journal.floors.items()) == [(9, {"": 4, "gone": 9}), (3, {"gone": 1})]
+    again.journal.keep_floors({3: {"gone": 1}, 9: {"": 9}})
     last, _ = life(path)
-    assert list(last.floors.items()) == [(3, {"gone": 1}), (9, {"": 9})]
+    assert list(last.journal.floors.items()) == [(3, {"gone": 1}), (9, {"": 9})]
 
 
 def test_clearing_is_remembered_when_the_host_has_booted(
@@ -123,13 +123,13 @@ def test_clearing_is_remembered_when_the_host_has_booted(
 ) -> None:
     pool, _ = life(path)
     store(pool, chunk(5))
-    pool.keep_floors({3: {"": 4}})
+    pool.journal.keep_floors({3: {"": 4}})
     other = tmp_path / "boot_id"
     other.write_text("another boot")
     monkeypatch.setattr(raykv.memory.pool, "_BOOT_ID", other)
     again, names = life(path)
     assert names == set()
-    assert again.floors == {3: {"": 4}}
+    assert again.journal.floors == {3: {"": 4}}
 
 
 def test_journal_of_another_version_is_given_up_and_said_so(
@@ -142,7 +142,7 @@ def test_journal_of_another_version_is_given_up_and_said_so(
     again, names = life(path)
     assert names == set()
     assert f"it is of version {JOURNAL_VERSION - 1}" in caplog.text
-    assert again.num_set_aside == 0
+    assert again.journal.num_set_aside == 0
     store(again, chunk(6))
     assert found(path) == {chunk(6)}
 
@@ -312,7 +312,7 @@ def test_pool_in_memory_finds_nothing_and_leaves_no_file(tmp_path: Path) -> None
     assert pool.recover() == []
     store(pool, chunk(5))
     pool.forget(Slot(0), 2 * PAGE)
-    pool.keep_floors({3: {"model": 9}})
+    pool.journal.keep_floors({3: {"model": 9}})
     assert list(tmp_path.iterdir()) == []
 
 

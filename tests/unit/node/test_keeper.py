@@ -75,7 +75,7 @@ def store(keeper: PoolKeeper, *chunks: int, ok: bool = True) -> CopyResult:
     job = announced(keeper, STORE, *chunks, job_id=next(_ids))
     keeper.begin_chunks(job, range(len(chunks)))
     keeper.end_chunks(job, range(len(chunks)), ok=ok)
-    return keeper.end_job(job, {}, 0, 0.0)
+    return keeper.owner.jobs.end_job(job, {}, 0, 0.0)
 
 
 def found(keeper: PoolKeeper, chunk: int) -> ChunkRecord | None:

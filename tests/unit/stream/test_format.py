@@ -9,7 +9,7 @@ import pytest
 
 from raykv.base.ids import Key
 from raykv.protocol.descriptions import Description, pack_tokens
-from raykv.stream.format import WireFormat, batch
+from raykv.stream.format import WireFormat, bare, batch
 
 FIRST, SECOND, PARENT = (bytes(range(n, n + 32)) for n in (0, 50, 100))
 
@@ -40,7 +40,7 @@ def encoded(form: WireFormat) -> bytes:
     key = Key(PARENT + bytes(4))
     events = [
         form.stored(ROW),
-        form.placeholder(key),
+        form.stored(bare(key)),
         form.removed(3, [FIRST, SECOND]),
         form.cleared(),
     ]

@@ -168,7 +168,7 @@ def test_description_may_come_after_the_chunk() -> None:
     world.say(described(1))
     world.settle(ASK_AGAIN_S)
     assert world.seen() == {block_hash(1)}
-    assert world.publication.counters.undescribed == 0
+    assert world.publication.counters["undescribed"] == 0
 
 
 def test_chunk_that_nobody_describes_is_told_as_a_bare_hash_until_somebody_does() -> None:
@@ -177,7 +177,7 @@ def test_chunk_that_nobody_describes_is_told_as_a_bare_hash_until_somebody_does(
     world.settle()
     world.settle(UNDESCRIBED_S)
     assert world.index.blocks["kv@a@tiny"][0, block_hash(1)].tokens == []
-    assert world.publication.counters.undescribed == 1
+    assert world.publication.counters["undescribed"] == 1
     world.say(described(1, inner=(100, 101)))
     assert not world.settle(ASK_AGAIN_S)
     world.settle(ASK_LATE_S)
@@ -307,7 +307,7 @@ def test_all_is_taken_back_and_told_again_in_a_new_life() -> None:
     kinds = [event["type"] for event in events]
     assert kinds == ["BlockRemoved", "AllBlocksCleared", "BlockStored"]
     assert world.seen() == {block_hash(2)}
-    assert world.publication.counters.restarts == 1
+    assert world.publication.counters["restarts"] == 1
 
 
 def snapshot(*numbers: int) -> Replay:
@@ -349,7 +349,7 @@ def test_chunks_beyond_the_bound_are_skipped_and_counted(monkeypatch: pytest.Mon
     for number in range(6):
         world.stored(number)
     world.settle()
-    assert world.publication.counters.skipped == 6 - len(world.seen())
+    assert world.publication.counters["skipped"] == 6 - len(world.seen())
     assert 1 < len(world.seen()) < 6
     for number in range(6):
         world.removed(number)

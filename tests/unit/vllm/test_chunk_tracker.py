@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.ids import Key, Namespace
-from raykv.base.settings import load_settings
+from raykv.base.settings import Settings, load_settings
 from raykv.engine.announcements import Announcements
 from raykv.engine.view import EngineView
 from raykv.protocol.descriptions import Description
@@ -59,7 +59,7 @@ def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | Non
     config = OffloadingKVEventsConfig(
         enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
     )
-    view = EngineView(1.0, announcements=announcements)
+    view = EngineView(Settings(), announcements=announcements)
     view.namespace = Namespace("namespace")
     return ChunkTracker(config, view, "tiny", outbox)
 
@@ -199,7 +199,7 @@ def test_settings_are_labels_of_vllms_metric() -> None:
     from raykv.vllm.spec import RayKVOffloadingSpec
 
     extra = {"pool_bytes": "1GiB", "layerwise_loads": True}
-    manager = RayOffloadingManager(EngineView(1.0), labels=load_settings(extra).labels())
+    manager = RayOffloadingManager(EngineView(Settings()), load_settings(extra))
     (labels,) = manager.config_info()
     assert tuple(labels) == RayKVOffloadingSpec.config_info_keys(extra)
     assert (labels["pool_bytes"], labels["layerwise_loads"], labels["disk_path"]) == (

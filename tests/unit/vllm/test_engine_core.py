@@ -11,6 +11,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.engine.core import EngineCore
 
 from raykv.base.ids import Key
+from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.vllm.internals.engine import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
@@ -45,7 +46,7 @@ class Scheduler:
 
 @pytest.fixture
 def view() -> EngineView:
-    view, place = EngineView(1.0), CopyingPlace()
+    view, place = EngineView(Settings(lookup_deadline_s=1.0)), CopyingPlace()
     place.join(view, engine_hello())
     place.hold(view, [CHUNK])
     return view

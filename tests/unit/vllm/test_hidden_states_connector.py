@@ -121,9 +121,8 @@ class Line:
 
 
 def worker(*, is_writer: bool = True) -> Any:
-    states = hidden_states.StatesWorker(Settings(), 0, is_writer=is_writer)
-    states.take_form(Capture("", b"", 3, 8, "float32", BLOCK, [24, 8, 1], 1 << 20, 60.0, layer=2))
-    return states
+    form = Capture("", b"", 3, 8, "float32", BLOCK, [24, 8, 1], 1 << 20, 60.0, layer=2)
+    return hidden_states.StatesWorker(Settings(), 0, form, is_writer=is_writer)
 
 
 def order(path: str) -> Any:

@@ -300,7 +300,7 @@ def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed
     assert engine.most_stored("r") is None
     assert manager.prepare_store([key(5)], context).keys_to_store == []
     manager.on_request_finished(context)
-    assert not engine.loads.is_spoiled("r")
+    assert "r" not in engine.loads.spoiled
 
 
 def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> None:

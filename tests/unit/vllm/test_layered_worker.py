@@ -34,8 +34,8 @@ from raykv.vllm.transfers import (
     RayOffloadingWorker,
 )
 from raykv.vllm.worker import RayKVConnectorWorker
-from raykv.worker.front import ALL_LAYERS
 from raykv.worker.job import JobRequest
+from raykv.worker.link import ALL_LAYERS
 
 KEYS = ((b"l", "b"), (b"m", "c"))
 """Chunks of two requests."""

@@ -85,7 +85,7 @@ def test_session_leaves_alone_what_a_step_relies_on() -> None:
 
         wait_until(is_alone, DEADLINE_S, "the engine knows that nobody else has its chunks")
         (at,) = view._places
-        at.listed._ready = threads.table("ready")
+        at.listed.ready = threads.table("ready")
         view._ready = view.loadable = at.listed.ready
         view._pending = threads.set("pending")
         hooks = {name for name, _ in inspect.getmembers(OffloadingManager, inspect.isfunction)}

@@ -40,10 +40,10 @@ def test_request_that_waits_has_what_it_has_found_told_again() -> None:
     engine, request = Engine(), PlayedRequest()
     engine.hold(0, 1)
     engine.begin(request)
-    assert list(engine.view.take_found().keys) == [key(0), key(1)]
+    assert list(engine.view.found.take().keys) == [key(0), key(1)]
     engine.view.requests.get("r").touch_at = 0.0
     engine.connector.get_num_new_matched_tokens(request, 0)
-    assert list(engine.view.take_found().keys) == [key(0), key(1)]
+    assert list(engine.view.found.take().keys) == [key(0), key(1)]
 
 
 def test_step_is_vllms_own_and_stays_as_it_was_scheduled() -> None:

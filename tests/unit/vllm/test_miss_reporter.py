@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 from raykv.base import guard
 from raykv.base.ids import Key, Lookup, MissReason
+from raykv.base.settings import Settings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import MissRecord
@@ -50,7 +51,7 @@ class PlayedRequest:
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(1.0)
+    made = EngineView(Settings(lookup_deadline_s=1.0))
     made.accounts.tokens_per_chunk = CHUNK
     CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
@@ -267,9 +268,9 @@ def compute(reporter: MissReporter, view: EngineView, tokens: Sequence[int]) -> 
 
 @pytest.mark.parametrize("shows_tokens", [False, True])
 def test_record_says_where_a_prompt_leaves_the_one_before_it(
-    reporter: MissReporter, view: EngineView, shows_tokens: bool
+    view: EngineView, shows_tokens: bool
 ) -> None:
-    reporter.shows_tokens = shows_tokens
+    reporter = RayOffloadingManager(view, Settings(why_miss_text=shows_tokens)).misses
     first = PlayedRequest().all_token_ids
     assert compute(reporter, view, first).parting is None
     dated = (*first[:20], 77, *first[21:])

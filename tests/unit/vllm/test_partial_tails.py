@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.engine.announcements import Announcements
-from raykv.engine.remote import ChunkSize, RemoteSettings
+from raykv.engine.remote import ChunkSize
 from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.manager import track_chunks
@@ -54,7 +54,7 @@ class TailEngine(Engine):
     def __init__(self) -> None:
         sizes = {group: ChunkSize(4096, CHUNK) for group in (0, 1)}
         self.announced = Announcements()
-        super().__init__(KINDS, RemoteSettings(sizes=sizes), self.announced, tokens_per_hash=HASH)
+        super().__init__(KINDS, sizes, self.announced, tokens_per_hash=HASH)
         scheduler = self.connector.scheduler
         assert scheduler.config.supports_partial_tail
         before = scheduler._events_tracker

@@ -12,6 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from raykv.base.ids import Key, MissReason
+from raykv.base.settings import Settings
 from raykv.engine.requests import Miss
 from raykv.engine.view import EngineView
 from raykv.vllm.internals.offloading import SchedulerTables
@@ -35,7 +36,7 @@ class World:
     """An engine with full attention and a window of two chunks."""
 
     def __init__(self, share: float, *kinds: Any) -> None:
-        self.view, self.place = EngineView(1.0), CopyingPlace()
+        self.view, self.place = EngineView(Settings(lookup_deadline_s=1.0)), CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=2))
         self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
         # vLLM's default.

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from raykv.worker.aftermath import Aftermath, Killed, Patience, aftermath
+from raykv.worker.aftermath import Aftermath, Killed, aftermath
 
-PATIENCE = Patience(exit_s=2.0, last_s=60.0)
+EXIT_S, LAST_S = 2.0, 60.0
 SAFE, WAIT, HOPELESS = Aftermath.SAFE, Aftermath.WAIT, Aftermath.HOPELESS
 
 
@@ -18,7 +18,7 @@ SAFE, WAIT, HOPELESS = Aftermath.SAFE, Aftermath.WAIT, Aftermath.HOPELESS
 def test_memory_is_safe_as_soon_as_the_process_has_exited(
     since_s: float, has_halted: bool, by_device: bool
 ) -> None:
-    assert aftermath(Killed(since_s, True, has_halted, by_device), PATIENCE) is SAFE
+    assert aftermath(Killed(since_s, True, has_halted, by_device), EXIT_S, LAST_S) is SAFE
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_memory_is_safe_as_soon_as_the_process_has_exited(
 def test_process_that_does_not_exit_is_judged_by_who_could_still_write(
     since_s: float, has_halted: bool, by_device: bool, expected: Aftermath
 ) -> None:
-    assert aftermath(Killed(since_s, False, has_halted, by_device), PATIENCE) is expected
+    assert aftermath(Killed(since_s, False, has_halted, by_device), EXIT_S, LAST_S) is expected
 
 
 def test_memory_is_never_safe_while_somebody_may_write_and_nobody_waits_for_ever() -> None:
     for tenths, has_halted, by_device in itertools.product(
         range(1000), (False, True), (False, True)
     ):
-        found = aftermath(Killed(tenths / 10, False, has_halted, by_device), PATIENCE)
+        found = aftermath(Killed(tenths / 10, False, has_halted, by_device), EXIT_S, LAST_S)
         if by_device or not has_halted:
             assert found is not SAFE
-        if tenths / 10 >= PATIENCE.last_s:
+        if tenths / 10 >= LAST_S:
             assert found is not WAIT

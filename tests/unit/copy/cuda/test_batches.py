@@ -11,33 +11,31 @@ from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda.batches import (
-    BatchRows,
     Route,
     batches,
     cut,
     direct,
-    merged,
-    rows_of,
+    has_words,
     staged,
     usual_route,
 )
-from raykv.copy.plan import CopyRuns
+from raykv.copy.plan import CopyRuns, merged
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 KIB = 1 << 10
 
 
-def rows(*each: tuple[int, int, int]) -> BatchRows:
+def rows(*each: tuple[int, int, int]) -> CopyRuns:
     """Of one chunk."""
     kv, pool, size = np.array(each, np.int64).reshape(-1, 3).T
-    return BatchRows(kv, pool, size, np.zeros_like(size))
+    return CopyRuns(kv, pool, size)
 
 
-def tuples(some: BatchRows) -> list[tuple[int, int, int]]:
+def tuples(some: CopyRuns) -> list[tuple[int, int, int]]:
     return list(zip(some.kv.tolist(), some.pool.tolist(), some.size.tolist(), strict=True))
 
 
-def bytes_of(some: BatchRows) -> list[tuple[int, int]]:
+def bytes_of(some: CopyRuns) -> list[tuple[int, int]]:
     """Every byte that is copied: its place in the KV cache and in the pool."""
     return [(kv + i, pool + i) for kv, pool, size in tuples(some) for i in range(size)]
 
@@ -48,7 +46,7 @@ some_rows = st.lists(
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> BatchRows:
+def blocks(draw: st.DrawFn) -> CopyRuns:
     """Pages of some blocks, as a planner makes them: many neighbours."""
     page = draw(st.sampled_from([1, 8, 24]))
     numbers = draw(st.lists(st.integers(0, 30), max_size=12, unique=True))
@@ -56,31 +54,30 @@ def blocks(draw: st.DrawFn) -> BatchRows:
 
 
 @given(st.one_of(some_rows, blocks()))
-def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: BatchRows) -> None:
+def test_merged_rows_copy_the_same_bytes_and_have_no_neighbours(some: CopyRuns) -> None:
     few = merged(some)
     assert bytes_of(few) == bytes_of(some)
     for (kv, pool, size), (next_kv, next_pool, _) in pairwise(tuples(few)):
         assert (kv + size, pool + size) != (next_kv, next_pool)
 
 
-@pytest.mark.parametrize("slab_ends", [[1, 2, 3], [1, 3], [2, 3], [3]])
-def test_rows_know_their_slab_and_neighbours_of_two_slabs_stay_apart(
-    slab_ends: list[int],
-) -> None:
+@pytest.mark.parametrize(
+    ("start", "slab_bytes", "sizes"),
+    [(0, 64, [64, 64, 9]), (0, 128, [128, 9]), (64, 128, [64, 73]), (0, 256, [137])],
+)
+def test_neighbours_of_two_slabs_stay_apart(start: int, slab_bytes: int, sizes: list[int]) -> None:
     """They may lie in two pieces of page-locked memory."""
-    columns = ([0, 64, 128], [0, 64, 128], [64, 64, 9], slab_ends)
-    runs = CopyRuns(*(np.array(column) for column in columns))
-    rows = rows_of(runs)
-    assert tuples(rows) == [(0, 0, 64), (64, 64, 64), (128, 128, 9)]
-    sizes = [sum([64, 64, 9][first:last]) for first, last in pairwise([0, *slab_ends])]
-    assert merged(rows).size.tolist() == sizes
-    assert staged(rows, STORE, 1000, 2000, 3000).blocks.size.tolist() == sizes
-    assert tuples(rows_of(runs.some(1, 2))) == [(64, 64, 64)]
-    assert tuples(rows_of(runs.some(1, 1))) == []
+    places = np.array([0, 64, 128])
+    runs = CopyRuns(places, places + start, np.array([64, 64, 9]), slab_bytes)
+    assert tuples(cut(runs, 1 << 20)) == tuples(runs)
+    assert merged(runs).size.tolist() == sizes
+    assert staged(runs, STORE, 1000, 2000, 3000).blocks.size.tolist() == sizes
+    assert tuples(runs.some(slice(1, 2))) == [(64, start + 64, 64)]
+    assert tuples(runs.some(slice(1, 1))) == []
 
 
 @given(st.one_of(some_rows, blocks()), st.integers(1, 30))
-def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: BatchRows, cut_bytes: int) -> None:
+def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: CopyRuns, cut_bytes: int) -> None:
     pieces = cut(some, cut_bytes)
     assert bytes_of(pieces) == bytes_of(some)
     for _, pool, size in tuples(pieces):
@@ -90,7 +87,7 @@ def test_cut_rows_copy_the_same_bytes_and_cross_no_edge(some: BatchRows, cut_byt
 
 @given(st.one_of(some_rows, blocks()), st.integers(1, 60), st.integers(1, 5))
 def test_batches_are_all_rows_in_order_and_within_the_bounds(
-    some: BatchRows, most_bytes: int, most_runs: int
+    some: CopyRuns, most_bytes: int, most_runs: int
 ) -> None:
     made = list(batches(some, most_bytes, most_runs))
     assert [row for batch in made for row in tuples(batch)] == tuples(some)
@@ -101,7 +98,7 @@ def test_batches_are_all_rows_in_order_and_within_the_bounds(
 
 @given(blocks(), st.integers(1, 60), st.integers(1, 5))
 def test_batches_are_as_few_as_the_bounds_allow(
-    some: BatchRows, most_bytes: int, most_runs: int
+    some: CopyRuns, most_bytes: int, most_runs: int
 ) -> None:
     made = list(batches(some, most_bytes, most_runs))
     for batch, after in pairwise(made):
@@ -135,13 +132,13 @@ def test_staged_pages_make_one_block_where_they_are_neighbours_in_the_pool(
 
 
 @pytest.mark.parametrize(
-    ("row", "has_words"),
+    ("row", "expected"),
     [((8, 1, 16), True), ((4, 8, 16), False), ((8, 8, 12), False), ((0, 3, 8), True)],
 )
 def test_rows_have_words_where_a_kernel_can_move_them(
-    row: tuple[int, int, int], has_words: bool
+    row: tuple[int, int, int], expected: bool
 ) -> None:
-    assert rows(row, (0, 0, 8)).has_words is has_words
+    assert has_words(rows(row, (0, 0, 8))) is expected
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from raykv.base.ids import Direction
 from raykv.copy.cuda.backend import CUDABackend
-from raykv.copy.cuda.batches import Route, batches, rows_of
+from raykv.copy.cuda.batches import Route, batches, cut
 from raykv.copy.cuda.driver import Copies, SourceOrder
 from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
@@ -92,7 +92,7 @@ def runs_of(blocks: list[int], page: int = PAGE) -> CopyRuns:
     """Blocks of the KV cache, one behind the other in the pool."""
     kv = np.array(blocks, np.int64) * page
     size = np.full(len(blocks), page, np.int64)
-    return CopyRuns(kv, np.cumsum(size) - size, size, np.array([len(blocks)]))
+    return CopyRuns(kv, np.cumsum(size) - size, size)
 
 
 SCATTERED = runs_of([5, 3, 30, 7, 20, 9, 38, 11, 13, 1, 34])
@@ -282,10 +282,7 @@ def test_next_part_is_on_its_way_before_one_is_answered_for(
     whole = runs_of([3, 9, 5, 30, 1, 12, 7])
     expected = memory.after(direction, whole)
     ends = [0, 2, 3, 6, 7]
-    parts = [
-        CopyRuns(whole.kv[a:b], whole.pool[a:b], whole.size[a:b], np.array([b - a]))
-        for a, b in pairwise(ends)
-    ]
+    parts = [CopyRuns(whole.kv[a:b], whole.pool[a:b], whole.size[a:b]) for a, b in pairwise(ends)]
     begun: list[int] = []
 
     def taken() -> Iterator[CopyRuns]:
@@ -342,7 +339,7 @@ def test_stop_sign_is_looked_at_between_batches_of_a_copy_that_runs() -> None:
     thread = threading.Thread(target=stop_it)
     thread.start()
     again = np.tile(np.arange(0, NUM_BLOCKS * PAGE, 2 * PAGE), 5000)
-    runs = CopyRuns(again, again, np.full(len(again), PAGE), np.array([len(again)]))
+    runs = CopyRuns(again, again, np.full(len(again), PAGE))
     assert not memory.copy(STORE, runs, StopSign([Word(ctypes.addressof(word), 1)]))
     thread.join()
     assert driver.num_pending == 0
@@ -457,11 +454,12 @@ def test_neighbouring_slots_in_two_pinned_pieces_are_copied(
     place = Place(memory.kv.ctypes.data, pool.ctypes.data, None)
     memory.backend = CUDABackend(memory.device, place)
     at, size = np.array([0, 2 * PAGE]), np.full(2, 2 * PAGE)
-    runs = CopyRuns(at, at, size, np.array([1, 2]))
+    runs = CopyRuns(at, at, size, 2 * PAGE)
     expected = memory.after(direction, runs)
     assert memory.copy(direction, runs)
     assert memory.now == expected
-    whole = CopyRuns(*(np.array([number]) for number in (0, 0, 4 * PAGE, 1)))
+    start = np.array([0])
+    whole = CopyRuns(start, start, np.array([4 * PAGE]))
     with pytest.raises(CUDAError):
         memory.copy(direction, whole)
 
@@ -646,9 +644,9 @@ def test_batches_of_the_usual_limits_are_small() -> None:
     """At 12 GB/s what is on its way has arrived within 10 ms."""
     limits = Limits()
     size = np.full(100, 20 << 20, np.int64)
-    runs = CopyRuns(np.cumsum(size), np.cumsum(size), size, np.array([100]))
-    cut = rows_of(runs, limits.cut_bytes)
-    largest = max(each.num_bytes for each in batches(cut, limits.batch_bytes, limits.batch_runs))
+    runs = CopyRuns(np.cumsum(size), np.cumsum(size), size)
+    pieces = cut(runs, limits.cut_bytes)
+    largest = max(each.num_bytes for each in batches(pieces, limits.batch_bytes, limits.batch_runs))
     assert largest * limits.in_flight / 12e9 < 0.010
 
 

@@ -15,6 +15,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 from tests.fixtures.directory.reporting import listed, sizes
+from tests.fixtures.node.owned_pool import end_store
 
 A, B = Namespace("a"), Namespace("b")
 ONE, TWO = NodeId("one"), NodeId("two")
@@ -143,7 +144,7 @@ class Node:
         chunk = OfferedChunk(SPACE, key, PAGE, Stamp(1, 1))
         (found,) = self.index.begin_stores(part, [chunk], self.now, self.now + 30)
         if isinstance(found, ChunkRecord):
-            self.index.end_store(found, 0, ok=True)
+            end_store(self.index, found, 0, ok=True)
         self.index.end_job(part)
 
     def drop(self, key: Key) -> None:

@@ -112,7 +112,7 @@ def test_all_ways_copy_every_page_once(sides: DeviceSides, direction: Direction)
         assert driver.num_pending == 0
         crossed = [call.num_bytes for call in driver.calls if "copy" in call.name]
         assert sum(crossed) == case.num_bytes
-    assert runs.slab_ends.tolist() == [100]
+    assert len(runs) == 100
 
 
 def result_of(rows: list[Row]) -> Result:

@@ -51,7 +51,7 @@ class AskedPool:
         (admitted,) = self.keeper.owner.jobs.announce(1, 0, 1, [job], self.keeper.now())
         self.keeper.begin_chunks(admitted, range(len(numbers)))
         self.keeper.end_chunks(admitted, range(len(numbers)), ok=True)
-        assert not self.keeper.end_job(admitted, {}, 0, 0.0).refusals
+        assert not self.keeper.owner.jobs.end_job(admitted, {}, 0, 0.0).refusals
 
     def chunks(self, cursor: str = "", **fields: object) -> ChunkPage:
         query = ChunkQuery(PROTOCOL_VERSION, cursor=cursor, **fields)  # type: ignore[arg-type]

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from raykv.node.accounts import savings
+from raykv.node.accounts.requests import EndedRequest
 from raykv.node.accounts.savings import SIZES, Savings
-from raykv.protocol.descriptions import ChunkGroup
-from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
+from raykv.protocol.descriptions import ChunkGroup, groups_text
+from raykv.protocol.engine import CHUNK_NAME_BYTES, EngineHello, MissRecord
+from raykv.protocol.framing import PROTOCOL_VERSION
 
 TOKENS = 16
 GROUPS = [ChunkGroup(0, TOKENS)]
@@ -43,6 +45,19 @@ def meter() -> Savings:
     return made
 
 
+def take(
+    meter: Savings,
+    record: MissRecord,
+    now: float,
+    groups: Sequence[ChunkGroup] = GROUPS,
+    slot_bytes: int = 0,
+) -> None:
+    """A request has ended, of an engine with these KV groups and slots of that size."""
+    traits = {"chunks": groups_text(groups)}
+    hello = EngineHello(PROTOCOL_VERSION, "e", 1, "n", slot_bytes={0: slot_bytes}, traits=traits)
+    meter.take(EndedRequest(record, hello, now), now)
+
+
 def saved(meter: Savings, now: float = 60.0) -> dict[int, int]:
     """Chunks by slots of more room."""
     found = meter.told(SLOT, now)
@@ -51,21 +66,21 @@ def saved(meter: Savings, now: float = 60.0) -> dict[int, int]:
 
 
 def test_chunk_would_be_there_with_as_much_room_as_was_evicted_since(meter: Savings) -> None:
-    meter.take(record([3]), GROUPS, 0, 0.0)
+    take(meter, record([3]), 0.0)
     assert saved(meter)[1] == 1
-    meter.take(record([1]), GROUPS, 0, 0.0)
+    take(meter, record([1]), 0.0)
     assert [saved(meter)[slots] for slots in (1, 2, 4, 8)] == [1, 1, 2, 2]
 
 
 def test_prompt_counts_up_to_its_first_chunk_that_would_be_missing(meter: Savings) -> None:
-    meter.take(record([3, 0, 2]), GROUPS, 0, 0.0)
+    take(meter, record([3, 0, 2]), 0.0)
     assert [saved(meter)[slots] for slots in (1, 2, 4)] == [1, 1, 3]
-    meter.take(record([9, 3]), GROUPS, 0, 0.0)
+    take(meter, record([9, 3]), 0.0)
     assert saved(meter)[4] == 3
 
 
 def test_what_was_found_is_not_saved(meter: Savings) -> None:
-    meter.take(record([3, 2], found=1), GROUPS, 0, 0.0)
+    take(meter, record([3, 2], found=1), 0.0)
     assert [saved(meter)[slots] for slots in (1, 2)] == [0, 1]
 
 
@@ -75,18 +90,18 @@ def test_what_was_found_is_not_saved(meter: Savings) -> None:
 def test_tokens_count_that_were_computed_for_lack_of_a_chunk(
     meter: Savings, why: str, expected: int
 ) -> None:
-    meter.take(record([3], why=why), GROUPS, 0, 0.0)
+    take(meter, record([3], why=why), 0.0)
     assert saved(meter)[1] == expected
 
 
 def test_last_chunk_counts_as_far_as_it_was_computed(meter: Savings) -> None:
-    meter.take(record([3, 2], missed=TOKENS + 5), GROUPS, 0, 0.0)
+    take(meter, record([3, 2], missed=TOKENS + 5), 0.0)
     assert meter.told(SLOT, 60.0).saved_tokens[0] == TOKENS
 
 
 def test_window_of_the_same_name_is_another_chunk(meter: Savings) -> None:
     meter.evicted(b"%08d" % 7 + bytes(27) + b"\1", SLOT)
-    meter.take(record([7]), GROUPS, 0, 0.0)
+    take(meter, record([7]), 0.0)
     assert not any(saved(meter).values())
 
 
@@ -94,7 +109,7 @@ def test_window_of_the_same_name_is_another_chunk(meter: Savings) -> None:
 def test_model_without_whole_prefixes_counts_tokens_only(
     meter: Savings, groups: list[ChunkGroup]
 ) -> None:
-    meter.take(record([3]), groups, 0, 0.0)
+    take(meter, record([3]), 0.0, groups)
     found = meter.told(SLOT, 60.0)
     assert (found.prompt_tokens, found.computed_tokens) == (TOKENS, TOKENS)
     assert not any(found.saved_tokens)
@@ -103,13 +118,13 @@ def test_model_without_whole_prefixes_counts_tokens_only(
 def test_names_that_are_cut_off_end_what_is_counted(meter: Savings) -> None:
     whole = record([3, 2])
     cut = msgspec.structs.replace(whole, chunks=whole.chunks[:CHUNK_NAME_BYTES])
-    meter.take(cut, GROUPS, 0, 0.0)
+    take(meter, cut, 0.0)
     assert [saved(meter)[slots] for slots in (1, 2)] == [1, 1]
 
 
 def test_hour_is_what_counts(meter: Savings) -> None:
-    meter.take(record([3]), GROUPS, 0, 0.0)
-    meter.take(record([3]), GROUPS, 0, 1800.0)
+    take(meter, record([3]), 0.0)
+    take(meter, record([3]), 1800.0)
     found = meter.told(10 * SLOT, 1800.0)
     assert (found.window_s, found.saved_tokens[0]) == (1800.0, 2 * TOKENS)
     assert found.per_hour(found.saved_tokens[0]) == 4 * TOKENS
@@ -130,8 +145,8 @@ def test_memory_is_bounded_and_says_how_far_it_reaches(monkeypatch: pytest.Monke
     for number in range(40):
         meter.evicted(key(number), SLOT)
     assert meter.told(SLOT, 0.0).reach_bytes == 4 * SLOT
-    meter.take(record([39]), GROUPS, 0, 0.0)
-    meter.take(record([30]), GROUPS, 0, 0.0)
+    take(meter, record([39]), 0.0)
+    take(meter, record([30]), 0.0)
     assert max(saved(meter).values()) == 1
 
 
@@ -165,7 +180,7 @@ def compare(uses: Sequence[int], num_slots: int, more: int) -> tuple[int, int]:
             continue
         truth += larger.use(chunk)
         # The record comes when the request has ended, after its own store.
-        meter.take(record([chunk], why="never_stored"), GROUPS, SLOT, 0.0)
+        take(meter, record([chunk], why="never_stored"), 0.0, GROUPS, SLOT)
     return saved(meter)[more], truth
 
 

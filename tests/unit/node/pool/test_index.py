@@ -23,7 +23,7 @@ from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Stand
 from raykv.node.pool.room import IDLE_S
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
-from tests.fixtures.node.owned_pool import num_open_jobs
+from tests.fixtures.node.owned_pool import end_store, num_open_jobs
 
 A = Namespace("a")
 ONE = Blocks(0, 1)
@@ -72,7 +72,7 @@ class Pool:
         for name in names:
             found = self.offer(name, part, **dict(more))
             if isinstance(found, ChunkRecord):
-                self.index.end_store(found, 0, ok=True, blocks=more.get("blocks", ALL_BLOCKS))  # type: ignore[arg-type]
+                end_store(self.index, found, 0, ok=True, blocks=more.get("blocks", ALL_BLOCKS))  # type: ignore[arg-type]
             refusals.append(found if isinstance(found, Refusal) else Refusal.NONE)
         self.index.end_job(part)
         self.index.check()
@@ -107,8 +107,8 @@ def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: 
     assert record.state is ChunkState.VOID
     other = begun(pool.offer(key(1), StorePart(2, 1, 0, 2)))
     assert other.slot != record.slot
-    assert pool.index.end_store(record, 0, ok=True) is ChunkState.VOID
-    assert pool.index.end_store(other, 0, ok=True) is ChunkState.WRITING
+    assert end_store(pool.index, record, 0, ok=True) is ChunkState.VOID
+    assert end_store(pool.index, other, 0, ok=True) is ChunkState.WRITING
     assert pool.offer(key(1), second) is Refusal.POISONED
     pool.index.check()
 
@@ -151,7 +151,7 @@ def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool,
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
     (row,) = pool.index.part_after(part.end, 1, {other}).rows
     assert (row.key, row.where) == (key(1), Where.COMING)
-    pool.index.end_store(record, 0, ok=False)
+    end_store(pool.index, record, 0, ok=False)
     assert pool.index.part_after(Position(), 1, {other}).end.place == ALL_READ
     pool.index.shelf.put(other, DiskChunk(key(1), Stamp(1, 1), 0, PAGE, 0), "file")
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
@@ -184,7 +184,7 @@ def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
     assert record.state is ChunkState.VOID
     assert pool.offer(key(1), b1) is Refusal.WRITING
     assert pool.offer(key(1), a1) is Refusal.POISONED
-    pool.index.end_store(record, 0, ok=True)
+    end_store(pool.index, record, 0, ok=True)
     for job, rank in ((1, 0), (2, 0), (2, 1)):
         pool.index.end_job(StorePart(job, 1, rank, 2))
     assert begun(pool.offer(key(1), StorePart(2, 2, 0, 2))).state is ChunkState.WRITING
@@ -192,7 +192,7 @@ def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
 
 def test_engine_that_is_gone_ends_its_jobs(pool: Pool) -> None:
     record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
-    pool.index.end_store(record, 0, ok=True)
+    end_store(pool.index, record, 0, ok=True)
     pool.index.end_line(1, 0, 2)
     assert pool.index.is_coming(A, key(1))
     pool.index.end_line(1, 1, 2)
@@ -208,7 +208,7 @@ def test_rank_that_ends_a_job_first_makes_void_what_others_would_store(pool: Poo
     # The same with a rank that has stored less.
     first, second = StorePart(1, 2, 0, 2), StorePart(1, 2, 1, 2)
     for part in (first, second):
-        pool.index.end_store(begun(pool.offer(key(1), part)), part.rank, ok=True)
+        end_store(pool.index, begun(pool.offer(key(1), part)), part.rank, ok=True)
     pool.index.end_job(first)
     assert pool.offer(key(2), second) is Refusal.POISONED
     assert pool.offer(key(3), first) is Refusal.POISONED
@@ -229,7 +229,7 @@ def test_no_job_is_left_of_engines_that_are_gone(pool: Pool) -> None:
 
 def test_parts_that_do_not_come_in_time_make_a_chunk_void(pool: Pool) -> None:
     record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
-    pool.index.end_store(record, 0, ok=True)
+    end_store(pool.index, record, 0, ok=True)
     assert pool.index.expire(pool.now + 29) == 0
     assert pool.index.expire(pool.now + 30) == 1
     assert pool.offer(key(1), StorePart(1, 1, 1, 2)) is Refusal.POISONED
@@ -275,7 +275,7 @@ def test_chunk_that_a_clear_would_take_is_replaced_by_one_that_it_would_not(pool
 def test_store_that_a_clear_overtakes_is_void(pool: Pool) -> None:
     record = begun(pool.offer(key(1), StorePart(1, 1)))
     pool.floors.take({A: 2})
-    assert pool.index.end_store(record, 0, ok=True) is ChunkState.VOID
+    assert end_store(pool.index, record, 0, ok=True) is ChunkState.VOID
 
 
 def test_prompt_that_is_longer_than_the_pool_keeps_its_head(pool: Pool) -> None:

@@ -23,6 +23,7 @@ from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.node.pool.shelf import RESERVED_PART, DiskChunk, ShelvedChunk
 from raykv.protocol.listing import ALL_READ, ListedRow, Position, Reason, Where
+from tests.fixtures.node.owned_pool import end_store
 
 PAGE = 4096
 OURS, OTHERS = Namespace("ours"), Namespace("others'")
@@ -47,7 +48,7 @@ class Pool:
         chunk = OfferedChunk(OURS, key(name), pages * PAGE, stamp, blocks)
         record = self.index.begin_stores(part, [chunk], 100.0, 130.0)[0]
         assert isinstance(record, ChunkRecord), record
-        self.index.end_store(record, 0, ok=True, blocks=blocks)
+        end_store(self.index, record, 0, ok=True, blocks=blocks)
         self.index.end_job(part)
         return record
 

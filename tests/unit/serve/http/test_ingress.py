@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -422,6 +423,25 @@ def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
         assert app._held_bytes == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_body_is_in_memory_once_while_it_is_answered() -> None:
+    num_bytes = 8 << 20
+    held: list[int] = []
+
+    class Measuring(Replicas):
+        async def answer(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+            held.append(tracemalloc.get_traced_memory()[0])
+            assert len(request.body) == num_bytes
+            yield Head(200, [])
+
+    client = Client(body=[b"x" * num_bytes])
+    tracemalloc.start()
+    try:
+        ask(ingress(Measuring([])), client)
+    finally:
+        tracemalloc.stop()
+    assert num_bytes <= held[0] < 1.5 * num_bytes
 
 
 def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
     made.went(first, REPLICAS[1])
     renderer.answer = Fallback.BUSY
     turn = placed_at(made, asking(1, 2200))
-    assert (turn.silence, turn.is_answered) == (None, False)
+    assert (turn.silence, bool(turn.found)) == (None, False)
     assert {choice.name for choice in made.choose(turn, REPLICAS)[:1]} <= {"r1", "r2"}
     assert placed_at(made, asking(1, 4000)).silence is Fallback.BUSY, "half of it is new"
     made.keep(["r3"])
@@ -225,7 +225,7 @@ def test_turn_whose_tokens_nobody_knows_follows_the_one_before(path: str) -> Non
         made.went(placed_at(made, asking(other, 10)), REPLICAS[0])
     made.keep(["r2"])
     turn = placed_at(made, second)
-    assert (made.remembers(turn), turn.silence, turn.is_answered) == (True, None, False)
+    assert (made.remembers(turn), turn.silence, bool(turn.found)) == (True, None, False)
     made.keep([each.name for each in REPLICAS])
     works = {each.name: each.work for each in made.choose(turn, REPLICAS)}
     assert works["r2"] < turn.trail.num_tokens / 3

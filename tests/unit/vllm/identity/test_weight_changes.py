@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCore
 
 from raykv.vllm.identity import weight_changes as weights
 from raykv.vllm.identity import weight_watch
-from raykv.vllm.identity.weight_watch import Effect, WeightState, checksum, effect_of
+from raykv.vllm.identity.weight_watch import Effect, WeightState, check, effect_of
 
 
 class Model(torch.nn.Module):
@@ -196,7 +196,7 @@ def test_what_the_weights_are_is_asked_when_vllm_has_written_all(core: Any) -> N
     core.model_executor.worker.before["reload_weights"] = lambda: change_one_value(model)
     core.collective_rpc("reload_weights")
     assert (listener(core).counts, listener(core).is_asking) == ([1], False)
-    assert listener(core).contents == [checksum(core.model_executor.worker)]
+    assert listener(core).contents == [check(core.model_executor.worker)]
 
 
 def test_update_in_parts_is_asked_about_at_its_end(core: Any) -> None:
@@ -335,10 +335,10 @@ def test_connector_inside_of_another_one_is_told(core: Any) -> None:
 
 
 def test_checksum_is_the_same_for_the_same_weights() -> None:
-    assert checksum(Worker()) == checksum(Worker())
+    assert check(Worker()) == check(Worker())
 
 
 def test_function_may_do_anything() -> None:
-    assert effect_of(checksum) is Effect.UNKNOWN
+    assert effect_of(check) is Effect.UNKNOWN
     assert effect_of("sleep", (), {"level": 2}) is Effect.CHANGES
     assert effect_of("sleep") is Effect.NONE

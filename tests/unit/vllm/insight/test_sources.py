@@ -27,6 +27,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from raykv.base import guard
 from raykv.base.ids import MissReason
+from raykv.base.settings import Settings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.vllm.connector import RayKVConnector
@@ -46,7 +47,7 @@ OF_ALL = {"computed": 19, "own_cache": 16, "same_node": 16, "other_node": 16, "d
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(1.0)
+    made = EngineView(Settings(lookup_deadline_s=1.0))
     made.accounts.tokens_per_chunk = CHUNK
     CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())
