@@ -13,23 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from raykv.base.errors import SettingError
-from raykv.base.parsing import (
-    MAX_SHOWN,
-    address,
-    endpoint,
-    flag,
-    one_of,
-    parse_size,
-    port,
-    rate,
-    ratio,
-    seconds,
-    share,
-    shown,
-    text,
-    topic,
-)
+from raykv.base import errors, parsing
 
 VLLM_KEYS = frozenset(
     {
@@ -77,7 +61,7 @@ def _is_service_link(variable: str, value: str) -> bool:
     return has_address or _SERVICE_LINK.fullmatch(variable) is not None
 
 
-USUAL = {bool: flag, int: parse_size, float: seconds, str: text}
+USUAL = {bool: parsing.flag, int: parsing.parse_size, float: parsing.seconds, str: parsing.text}
 """What reads a setting's values, by the kind of its default."""
 
 
@@ -126,7 +110,7 @@ class Settings:
     pool_bytes: int | None = _setting(
         None,
         "RAM that this node lends. Default: a quarter of what machine or control group have free",
-        parse_size,
+        parsing.parse_size,
     )
     pool_path: str = _setting(
         "", "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
@@ -135,7 +119,9 @@ class Settings:
         "", "A folder on each node's disk for what pools give up. Default: it is forgotten"
     )
     disk_bytes: int | None = _setting(
-        None, "What may lie there, per node. Default: half of what is free at the start", parse_size
+        None,
+        "What may lie there, per node. Default: half of what is free at the start",
+        parsing.parse_size,
     )
     disk_free_bytes: int = _setting(
         4 << 30, "Nothing is written while that file system has less than this free"
@@ -143,7 +129,7 @@ class Settings:
     ray_address: str = _setting(
         "",
         "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
-        address,
+        parsing.address,
     )
     node_id: str = _setting(
         "", "The Ray node of this engine. Default: that of the raylet it connects to"
@@ -156,7 +142,7 @@ class Settings:
         "auto",
         "How the NodeActor gets at the KV cache: mapped (ipc: CUDA IPC on GPUs), copied by the "
         "engine through staging memory (staged), or mapped where it can be (auto)",
-        one_of("auto", "ipc", "staged"),
+        parsing.one_of("auto", "ipc", "staged"),
     )
     staging_bytes: int = _setting(256 << 20, "Host memory for the staged hand-over, per rank")
     load_deadline_s: float = _setting(
@@ -203,31 +189,31 @@ class Settings:
         "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). Over TCP "
         "NIXL is slower than Ray; RDMA is untried. UCX listens without a password: see "
         "deploy/security.md. The first engine decides, or `raykv up`",
-        one_of("auto", "ray", "nixl"),
+        parsing.one_of("auto", "ray", "nixl"),
     )
     fetch_bytes_per_s: float | None = _setting(
-        None, "Speed of a fetch when it is compared with computing. Default: measured", rate
+        None, "Speed of a fetch when it is compared with computing. Default: measured", parsing.rate
     )
     prefill_tokens_per_s: float | None = _setting(
-        None, "Speed of computing when it is compared with a fetch. Default: measured", rate
+        None, "Speed of computing when it is compared with a fetch. Default: measured", parsing.rate
     )
     pin_share: float = _setting(
         0.25,
         "Share of each pool that pins may take, at most; those of requests take half of that at "
         "most. The first engine decides, or `raykv up`",
-        share,
+        parsing.share,
     )
     client_hints: str = _setting(
         "none",
         "What requests may ask for in kv_transfer_params and kv_hints: nothing; raykv_priority; "
         "session as well (raykv_session, raykv_session_over, raykv_pause_s); pin: raykv_pin_s too",
-        one_of("none", "priority", "session", "pin"),
+        parsing.one_of("none", "priority", "session", "pin"),
     )
     tenant_source: str = _setting(
         "salt",
         "What says whose a request is: its cache_salt, or raykv_tenant in kv_transfer_params, "
         "which your server must set, or take out, in every request",
-        one_of("salt", "server"),
+        parsing.one_of("salt", "server"),
     )
     cancel_grace_s: float = _setting(
         2.0,
@@ -244,7 +230,7 @@ class Settings:
         "auto",
         "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
         "taken, one of the 15 after it), or off",
-        port,
+        parsing.port,
     )
     metrics_address: str = _setting(
         "", "Address that the metrics listen at. Default: the node's, as Ray has it"
@@ -271,7 +257,7 @@ class Settings:
         "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
         "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
         "vLLM keeps for itself",
-        ratio,
+        parsing.ratio,
     )
     why_miss_text: bool = _setting(
         False,
@@ -286,23 +272,27 @@ class Settings:
         "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
         "tcp://*:5557 (* is the node's address, 0.0.0.0 all of them); includes describe_chunks. "
         "Default: nowhere",
-        endpoint,
+        parsing.endpoint,
     )
     events_replay_endpoint: str = _setting(
-        "", "Where subscribers ask for events that they have missed. Default: nowhere", endpoint
+        "",
+        "Where subscribers ask for events that they have missed. Default: nowhere",
+        parsing.endpoint,
     )
     events_topic: str = _setting(
         "kv@{node}@{model}",
         "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
-        topic,
+        parsing.topic,
     )
     events_format: str = _setting(
-        "map", "Events as vLLM writes them now (map), or did (array)", one_of("map", "array")
+        "map",
+        "Events as vLLM writes them now (map), or did (array)",
+        parsing.one_of("map", "array"),
     )
     events_hashes: str = _setting(
         "int",
         "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
-        one_of("int", "bytes"),
+        parsing.one_of("int", "bytes"),
     )
 
     @property
@@ -330,8 +320,8 @@ def log_level(usual: str, environment: Mapping[str, str] = os.environ) -> str:
     """
     level = environment.get(LOG_LEVEL, usual).upper()
     if level not in LOG_LEVELS:
-        raise SettingError(
-            f"{LOG_LEVEL}={shown(environment[LOG_LEVEL])} is no level: choose one of "
+        raise errors.SettingError(
+            f"{LOG_LEVEL}={parsing.shown(environment[LOG_LEVEL])} is no level: choose one of "
             f"{', '.join(LOG_LEVELS)}"
         )
     return level
@@ -349,11 +339,13 @@ def load_settings(
     known = {f.name: f for f in fields(Settings)}
     for key in extra_config:
         if not isinstance(key, str):
-            raise SettingError(f"a setting of RayKV has the name {shown(key)}, which is no text")
+            raise errors.SettingError(
+                f"a setting of RayKV has the name {parsing.shown(key)}, which is no text"
+            )
         if key in INSTEAD:
-            raise SettingError(f"{key} is not a setting of RayKV: {INSTEAD[key]}")
+            raise errors.SettingError(f"{key} is not a setting of RayKV: {INSTEAD[key]}")
         if key not in known and key not in VLLM_KEYS:
-            raise SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
+            raise errors.SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable == LOG_LEVEL:
@@ -363,7 +355,7 @@ def load_settings(
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in known:
             names = {ENV_PREFIX + n.upper() for n in known}
-            raise SettingError(_unknown("environment variable", variable, names))
+            raise errors.SettingError(_unknown("environment variable", variable, names))
         values[name] = known[name].metadata["parse"](variable, value)
     for key, value in extra_config.items():
         if key in known:
@@ -372,9 +364,9 @@ def load_settings(
 
 
 def _unknown(what: str, name: str, allowed: set[str]) -> str:
-    close = difflib.get_close_matches(name[:MAX_SHOWN], allowed, n=1)
+    close = difflib.get_close_matches(name[: parsing.MAX_SHOWN], allowed, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(sorted(allowed))}"
-    return f"unknown {what} {shown(name)} of RayKV: {hint}"
+    return f"unknown {what} {parsing.shown(name)} of RayKV: {hint}"
 
 
 ANY_PORT = MetricsPlace()

@@ -16,13 +16,10 @@ from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
 from raykv.client.scheduler import Scheduler
 from raykv.cluster.ask import ask_each
-from raykv.prompts import adapters
+from raykv.prompts import adapters, block_hashes
 from raykv.prompts import lookup as prompts
-from raykv.prompts.block_hashes import PLAIN, PromptTraits
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
-from raykv.protocol import listing, reader
-from raykv.protocol.columns import Source
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol import columns, framing, listing, reader
 
 # Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
 # come in between.
@@ -73,7 +70,7 @@ def chunks(  # noqa: PLR0913 - what a listing is narrowed by
         raise ClusterError(f"limit={limit}: a listing has at least one chunk")
     wanted = key.hex() if isinstance(key, bytes) else key.lower()
     query = reader.ChunkQuery(
-        PROTOCOL_VERSION,
+        framing.PROTOCOL_VERSION,
         scheduler.full_namespace(namespace) if namespace else "",
         whole_bytes(wanted),
         group,
@@ -101,7 +98,7 @@ def _listed(
 
         def question(node_id: str, actor: Any, asked: Mapping[str, str] = asked) -> Any:
             page = msgspec.structs.replace(query, cursor=asked.get(node_id, ""))
-            return actor.ask.remote("chunks", encode(page))
+            return actor.ask.remote("chunks", framing.encode(page))
 
         pages = ask_each(reader.ChunkPage, question, cursors)
         for node_id, page in sorted(pages.items()):
@@ -144,7 +141,7 @@ def _chunks_of(
         if row.where & listing.Where.RAM:
             yield chunk
         if row.where & listing.Where.DISK:
-            is_here = bool(row.where & listing.Where.RAM) or Source(node_id) in known
+            is_here = bool(row.where & listing.Where.RAM) or columns.Source(node_id) in known
             yield msgspec.structs.replace(
                 chunk,
                 age_s=0.0,
@@ -191,7 +188,7 @@ def lookup(
     messages: Sequence[Mapping[str, Any]] | None = None,
     model: str | None = None,
     namespace: str | None = None,
-    traits: PromptTraits = PLAIN,
+    traits: block_hashes.PromptTraits = block_hashes.PLAIN,
 ) -> reader.PromptLookup:
     """Where the chunks of a prompt are, and how much of it each node could load.
 

@@ -14,33 +14,21 @@ from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
 from raykv.cluster import ask
-from raykv.protocol import columns, operator
+from raykv.protocol import columns, operator, sessions
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
-from raykv.protocol.sessions import (
-    MAX_PAUSE_S,
-    MAX_SESSION_NAME,
-    MAX_SESSIONS_LISTED,
-    SessionAnswer,
-    SessionOrder,
-    SessionPage,
-    SessionQuery,
-    SessionStage,
-    SessionStatus,
-    SessionWord,
-)
 
 
 def found_sessions(
     scheduler: Scheduler, namespace: str, session: str = "", of: Collection[str] | None = None
-) -> list[SessionStatus]:
+) -> list[sessions.SessionStatus]:
     """What all nodes know of sessions, or these, the one that was used last first; of each what
     the node says that has used it last, and the requests of all. `namespace`: its beginning;
     empty: any.
     """
     scheduler.find()
     space = scheduler.full_namespace(namespace) if namespace else ""
-    pages = ask.ask_each(SessionPage, _question(space, session, 0), of)
-    by_name: dict[tuple[str, str], list[SessionStatus]] = {}
+    pages = ask.ask_each(sessions.SessionPage, _question(space, session, 0), of)
+    by_name: dict[tuple[str, str], list[sessions.SessionStatus]] = {}
     for page in pages.values():
         for each in page.sessions:
             by_name.setdefault((each.namespace, each.session), []).append(each)
@@ -49,10 +37,10 @@ def found_sessions(
         latest = min(same, key=lambda each: each.idle_s)
         requests = sum(each.requests for each in same)
         merged.append(msgspec.structs.replace(latest, requests=requests))
-    return sorted(merged, key=lambda each: each.idle_s)[:MAX_SESSIONS_LISTED]
+    return sorted(merged, key=lambda each: each.idle_s)[: sessions.MAX_SESSIONS_LISTED]
 
 
-def _keys_of(known: SessionStatus) -> list[bytes]:
+def _keys_of(known: sessions.SessionStatus) -> list[bytes]:
     """The keys of a session, in the order in which prompts have them, by the node that has used it
     last.
 
@@ -62,7 +50,7 @@ def _keys_of(known: SessionStatus) -> list[bytes]:
     keys: list[bytes] = []
     while True:
         question = _question(known.namespace, known.session, len(keys))
-        pages, silent = ask.ask_nodes(SessionPage, question, {known.node_id})
+        pages, silent = ask.ask_nodes(sessions.SessionPage, question, {known.node_id})
         if silent:
             raise ClusterError(
                 f"node {known.node_id[:12]}, which has used the session last, does not answer: "
@@ -74,7 +62,7 @@ def _keys_of(known: SessionStatus) -> list[bytes]:
         keys += page.keys
 
 
-def _placed(scheduler: Scheduler, known: SessionStatus) -> SessionStatus:
+def _placed(scheduler: Scheduler, known: sessions.SessionStatus) -> sessions.SessionStatus:
     """A session, with where its chunks are."""
     places: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for sources in scheduler.sources_of(known.namespace, _keys_of(known)):
@@ -98,17 +86,17 @@ class ClientSession:
     def __post_init__(self) -> None:
         check_session(self.name)
 
-    def status(self) -> SessionStatus:
+    def status(self) -> sessions.SessionStatus:
         """What is known of it, and where its chunks are now."""
         return _placed(self._scheduler, self._known())
 
-    def over(self) -> SessionStatus:
+    def over(self) -> sessions.SessionStatus:
         """It is over: chunks that no other session has used are the next to be evicted, on every
         node. A request of the session that comes all the same takes it up again.
         """
-        return self._order(SessionWord.OVER, 0.0, 0)
+        return self._order(sessions.SessionWord.OVER, 0.0, 0)
 
-    def pause(self, seconds: float, *, priority: int | None = None) -> SessionStatus:
+    def pause(self, seconds: float, *, priority: int | None = None) -> sessions.SessionStatus:
         """It goes on in about so long, an hour at most: until then its chunks are kept by
         preference, within the share of the pools that requests may pin; if it has not come back
         then, it is given up like one that is over.
@@ -121,7 +109,7 @@ class ClientSession:
             SettingError: an argument is not allowed.
         """
         check_pause(seconds, priority)
-        return self._order(SessionWord.PAUSED, float(seconds), priority or 0)
+        return self._order(sessions.SessionWord.PAUSED, float(seconds), priority or 0)
 
     def keys(self) -> list[bytes]:
         """The offload keys of its chunks, in the order in which prompts have them."""
@@ -149,7 +137,7 @@ class ClientSession:
         give_up_at = time.monotonic() + deadline_s
         return bring(self._scheduler, keys, node_id, known.namespace, give_up_at, watch).result
 
-    def _known(self, of: Collection[str] | None = None) -> SessionStatus:
+    def _known(self, of: Collection[str] | None = None) -> sessions.SessionStatus:
         found = found_sessions(self._scheduler, self.namespace, self.name, of)
         if len(found) == 1:
             return found[0]
@@ -161,16 +149,24 @@ class ClientSession:
             "yet, or client_hints does not allow it, or it was used too long ago"
         )
 
-    def _order(self, word: SessionWord, pause_s: float, priority: int) -> SessionStatus:
+    def _order(
+        self, word: sessions.SessionWord, pause_s: float, priority: int
+    ) -> sessions.SessionStatus:
         """Say something of it, and wait until the node that has used it last has heard: who does
         not answer is asked once.
         """
         asked = self._known()
-        order = SessionOrder(PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority)
-        answer = self._scheduler.ask_for(SessionAnswer, "order_session", encode(order))
+        order = sessions.SessionOrder(
+            PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority
+        )
+        answer = self._scheduler.ask_for(sessions.SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
-        stage = SessionStage.PAUSED if word is SessionWord.PAUSED else SessionStage.OVER
+        stage = (
+            sessions.SessionStage.PAUSED
+            if word is sessions.SessionWord.PAUSED
+            else sessions.SessionStage.OVER
+        )
         give_up_at = time.monotonic() + CLIENT_S
         while (known := self._known({asked.node_id})).stage != stage:
             if time.monotonic() > give_up_at:
@@ -191,21 +187,23 @@ class ClientSession:
 
 
 def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
-    query = SessionQuery(PROTOCOL_VERSION, namespace, session, first)
+    query = sessions.SessionQuery(PROTOCOL_VERSION, namespace, session, first)
     return ask.asking("sessions", encode(query))
 
 
 def check_session(name: str) -> None:
     """Refuse a name that no session can have, with a SettingError."""
-    if not 0 < len(name) <= MAX_SESSION_NAME:
+    if not 0 < len(name) <= sessions.MAX_SESSION_NAME:
         raise SettingError(
-            f"a session's name has 1 to {MAX_SESSION_NAME} characters, not {len(name)}"
+            f"a session's name has 1 to {sessions.MAX_SESSION_NAME} characters, not {len(name)}"
         )
 
 
 def check_pause(seconds: float, priority: int | None) -> None:
     """Refuse a pause that no session can make, with a SettingError."""
-    if not 0 < seconds <= MAX_PAUSE_S:
-        raise SettingError(f"a pause of {seconds} s: it must be above 0, at most {MAX_PAUSE_S:g}")
+    if not 0 < seconds <= sessions.MAX_PAUSE_S:
+        raise SettingError(
+            f"a pause of {seconds} s: it must be above 0, at most {sessions.MAX_PAUSE_S:g}"
+        )
     if priority is not None and not 1 <= priority <= columns.MAX_PRIORITY:
         raise SettingError(f"priority={priority} must be from 1 to {columns.MAX_PRIORITY}")

@@ -18,10 +18,8 @@ from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client import pins
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.protocol import copies, framing, reader
+from raykv.protocol import copies, framing, listing, operator, reader
 from raykv.protocol.columns import Keys, Numbers, Source
-from raykv.protocol.listing import Where
-from raykv.protocol.operator import DropOrder, Released, TransferResult
 
 PAGE_CHUNKS = 256
 """Chunks of a transfer that go at once: progress is reported after each page."""
@@ -32,7 +30,7 @@ MOST_TRIED = 16
 OPERATOR = 0
 """The life of who orders a fetch and is no engine."""
 
-Watch = Callable[[TransferResult], None]
+Watch = Callable[[operator.TransferResult], None]
 
 SourcesOf = Mapping[bytes, Sequence[Source]]
 
@@ -45,7 +43,7 @@ def prefetch(
     namespace: str = "",
     deadline_s: float = TRANSFER_S,
     watch: Watch = lambda _: None,
-) -> TransferResult:
+) -> operator.TransferResult:
     """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
     from other pools, or from disks what is in none.
 
@@ -74,7 +72,7 @@ def move(
     namespace: str = "",
     deadline_s: float = TRANSFER_S,
     watch: Watch = lambda _: None,
-) -> TransferResult:
+) -> operator.TransferResult:
     """`prefetch`, then give up the copies that other nodes have of what is there now.
 
     A copy stays that is pinned where it is, unless it is pinned on the node too, and one with
@@ -149,7 +147,7 @@ def _drop(
 
     def question(node_id: str, actor: Any) -> Any:
         keys = elsewhere[node_id]
-        order = DropOrder(
+        order = operator.DropOrder(
             framing.PROTOCOL_VERSION,
             transfer.namespace,
             Keys.of(keys),
@@ -159,7 +157,7 @@ def _drop(
         )
         return actor.ask.remote("drop", framing.encode(order))
 
-    released = ask.ask_each(Released, question, elsewhere).values() if elsewhere else ()
+    released = ask.ask_each(operator.Released, question, elsewhere).values() if elsewhere else ()
     return sum(each.dropped for each in released), sum(each.kept for each in released)
 
 
@@ -193,10 +191,10 @@ class Transfer:
         self._numbers = count(1)
 
     @property
-    def result(self) -> TransferResult:
+    def result(self) -> operator.TransferResult:
         """What has become of it so far."""
         refusals = dict(+self.refusals)
-        return TransferResult(**self.counts, refusals=refusals, seconds=self._seconds)
+        return operator.TransferResult(**self.counts, refusals=refusals, seconds=self._seconds)
 
     def fetch(
         self, sizes: Mapping[bytes, int], sources: SourcesOf, here: Collection[bytes]
@@ -248,7 +246,7 @@ class Transfer:
         there = sum(key in here for at, key in enumerate(keys) if at not in failed)
         came = len(keys) - len(failed) - there
         self.counts.update(came=came, there=there, no_room=no_room, num_bytes=fetched.num_bytes)
-        self.there |= {row.key: row.blocks for row in fetched.rows if row.where & Where.RAM}
+        self.there |= {row.key: row.blocks for row in fetched.rows if row.where & listing.Where.RAM}
 
 
 def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -> Mapping[int, int]:

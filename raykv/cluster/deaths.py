@@ -18,9 +18,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from raykv.base.deadlines import WAKE_S
-from raykv.base.errors import AttachError, ThreadError
-from raykv.base.threads import OnFailure, SupervisedThread, start_thread, within
+from raykv.base import deadlines, errors, threads
 from raykv.protocol import wire
 
 logger = logging.getLogger("raykv.node")
@@ -72,8 +70,8 @@ def has_halted(deadline_s: float) -> bool:
     system_call = ctypes.CDLL(None, use_errno=True).syscall
     arguments = [ctypes.c_long(each) for each in (number, MEMBARRIER_CMD_GLOBAL, 0, 0)]
     try:
-        return within(deadline_s, lambda: system_call(*arguments)) == 0
-    except (TimeoutError, ThreadError):
+        return threads.within(deadline_s, lambda: system_call(*arguments)) == 0
+    except (TimeoutError, errors.ThreadError):
         return False
 
 
@@ -95,9 +93,9 @@ class DeathWatch:
         self._stopping = False
         self._has_complained = False
 
-    def start(self) -> SupervisedThread:
+    def start(self) -> threads.SupervisedThread:
         """Begin; returns the thread, which ends after `stop`."""
-        return start_thread("raykv-deaths", self._run, OnFailure.END_PROCESS)
+        return threads.start_thread("raykv-deaths", self._run, threads.OnFailure.END_PROCESS)
 
     def stop(self) -> None:
         """End the thread the next time it looks."""
@@ -115,7 +113,7 @@ class DeathWatch:
         try:
             watch = Watch(sock, _pidfd_of(sock, pid))
         except ProcessLookupError as error:
-            raise AttachError(f"process {pid} has ended already") from error
+            raise errors.AttachError(f"process {pid} has ended already") from error
         except OSError as error:
             self._complain(pid, error)
             return Watch(sock, None)
@@ -146,7 +144,7 @@ class DeathWatch:
 
     def _run(self) -> None:
         while not self._stopping:
-            for pidfd, _ in self._epoll.poll(WAKE_S):
+            for pidfd, _ in self._epoll.poll(deadlines.WAKE_S):
                 self._end(pidfd)
 
     def _end(self, pidfd: int) -> None:

@@ -34,16 +34,7 @@ from raykv.base import parsing, threads
 from raykv.base.deadlines import CLIENT_S, LOOK_S
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
-from raykv.cluster import names
-from raykv.cluster.processes import (
-    argument,
-    command_lines,
-    every_command_line,
-    group_of,
-    is_own,
-    is_raylet,
-    stop_group,
-)
+from raykv.cluster import names, processes
 
 # For `ray start`, which takes 6 to 10 s on a quiet machine.
 RAY_START_S = 90.0
@@ -112,12 +103,17 @@ def raylets() -> list[Raylet]:
 def everybodys_raylets() -> list[Raylet]:
     """Those, and what processes of other users claim to be, the latest one last."""
     found = []
-    for process, arguments in every_command_line():
-        if is_raylet(arguments):
-            node_id, address = argument(arguments, "node-id"), argument(arguments, "gcs-address")
+    for process, arguments in processes.every_command_line():
+        if processes.is_raylet(arguments):
+            node_id, address = (
+                processes.argument(arguments, "node-id"),
+                processes.argument(arguments, "gcs-address"),
+            )
             with contextlib.suppress(psutil.Error):
                 began_at = process.create_time()
-                found.append(Raylet(node_id or "", address or "", began_at, is_own(process)))
+                found.append(
+                    Raylet(node_id or "", address or "", began_at, processes.is_own(process))
+                )
     return sorted(found, key=lambda each: each.began_at)
 
 
@@ -245,7 +241,7 @@ def _start_local(own_ip: str) -> str:
         try:
             code = starter.wait(RAY_START_S)
         except subprocess.TimeoutExpired as error:
-            stop_group(starter.pid)
+            processes.stop_group(starter.pid)
             raise ClusterError(f"`ray start` did not end in {RAY_START_S:.0f} s") from error
         address = _address_of_group(starter.pid)
         if code or address is None:
@@ -258,9 +254,9 @@ def _start_local(own_ip: str) -> str:
 
 def _address_of_group(group: int) -> str | None:
     """GCS address of the cluster whose processes `ray start` left in its process group."""
-    for process, arguments in command_lines():
-        if is_raylet(arguments) and group_of(process) == group:
-            return argument(arguments, "gcs-address")
+    for process, arguments in processes.command_lines():
+        if processes.is_raylet(arguments) and processes.group_of(process) == group:
+            return processes.argument(arguments, "gcs-address")
     return None
 
 
@@ -346,8 +342,9 @@ def _raylets_at(address: str) -> list[tuple[psutil.Process, list[str]]]:
     """This user's raylets of a cluster on this host."""
     return [
         (process, arguments)
-        for process, arguments in command_lines()
-        if is_raylet(arguments) and argument(arguments, "gcs-address") == address
+        for process, arguments in processes.command_lines()
+        if processes.is_raylet(arguments)
+        and processes.argument(arguments, "gcs-address") == address
     ]
 
 
@@ -355,9 +352,9 @@ def stop_started(address: str) -> None:
     """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
     found = _raylets_at(address)
     for raylet, _ in found:
-        stop_group(group_of(raylet))
+        processes.stop_group(processes.group_of(raylet))
     for _, arguments in found:
-        withdraw(address, temp_dir=argument(arguments, "temp-dir"))
+        withdraw(address, temp_dir=processes.argument(arguments, "temp-dir"))
 
 
 def join(address: str) -> None:
@@ -455,11 +452,11 @@ def _speaks(host: str, port: int) -> bool:
 
 
 def _silence(address: str, who: str, deadline_s: float) -> ClusterError:
-    groups = {group_of(raylet) for raylet, _ in _raylets_at(address)}
+    groups = {processes.group_of(raylet) for raylet, _ in _raylets_at(address)}
     stopped = []
-    for process, arguments in command_lines():
+    for process, arguments in processes.command_lines():
         with contextlib.suppress(psutil.Error):
-            if group_of(process) in groups and process.status() == psutil.STATUS_STOPPED:
+            if processes.group_of(process) in groups and process.status() == psutil.STATUS_STOPPED:
                 stopped.append(f"{Path(arguments[0]).name} (pid {process.pid}) is stopped")
     return ClusterError(
         f"the {who} of Ray at {address} does not answer within {deadline_s:g} s"

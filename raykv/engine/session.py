@@ -26,10 +26,8 @@ from raykv.base.ids import Namespace, NodeId, Refusal, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.engine.fetches import Fetches
+from raykv.engine import fetches, lines, remote
 from raykv.engine.hints import HintBox
-from raykv.engine.lines import PlaceLine
-from raykv.engine.remote import FetchOrder
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
@@ -125,9 +123,9 @@ class Session:
         self._view = view
         self._first = hello
         self._call = call
-        self._fetches = Fetches(view.settings, self._end_fetch)
+        self._fetches = fetches.Fetches(view.settings, self._end_fetch)
         self._num_refused = 0
-        self._line = PlaceLine(self, self._fetches, node_id, locate)
+        self._line = lines.PlaceLine(self, self._fetches, node_id, locate)
         # What the engine's thread is to do between steps, in order.
         self._inbox: deque[Callable[[], None]] = deque()
         # Rows of answers that were put there, and those that were taken; where the last one ends.
@@ -216,11 +214,11 @@ class Session:
         """Whether the engine has to take something in before more is read."""
         return self._num_put - self._num_taken >= MAX_UNREAD
 
-    def _end_fetch(self, orders: list[FetchOrder], result: copies.CopyResult | None) -> None:
+    def _end_fetch(self, orders: list[remote.FetchOrder], result: copies.CopyResult | None) -> None:
         """On any thread."""
         self._inbox.append(partial(self._finish, orders, result))
 
-    def _finish(self, orders: list[FetchOrder], result: copies.CopyResult | None) -> None:
+    def _finish(self, orders: list[remote.FetchOrder], result: copies.CopyResult | None) -> None:
         self._view.finish_fetch(orders, [result], time.monotonic())
 
     def _move(self, node_id: NodeId) -> None:
@@ -321,7 +319,7 @@ class Session:
         view = self._view
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
-    def _order(self, orders: list[FetchOrder]) -> None:
+    def _order(self, orders: list[remote.FetchOrder]) -> None:
         """Have chunks fetched; at once in vain while the NodeActor is left alone."""
         view = self._view
         if self._line.is_left_alone:

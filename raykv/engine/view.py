@@ -30,14 +30,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from raykv.base import ids
-from raykv.base.departures import Departures
+from raykv.base import departures, ids
 from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, Refusal
-from raykv.engine import accounts, requests
+from raykv.engine import accounts, remote, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
 from raykv.engine.listed import ListedPlace, PlaceChange
-from raykv.engine.remote import MAX_ASKED, ChunkSize, FetchOrder, RemoteChunks
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
 
@@ -111,13 +109,13 @@ class EngineView:
     def __init__(
         self,
         settings: requests.ViewSettings,
-        sizes: Mapping[int, ChunkSize] | None = None,
+        sizes: Mapping[int, remote.ChunkSize] | None = None,
         announcements: Announcements | None = None,
     ) -> None:
         self.engine_id, self.life, self.namespace = ids.EngineId(""), 0, Namespace("")
         self.settings = settings
         self.sampler = requests.StoreSampler(is_on=settings.stop_unused_stores)
-        self.remote = RemoteChunks(settings, sizes or {})
+        self.remote = remote.RemoteChunks(settings, sizes or {})
         self.announcements = announcements
         # Since the engine's start; hits stand apart, since each lookup may be one.
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
@@ -128,7 +126,7 @@ class EngineView:
         self.has_left = False
         # It has come to its namespace while it ran, and no request has begun there.
         self.is_new = False
-        self._departures: Departures[MissReason] = Departures()
+        self._departures: departures.Departures[MissReason] = departures.Departures()
         self._readers = 0
         self._places: list[_Place] = []
         self._ready: Mapping[Key, Blocks] = {}
@@ -304,7 +302,7 @@ class EngineView:
         self.found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
         elsewhere = (key for key in absent if not self._find_on_disks(request, key))
-        self.remote.ask(request, islice(elsewhere, MAX_ASKED))
+        self.remote.ask(request, islice(elsewhere, remote.MAX_ASKED))
 
     def touch(self, request_id: str, now: float) -> None:
         """A request waits to be admitted: its places are to keep what it has found."""
@@ -438,7 +436,7 @@ class EngineView:
         self.remote.end_answer()
 
     def finish_fetch(
-        self, orders: Sequence[FetchOrder], results: Sequence[CopyResult | None], now: float
+        self, orders: Sequence[remote.FetchOrder], results: Sequence[CopyResult | None], now: float
     ) -> None:
         """A fetch has ended at each place; None: there was no answer. What arrived everywhere is
         READY, if the places say so.

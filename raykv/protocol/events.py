@@ -15,9 +15,8 @@ import msgspec
 
 from raykv.base.ids import EventKind
 from raykv.protocol import columns as checked
+from raykv.protocol import framing, listing
 from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers
-from raykv.protocol.framing import Versioned
-from raykv.protocol.listing import Position
 
 MOST_EVENTS = 1024
 """In one page: with 36-byte keys under Ray's 100 KiB inline limit."""
@@ -101,7 +100,7 @@ class EventsMissed(Event, frozen=True, kw_only=True, tag=True):
     missed: int | None = None
 
 
-class EventPage(Versioned, frozen=True):
+class EventPage(framing.Versioned, frozen=True):
     """A stretch of the event log, as columns; see `raykv.directory.known.events`.
 
     Args:
@@ -154,10 +153,10 @@ KEYLESS = b"\0"
 """Stands in a page for the key of events that are of no chunk."""
 
 
-class ListingQuery(Versioned, frozen=True):
+class ListingQuery(framing.Versioned, frozen=True):
     """Ask a NodeActor for the next part of its listing, of all namespaces, up to so many rows."""
 
-    position: Position = Position()
+    position: listing.Position = listing.Position()
     most: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)] = MAX_KEYS
 
 

@@ -35,7 +35,7 @@ from raykv.cluster.logs import set_up_logging
 from raykv.engine import cost, runtime
 from raykv.protocol import descriptions, engine, framing
 from raykv.stream.descriptions import DescriptionOutbox
-from raykv.vllm import mending, misses, params, transfers, weights, windows
+from raykv.vllm import layered, mending, misses, params, transfers, weights, windows
 from raykv.vllm.identity import media, placement, weight_changes
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
@@ -50,13 +50,6 @@ from raykv.vllm.internals.offloading import (
     replace_worker_side,
     scheduler_side,
     worker_side,
-)
-from raykv.vllm.layered import (
-    LayeredConnectorWorker,
-    LayeredScheduling,
-    LoadScheduling,
-    SiblingScheduling,
-    refuse_layerwise,
 )
 from raykv.vllm.manager import RayOffloadingManager, track_chunks
 from raykv.vllm.spec import (
@@ -107,7 +100,7 @@ class RayKVConnector(OffloadingConnector):
         self._runtime: runtime.EngineRuntime | None = None
         # On the scheduler's side.
         self._steps = cost.StepTimes()
-        self._loading = LoadScheduling()
+        self._loading = layered.LoadScheduling()
         with logged_refusals():
             self._start(vllm_config, role, kv_cache_config)
 
@@ -128,7 +121,7 @@ class RayKVConnector(OffloadingConnector):
             plain = worker_side(self)
             names.require(names.WORKER, self, plain)
             is_layered = plain.spec.settings.layerwise_loads
-            kind = LayeredConnectorWorker if is_layered else RayKVConnectorWorker
+            kind = layered.LayeredConnectorWorker if is_layered else RayKVConnectorWorker
             worker = kind(plain.spec, vllm_config, kv_cache_config)
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
@@ -153,9 +146,9 @@ class RayKVConnector(OffloadingConnector):
             traits={**traits_of(facts), **self._chunk_traits()},
         )
         if spec.settings.layerwise_loads:
-            refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
+            layered.refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
             names.require(names.LAYERWISE, self)
-            self._loading = LayeredScheduling(manager.layered, self._tables)
+            self._loading = layered.LayeredScheduling(manager.layered, self._tables)
         self._windows = windows.Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
         self._hello = hello
@@ -350,8 +343,8 @@ class RayKVConnector(OffloadingConnector):
         return mending.Mender(self._tables, self._manager)
 
     @cached_property
-    def _siblings(self) -> SiblingScheduling:
-        return SiblingScheduling(self._tables, self._manager)
+    def _siblings(self) -> layered.SiblingScheduling:
+        return layered.SiblingScheduling(self._tables, self._manager)
 
     def _adopt(self, request: Any) -> None:
         self._mender.adopt(request)

@@ -34,11 +34,9 @@ from raykv.base import errors, guard
 from raykv.base.ids import GROUP_BYTES, Direction, Key, Refusal, in_group
 from raykv.base.settings import Settings
 from raykv.node.states.file import promise, settle
-from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import Capture, CopyJob, CopyResult
+from raykv.protocol import columns, copies
 from raykv.protocol.worker import KVLayout
-from raykv.vllm import connector, kv_form
-from raykv.vllm.transfers import RayKVConnectorMetadata, RayOffloadingWorker
+from raykv.vllm import connector, kv_form, transfers
 from raykv.worker.job import JobRequest
 
 logger = logging.getLogger("raykv")
@@ -73,7 +71,7 @@ class StatesOrder:
 
 
 @dataclass
-class HiddenStatesMetadata(RayKVConnectorMetadata):
+class HiddenStatesMetadata(transfers.RayKVConnectorMetadata):
     """RayKV's metadata, with the paths of requests that have begun and what is to be captured."""
 
     promised: dict[str, str] = field(default_factory=dict)
@@ -222,7 +220,7 @@ class StatesWorker:
     """A worker's side. All methods run on its main thread."""
 
     def __init__(
-        self, settings: Settings, group_id: int, form: Capture, *, is_writer: bool
+        self, settings: Settings, group_id: int, form: copies.Capture, *, is_writer: bool
     ) -> None:
         """`group_id` is the KV group of the layer with the states; `form` is a capture of no
         request, which all are made of.
@@ -254,7 +252,7 @@ class StatesWorker:
                 # ValueError: what a client has named is not a path.
                 logger.warning("hidden states can't be written to %r: %s", path, error)
 
-    def submit(self, worker: RayOffloadingWorker | None, order: StatesOrder) -> None:
+    def submit(self, worker: transfers.RayOffloadingWorker | None, order: StatesOrder) -> None:
         """Have a request's states copied; whatever goes wrong, it counts as sent."""
         if not self._is_writer:
             self._sent.add(order.request_id)
@@ -273,7 +271,7 @@ class StatesWorker:
         under_way = set(self._jobs.values())
         self._sent |= {order.request_id for order in orders} - under_way
 
-    def _job(self, worker: RayOffloadingWorker, order: StatesOrder) -> JobRequest:
+    def _job(self, worker: transfers.RayOffloadingWorker, order: StatesOrder) -> JobRequest:
         lock_fd = self._locks.get(order.request_id, -1)
         capture = msgspec.structs.replace(
             self._form,
@@ -284,19 +282,19 @@ class StatesWorker:
             has_lock=lock_fd >= 0,
         )
         assert worker.namespace, "the NodeActor is not known yet"
-        job = CopyJob(
+        job = copies.CopyJob(
             next(self._numbers),
             int(Direction.STORE),
             worker.namespace,
-            Keys.of([in_group(STATES, self._group_id)]),
-            Numbers.of([len(order.block_ids)]),
-            Numbers.of([0]),
-            Numbers.of(order.block_ids),
+            columns.Keys.of([in_group(STATES, self._group_id)]),
+            columns.Numbers.of([len(order.block_ids)]),
+            columns.Numbers.of([0]),
+            columns.Numbers.of(order.block_ids),
             capture=capture,
         )
         return JobRequest(job, lock_fd)
 
-    def take_results(self, results: Iterable[CopyResult]) -> None:
+    def take_results(self, results: Iterable[copies.CopyResult]) -> None:
         """Captures that have ended."""
         for result in results:
             request_id = self._jobs.pop(result.job_id, None)
@@ -363,7 +361,7 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
         is_writer = spec.config.parallel.rank == 0
         self._states = StatesWorker(spec.settings, self._layer.group_id, form, is_writer=is_writer)
 
-    def _form_of(self, cache: Any, layout: KVLayout, settings: Settings) -> Capture:
+    def _form_of(self, cache: Any, layout: KVLayout, settings: Settings) -> copies.Capture:
         """Where states are in their layer's cache, [blocks, states, tokens of a block, numbers].
 
         Raises:
@@ -384,7 +382,7 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
                 f"hidden states of shape {list(cache.shape)} lie together with other layers, where "
                 "RayKV can't capture them: choose another VLLM_KV_CACHE_LAYOUT"
             )
-        return Capture(
+        return copies.Capture(
             request_id="",
             token_ids=b"",
             num_states=int(cache.shape[1]),
@@ -439,7 +437,7 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         base = super().build_connector_meta(scheduler_output)
-        assert isinstance(base, RayKVConnectorMetadata), base
+        assert isinstance(base, transfers.RayKVConnectorMetadata), base
         return HiddenStatesMetadata(
             **vars(base),
             promised=self._promised(scheduler_output),

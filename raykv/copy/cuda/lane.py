@@ -38,10 +38,8 @@ from itertools import chain, islice
 from typing import NoReturn
 
 from raykv.base.ids import Direction
-from raykv.copy.cuda import batches
-from raykv.copy.cuda.batches import CUT_BYTES, ChooseRoute, Route, direct, staged
+from raykv.copy.cuda import batches, pages
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder
-from raykv.copy.cuda.pages import WORD_BYTES
 from raykv.copy.engine import StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
@@ -90,7 +88,7 @@ class Limits:
     first_bytes: int = 2 << 20
     batch_bytes: int = 16 << 20
     batch_runs: int = 2048
-    cut_bytes: int = CUT_BYTES
+    cut_bytes: int = batches.CUT_BYTES
     staging_bytes: int = 32 << 20
     gather_runs: int = 8192
     in_flight: int = 4
@@ -128,15 +126,15 @@ class Lane:
         direction: Direction,
         limits: Limits,
         on_lost: OnLost,
-        choose: ChooseRoute,
+        choose: batches.ChooseRoute,
     ) -> None:
         self.direction = direction
         self._choose = choose
         self._driver, self._limits, self._on_lost = driver, limits, on_lost
         # Bytes and runs.
         self._at_once = {
-            Route.BATCH: (limits.batch_bytes, limits.batch_runs),
-            Route.GATHER: (limits.staging_bytes, limits.gather_runs),
+            batches.Route.BATCH: (limits.batch_bytes, limits.batch_runs),
+            batches.Route.GATHER: (limits.staging_bytes, limits.gather_runs),
         }
         bounds = zip(*self._at_once.values(), strict=True)
         self._most_bytes, self._most_runs = map(max, bounds)
@@ -194,7 +192,7 @@ class Lane:
                     self._await(self._events[turn])
                 if stop():
                     return False
-                if route is Route.GATHER and self._driver.mover is not None:
+                if route is batches.Route.GATHER and self._driver.mover is not None:
                     self._submit_gather(batch, place)
                 else:
                     self._submit_batch(batch, place)
@@ -274,12 +272,12 @@ class Lane:
 
     def _batches(
         self, rows: CopyRuns, place: Place, *, is_first: bool
-    ) -> Iterator[tuple[Route, CopyRuns]]:
+    ) -> Iterator[tuple[batches.Route, CopyRuns]]:
         """Batches and the way of each. What is gathered fits in the staging buffer."""
         limits, at_once = self._limits, self._at_once
         for some in batches.batches(rows, self._most_bytes, self._most_runs):
-            route = Route.GATHER if self._is_gathered(some, place) else Route.BATCH
-            if is_first and route is Route.BATCH:
+            route = batches.Route.GATHER if self._is_gathered(some, place) else batches.Route.BATCH
+            if is_first and route is batches.Route.BATCH:
                 least = min(limits.first_bytes, limits.batch_bytes)
                 begin = next(batches.batches(some, least, limits.batch_runs))
                 yield route, begin
@@ -288,9 +286,9 @@ class Lane:
             yield from ((route, part) for part in batches.batches(some, *at_once[route]))
 
     def _is_gathered(self, batch: CopyRuns, place: Place) -> bool:
-        if self._choose(self.direction, batch) is Route.BATCH or self._driver.mover is None:
+        if self._choose(self.direction, batch) is batches.Route.BATCH or self._driver.mover is None:
             return False
-        if place.kv % WORD_BYTES or not batches.has_words(batch):
+        if place.kv % pages.WORD_BYTES or not batches.has_words(batch):
             return False
         fits = int(batch.size.max()) <= self._limits.staging_bytes
         return fits and self._get_buffer() is not None
@@ -314,13 +312,13 @@ class Lane:
         return self._buffer
 
     def _submit_batch(self, batch: CopyRuns, place: Place) -> None:
-        copies = direct(batch, self.direction, place.kv, place.pool)
+        copies = batches.direct(batch, self.direction, place.kv, place.pool)
         self._driver.copy_batch(self._stream, copies, self._order)
 
     def _submit_gather(self, batch: CopyRuns, place: Place) -> None:
         buffer = self._get_buffer()
         assert buffer is not None, "only what can be staged is gathered"
-        steps = staged(batch, self.direction, place.kv, place.pool, buffer)
+        steps = batches.staged(batch, self.direction, place.kv, place.pool, buffer)
         try:
             if self.direction is Direction.STORE:
                 self._driver.move_pages(self._stream, steps.pages)
@@ -349,7 +347,7 @@ class Device:
         driver: CopyDriver,
         limits: Limits | None = None,
         on_lost: OnLost = end_process,
-        choose: ChooseRoute = batches.usual_route,
+        choose: batches.ChooseRoute = batches.usual_route,
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()

@@ -11,17 +11,15 @@ from itertools import groupby
 
 from raykv.directory.known.holdings import Held
 from raykv.prompts.prefixes import loadable_of
-from raykv.protocol.descriptions import parse_groups
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.reader import PrefixPage, PrefixQuery
+from raykv.protocol import descriptions, framing, reader
 
 ANYWHERE = ""
 """Has what any node has."""
 
 
-def prefix_page(query: PrefixQuery, found: Sequence[Held]) -> PrefixPage:
+def prefix_page(query: reader.PrefixQuery, found: Sequence[Held]) -> reader.PrefixPage:
     """The answer to `query`, given which nodes have each of its keys."""
-    groups = parse_groups(query.chunks)
+    groups = descriptions.parse_groups(query.chunks)
     by_prompt: list[list[dict[str, int]]] = []
     first = 0
     for at in range(0, len(query.counts), len(groups)):
@@ -35,8 +33,8 @@ def prefix_page(query: PrefixQuery, found: Sequence[Held]) -> PrefixPage:
         [loadable_of([part.get(name, 0) for part in parts], groups) for name in (*nodes, ANYWHERE)]
         for parts in by_prompt
     ]
-    return PrefixPage(
-        PROTOCOL_VERSION,
+    return reader.PrefixPage(
+        framing.PROTOCOL_VERSION,
         nodes,
         [tokens for row in rows for tokens in row[:-1]],
         [row[-1] for row in rows],

@@ -12,10 +12,8 @@ from heapq import nlargest
 from operator import attrgetter
 
 from raykv.base.ids import Blocks, Key, Namespace, group_of
-from raykv.node.pool import claims
+from raykv.node.pool import claims, records, shelf
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord, Standing
-from raykv.node.pool.shelf import ShelvedChunk
 from raykv.protocol import columns, framing, operator, reader
 from raykv.protocol.listing import ALL_READ, Reason, Where
 
@@ -25,7 +23,7 @@ STRETCH = 1024
 ANYWHERE = Where.RAM | Where.DISK
 """At hand: to join flags takes a microsecond."""
 
-Stay = ChunkRecord | ShelvedChunk
+Stay = records.ChunkRecord | shelf.ShelvedChunk
 
 _TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
@@ -78,7 +76,7 @@ class PoolCatalog:
 
     def _row(self, chunk: Stay, now: float, where: Where) -> reader.ListedChunk:
         name = chunk.namespace, chunk.key
-        if isinstance(chunk, ShelvedChunk):
+        if isinstance(chunk, shelf.ShelvedChunk):
             return reader.ListedChunk(*name, Where.DISK, chunk.chunk.num_bytes)
         is_shelved = bool(where & Where.DISK) and self._shelf.find(*name) is not None
         came_at = max(self._began_at, chunk.came_at)
@@ -92,7 +90,7 @@ class PoolCatalog:
             self._owner.tenant(self._owner.tenants.label(chunk.owner)),
         )
 
-    def kept(self, names: Iterable[claims.Name], standing: Standing) -> operator.PinHere:
+    def kept(self, names: Iterable[claims.Name], standing: records.Standing) -> operator.PinHere:
         """Which chunks of these stand so here, or higher, and which only wait for that."""
         kept, waiting, num_bytes = [], [], 0
         for at, name in enumerate(names):
@@ -118,7 +116,7 @@ class PoolCatalog:
             if record is None:
                 absent += 1
             elif blocks.has(record.blocks) and (
-                with_pinned or record.standing is not Standing.PINNED
+                with_pinned or record.standing is not records.Standing.PINNED
             ):
                 self._index.drop(record, Reason.MOVED)
                 dropped += 1

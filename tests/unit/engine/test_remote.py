@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-import raykv.engine.view
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, Stamp, in_group
 from raykv.engine.cost import FetchCost
 from raykv.engine.remote import (
@@ -341,7 +340,7 @@ def test_requests_ask_together_and_all_get_the_answer(view: EngineView) -> None:
 def test_no_request_begins_with_too_many_questions(
     view: EngineView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.engine.view, "MAX_ASKED", 10)
+    monkeypatch.setattr("raykv.engine.remote.MAX_ASKED", 10)
     view.ask("r", keys("abcdefghijklm"))
     start(view, "other")
     view.ask("other", keys("nopqr"))
