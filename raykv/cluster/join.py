@@ -506,8 +506,10 @@ def rejoin(address: str) -> None:
         ClusterError: it can't be left, or can't be reached.
     """
     check_reachable(address)
-    if not leave_ray(ray.shutdown, RAY_LEAVE_S):
-        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s")
+    try:
+        threads.within(RAY_LEAVE_S, ray.shutdown)
+    except TimeoutError:
+        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s") from None
     join(address)
 
 

@@ -7,7 +7,7 @@ or that all is well. Nothing here asks anybody; `raykv/doctor/gather.py` gathers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from raykv.base.ids import MissReason
@@ -239,7 +239,7 @@ def _several(of_what: str, versions: dict[str, str]) -> Iterator[Complaint]:
     known = {who: version for who, version in versions.items() if version}
     if len(set(known.values())) > 1:
         yield _warn(
-            f"{of_what} versions differ: {_who_has_what(known)}",
+            f"{of_what} versions differ: {_who_has_what(known.items())}",
             "install the same version everywhere; an upgrade that is under way may take its time",
         )
 
@@ -284,7 +284,7 @@ def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Complaint]:
 
 
 def _difference(model: str, name: str, engines: list[EngineStatus]) -> Complaint:
-    values = _who_has_what({_engine(each): each.traits.get(name, "unknown") for each in engines})
+    values = _who_has_what((_engine(each), each.traits.get(name, "unknown")) for each in engines)
     what = f"engines of model {model} share nothing, since their {name} differs: {values}"
     if name == "hash_seed":
         return _fail(what, "set PYTHONHASHSEED to the same number for every engine")
@@ -562,10 +562,10 @@ def _engine(engine: EngineStatus) -> str:
     return f"engine {_short(engine.engine_id)}"
 
 
-def _who_has_what(values: Mapping[str, str]) -> str:
+def _who_has_what(values: Iterable[tuple[str, str]]) -> str:
     """Each value, with a few of those that have it."""
     who: dict[str, list[str]] = {}
-    for name, value in values.items():
+    for name, value in values:
         who.setdefault(value, []).append(name)
     return "; ".join(f"{value}: {_some(names)}" for value, names in sorted(who.items()))
 

@@ -110,7 +110,10 @@ def _digest(folder: str, files: tuple[FileState, ...]) -> str:
 
 @lru_cache(MOST_KEPT)
 def _remembered(folder: str, files: tuple[FileState, ...]) -> str:
-    return _digest(folder, files)
+    digest = _digest(folder, files)
+    if _files(folder) != files:
+        raise OSError(f"{folder} has changed while it was read")
+    return digest
 
 
 def named(traits: PromptTraits) -> PromptTraits:

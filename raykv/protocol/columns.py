@@ -273,7 +273,9 @@ def check_rows(what: str, first: Sized, *others: Sized) -> None:
 
 
 def check_keys(what: str, keys: Collection[bytes]) -> None:
-    check_numbers(f"lengths of {what}", set(map(len, keys)), 1, MAX_KEY_BYTES)
+    check_rows(what, keys)
+    lengths = keys.lengths if isinstance(keys, Keys) else map(len, keys)
+    check_numbers(f"lengths of {what}", set(lengths), 1, MAX_KEY_BYTES)
 
 
 def is_told_name(name: str) -> bool:

@@ -44,7 +44,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """vLLM's hashes of the chunk's blocks, in order; the last one names the chunk."""
         last = self.key[:-4]
         inner = self.inner
-        step = len(last)
+        # A key that is not vLLM's may be all KV group.
+        step = len(last) or 1
         return [*(inner[i : i + step] for i in range(0, len(inner), step)), last]
 
     @property

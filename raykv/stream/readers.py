@@ -219,7 +219,8 @@ class Insides:
         while left:
             asked, is_cut, num_before = left[: columns.MAX_KEYS], False, len(found)
             for rows in self._told(nodes, asked, namespace):
-                found |= {row.key: row for row in rows if row.key not in found}
+                sound = columns.valid(rows, descriptions.check_description)
+                found |= {row.key: row for row in sound if row.key not in found}
                 # The answer may have been cut off behind the last one.
                 is_cut |= 2 * sum(row.num_bytes for row in rows) > ANSWER_BYTES
             again = [key for key in asked if key not in found] if is_cut else []
@@ -238,8 +239,7 @@ class Insides:
         for node_id, answer in ask_all(nodes, questions, self._deadline_s).items():
             if not answer.error:
                 self._breakers.worked(node_id)
-                told = receive(answer.value, descriptions.Descriptions, NODE_ACTOR, HERE)
-                yield columns.valid(told.rows, descriptions.check_description)
+                yield receive(answer.value, descriptions.Descriptions, NODE_ACTOR, HERE).rows
             elif self._breakers.failed(node_id, asked[node_id], time.monotonic(), answer.error):
                 logger.warning(
                     "what node %s knows of chunks' insides is left out: %s",

@@ -74,7 +74,7 @@ class Stream:
     def _describe(self, name: ChunkId, holding: Holding, description: Description) -> None:
         """Count its other blocks too, and tell all of it."""
         holding.description = description
-        for block in set(blocks_of(name, description)).difference(blocks_of(name, None)):
+        for block in blocks_of(name, description)[:-1]:
             self._counts[block] += len(holding.nodes)
         self.events.append(self._stored(name, holding))
 

@@ -33,7 +33,7 @@ CORE_SHARE = 0.25
 FULL_ROWS = 1000
 """A part with so many rows is followed by another one."""
 
-MOST_CHUNKS = 1 << 24
+MOST_CHUNKS = 1 << 25
 """Of one node, that the directory keeps; one that is in RAM and on disk counts twice."""
 
 MOST_INTRODUCED = 256

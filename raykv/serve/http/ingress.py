@@ -278,6 +278,7 @@ class Ingress:
             pieces = backend.answer(request)
             try:
                 head = await anext(pieces)
+                assert isinstance(head, exchange.Head), "a body without a head"
             except REPLICA_GONE as error:
                 logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
                 await asyncio.sleep(REPLICA_RETRY_PAUSE_S)
@@ -288,7 +289,6 @@ class Ingress:
                 why = "the replica failed on this request; its log says why"
                 raise HTTPException(500, why) from error
             else:
-                assert isinstance(head, exchange.Head), "a body without a head"
                 return PassedAnswer(head, pieces)
         why = f"{self._limits.attempts} replicas died one after another: try later"
         raise HTTPException(503, why)
