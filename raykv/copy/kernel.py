@@ -7,8 +7,8 @@ leave the engine's data in the caches. Four pages are copied side by side: each 
 own for the prefetchers, which stop at page boundaries.
 
 To import this module compiles the kernel, or loads it from numba's cache: about a second. Only
-`raykv.copy.rows` imports it, when a NodeActor has started: a vLLM CPU worker dies if numba is
-loaded in its process.
+`raykv.copy.rows` imports it, in a NodeActor whose first worker with a KV cache in CPU memory has
+come: a vLLM CPU worker dies if numba is loaded in its process.
 """
 
 from __future__ import annotations

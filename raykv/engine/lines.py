@@ -150,6 +150,7 @@ class PlaceLine:
                     self._failed(error)
         finally:
             self._close()
+            self._fetches.lose_all()
 
     def _open(self) -> bool:
         """One attempt to connect, or a part of the pause before it."""

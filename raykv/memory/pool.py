@@ -85,15 +85,18 @@ class Journal:
 
     def __init__(self, path: Path, geometry: PoolGeometry) -> None:
         self._path = path
-        self._header = _Header(
-            JOURNAL_VERSION, _BOOT_ID.read_text().strip(), geometry.pool_bytes, geometry.slab_bytes
-        )
+        self._geometry = geometry
         self._entries: dict[int, PoolEntry] = {}
         self._num_records = 0
         self._file = -1
         self.num_set_aside = 0
         self.floors: dict[int, dict[str, int]] = {}
         """What was cleared, by history, the latest last, in earlier lives too."""
+
+    @property
+    def _header(self) -> _Header:
+        boot_id, geometry = _BOOT_ID.read_text().strip(), self._geometry
+        return _Header(JOURNAL_VERSION, boot_id, geometry.pool_bytes, geometry.slab_bytes)
 
     def open(self) -> list[PoolEntry]:
         """Read what an earlier life left, the oldest first, and start a compact journal with it.
@@ -274,7 +277,7 @@ class Pool:
         self.has_journal = bool(pool_path)
         """Whether it is a pool file."""
         # Of memory alone nothing is entered.
-        self.journal = Journal(Path(f"{pool_path}.journal"), geometry)
+        self.journal = Journal(Path(f"{Path(pool_path)}.journal"), geometry)
         self._stopped = threading.Event()
         self.prefaulted_bytes = 0
         self.is_short = False

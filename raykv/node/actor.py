@@ -72,7 +72,7 @@ DISK_READ_S = 10.0
 HERE = "the NodeActor"
 OTHER_NODE, OPERATOR = "another NodeActor", "the operator"
 
-CONCURRENCY = {"fetch": 4, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
+CONCURRENCY = {"fetch": 2, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
 """Threads of the actor for each kind of call; further calls wait their turn."""
 
 NO_OPTIONS = settings.NodeOptions()

@@ -131,7 +131,7 @@ class EngineLine:
 
     def _queue_fetch(self, order: copies.Fetch) -> None:
         try:
-            self._fetches.put_nowait((self, order))
+            self._fetches.put_nowait((self, order, time.monotonic()))
         except queue.Full:
             refused = worker.not_done(order.number, len(order.keys), Refusal.QUEUE_FULL)
             self.send(engine.Fetched(refused))
@@ -175,8 +175,8 @@ class EngineLine:
         return None
 
 
-FetchQueue = queue.Queue[tuple[EngineLine, copies.Fetch]]
-"""Fetches that wait, with the lines that their results go to."""
+FetchQueue = queue.Queue[tuple[EngineLine, copies.Fetch, float]]
+"""Fetches that wait, with the lines that their results go to, and since when."""
 
 
 class EngineLines:
@@ -229,11 +229,17 @@ class EngineLines:
         """Fetch what engines order, one order after the other, until `close`."""
         while not self._is_closed:
             try:
-                line, order = self._fetches.get(timeout=deadlines.WAKE_S)
+                line, order, came_at = self._fetches.get(timeout=deadlines.WAKE_S)
             except queue.Empty:
                 continue
-            if line.is_open:
-                line.send(engine.Fetched(self._fetch(order)))
+            if not line.is_open:
+                continue
+            if time.monotonic() - came_at < order.deadline_s:
+                result = self._fetch(order)
+            else:
+                # The engine has given it up, and others wait behind it.
+                result = worker.not_done(order.number, len(order.keys), Refusal.TOO_LATE)
+            line.send(engine.Fetched(result))
 
     def _welcome(self, hello: engine.EngineHello) -> engine.Welcome:
         if len(self._lines) >= node.MOST_ENGINES:

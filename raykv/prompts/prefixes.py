@@ -82,6 +82,8 @@ def companions(groups: Sequence[ChunkGroup], keys: Iterable[bytes]) -> list[Key]
 
 def _runs(bits: int, window: int) -> int:
     """The places with which a run of ones of that length ends, or one from the beginning on."""
+    # Nothing looks back past the beginning.
+    window = min(window, bits.bit_length())
     bits = bits << window | (1 << window) - 1
     length = 1
     while length < window:

@@ -441,8 +441,7 @@ class LayeredConnectorWorker(RayKVConnectorWorker):
         self._waited: set[str] = set()
         self._numbers: dict[str, int] | None = None
 
-    def take_metadata(self, metadata: Any) -> None:
-        super().take_metadata(metadata)
+    def _note_loads(self, metadata: Any) -> None:
         for job_id, load in metadata.load_jobs.items():
             self._unseen[job_id] = load.dst_spec.block_ids.tolist()
 

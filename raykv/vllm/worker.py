@@ -111,6 +111,10 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self._invalid_block_ids.update(metadata.stranded_blocks)
             metadata.stranded.clear()
             metadata.stranded_blocks.clear()
+            self._note_loads(metadata)
+
+    def _note_loads(self, metadata: Any) -> None:
+        """The step's loads, before any of them is submitted."""
 
     def _flush_bare(self, metadata: OffloadingConnectorMetadata) -> None:
         """What has not begun to read the blocks that vLLM is about to reuse does not begin."""

@@ -121,10 +121,7 @@ def weights_digest(paths: Sequence[Path]) -> str:
         with ThreadPoolExecutor(_THREADS, "raykv-weights") as threads:
             parts = threads.map(lambda some: _digests(some, samples), _batches(tensors))
             digests = [digest for part in parts for digest in part]
-    except (
-        *(OSError, ImportError, ValueError, LookupError, TypeError),
-        *(struct.error, zipfile.BadZipFile),
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, struct.error, zipfile.BadZipFile) as error:
         where = f"the weight file {path}" if path else "a weight file"
         raise SettingError(
             f"{where} can't be read ({type(error).__name__}: {error}), so RayKV can't tell its KV "
@@ -181,7 +178,7 @@ def tensors_of(path: Path) -> list[Tensor]:
     with path.open("rb") as file:
         beginning = file.read(8)
         if beginning.startswith(b"GGUF"):
-            return list(_of_gguf(path))
+            return list(_of_gguf(path, file))
         if path.suffix == ".safetensors":
             return list(_of_safetensors(path, file, beginning))
     if beginning.startswith(b"PK"):
@@ -230,15 +227,71 @@ def _of_any(path: Path) -> Iterator[Tensor]:
         )
 
 
-def _of_gguf(path: Path) -> Iterator[Tensor]:
-    """The tensors, and all that stands before them as one more: it has the model's settings."""
-    # Whoever loads such files with vLLM has it.
-    from gguf import GGUFReader
+_GGUF_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of each type of value; 8 is a string, 9 an array. Source: ggml's `docs/gguf.md`."""
 
-    reader = GGUFReader(path)
-    with path.open("rb") as file:
-        header = file.read(reader.data_offset)
-    yield Tensor(path, "the header", hashlib.sha256(header).hexdigest(), 0, 0)
-    for each in reader.tensors:
-        text = f"{each.tensor_type.name} {each.shape.tolist()}"
-        yield Tensor(path, each.name, text, int(each.data_offset), int(each.n_bytes))
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+_GGUF_DEEPEST = 4
+
+
+class _Gguf:
+    """A cursor over a GGUF header of version 2 or 3, whose numbers are little-endian."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def number(self, form: str) -> int:
+        """The next one; `form` as in `struct`."""
+        (value,) = struct.unpack("<" + form, self._file.read(struct.calcsize(form)))
+        return int(value)
+
+    def string(self) -> str:
+        """The next one."""
+        length = self.number("Q")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"a name of {length} bytes")
+        return self._file.read(length).decode("utf-8", "replace")
+
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Skip a value of that type."""
+        if kind == _GGUF_STRING:
+            self._file.seek(self.number("Q"), os.SEEK_CUR)
+        elif kind == _GGUF_ARRAY and depth < _GGUF_DEEPEST:
+            inner, count = self.number("I"), self.number("Q")
+            if inner in _GGUF_SCALARS:
+                self._file.seek(_GGUF_SCALARS[inner] * count, os.SEEK_CUR)
+                return
+            for _ in range(count):
+                self.skip(inner, depth + 1)
+        else:
+            self._file.seek(_GGUF_SCALARS[kind], os.SEEK_CUR)
+
+
+def _of_gguf(path: Path, file: BinaryIO) -> Iterator[Tensor]:
+    """The tensors, and all that stands before them as one more: it has the model's settings."""
+    file.seek(4)
+    header = _Gguf(file)
+    version, count, num_settings = header.number("I"), header.number("Q"), header.number("Q")
+    if version not in (2, 3):
+        raise ValueError(f"GGUF of version {version}")
+    alignment = 32
+    for _ in range(num_settings):
+        name, kind = header.string(), header.number("I")
+        if name == "general.alignment":
+            alignment = max(1, header.number("I"))
+        else:
+            header.skip(kind)
+    found = []
+    for _ in range(count):
+        name = header.string()
+        shape = [header.number("Q") for _ in range(header.number("I"))]
+        found.append((header.number("I"), header.number("Q"), name, shape))
+    end_of_header = file.tell()
+    data = -(-end_of_header // alignment) * alignment
+    file.seek(0)
+    text = hashlib.sha256(file.read(end_of_header)).hexdigest()
+    yield Tensor(path, "the header", text, 0, 0)
+    found.sort(key=lambda each: each[1])
+    ends = [first for _, first, _, _ in found[1:]] + [path.stat().st_size - data]
+    for (kind, first, name, shape), end in zip(found, ends, strict=True):
+        yield Tensor(path, name, f"{kind} {shape}", data + first, max(0, end - first))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 import raykv.node.lines
 from raykv.base.ids import Direction, Namespace, Refusal, Stamp
@@ -314,6 +315,25 @@ def test_fetches_that_find_the_queue_full_are_refused_at_once(
     finally:
         fetching.may_end.set()
         service.stop()
+
+
+def test_fetch_that_has_waited_longer_than_its_deadline_is_not_begun(
+    fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
+) -> None:
+    line = opened(fetcher, lines)
+    num_threads = raykv.node.lines.FETCH_THREADS
+    for number in range(num_threads):
+        line.send(fetch_of(number))
+    fetching.wait_for(num_threads)
+    line.send(structs.replace(fetch_of(num_threads), deadline_s=0.05))
+    # The line's answers come in order: it has the order by now.
+    assert asked(line, Position()).is_known
+    time.sleep(0.1)
+    fetching.may_end.set()
+    results = [line.receive() for _ in range(num_threads + 1)]
+    late = Fetched(not_done(num_threads, 1, Refusal.TOO_LATE))
+    assert results.count(late) == 1
+    assert len(fetching.begun) == num_threads
 
 
 def test_fetch_of_an_engine_that_has_gone_is_not_begun(

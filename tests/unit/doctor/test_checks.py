@@ -539,6 +539,17 @@ def test_pool_file_on_a_disk_may_have_more_left_than_memory_is_free() -> None:
     assert wrong(with_second(host=host(limits=limits, is_memory=False))) == []
 
 
+def test_engines_that_begin_alike_are_told_apart() -> None:
+    beginning = "llama-engine-"
+    engines = [
+        engine(f"{beginning}1", "one"),
+        engine(f"{beginning}2", "two", namespace="other", traits={**TRAITS, "hash_seed": "xyz"}),
+    ]
+    finding = only(with_status(engines=engines))
+    assert "abc: " in finding.what
+    assert "xyz: " in finding.what
+
+
 def test_engines_of_different_models_are_not_compared() -> None:
     assert wrong(with_engines(model="large", namespace="other", traits={"hash_seed": "z"})) == []
 

@@ -8,7 +8,7 @@ import raykv.engine.hints
 from raykv.base.errors import MessageError
 from raykv.base.ids import MAX_KEY_BYTES, Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
-from raykv.protocol.columns import Keys
+from raykv.protocol.columns import MAX_ROWS, Keys
 from raykv.protocol.engine import Hints
 from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord, check_news
 
@@ -192,6 +192,7 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
         SessionNews("", SessionWord.USED),
         SessionNews("s" * 129, SessionWord.USED),
         SessionNews("s", SessionWord.USED, Keys.of([bytes(MAX_KEY_BYTES + 1)])),
+        SessionNews("s", SessionWord.USED, Keys.of([b"k"] * (MAX_ROWS + 1))),
         SessionNews("s", SessionWord.USED, pause_s=1.0),
         SessionNews("s", SessionWord.PAUSED),
         SessionNews("s", SessionWord.PAUSED, pause_s=-1.0),

@@ -60,6 +60,13 @@ def test_pool_is_empty_in_its_first_life(path: Path) -> None:
     assert path.stat().st_size == GEOMETRY.pool_bytes
 
 
+def test_path_may_end_in_a_slash(path: Path) -> None:
+    pool = Pool(GEOMETRY, f"{path}/")
+    assert not pool.recover()
+    store(pool, chunk(5))
+    assert found(path) == {chunk(5)}
+
+
 def test_chunks_and_their_bytes_survive_a_new_life(path: Path) -> None:
     pool, _ = life(path)
     first, second = chunk(5, key=b"a"), chunk(6, slot=4, key=b"b", namespace="other", pages=2)

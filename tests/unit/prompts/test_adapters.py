@@ -104,6 +104,27 @@ def test_content_that_changes_while_it_is_read_is_unknown(
     assert settled(folder) is UNKNOWN
 
 
+def test_digest_of_files_that_were_others_meanwhile_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", b"others!")
+    link = tmp_path / "link"
+    link.symlink_to(first)
+    read = adapters_module._digest
+
+    def read_others(*arguments: Any) -> str:
+        link.unlink()
+        link.symlink_to(second)
+        return read(*arguments)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(adapters_module, "_digest", read_others)
+        assert settled(link) is UNKNOWN
+    link.unlink()
+    link.symlink_to(first)
+    assert settled(link).digest == settled(first).digest
+
+
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
 def test_folder_without_a_whole_adapter_is_unknown(tmp_path: Path, missing: str) -> None:
     folder = write(tmp_path / "a")

@@ -33,7 +33,7 @@ from raykv.stream.publication import (
     Publication,
 )
 from raykv.stream.replay import Replay
-from raykv.stream.wire import ChunkId
+from raykv.stream.wire import ChunkId, Stream
 from tests.fixtures.wire_index import WireIndex
 
 FIRST = 1000
@@ -67,6 +67,29 @@ def described(
         model="tiny",
         kind="full_attention",
     )
+
+
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_chunk_with_a_short_key_is_an_event_like_others(length: int) -> None:
+    stream = Stream("kv", WireFormat(), FIRST)
+    name = MODEL, Key(b"k" * length)
+    stream.add(name, A, None)
+    stream.check()
+    assert len(stream.take_events()) == 2
+    stream.remove(name, A)
+    stream.check()
+    assert not stream.held
+
+
+def test_block_that_a_description_names_twice_is_counted_twice() -> None:
+    stream = Stream("kv", WireFormat(), FIRST)
+    name = MODEL, key(7)
+    stream.add(name, A, None)
+    stream.add(name, B, described(7, inner=(1, 2, 1)))
+    stream.check()
+    for node_id in (A, B):
+        stream.remove(name, node_id)
+        stream.check()
 
 
 class World:
