@@ -37,6 +37,7 @@ from raykv.lab.bench.serving import Bed
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import ReportAnswer
+from raykv.protocol.status import ClusterStatus
 
 SPACE, OTHER_SPACE = "bench", "other"
 CHUNK_BYTES = 4096
@@ -175,7 +176,7 @@ def _measure_cost(result: Result, options: Options) -> None:
         prompts = [prompt(100 + number, num_tokens) for number in range(count)]
         engine.tokens(prompts, max_tokens=4)
         num_chunks = count * num_tokens // SMALL_BLOCK
-        wait(lambda: _chunks(bed.cluster) >= num_chunks, "the prompts are stored", 0.05)
+        wait(lambda: _chunks() >= num_chunks, "the prompts are stored", 0.05)
         (space,) = bed.cluster.status().spaces
         chunk_bytes = (space.num_bytes or 0) // space.chunks
         values: dict[str, list[tuple[float, float]]] = {}
@@ -203,8 +204,11 @@ def _measure_cost(result: Result, options: Options) -> None:
         result.verdicts.append(Verdict(budget, ratio, most))
 
 
-def _chunks(cluster: Cluster) -> int:
-    return sum(node.chunks for node in cluster.status().nodes)
+def _chunks() -> int:
+    """What the scheduler actor knows of; no NodeActor is asked."""
+    scheduler: Any = find_scheduler_actor()
+    raw = ray.get(scheduler.status.remote(), timeout=DEADLINE_S)
+    return sum(node.chunks for node in decode(raw, ClusterStatus).nodes)
 
 
 def _turn(engine: EngineProcess, prompts: list[list[int]]) -> tuple[float, float]:
@@ -259,13 +263,13 @@ def _measure_join(result: Result, cluster: Cluster, options: Options) -> None:
         engine.with_worker()
         for first in range(0, count, JOB_CHUNKS):
             engine.store([key_of(number) for number in range(first, first + JOB_CHUNKS)])
-        _wait_for_all(cluster, count)
+        _wait_for_all(count)
         for _ in range(options.repeats_or(3)):
             life, began = cluster.status().life, time.monotonic()
             ray.kill(find_scheduler_actor(), no_restart=False)
             _wait_for_successor(cluster, life)
             answered = time.monotonic()
-            _wait_for_all(cluster, count)
+            _wait_for_all(count)
             times["to its first answer"].append(answered - began)
             times["until it knows all"].append(time.monotonic() - answered)
     finally:
@@ -290,5 +294,5 @@ def _wait_for_successor(cluster: Cluster, life: int) -> None:
     wait(has_answer, "the scheduler actor answers", 0.01)
 
 
-def _wait_for_all(cluster: Cluster, count: int) -> None:
-    wait(lambda: _chunks(cluster) == count, f"{count} chunks are known", 0.05)
+def _wait_for_all(count: int) -> None:
+    wait(lambda: _chunks() == count, f"{count} chunks are known", 0.05)
