@@ -107,14 +107,14 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
 def answering(who: str) -> Iterator[None]:
     """Whatever goes wrong with the question inside is a `ClusterError`: one sentence about `who`.
 
-    An error of RayKV's in this process stays as it is: what has answered was not understood.
+    A `ClusterError` of this process stays as it is.
     """
     try:
         yield
     except Exception as error:
         cause = cause_of(error)
         is_theirs = isinstance(error, ray.exceptions.RayTaskError)
-        if isinstance(error, RayKVError) and not is_theirs:
+        if isinstance(error, ClusterError) and not is_theirs:
             raise
         if isinstance(cause, RayKVError) and is_theirs:
             raise ClusterError(f"{who} refuses it: {cause}") from error
