@@ -157,6 +157,32 @@ def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool,
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
 
 
+def test_page_has_each_name_once_with_all_that_is_known_of_it(pool: Pool) -> None:
+    pool.num_slabs = 4
+    pool.__post_init__()
+    pool.store(key(0))
+    pool.store(key(1), blocks=ONE)
+    pool.store(key(2))
+    pool.index.shelf.put(A, DiskChunk(key(2), Stamp(1, 1), 0, PAGE, 0), "file")
+    pool.index.shelf.put(A, DiskChunk(key(3), Stamp(1, 1), 0, PAGE, 0), "file")
+    part = StorePart(1, 99)
+    begun(pool.offer(key(1), part))
+    begun(pool.offer(key(4), part))
+    # The disk's chunks come behind those in RAM: the one that is in both comes with either.
+    first = pool.index.part_after(Position(), 100)
+    second = pool.index.part_after(first.end, 100)
+    assert sorted((row.key, row.where) for row in first.rows) == [
+        (key(0), Where.RAM),
+        (key(1), Where.RAM | Where.COMING),
+        (key(2), Where.RAM | Where.DISK),
+        (key(4), Where.COMING),
+    ]
+    assert sorted((row.key, row.where) for row in second.rows) == [
+        (key(2), Where.RAM | Where.DISK),
+        (key(3), Where.DISK),
+    ]
+
+
 def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(pool: Pool) -> None:
     pool.index.share({1: Share(0.25)})
     pool.store(*map(key, range(4)), owner=1)
