@@ -17,6 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from raykv.base import deadlines
 from raykv.engine.remote import FetchOrder
@@ -33,10 +34,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Part:
-    """Orders that go as one request."""
+    """Orders that go as one request, which the line's thread makes."""
 
     orders: list[FetchOrder]
-    request: Fetch
+    request: Callable[[], Fetch]
     overdue_at: float
 
 
@@ -68,17 +69,7 @@ class Fetches:
         overdue_at = now + self._settings.fetch_deadline_s + deadlines.FETCH_GRACE_S
         for part in split(orders):
             number = next(self._numbers)
-            request = Fetch(
-                version=framing.PROTOCOL_VERSION,
-                number=number,
-                life=life,
-                namespace=namespace,
-                keys=columns.Keys.of(order.key for order in part),
-                slot_bytes=columns.Numbers.of(order.num_bytes for order in part),
-                tenant=part[0].tenant,
-                deadline_s=self._settings.fetch_deadline_s,
-                with_checksums=self._settings.fetch_checksums,
-            ).reading(order.sources for order in part)
+            request = partial(self._request, number, part, life, namespace)
             self._parts[number] = _Part(part, request, overdue_at)
             self._queued.append(number)
 
@@ -96,8 +87,21 @@ class Fetches:
             number = self._queued.popleft()
             part = self._parts.get(number)
             if part is not None:
-                return part.request
+                return part.request()
         return None
+
+    def _request(self, number: int, orders: list[FetchOrder], life: int, namespace: str) -> Fetch:
+        return Fetch(
+            version=framing.PROTOCOL_VERSION,
+            number=number,
+            life=life,
+            namespace=namespace,
+            keys=columns.Keys.of(order.key for order in orders),
+            slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
+            tenant=orders[0].tenant,
+            deadline_s=self._settings.fetch_deadline_s,
+            with_checksums=self._settings.fetch_checksums,
+        ).reading(order.sources for order in orders)
 
     def came(self, result: CopyResult) -> None:
         """The NodeActor's answer to one of the requests."""
