@@ -25,9 +25,9 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster import join
-from raykv.cluster.ask import find_scheduler_actor
+from raykv.cluster.ask import end_node_actor, find_scheduler_actor
 from raykv.lab.bench.engine import EngineProcess
-from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, end_pools, wait
+from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import key_of
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.registry import BENCHMARKS
@@ -85,7 +85,7 @@ def _measure_delays(result: Result, cluster: Cluster, options: Options) -> None:
         other = add_local_node(address)
         stack.callback(other.stop)
         own = join.resolve_node_id("")
-        stack.callback(end_pools, [own, other.node_id])
+        stack.callback(end_node_actor, other.node_id)
 
         def engine(node_id: str) -> ModellessEngine:
             made = ModellessEngine(address, node_id, SPACE, CHUNK_BYTES, POOL_BYTES)

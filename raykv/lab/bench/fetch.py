@@ -24,49 +24,36 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import ALL_BLOCKS, Direction, Stamp
+from raykv.base.ids import ALL_BLOCKS
 from raykv.base.settings import NodeOptions
 from raykv.client.cluster import Cluster, connect
-from raykv.cluster import ask, names
+from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.cluster.join import LOOPBACK
 from raykv.directory.actor import scheduler_actor
-from raykv.lab.bench.named_jobs import SPACE, key_of, named_job
+from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
+from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.lab.hosts.network import Host, networked, objection
-from raykv.memory.region import Region
 from raykv.node.launch import node_actor
-from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.copies import CopyResult, Fetch, Read
-from raykv.protocol.engine import (
-    NOTHING_ORDERED,
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    PlaceMessage,
-)
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import DropOrder
-from raykv.protocol.worker import KVLayout, TensorLayout
-from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 
 CHUNK_BYTES = 2 << 20
 SIZES = (2 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20)
 OBJECT_STORE_BYTES = 2 << 30
 SLAB_BYTES = 64 << 20
 CHUNKS_A_READ = 64
-DEADLINE_S = 60.0
 CLONE_NEWNET = 0x40000000
 """`sched.h`."""
 
@@ -76,8 +63,6 @@ LEAST_SHARE = 0.9
 MOST_CPU_S = 1.2
 """Of a fetch, for each GiB."""
 WARM_UPS = 1
-ENGINE = 1
-"""The life of the engine that fills the first pool."""
 
 
 def run(options: Options) -> Result:
@@ -269,9 +254,8 @@ class Pair:
         self._pids = [*itertools.chain(*of_nodes), os.getpid()]
         self._listener = ray.get(self._peers[0].listen.remote(), timeout=DEADLINE_S)
         self._numbers = itertools.count(1)
-        _wait(lambda: _are_filled(cluster), "the pools' pages are there")
-        self._socket = names.node_socket(address, self._nodes[0])
-        self._most_bytes = most_bytes
+        wait(lambda: _are_filled(cluster), "the pools' pages are there", 0.01)
+        self._address, self._pool_bytes, self._most_bytes = address, pool_bytes, most_bytes
         self.fill()
         stack.callback(ask.end_node_actor, other.node_id)
 
@@ -280,8 +264,12 @@ class Pair:
         return sum(_cpu_s(pid) for pid in self._pids)
 
     def fill(self) -> None:
-        """Fill the first pool with chunks, as a worker does."""
-        _fill(self._socket, self._most_bytes // CHUNK_BYTES)
+        """Fill the first pool with chunks, as an engine does."""
+        engine = ModellessEngine(
+            self._address, self._nodes[0], SPACE, CHUNK_BYTES, self._pool_bytes
+        ).with_worker()
+        engine.store([key_of(number) for number in range(self._most_bytes // CHUNK_BYTES)])
+        engine.stop()
 
     def stats(self) -> NodeStats:
         """Of the second NodeActor."""
@@ -304,7 +292,7 @@ class Pair:
             self.fetch(CHUNK_BYTES, with_checksums=True)
             return self.stats().bytes_nixl > 0
 
-        _wait(is_used, "both NodeActors load NIXL")
+        wait(is_used, "both NodeActors load NIXL", 0.01)
 
     def fetch(self, size: int, *, with_checksums: bool) -> float:
         """Seconds until chunks of that size together are in the second pool, which has none of them
@@ -400,53 +388,3 @@ def _peer(node_id: str, most_bytes: int) -> Any:
 def _keys(size: int) -> Keys:
     """Of chunks of that size together."""
     return Keys.of(key_of(number) for number in range(size // CHUNK_BYTES))
-
-
-def _fill(socket_name: str, count: int) -> None:
-    """Store chunks into a pool, as a worker of an engine does."""
-    memory = Region.anonymous(CHUNK_BYTES, "raykv-bench")
-    ctypes.memset(memory.address, 7, CHUNK_BYTES)
-    layout = KVLayout(
-        "memfd", CHUNK_BYTES, 1, [TensorLayout(0, 1, CHUNK_BYTES, CHUNK_BYTES)], [0], [[0]]
-    )
-    sizes = {0: CHUNK_BYTES}
-    with wire.connect(socket_name, DEADLINE_S) as engine:
-        hello = EngineHello(PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes=sizes)
-        engine.sendall(wire.frame(hello))
-        orders = _known_orders(engine)
-        link = WorkerLink(0, layout, [memory.fd], LinkSettings(store_deadline_s=DEADLINE_S))
-        link.set_target(LinkTarget(socket_name, "bench", ENGINE, SPACE, 1, sizes))
-        _wait(lambda: link.node_life != 0, "the NodeActor takes the memory")
-        keys = [key_of(number) for number in range(count)]
-        link.submit(JobRequest(named_job(1, Direction.STORE, keys, [0] * count, orders=orders)))
-        results: list[CopyResult] = []
-
-        def is_stored() -> bool:
-            results.extend(link.drain())
-            return bool(results)
-
-        _wait(is_stored, "the chunks are stored")
-        link.close(5.0)
-    if results[0].refusals:
-        raise ClusterError(f"a store was refused: {set(results[0].refusals)}")
-
-
-def _known_orders(engine: socket.socket) -> Stamp:
-    """The number of the orders that the NodeActor has got, which a store has to name."""
-    reader, orders = wire.FrameReader(), NOTHING_ORDERED
-    engine.settimeout(DEADLINE_S)
-    while orders == NOTHING_ORDERED:
-        engine.sendall(wire.frame(ChangesQuery(ENGINE, SPACE, most=0)))
-        for frame in reader.feed(engine.recv(1 << 16)):
-            message = msgspec.msgpack.decode(frame, type=PlaceMessage)
-            if isinstance(message, ChangesAnswer):
-                orders = max(orders, message.facts.orders)
-    return orders
-
-
-def _wait(condition: Any, what: str) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > give_up_at:
-            raise ClusterError(f"not within {DEADLINE_S:.0f} s: {what}")
-        time.sleep(0.01)

@@ -1,7 +1,8 @@
-"""Engines without a model, for `feed`: RayKV's part in EngineCore, and a worker that stores."""
+"""Engines without a model: RayKV's part in EngineCore, and a worker that stores."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Direction, Key, Lookup
 from raykv.base.settings import Settings
-from raykv.cluster import ask, names
+from raykv.cluster import names
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
@@ -25,8 +26,6 @@ from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 DEADLINE_S = 60.0
 LOOK_S = 0.0002
 """Short beside what is measured, long enough to leave the processor to others."""
-
-READ, ASKED = 1, 2
 
 
 def wait(condition: Callable[[], bool], what: str, pause_s: float = LOOK_S) -> None:
@@ -71,9 +70,10 @@ class ModellessEngine:
         self._link: WorkerLink | None = None
 
     def with_worker(self) -> ModellessEngine:
-        """Have a worker of one block."""
+        """Have a worker of one block, whose bytes are all 7."""
         (chunk_bytes,) = self._sizes.values()
         self._memory = Region.anonymous(chunk_bytes, "raykv-bench")
+        ctypes.memset(self._memory.address, 7, chunk_bytes)
         tensor = TensorLayout(0, 1, chunk_bytes, chunk_bytes)
         layout = KVLayout("memfd", chunk_bytes, 1, [tensor], [0], [[0]])
         link = self._link = WorkerLink(0, layout, [self._memory.fd], LinkSettings())
@@ -123,7 +123,7 @@ class ModellessEngine:
     def has(self, key: Key) -> bool:
         """Whether its node's listing, as far as it has come, has a chunk: what every step does."""
         self._runtime.session.drain()
-        return self.view.reach("", [key]) == READ
+        return self.view.reach("", [key]) == 1
 
     def finds(self, key: Key) -> bool:
         """Whether a new request hears of a chunk from its node or from the scheduler actor."""
@@ -146,9 +146,3 @@ class ModellessEngine:
         if self._link is not None:
             self._link.close(5.0)
         self._runtime.stop()
-
-
-def end_pools(node_ids: Sequence[str]) -> None:
-    """The NodeActors of nodes end."""
-    for node_id in node_ids:
-        ask.end_node_actor(node_id)

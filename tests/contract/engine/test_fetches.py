@@ -12,7 +12,7 @@ from raykv.base.ids import Lookup, MissReason, Namespace, Refusal
 from raykv.base.settings import Settings
 from raykv.cluster.breaker import Pauses
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import RequestOptions
+from raykv.engine.requests import RequestOptions, RequestState
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Source
@@ -95,6 +95,17 @@ def wait_for_requests(place: PlayedPlace, number: int) -> None:
     wait_until(lambda: len(place.fetches) >= number, LONG_S, "the NodeActor is asked")
 
 
+def ask_far(engine: Engine) -> RequestState:
+    """A request waits for a chunk of another node."""
+    view = engine.view
+    view.start_request("r", RequestOptions())
+    request = view.requests.get("r")
+    request.asked.add(key(1))
+    request.find(key(1), (Source("far"),), view.node_ids)
+    assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
+    return request
+
+
 def test_chunk_of_another_node_is_there_after_its_fetch(place: PlayedPlace, engine: Engine) -> None:
     def fetch(request: Fetch) -> CopyResult:
         place.store(key(1))
@@ -104,11 +115,7 @@ def test_chunk_of_another_node_is_there_after_its_fetch(place: PlayedPlace, engi
     place.fetch = fetch
     engine.begin()
     view = engine.view
-    view.start_request("r", RequestOptions())
-    request = view.requests.get("r")
-    request.asked.add(key(1))
-    request.find(key(1), (Source("far"),), view.node_ids)
-    assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
+    ask_far(engine)
     engine.until(lambda: view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is there")
     (sent,) = place.fetches
     assert (sent.life, sent.namespace, sent.sources) == (view.life, "ns", [Source("far")])
@@ -198,12 +205,7 @@ def test_chunk_that_did_not_come_is_a_miss_for_its_request(
 ) -> None:
     place.fetch = lambda _: place.hang_up()
     engine.begin()
-    view = engine.view
-    view.start_request("r", RequestOptions())
-    request = view.requests.get("r")
-    request.asked.add(key(1))
-    request.find(key(1), (Source("far"),), view.node_ids)
-    assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
+    request = ask_far(engine)
     engine.until(lambda: request.unfetched, "it is given up")
     assert request.unfetched == {key(1): MissReason.FETCH_FAILED}
 
