@@ -97,7 +97,7 @@ class Scheduler:
         actor, who = self.find(), ask.SCHEDULER
         if node_id:
             who = ask.NODE_ACTOR
-            actor = ask.find_node_actor(self.node(node_id))
+            actor = ask.ask_ray(ask.find_node_actor, self.node(node_id))
             if actor is None:
                 raise errors.NotFoundError(f"node {node_id} has no NodeActor any more")
         place = None

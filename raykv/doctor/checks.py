@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from raykv.base.ids import MissReason
+from raykv.cluster.breaker import rows_of
 from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.memory import room
 from raykv.memory.room import RESERVE_BYTES, human_bytes
@@ -439,10 +440,11 @@ def _breakers(facts: ClusterFacts) -> Iterator[Complaint]:
     owners = [(f"node {_short(id_)}", report.breakers) for id_, report in facts.reports.items()]
     owners += [(_engine(each), each.breakers) for each in facts.engines]
     for owner, told in owners:
-        for peer, state, why in zip(told.peers, told.states, told.reasons, strict=True):
+        for row in rows_of(told):
+            why = f": {row.reason}" if row.reason else ""
             yield Complaint(
-                Severity.FAIL if state == "open" else Severity.WARN,
-                f"{owner} does not ask {peer}, its breaker is {state}{f': {why}' if why else ''}",
+                Severity.FAIL if row.state == "open" else Severity.WARN,
+                f"{owner} does not ask {row.peer}, its breaker is {row.state}{why}",
                 "see what is wrong with the peer; the breaker closes by itself when it answers "
                 "again",
             )

@@ -240,7 +240,7 @@ class FetchService:
                 return source
             chunk.sources.popleft()
             if not chunk.was_asked:
-                # A chunk that nobody is asked for fails for that reason.
+                # Nobody was asked for it: it fails because its sources are left alone.
                 chunk.landing.refusal = Refusal.BREAKER_OPEN
         return None
 

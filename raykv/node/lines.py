@@ -225,7 +225,7 @@ class EngineLines:
                     keeper.owner.bye(life)
                 keeper.lock.notify_all()
 
-    def carry_out(self) -> None:
+    def fetch(self) -> None:
         """Fetch what engines order, one order after the other, until `close`."""
         while not self._is_closed:
             try:
@@ -234,8 +234,9 @@ class EngineLines:
                 continue
             if not line.is_open:
                 continue
-            if time.monotonic() - came_at < order.deadline_s:
-                result = self._fetch(order)
+            left_s = order.deadline_s - (time.monotonic() - came_at)
+            if left_s > 0:
+                result = self._fetch(msgspec.structs.replace(order, deadline_s=left_s))
             else:
                 # The engine has given it up, and others wait behind it.
                 result = worker.not_done(order.number, len(order.keys), Refusal.TOO_LATE)

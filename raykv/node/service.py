@@ -119,7 +119,7 @@ class NodeService:
             (self._accept, threads.OnFailure.END_PROCESS),
             (self._look_after, threads.OnFailure.END_PROCESS),
             (self._prefault, threads.OnFailure.GIVE_UP),
-            *[(self._lines.carry_out, threads.OnFailure.END_PROCESS)] * lines.FETCH_THREADS,
+            *[(self._lines.fetch, threads.OnFailure.END_PROCESS)] * lines.FETCH_THREADS,
         ):
             name = f"raykv-{target.__name__.lstrip('_')}"
             self._threads.append(threads.start_thread(name, target, on_failure))

@@ -33,7 +33,9 @@ MOST_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What changes when a file is replaced or written; when its content did, and when its inode."""
+    """What changes when a file is replaced or written; `times_ns`: when its content changed, and
+    when its inode did.
+    """
 
     name: str
     device: int
@@ -67,10 +69,9 @@ def content(path: str, clock: Callable[[], float] = time.time) -> Content:
         if not _is_adapter(files):
             return UNKNOWN
         is_settled = all(max(each.times_ns) < settled_ns for each in files)
-        found = Content((_remembered if is_settled else _digest)(path, files), files)
+        return Content((_remembered if is_settled else _checked)(path, files), files)
     except (OSError, ValueError):
         return UNKNOWN
-    return found if is_unchanged(path, found) else UNKNOWN
 
 
 def is_unchanged(path: str, content: Content) -> bool:
@@ -108,12 +109,14 @@ def _digest(folder: str, files: tuple[FileState, ...]) -> str:
     return whole.hexdigest()
 
 
-@lru_cache(MOST_KEPT)
-def _remembered(folder: str, files: tuple[FileState, ...]) -> str:
+def _checked(folder: str, files: tuple[FileState, ...]) -> str:
     digest = _digest(folder, files)
     if _files(folder) != files:
         raise OSError(f"{folder} has changed while it was read")
     return digest
+
+
+_remembered = lru_cache(MOST_KEPT)(_checked)
 
 
 def named(traits: PromptTraits) -> PromptTraits:

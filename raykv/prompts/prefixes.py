@@ -29,10 +29,10 @@ def loadable_tokens(groups: Sequence[ChunkGroup], is_there: Mapping[int, Sequenc
         # Read as one number of base 2: of 16,384 chunks that takes a tenth of adding them up.
         digits = "".join("01"[has] for has in reversed(is_there[group.group]))
         bits.append(int(digits or "0", 2))
-    return loadable_of(bits, groups)
+    return loadable_of(groups, bits)
 
 
-def loadable_of(bits: Sequence[int], groups: Sequence[ChunkGroup]) -> int:
+def loadable_of(groups: Sequence[ChunkGroup], bits: Sequence[int]) -> int:
     """`loadable_tokens`; which chunks of a group are there are the bits of a number, the first
     chunk's the lowest.
     """

@@ -1,4 +1,4 @@
-"""Messages as bytes; of an incoming one, the sender's version is checked first.
+"""Messages as bytes; one of another version is refused, with a sentence about both.
 
 Every struct that crosses a process is MessagePack: columns where there may be many thousand rows.
 """
@@ -13,7 +13,7 @@ import msgspec
 from raykv.base.errors import MessageError, VersionError
 
 PROTOCOL_VERSION = 18
-"""Raised with every change of a struct in this module. Both ends compare it when they meet."""
+"""Raised with every change of a message. Both ends compare it when they meet."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -125,7 +125,7 @@ MOST_NAMESPACES = 256
 """That one message names."""
 
 PAUSE_MS = (10, 1000)
-"""Between two reports, at least and at most."""
+"""Between two reports, at least and at most; a node that has much to tell may wait for less."""
 
 
 class ReportedEngine(msgspec.Struct, frozen=True):

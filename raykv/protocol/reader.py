@@ -20,8 +20,8 @@ MAX_PAGE = 1024
 """Chunks in one page: some 80 KiB."""
 
 ORDERS = {"age": "age_s", "idle": "idle_s", "hits": "hits", "size": "num_bytes"}
-"""What chunks may be listed by, with the field of which those come first that have most: the
-longest there, the longest unused, the most used, the largest.
+"""What chunks may be listed by, and the field by which, the largest first: the longest there, the
+longest unused, the most used, the largest.
 """
 
 MAX_TEXT = 256

@@ -202,7 +202,8 @@ class LoadScheduling:
 
 
 class LayeredScheduling(LoadScheduling):
-    """Of loads whose requests vLLM goes on with at once, and waits in `wait_for_layer_load`.
+    """The same for loads whose requests vLLM goes on with at once: it waits in
+    `wait_for_layer_load`.
 
     Args:
         loads: shared with the manager, which stores nothing of a request that is loading.

@@ -169,16 +169,16 @@ class RayOffloadingManager(OffloadingManager):
         None while a layered load of the request is under way: vLLM offers the chunks again with the
         next step.
         """
-        if req_context.req_id in self.layered.held:
-            return None
         request_id = req_context.req_id
+        if request_id in self.layered.held:
+            return None
         if request_id in self.barred or request_id in self.layered.spoiled:
             return PrepareStoreOutput([], self._named([], req_context), [])
-        most = self.view.requests.get(req_context.req_id).options.most_stored
+        most = self.view.requests.get(request_id).options.most_stored
         if most is not None:
             ends = [(key, req_context.get_offload_key_position(key)) for key in keys]
             keys = [key for key, end in ends if end is not None and end <= most]
-        offered = self.view.prepare_store(req_context.req_id, cast("list[Key]", list(keys)))
+        offered = self.view.prepare_store(request_id, cast("list[Key]", list(keys)))
         return PrepareStoreOutput(
             keys_to_store=cast("list[OffloadKey]", offered),
             store_spec=self._named(offered, req_context),

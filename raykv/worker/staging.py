@@ -213,6 +213,7 @@ class StagedLink(WorkerLink):
                 self._begin(request)
             except Exception:
                 guard.report("StagedLink.submit")
+                self._jobs.pop(request.job_id, None)
                 failed = worker.not_done(request.job_id, request.num_chunks, Refusal.COPY_FAILED)
                 self._ended.append(failed)
 
@@ -295,8 +296,6 @@ class StagedLink(WorkerLink):
             part = _JobPart(named.job_id, first, last, staging_blocks)
         number = named.job_id if job.is_store else FIRST_PART + self._num_parts
         self._num_parts += 1
-        self._parts[number] = part
-        job.num_flying += 1
         sent = msgspec.structs.replace(
             named,
             job_id=number,
@@ -305,7 +304,13 @@ class StagedLink(WorkerLink):
             first_block=named.first_block[first:last],
             block_ids=Numbers.of(staging_blocks),
         )
-        super().submit(JobRequest(sent))
+        try:
+            super().submit(JobRequest(sent))
+        except BaseException:
+            self._memory.give_back(staging_blocks)
+            raise
+        self._parts[number] = part
+        job.num_flying += 1
 
     def _copy(self, job: _Staged, part: _JobPart, failed: dict[int, int]) -> bool:
         """Copy a part's blocks between KV cache and staging memory, one call per KV group.

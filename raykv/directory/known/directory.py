@@ -201,8 +201,8 @@ class Directory:
         )
 
     def _pause_of(self, node_id: NodeId, part: listing.ListingPart | None) -> int:
-        """A node that has much to tell waits as long as others that have take with theirs: a
-        scheduler actor that is new knows a million chunks within seconds.
+        """A node that has much to tell waits only while the reports of other such nodes are taken
+        in: a scheduler actor that is new reads a million chunks within seconds.
         """
         if part is None or len(part.rows.keys) < FULL_ROWS:
             self._full.discard(node_id)

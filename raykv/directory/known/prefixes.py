@@ -30,7 +30,7 @@ def prefix_page(query: reader.PrefixQuery, found: Sequence[Held]) -> reader.Pref
         by_prompt.append(parts)
     nodes = sorted({name for parts in by_prompt for part in parts for name in part} - {ANYWHERE})
     rows = [
-        [loadable_of([part.get(name, 0) for part in parts], groups) for name in (*nodes, ANYWHERE)]
+        [loadable_of(groups, [part.get(name, 0) for part in parts]) for name in (*nodes, ANYWHERE)]
         for parts in by_prompt
     ]
     return reader.PrefixPage(

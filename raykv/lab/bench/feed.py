@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster import join
-from raykv.cluster.ask import end_node_actor, find_scheduler_actor
+from raykv.cluster.ask import answer_as, end_node_actor, find_scheduler_actor
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import key_of
@@ -131,6 +132,7 @@ def _busy(address: str, count: int) -> Iterator[None]:
     try:
         ray.get(actor.start.remote(), timeout=DEADLINE_S)
         yield
+        ray.get(actor.check.remote(), timeout=DEADLINE_S)
     finally:
         ray.kill(actor)
 
@@ -148,6 +150,11 @@ class _BusyNodes:
         self._thread.start()
         if not self._first.wait(DEADLINE_S):
             raise TimeoutError("the scheduler actor takes no reports")
+
+    def check(self) -> None:
+        """Raise unless they report still."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the busy nodes report no more")
 
     def _run(self) -> None:
         scheduler: Any = find_scheduler_actor()
@@ -206,9 +213,11 @@ def _measure_cost(result: Result, options: Options) -> None:
 
 def _chunks() -> int:
     """What the scheduler actor knows of; no NodeActor is asked."""
-    scheduler: Any = find_scheduler_actor()
-    raw = ray.get(scheduler.status.remote(), timeout=DEADLINE_S)
-    return sum(node.chunks for node in decode(raw, ClusterStatus).nodes)
+    return sum(node.chunks for node in _status().nodes)
+
+
+def _status() -> ClusterStatus:
+    return answer_as(ClusterStatus, find_scheduler_actor(), "status", timeout_s=DEADLINE_S)
 
 
 def _turn(engine: EngineProcess, prompts: list[list[int]]) -> tuple[float, float]:
@@ -241,13 +250,13 @@ def _storing(engine: ModellessEngine | None) -> Iterator[None]:
             due += 1 / PER_S
             done.wait(max(0.0, due - time.monotonic()))
 
-    thread = threading.Thread(target=store)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        storing = threads.submit(store)
+        try:
+            yield
+        finally:
+            done.set()
+            storing.result(DEADLINE_S)
 
 
 # A million chunks
@@ -265,9 +274,9 @@ def _measure_join(result: Result, cluster: Cluster, options: Options) -> None:
             engine.store([key_of(number) for number in range(first, first + JOB_CHUNKS)])
         _wait_for_all(count)
         for _ in range(options.repeats_or(3)):
-            life, began = cluster.status().life, time.monotonic()
+            life, began = _status().life, time.monotonic()
             ray.kill(find_scheduler_actor(), no_restart=False)
-            _wait_for_successor(cluster, life)
+            _wait_for_successor(life)
             answered = time.monotonic()
             _wait_for_all(count)
             times["to its first answer"].append(answered - began)
@@ -282,13 +291,14 @@ def _measure_join(result: Result, cluster: Cluster, options: Options) -> None:
     )
 
 
-def _wait_for_successor(cluster: Cluster, life: int) -> None:
+def _wait_for_successor(life: int) -> None:
     """Until a scheduler actor of another life answers."""
 
     def has_answer() -> bool:
         try:
-            return cluster.status().life != life
-        except ClusterError:
+            return _status().life != life
+        except (ClusterError, AttributeError):
+            # There is none, or it does not answer.
             return False
 
     wait(has_answer, "the scheduler actor answers", 0.01)

@@ -221,7 +221,9 @@ def _judge(result: Result) -> None:
             more(SCHEDULER),
             MOST_SCHEDULER_MB,
         ),
-        Verdict("the scheduler actor starts at most 0.3 s later", start_s, MOST_START_S),
+        Verdict(
+            f"the scheduler actor answers at most {MOST_START_S:g} s later", start_s, MOST_START_S
+        ),
         Verdict("a NodeActor: at most 60 MB beyond a bare actor", more(NODE), MOST_NODE_MB),
         Verdict("an engine: at most 80 MB more", result.row(IDLE, ENGINE).median, MOST_ENGINE_MB),
         Verdict("both actors idle: at most 1 % of a core beyond bare ones", cpu, MOST_IDLE_CPU),

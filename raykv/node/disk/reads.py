@@ -145,33 +145,33 @@ class DiskReads:
         Raises:
             PeerError: too many wait already.
         """
-        answer = _Answer()
+        future = _Answer()
         try:
-            self._reads.put_nowait((request, answer))
+            self._reads.put_nowait((request, future))
         except queue.Full:
             raise PeerError("too many reads wait for the disk") from None
-        return _PendingDiskRead(answer)
+        return _PendingDiskRead(future)
 
     def _read_for_ever(self) -> None:
         while not self._stopped.is_set():
             try:
-                request, answer = self._reads.get(timeout=deadlines.WAKE_S)
+                request, future = self._reads.get(timeout=deadlines.WAKE_S)
             except queue.Empty:
                 continue
             try:
-                answer.set_result(self.read(request))
+                future.set_result(self.read(request))
             except Exception as error:
                 logger.exception("a read from the disk failed")
-                answer.set_exception(error)
+                future.set_exception(error)
 
 
 class _PendingDiskRead:
-    def __init__(self, answer: _Answer) -> None:
-        self._answer = answer
+    def __init__(self, future: _Answer) -> None:
+        self._future = future
 
     def wait(self, timeout_s: float) -> tuple[copies.ReadReply, Bytes]:
         try:
-            return self._answer.result(max(0.0, timeout_s))
+            return self._future.result(max(0.0, timeout_s))
         except TimeoutError:
             raise PeerError("the disk does not answer in time") from None
         except Exception as error:

@@ -34,8 +34,8 @@ from raykv.node.pool.order import EvictionOrder
 from raykv.node.pool.records import (
     READY,
     VOID,
+    WRITING,
     ChunkRecord,
-    ChunkState,
     OfferedChunk,
     OpenJob,
     Standing,
@@ -204,13 +204,11 @@ class PoolIndex:
             name = each.namespace, each.key
             if isinstance(each, ChunkRecord):
                 if each.state is READY and name not in writing and on_disk(*name) is None:
-                    yield ListedRow(*name, Where.RAM, each.blocks, Reason.STORED)
+                    yield ListedRow(*name, Where.RAM, each.blocks, _STORED)
                     continue
-                if each.state is VOID or (
-                    each.state is ChunkState.WRITING and self.find(*name) is not None
-                ):
+                if each.state is VOID or (each.state is WRITING and self.find(*name) is not None):
                     continue
-            yield self._row(*name, Reason.STORED)
+            yield self._row(*name, _STORED)
 
     def rows(self, namespace: Namespace, keys: Iterable[Key]) -> ListedRows:
         """How chunks are now."""
@@ -516,7 +514,7 @@ class PoolIndex:
             record.state = READY
             chunks[record.key] = record
             self.room.came(record)
-            self.listing.changed(record, Reason.STORED)
+            self.listing.changed(record, _STORED)
             self.room.order_of(record).enter((record,))
             self.claims.came(record)
 
@@ -676,7 +674,7 @@ class PoolIndex:
                 assert not self._is_void(record), record
         assert self._parts.keys() == set(self._writing.values())
         for record in self._writing.values():
-            assert record.state is ChunkState.WRITING, record
+            assert record.state is WRITING, record
             assert not record.readers, record
             assert record in placed, record
         for record in placed:

@@ -291,7 +291,7 @@ class Capturing:
 
     def _parts(self, queued: attached.QueuedJob, runs: CopyRuns, step: int) -> Iterator[CopyRuns]:
         """Pages copied at once; more urgent copies go before each."""
-        for first in range(0, len(runs.size), step):
+        for first in range(0, len(runs), step):
             self._give_way(queued)
             yield runs.some(slice(first, first + step))
 

@@ -38,7 +38,7 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 class Fact:
     """One row: a fact is what `read` says, or the values of some fields of vLLM's configuration.
 
-    `fields` has their names, by spaces, by the part of a `VllmConfig` that they are in.
+    `fields`: by the part of a `VllmConfig`, their names, with spaces between them.
     """
 
     name: str

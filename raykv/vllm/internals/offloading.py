@@ -337,7 +337,7 @@ def window_in_chunks(kv_cache_spec: Any, tokens_per_chunk: int) -> int | None:
     """How many chunks of a KV group a prefix needs, as vLLM's lookups have it; None: all."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config, scheduler
 
-    # 0.32 has it there.
+    # 0.32 has it in `scheduler`.
     owner = config if hasattr(config, "get_sliding_window_size_in_chunks") else scheduler
     found: int | None = owner.get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)
     return found

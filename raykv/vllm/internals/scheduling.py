@@ -28,10 +28,11 @@ def watch_scheduler(kind: type) -> bool:
     def ending(
         update: Any, scheduler: Any, scheduled: Any, result: Any, *more: Any, **named: Any
     ) -> Any:
-        for connector in ours(scheduler):
+        connectors = ours(scheduler)
+        for connector in connectors:
             connector.end_step(scheduler, scheduled, result)
         outputs = update(scheduler, scheduled, result, *more, **named)
-        for connector in ours(scheduler):
+        for connector in connectors:
             connector.tell_sources(outputs)
         return outputs
 

@@ -210,12 +210,16 @@ def test_chunk_that_did_not_come_is_a_miss_for_its_request(
     assert request.unfetched == {key(1): MissReason.FETCH_FAILED}
 
 
-def test_stop_ends_nothing_that_is_under_way(place: PlayedPlace, engine: Engine) -> None:
+def test_stop_waits_for_nothing_and_ends_what_is_under_way(
+    place: PlayedPlace, engine: Engine
+) -> None:
     engine.begin()
     engine.order(order(0))
     wait_for_requests(place, 1)
     started = time.monotonic()
     engine.session.stop(LONG_S)
     assert time.monotonic() - started < LONG_S / 2
+    engine.session.drain()
+    assert engine.ended == [([order(0)], None)]
     engine.order(order(1))
     assert len(place.fetches) == 1

@@ -15,7 +15,7 @@ from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, boot_life
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import CoreLine
@@ -156,6 +156,25 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
     assert link.wait_layers([1], 1)
     link._memory.give_back(taken)
     assert list(result_of(link, 1).refusals) == [Refusal.CANCELLED]
+
+
+@pytest.mark.expects_failures
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_job_that_the_line_does_not_take_has_failed_and_keeps_nothing(
+    service: NodeService, link: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no more jobs")
+
+    store_eight(service, link)
+    with monkeypatch.context() as patches:
+        patches.setattr(WorkerLink, "submit", refuse)
+        link.submit(request(Direction.LOAD, [0], [4, 5], 1))
+    assert link.wait_layers([1], 1)
+    assert list(result_of(link, 1).refusals) == [Refusal.COPY_FAILED]
+    assert link._memory.num_free == STAGING_BLOCKS
+    link.submit(request(Direction.LOAD, [0], [4, 5], 2))
+    assert result_of(link, 2).failed_chunks == []
 
 
 def test_chunk_that_is_refused_leaves_its_blocks_alone(
