@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -281,6 +281,9 @@ class Line:
 class HookWorld(World):
     """An engine whose scheduler and both sides of the connector are real."""
 
+    now: ClassVar[float] = 0.0
+    """Seconds of all worlds' steps, for tests that put it in the place of the clock."""
+
     def __init__(
         self,
         model: Path,
@@ -313,6 +316,7 @@ class HookWorld(World):
 
     def step(self, *aborted: str) -> None:
         self.num_steps += 1
+        HookWorld.now += 1 / 32
         super().step(*aborted)
         self._exchange()
 

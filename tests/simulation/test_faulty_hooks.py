@@ -5,6 +5,7 @@ vLLM's scheduler, its offloading scheduler and worker, and both sides of RayKV's
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,12 @@ DOCUMENTS = [prompt(number, 100) for number in range(4)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("model"), layers=1, hidden_size=32, vocab_size=64)
+
+
+@pytest.fixture(autouse=True)
+def time_is_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fast machine as on a slow one, what is due after a time is due after as many steps."""
+    monkeypatch.setattr(time, "monotonic", lambda: HookWorld.now)
 
 
 def play(world: HookWorld) -> None:
