@@ -137,6 +137,16 @@ def test_design_page_has_every_package_on_its_floor() -> None:
     }
 
 
+def test_design_page_points_to_functions_that_exist() -> None:
+    text = (ROOT / "raykv" / "README.md").read_text()
+    rows = re.findall(r"^\| .* \| `(raykv/[\w/]+\.py)` \| (`.*`) \|$", text, flags=re.MULTILINE)
+    assert len(rows) > 8
+    for path, named in rows:
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"`(\w+)`", named):
+            assert f"def {name}(" in source, (path, name)
+
+
 def test_readme_names_commands() -> None:
     assert "`raykv " in (ROOT / "README.md").read_text()
 
