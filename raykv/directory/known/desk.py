@@ -162,7 +162,7 @@ class OrderDesk:
         most = operator.MAX_TOLD_NAMINGS
         if len(weights) > most:
             raise OrderError(
-                f"these are {len(weights)} engines, and at most {most} can be told at once: give a "
+                f"these are {len(weights)} engines, and at most {most} can be named at once: give a "
                 "longer beginning of their ids"
             )
         stamp = Stamp(told.stamp.history, told.stamp.number + 1)
