@@ -261,7 +261,7 @@ class Settings:
     )
     why_miss_text: bool = _setting(
         False,
-        "Show, in raykv why-miss, the tokens at which a prompt leaves the one that was cached: "
+        "Show, in raykv explain, the tokens at which a prompt leaves the one that was cached: "
         "otherwise their place alone",
     )
     describe_chunks: bool = _setting(
