@@ -30,7 +30,7 @@ PAGES = sorted(
 NOT_IN_AN_INDEX = ("pip install raykv", "pip install 'raykv[", 'pip install "raykv[')
 """What a reader can't do: no index has RayKV."""
 
-OPERATING = (ROOT / "deploy" / "operating.md").read_text()
+OPERATING = sorted((ROOT / "deploy" / "operating").glob("*.md"))
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -152,8 +152,9 @@ def test_setting_without_a_topic_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         settings.page()
 
 
-def test_page_of_operators_names_only_metrics_that_exist() -> None:
-    named = set(re.findall(r"raykv_[a-z_]+", " ".join(re.findall(r"`([^`]*)`", OPERATING))))
+def test_pages_of_operators_name_only_metrics_that_exist() -> None:
+    text = "\n".join(page.read_text() for page in OPERATING)
+    named = set(re.findall(r"raykv_[a-z_]+", " ".join(re.findall(r"`([^`]*)`", text))))
     assert len(named) > 10
     others = {"raykv_metrics_sd", "raykv_sources", TENANT, *PARAMS, *HINTS}
     assert named - others <= set(METRICS)
