@@ -184,7 +184,8 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
     cluster, engine = nodes.cluster, nodes.engine
     engine.put(20, 21, 22)
     wait_until(lambda: held_on(cluster, nodes.first) >= {20, 21, 22}, 10, "stored")
-    assert "2 of 3 chunks are stored and kept" in run("pin", "add", *hexes(20, 21, 30), "--id", "kept")
+    said = run("pin", "add", *hexes(20, 21, 30), "--id", "kept")
+    assert "2 of 3 chunks are stored and kept" in said
     with pytest.raises(ClusterError, match=r"pins take 2.0 MiB of the 8.0 MiB"):
         cluster.pin(hexes(*range(6), 22))
     pressure(engine, 1000)
