@@ -61,8 +61,8 @@ TOP = """\
 empty cell has no test: the combination may work. RayKV refuses at the start, in one sentence, what
 it knows it cannot do.
 
-Tests run on vLLM's CPU build, with tiny models of random weights. There is no CPU build of 0.33: its
-Python sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8
+Tests run on vLLM's CPU build, with tiny models of random weights. There is no CPU build of 0.33:
+its Python sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8
 need.
 
 ## Models
