@@ -265,7 +265,7 @@ class Settings:
     )
     why_miss_text: bool = _setting(
         False,
-        "Show, in raykv why-miss, the tokens at which a prompt leaves the cached one, not only "
+        "Show, in raykv explain, the tokens at which a prompt leaves the cached one, not only "
         "their position",
     )
     describe_chunks: bool = _setting(
