@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import raykv
 from raykv import cli
 from raykv.base.errors import ClusterError
-from raykv.cli import COMMANDS, OLD_NAMES, app, base, main, rates
+from raykv.cli import COMMANDS, OLD_NAMES, app, base, main
 from raykv.cli.base import EXIT_CODES, ago, bars
 from raykv.lab import commands
 from tests.fixtures.commands import PlayedCluster, run
@@ -110,7 +110,7 @@ def test_version_is_an_option() -> None:
 def test_every_topic_has_commands() -> None:
     topics = {f"{cli.__name__}.{each.name}" for each in pkgutil.iter_modules(cli.__path__)}
     owners = {command.callback.__module__ for command in BY_NAME.values()}
-    assert topics - {base.__name__, rates.__name__} | {commands.__name__} == owners
+    assert topics - {base.__name__} | {commands.__name__} == owners
 
 
 def test_help_imports_neither_ray_nor_vllm() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.cli.rates import MovedBytes, TokenSources, progress, token_sources
+from raykv.cli.status import MovedBytes, TokenSources, progress, token_sources
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 from tests.fixtures.statuses import engine, node
 
