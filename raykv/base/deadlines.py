@@ -39,21 +39,21 @@ waits for. Healthy ones need milliseconds; Ray itself waits a minute for a dead 
 gives up after 10 s."""
 
 LEAVE_S = 5.0
-"""For a process, a connection or an application to end when asked to; for processes, once more after
-SIGKILL."""
+"""For a process, a connection or an application to end when asked to; for processes, once more
+after SIGKILL."""
 
 CLIENT_S = 8.0
 """For one answer of an actor to a person or a program, who may have come during a restart. With
 what comes before and after it, a command has said within 10 s who does not answer."""
 
 PREDECESSOR_S = 10.0
-"""How long a new NodeActor waits for its predecessor to release its socket's name and its pool file:
-a killed process with much memory takes seconds to exit. If they are still held after that, another
-NodeActor has them."""
+"""How long a new NodeActor waits for its predecessor to release its socket's name and its pool
+file: a killed process with much memory takes seconds to exit. If they are still held after that,
+another NodeActor has them."""
 
 JOIN_S = 30.0
-"""For joining or leaving Ray, or for Ray to start a process: tenths of a second, but many seconds if
-all cores of a host are busy or the GCS is away."""
+"""For joining or leaving Ray, or for Ray to start a process: tenths of a second, but many seconds
+if all cores of a host are busy or the GCS is away."""
 
 READ_S = 30.0
 """For reading chunks or hidden states: 64 MiB from another node at 3 MB/s, or behind four fetches.
@@ -81,8 +81,8 @@ BRIEF_S = 0.01
 others must come in between."""
 
 LOOK_S = 0.1
-"""Between two looks at what sends no event: another process, actors that begin or end, an order that
-nodes carry out (they report every tenth of that, if there is news)."""
+"""Between two looks at what sends no event: another process, actors that begin or end, an order
+that nodes carry out (they report every tenth of that, if there is news)."""
 
 IDLE_LOOK_S = 0.25
 """The same if a look is expensive, or for a rare event: a thread that has died, a subscriber that
