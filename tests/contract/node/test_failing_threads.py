@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import raykv.base.threads
 from raykv.base.errors import ThreadError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, NodeId, Refusal
@@ -224,7 +223,7 @@ def test_lane_without_a_thread_is_none(made: Service, no_threads: set[str]) -> N
 def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_later(
     node: Node, lines: list[Line], no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.0)
     no_threads.add("raykv-link")
     lines.append(Line(node, LINK_SETTINGS))
     link = lines[0].link

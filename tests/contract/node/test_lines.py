@@ -75,7 +75,7 @@ def is_here(service: NodeService, life: int = LIFE) -> bool:
 def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
     worker = Worker(service)
@@ -97,7 +97,7 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
 def test_silence_is_answered_now_and_then(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 0.2)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
     line = opened(service, lines)
     position = read(line)
     began = time.monotonic()
@@ -121,7 +121,7 @@ def asked_behind_one_without_rows(
 def test_each_query_has_one_answer_and_a_later_one_does_not_wait_behind(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
     first, second = asked_behind_one_without_rows(line, position, Position())
@@ -132,7 +132,7 @@ def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine does not know that it lacks nothing."""
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
     first, second = asked_behind_one_without_rows(line, position, position)
@@ -143,7 +143,7 @@ def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is
 def test_engine_hears_of_orders_at_once(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position))

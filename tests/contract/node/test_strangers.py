@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-import raykv.node.service
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.node.attached import receive_hello
@@ -68,7 +67,7 @@ class FullListener:
 def test_node_takes_connections_again_when_it_has_descriptors_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raykv.node.service, "NODE_ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
     name = f"raykv-test/{os.getpid()}/full"
     keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(4096, 4096))
     service = NodeService(name, keeper)

@@ -34,7 +34,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
 
 
 def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 3600.0)
     has_reported = threading.Event()
     # It never ends: the next one would look for Ray.
     never = threading.Event()
@@ -62,7 +62,7 @@ def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_node_that_ray_drains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
-    monkeypatch.setattr(raykv.node.actor, "NODE_DRAIN_LOOK_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.SELDOM_S", 0.0)
     drains = iter([False, False, True])
     monkeypatch.setattr(raykv.node.actor, "is_draining", lambda _: next(drains))
     actor = NodeActor("node", f"raykv/test-drain/{os.getpid()}", 1 << 20, 1 << 20, "")
