@@ -124,18 +124,6 @@ def test_chunk_that_takes_the_place_of_another_keeps_its_pin() -> None:
     pool.claims.check()
 
 
-def test_claim_waits_for_its_chunk() -> None:
-    pool = Pool("")
-    pool.claim(PIN, "a", Standing.PINNED)
-    record = ChunkRecord(A, name("a")[1], 10, Stamp(1, 1))
-    pool.records[name("a")] = record
-    pool.claims.came(record)
-    assert (record.standing, pool.claims.pinned_bytes) == (Standing.PINNED, 10)
-    pool.claims.went(record)
-    assert pool.claims.pinned_bytes == 0
-    assert pool.claims.names_of(PIN) == {name("a")}
-
-
 def test_pins_beyond_their_share_wait_until_there_is_room() -> None:
     names = "abcdefghijklmnopqrstuvwxyz"
     pool = Pool(names)

@@ -298,45 +298,35 @@ def test_capture_touches_no_chunk(pool: OwnedPool) -> None:
     assert not list(pool.node.index.places)
 
 
-def test_tenant_of_a_store_owns_its_chunks(pool: OwnedPool) -> None:
-    pool.store(1, 2, tenant="t")
-    pool.store(3)
-    assert pool.report().tenant_bytes == {"t": 2 * PAGE}
-
-
-def test_loads_beside_stores_decide_whether_storing_pays() -> None:
+@pytest.mark.parametrize("has_loads", [False, True])
+def test_loads_beside_stores_decide_whether_storing_pays(has_loads: bool) -> None:
     pool = OwnedPool(num_slabs=1024)
     pool.hello(slot_bytes={0: PAGE})
     for first in range(0, 4096, 1024):
         pool.store(*range(first, first + 1024))
-    assert pool.changes(pool.query()).facts.store_share > 1
-    pool = OwnedPool(num_slabs=1024)
-    pool.hello(slot_bytes={0: PAGE})
-    for first in range(0, 4096, 1024):
-        pool.store(*range(first, first + 1024))
-        pool.tell(counters={"chunks_loaded": 7 if first < 2048 else 107})
-        if first == 2048:
+        if has_loads:
+            pool.tell(counters={"chunks_loaded": 7 if first < 2048 else 107})
+        if has_loads and first == 2048:
             for record in pool.node.begin_read(A, list(map(key, range(100))), [PAGE] * 100, 1.0):
                 pool.node.index.end_load(begun(record))
-    assert pool.changes(pool.query()).facts.store_share == 1
+    assert (pool.changes(pool.query()).facts.store_share == 1) == has_loads
 
 
 # Landings
 
 
-def test_chunk_that_lands_is_here_with_its_stamp_and_owner(pool: OwnedPool) -> None:
+def test_chunk_that_lands_is_here_with_its_stamp_and_owner_and_one_that_fails_is_not(
+    pool: OwnedPool,
+) -> None:
     record = begun(pool.land(1, stamp=Stamp(0, 3), blocks=Blocks(0, 1), tenant="t"))
     assert pool.state(1) == {key(1): Where.COMING}
     pool.node.landings.landed(record, ok=True)
     assert (record.stamp, record.blocks) == (Stamp(0, 3), Blocks(0, 1))
     assert pool.state(1) == {key(1): Where.RAM}
     assert pool.report().tenant_bytes == {"t": PAGE}
-
-
-def test_landing_that_fails_leaves_nothing(pool: OwnedPool) -> None:
-    pool.node.landings.landed(begun(pool.land(1)), ok=False)
-    assert pool.state(1) == {key(1): Where.NOWHERE}
-    assert not list(pool.node.index.places)
+    pool.node.landings.landed(begun(pool.land(2)), ok=False)
+    assert pool.state(2) == {key(2): Where.NOWHERE}
+    assert list(pool.node.index.places) == [record]
     assert num_open_jobs(pool.node.index) == 0
 
 
@@ -379,10 +369,23 @@ def test_landing_takes_no_chunk_that_was_found_or_has_just_landed(pool: OwnedPoo
     assert isinstance(pool.land(30), ChunkRecord)
 
 
-@pytest.mark.parametrize("slot_bytes", [0, -PAGE, PAGE + 1, 1 << 62])
-def test_landing_of_an_odd_size_changes_nothing(pool: OwnedPool, slot_bytes: int) -> None:
-    assert pool.land(1, slot_bytes=slot_bytes) in (Refusal.BAD_HANDLE, Refusal.NO_ROOM)
-    assert not list(pool.node.index.places)
+@pytest.mark.parametrize(
+    ("slot_bytes", "refusal"),
+    [
+        (0, Refusal.BAD_HANDLE),
+        (-PAGE, Refusal.BAD_HANDLE),
+        (PAGE + 1, Refusal.BAD_HANDLE),
+        ((SLAB + 1) * PAGE, Refusal.NO_ROOM),
+        (1 << 62, Refusal.NO_ROOM),
+    ],
+)
+def test_landing_of_an_odd_size_costs_nothing(
+    pool: OwnedPool, slot_bytes: int, refusal: Refusal
+) -> None:
+    pool.store(*range(16))
+    pool.now += FRESH_S
+    assert pool.land(20, slot_bytes=slot_bytes) is refusal
+    assert pool.held() == list(range(16))
     assert num_open_jobs(pool.node.index) == 0
 
 

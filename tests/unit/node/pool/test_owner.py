@@ -6,13 +6,12 @@ from math import nan
 
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Key, NodeId, Refusal, Stamp
+from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.node.accounts.requests import MOST_RECORDS
 from raykv.node.pool.engines import SILENT_S
 from raykv.node.pool.index import FRESH_S
 from raykv.node.pool.listing import MOST_UNREAD
-from raykv.node.pool.owner import FAVOUR_S, NodePool
+from raykv.node.pool.owner import FAVOUR_S
 from raykv.node.pool.records import Standing
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import (
@@ -30,7 +29,6 @@ from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.owned_pool import (
     LIFE,
     PAGE,
-    SLAB,
     A,
     B,
     OwnedPool,
@@ -253,12 +251,6 @@ def test_chunks_that_were_found_stay_for_a_while(pool: OwnedPool) -> None:
     assert pool.store(40) == [Refusal.NONE]
 
 
-def test_tail_of_what_was_found_goes_before_its_head(pool: OwnedPool) -> None:
-    pool.store(*range(16))
-    pool.found(5, 6, 7)
-    assert pool.record(5).used > pool.record(6).used > pool.record(7).used
-
-
 def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> None:
     pool.store(1, 2)
     pool.store(3, tenant="other")
@@ -271,13 +263,16 @@ def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> N
     assert pool.report().tenant_bytes == {"t": PAGE, "other": PAGE}
 
 
-def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPool) -> None:
+def test_what_was_said_again_or_late_or_by_nobody_or_elsewhere_changes_nothing(
+    pool: OwnedPool,
+) -> None:
     pool.store(1)
     pool.found(1, seq=7)
     hits = pool.record(1).hits
     for seq in (7, 6, 0):
         pool.found(1, seq=seq)
     pool.found(1, life=9)
+    pool.found(1, namespace=B)
     assert pool.record(1).hits == hits
     pool.now += FRESH_S
     pool.found(1, seq=8)
@@ -382,35 +377,7 @@ def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
     assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
 
 
-def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
-    pool.store(1)
-    found = FoundKeys(Keys.of([key(1), b"x"]), ["t"], Numbers.of([0, 0]))
-    pool.tell(namespace=B, found=found)
-    assert pool.record(1).hits == 0
-
-
-def test_first_engine_of_a_pool_finds_it_as_it_is_made() -> None:
-    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE))
-    report = node.report()
-    assert (report.node_id, report.life) == ("n", 3)
-    assert (report.pool_bytes, report.slab_bytes) == (SLAB * PAGE, SLAB * PAGE)
-    assert node.state_of(A, [Key(b"k")])[:2] == (3, 0)
-    assert node.orders.stamp == Stamp(0, 0)
-
-
 # What a report would say
-
-
-def test_engine_that_knows_later_orders_has_the_document_asked_for_once(pool: OwnedPool) -> None:
-    pool.order(3)
-    pool.tell(orders=stamp(3))
-    assert not pool.node.wants_document
-    pool.tell(orders=stamp(9))
-    assert pool.node.wants_document
-    assert pool.node.has_news
-    # Nobody has them: the engine is not believed again.
-    pool.order(3)
-    assert not pool.node.wants_document
 
 
 def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:

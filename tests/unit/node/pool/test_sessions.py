@@ -31,23 +31,17 @@ def pool() -> OwnedPool:
     return made
 
 
-def test_chunks_of_a_session_that_is_over_go_first(pool: OwnedPool) -> None:
+def test_chunks_of_a_session_go_first_once_it_is_over_unless_it_goes_on(pool: OwnedPool) -> None:
     pool.say(CAME, "s")
     pool.say(USED, "s", 1, 2)
     assert pool.standings(1, 2, 3) == [Standing.NORMAL] * 3
     pool.say(OVER, "s")
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 2 + [Standing.NORMAL]
     # The tail of its prompt before its head.
-    pool.store(*range(10, 25))
-    assert 1 not in pool.held()[:1] or 2 not in pool.held()
-    assert 3 in pool.held()
-
-
-def test_session_that_goes_on_wants_its_chunks_again(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2)
-    pool.say(OVER, "s")
+    pool.store(*range(10, 24))
+    assert pool.held()[:2] == [1, 3]
     pool.say(CAME, "s")
-    assert pool.standings(1, 2) == [Standing.NORMAL] * 2
+    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_chunks_of_a_session_that_pauses_are_kept_until_that_is_over(pool: OwnedPool) -> None:
@@ -60,6 +54,11 @@ def test_chunks_of_a_session_that_pauses_are_kept_until_that_is_over(pool: Owned
     pool.wait(1)
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 3
     assert stage_of(pool.node.sessions, "s") is SessionStage.GIVEN_UP
+    # One that goes on in time is not given up.
+    pool.say(PAUSED, "s", pause_s=20.0)
+    pool.say(CAME, "s")
+    pool.wait(25)
+    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_pause_has_the_priority_that_was_said(pool: OwnedPool) -> None:
@@ -69,15 +68,6 @@ def test_pause_has_the_priority_that_was_said(pool: OwnedPool) -> None:
     pool.say(PAUSED, "s", pause_s=20.0, priority=2)
     pool.say(USED, "s", 2)
     assert pool.standings(1, 2) == [Standing.KEPT_2] * 2
-
-
-def test_session_that_goes_on_in_time_is_not_given_up(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1)
-    pool.say(PAUSED, "s", pause_s=20.0)
-    pool.say(CAME, "s")
-    assert pool.standing(1) is Standing.NORMAL
-    pool.wait(25)
-    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_chunk_of_two_sessions_stays_when_both_are_over(pool: OwnedPool) -> None:
