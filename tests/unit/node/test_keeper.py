@@ -106,27 +106,6 @@ def land(keeper: PoolKeeper, chunk: int) -> ChunkRecord | Refusal:
 # Jobs
 
 
-def test_chunk_is_found_once_it_was_stored(keeper: PoolKeeper) -> None:
-    assert announced(keeper, LOAD, 1).chunks == [Refusal.NOT_HERE]
-    assert store(keeper, 1).refusals == b""
-    load = announced(keeper, LOAD, 1)
-    assert load.chunks == [found(keeper, 1)]
-    keeper.end_chunks(load, [0], ok=True)
-
-
-def test_store_that_fails_leaves_nothing(keeper: PoolKeeper) -> None:
-    assert list(store(keeper, 1, ok=False).refusals) == [Refusal.POISONED]
-    assert found(keeper, 1) is None
-    assert store(keeper, 1).refusals == b""
-
-
-def test_loads_of_a_message_keep_their_slots_whatever_is_stored_later(keeper: PoolKeeper) -> None:
-    store(keeper, *range(8))
-    load = announced(keeper, LOAD, *range(8), job_id=2)
-    assert list(store(keeper, 20).refusals) == [Refusal.NO_ROOM]
-    keeper.end_chunks(load, range(8), ok=True)
-
-
 def test_nothing_is_stored_into_untouched_pages_while_memory_is_short(keeper: PoolKeeper) -> None:
     keeper.pool.is_short = True
     assert list(store(keeper, 1).refusals) == [Refusal.COPY_FAILED]
@@ -162,16 +141,6 @@ def test_chunk_that_lands_has_the_checksum_that_came_along(keeper: PoolKeeper) -
     assert known(keeper, 1).checksum == 77
     assert keeper.take_unchecked() is None
     assert land(keeper, 1) is Refusal.HERE
-
-
-def test_reader_keeps_its_chunk(keeper: PoolKeeper) -> None:
-    store(keeper, 1)
-    (record,) = keeper.begin_read(MODEL, [numbered_key(1)], [PAGE])
-    assert isinstance(record, ChunkRecord)
-    keeper.owner.index.drop(record, Reason.EVICTED)
-    assert record in set(keeper.owner.index.places)
-    keeper.end_read(record)
-    assert record not in set(keeper.owner.index.places)
 
 
 # Checksums
