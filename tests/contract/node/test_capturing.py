@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 
 from raykv.base.errors import HiddenStatesError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, NodeId, Refusal
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService
+from raykv.base.ids import Direction, Refusal
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
@@ -27,6 +24,7 @@ from raykv.worker.job import JobRequest
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, changed, failures
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.node.states_reader import DisappointedReader
 from tests.fixtures.waiting import wait_until
 
@@ -35,35 +33,25 @@ BLOCK, STATES, HIDDEN = 4, 3, 8
 PAGE = BLOCK * STATES * HIDDEN * 2
 MOST, TTL_S = 1 << 20, 60.0
 
-_names = itertools.count()
 _job_ids = itertools.count(1 << 48)
 
 
-class Here:
-    """A NodeService in this process."""
-
-    def __init__(self) -> None:
-        self.name = f"raykv-capture/{os.getpid()}/{next(_names)}"
-        self.slot_bytes = SLOT_BYTES
-        geometry = PoolGeometry(8 * SLOT_BYTES, 8 * SLOT_BYTES)
-        keeper = PoolKeeper(NodeId("here"), 1, geometry)
-        self.service = NodeService(self.name, keeper)
-        self.service.start()
-
+class Here(LocalNode):
     def states(self, name: str, deadline_s: float = 10.0) -> HiddenStates:
         return self.service.capturing.states(name, deadline_s)
 
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    node = Here()
+    node = Here(8)
+    node.start()
     yield node
     node.service.stop()
 
 
 @pytest.fixture
 def worker(here: Here) -> Iterator[Worker]:
-    attached = Worker(here, [PAGE], 1)  # type: ignore[arg-type]
+    attached = Worker(here, [PAGE], 1)
     yield attached
     attached.end()
 
@@ -259,7 +247,7 @@ def test_reader_hears_of_the_death_of_the_node(tmp_path: Path) -> None:
 def test_end_of_the_engine_ends_its_captures(
     here: Here, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
-    worker = Worker(here, [PAGE], 1)  # type: ignore[arg-type]
+    worker = Worker(here, [PAGE], 1)
     paths = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
     locks = [promise(path) for path in paths]
     jobs = [
@@ -309,7 +297,7 @@ def test_capture_that_fits_into_no_message_is_refused_and_the_node_lives(
 @pytest.fixture
 def patient(here: Here) -> Iterator[Worker]:
     """Whose captures may wait for many others."""
-    attached = Worker(here, [PAGE], 1, settings=PATIENT)  # type: ignore[arg-type]
+    attached = Worker(here, [PAGE], 1, settings=PATIENT)
     yield attached
     attached.end()
 

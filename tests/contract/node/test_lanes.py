@@ -7,8 +7,6 @@ test says so; in the second a driver does in memory what CUDA may do, late and i
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -18,8 +16,7 @@ import pytest
 import raykv.node.attached
 import raykv.node.copying
 import raykv.node.lanes
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Namespace, NodeId, Refusal
+from raykv.base.ids import Direction, Namespace, Refusal
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route
 from raykv.copy.cuda.driver import Copies, SourceOrder
@@ -29,8 +26,7 @@ from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import CPUBackend
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
+from raykv.node.service import NodeService
 from raykv.protocol.listing import Where
 from tests.fixtures.cuda.copies import FakeDriver, always
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
@@ -42,6 +38,7 @@ pytest.importorskip("vllm")
 
 from tests.fixtures.node import honest_worker
 from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+from tests.fixtures.node.local import LocalNode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 NOWHERE = Where(0)
@@ -99,7 +96,7 @@ def test_store_whose_event_never_comes_delays_no_store_of_another_gpu_or_of_the_
     store = slow.submit(STORE, [5], [1, 2])
     wait_until_all_run(world.service)
     assert other.run(STORE, [0], [1, 2]) == []
-    host_worker = HostWorker(world.service, 2 * PART_BYTES)
+    host_worker = honest_worker.Worker(world.service, 2 * PART_BYTES)
     assert host_worker.run(STORE, [9]) == [Refusal.NONE]
     host_worker.close()
     assert slow.link.drain() == []
@@ -468,10 +465,6 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 # The host's memory
 
 
-class HostWorker(honest_worker.Worker):
-    """Of one page in slots of another size."""
-
-
 class Gate:
     """A back end for host memory that says what it does, and waits when a test says so."""
 
@@ -500,19 +493,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return made
 
 
-_names = itertools.count()
-
-
 @pytest.fixture
 def service() -> Iterator[NodeService]:
-    page = honest_worker.PAGE
-    name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
-    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(32 * page, 16 * page))
-    made = NodeService(name, keeper)
+    made = LocalNode(32, honest_worker.PAGE, num_slabs=2)
     made.start()
-    yield made
+    yield made.service
     made.stop()
-    made.keeper.owner.check()
 
 
 @pytest.fixture

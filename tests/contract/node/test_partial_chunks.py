@@ -6,27 +6,20 @@ The other blocks hold nothing of what lay in the slot before, and a load that wa
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Namespace, NodeId, Refusal, Stamp
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Namespace, Refusal, Stamp
 from raykv.base.settings import DiskPlace
 from raykv.client.import_source import ImportSource
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
-from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -37,6 +30,7 @@ from raykv.worker.job import JobRequest
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
 from tests.fixtures.node.links import Worker, changed, failures, job_ids
+from tests.fixtures.node.local import LocalNode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGES = [256, 100]
@@ -50,39 +44,30 @@ CHUNK = 3
 SPACE = Namespace("ns")
 LAST_TWO = Blocks(2, 2)
 
-_names = itertools.count()
 
-
-@dataclass
-class Node:
-    """A NodeService in this process, with what a worker wants to know of one."""
-
-    service: NodeService
-    name: str
-    slot_bytes: int = SLOT_BYTES
-
+class Node(LocalNode):
     def begin_test(self) -> None:
         """It has no chunk, and slots hold what they held before."""
-        with self.service.keeper.lock:
-            index = self.service.keeper.owner.index
+        with self.keeper.lock:
+            index = self.keeper.owner.index
             for record in list(index.places):
                 index.drop(record, Reason.DAMAGED)
             assert not list(index.places)
             for kept in index.shelf.page(0, 1 << 62)[0]:
                 index.shelf.remove(kept.namespace, kept.key, Reason.DAMAGED)
-            ctypes.memset(self.service.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
+            ctypes.memset(self.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
 
     def record(self, chunk: int = CHUNK) -> ChunkRecord | None:
-        return self.service.keeper.owner.index.find(SPACE, numbered_key(chunk))
+        return self.keeper.owner.index.find(SPACE, numbered_key(chunk))
 
     def slot(self, chunk: int = CHUNK) -> bytes:
         record = self.record(chunk)
         assert record is not None
-        return ctypes.string_at(self.service.keeper.address_of(record), SLOT_BYTES)
+        return ctypes.string_at(self.keeper.address_of(record), SLOT_BYTES)
 
     def others(self) -> bytes:
         """What is in all slots but that of the chunk."""
-        pool = ctypes.string_at(self.service.keeper.pool.address, NUM_SLOTS * SLOT_BYTES)
+        pool = ctypes.string_at(self.keeper.pool.address, NUM_SLOTS * SLOT_BYTES)
         record = self.record()
         assert record is not None
         start = record.slot * SLOT_ALIGNMENT
@@ -90,13 +75,10 @@ class Node:
 
 
 def begin(pool_path: str = "") -> Node:
-    name = f"raykv-test/partial/{os.getpid()}/{next(_names)}"
-    size = NUM_SLOTS * SLOT_BYTES
-    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(size, size), pool_path)
-    service = NodeService(name, keeper)
-    service.start()
-    keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
-    return Node(service, name)
+    node = Node(NUM_SLOTS, pool_path=pool_path)
+    node.start()
+    node.keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
+    return node
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +90,20 @@ def running() -> Iterator[list[Node]]:
 
 
 @pytest.fixture
-def node(running: list[Node]) -> Node:
-    running[0].begin_test()
-    return running[0]
+def nodes(running: list[Node]) -> list[Node]:
+    for each in running:
+        each.begin_test()
+    return running
 
 
 @pytest.fixture
-def other(running: list[Node]) -> Node:
-    running[1].begin_test()
-    return running[1]
+def node(nodes: list[Node]) -> Node:
+    return nodes[0]
 
 
 @pytest.fixture
-def third(running: list[Node]) -> Node:
-    running[2].begin_test()
-    return running[2]
+def other(nodes: list[Node]) -> Node:
+    return nodes[1]
 
 
 @pytest.fixture
@@ -145,8 +126,7 @@ class Rank(Worker):
         canonical: CanonicalPages,
         life: int,
     ) -> None:
-        of: Any = node
-        super().__init__(of, pages, PER_CHUNK, rank, num_ranks, canonical=canonical, life=life)
+        super().__init__(node, pages, PER_CHUNK, rank, num_ranks, canonical=canonical, life=life)
 
     def part(
         self,
@@ -318,7 +298,7 @@ def test_pool_file_keeps_the_blocks_of_a_chunk_over_a_restart(
     first.begin_test()
     worker = attach(first, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    assert first.service.keeper.wait_for_seals(10.0) == 0
+    assert first.keeper.wait_for_seals(10.0) == 0
     first.service.stop()
     second = begin(path)
     assert_range_is_kept(attach(second, workers))
@@ -366,7 +346,7 @@ def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> CopyR
         key_index=Numbers.of([0]),
         source_index=Numbers.of([0]),
     )
-    return FetchService(to.service.keeper, source).fetch(order)
+    return FetchService(to.keeper, source).fetch(order)
 
 
 def test_fetched_chunk_has_the_blocks_that_its_source_has(
@@ -374,7 +354,7 @@ def test_fetched_chunk_has_the_blocks_that_its_source_has(
 ) -> None:
     there, here = attach(node, workers), attach(other, workers)
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    assert fetch(other, Direct(ReadService(node.service.keeper))).refusals == b""
+    assert fetch(other, Direct(ReadService(node.keeper))).refusals == b""
     assert_range_is_kept(here)
     assert other.slot() == image(there, LAST_TWO, [1, 2])
 
@@ -395,26 +375,27 @@ def test_answer_with_impossible_blocks_is_not_believed(
                 msgspec.structs.force_setattr(rows, name, Numbers.of([number]))
             return msgspec.structs.replace(reply, rows=rows), data
 
-    assert fetch(other, Liar(ReadService(node.service.keeper))).refusals != b""
+    assert fetch(other, Liar(ReadService(node.keeper))).refusals != b""
     assert other.record() is None
 
 
 def tier_of(node: Node, path: Path) -> DiskTier:
     place = DiskPlace(str(path), most_bytes=1 << 20, floor_bytes=0)
-    tier = DiskTier(place, node.service.keeper)
+    tier = DiskTier(place, node.keeper)
     tier.start()
     return tier
 
 
 def test_disk_and_import_bring_back_the_blocks_that_were_stored(
-    node: Node, other: Node, third: Node, workers: list[Rank], tmp_path: Path
+    nodes: list[Node], workers: list[Rank], tmp_path: Path
 ) -> None:
+    node, other, third = nodes
     there, here = attach(node, workers), attach(other, workers)
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
     tier = tier_of(node, tmp_path)
     try:
         assert tier.keep(10.0) == 0
-        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        kept = node.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
         assert kept.chunk.blocks == LAST_TWO
         assert fetch(other, Direct(tier), SourceKind.DISK).refusals == b""
@@ -438,7 +419,7 @@ def test_disk_takes_a_chunk_again_when_more_of_it_was_stored_and_never_less(
 
     def on_disk() -> Blocks:
         assert tier.keep(10.0) == 0
-        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        kept = node.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
         return kept.chunk.blocks
 
