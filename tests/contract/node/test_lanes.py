@@ -58,7 +58,7 @@ def wait_until_all_run(service: NodeService) -> None:
 # Lanes
 
 
-def test_store_whose_event_never_comes_delays_no_load(world: World) -> None:
+def test_store_whose_event_never_comes_delays_no_load_and_no_store_elsewhere(world: World) -> None:
     slow, fast = world.worker(num_ranks=1, seed=1), world.worker(num_ranks=1, seed=2)
     assert fast.run(STORE, [0, 1], [1, 2, 3, 4]) == []
     slow.cuda.stream(7).submit(lambda: slow.overwrite(1, 0xAB))
@@ -67,6 +67,10 @@ def test_store_whose_event_never_comes_delays_no_load(world: World) -> None:
     for _ in range(3):
         assert fast.run(LOAD, [0, 1], [8, 9, 10, 11]) == []
     assert [fast.block(8), fast.block(11)] == [fast.block(1), fast.block(4)]
+    assert world.worker(OTHER_GPU, num_ranks=1, seed=3).run(STORE, [6], [1, 2]) == []
+    host_worker = honest_worker.Worker(world.service, 2 * PART_BYTES)
+    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
+    host_worker.close()
     assert slow.link.drain() == []
     slow.cuda.stream(7).run()
     assert slow.finish(store) == []
@@ -85,23 +89,6 @@ def test_load_whose_event_never_comes_delays_no_store(world: World) -> None:
     slow.cuda.stream(7).run()
     assert slow.finish(load) == []
     assert slow.block(9) == fast.block(2)
-
-
-def test_store_whose_event_never_comes_delays_no_store_of_another_gpu_or_of_the_host(
-    world: World,
-) -> None:
-    slow = world.worker(GPU, num_ranks=1, seed=1)
-    other = world.worker(OTHER_GPU, num_ranks=1, seed=2)
-    slow.cuda.stream(7).submit(lambda: None)
-    store = slow.submit(STORE, [5], [1, 2])
-    wait_until_all_run(world.service)
-    assert other.run(STORE, [0], [1, 2]) == []
-    host_worker = honest_worker.Worker(world.service, 2 * PART_BYTES)
-    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
-    host_worker.close()
-    assert slow.link.drain() == []
-    slow.cuda.stream(7).run()
-    assert slow.finish(store) == []
 
 
 def test_store_that_waits_is_cancelled_and_its_lane_goes_on(world: World) -> None:
@@ -466,29 +453,25 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 
 
 class Gate:
-    """A back end for host memory that says what it does, and waits when a test says so."""
+    """What a back end for host memory has done, and what it does before each copy."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[Direction, int]] = []
+        self.done: list[Direction] = []
         self.before: Callable[[Direction], None] = lambda _: None
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = self
-
-        class Gated(CPUBackend):
-            def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
-                gate.before(direction)
-                done = super().copy(direction, runs, stop)
-                gate.done.append((direction, len(runs.size)))
-                return done
-
-        monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
-    made.install(monkeypatch)
+
+    class Gated(CPUBackend):
+        def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
+            made.before(direction)
+            done = super().copy(direction, runs, stop)
+            made.done.append(direction)
+            return done
+
+    monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
     monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * honest_worker.PAGE)
     return made
 
@@ -522,11 +505,11 @@ def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, 
     worker, _ = two
     assert worker.run(STORE, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
     assert worker.run(LOAD, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
-    assert [direction for direction, _ in gate.done] == [STORE, STORE, STORE, LOAD]
+    assert gate.done == [STORE, STORE, STORE, LOAD]
 
 
 def test_store_of_host_memory_lets_a_load_that_runs_end_first(
-    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
@@ -553,7 +536,7 @@ def test_store_of_host_memory_lets_a_load_that_runs_end_first(
 
 
 def test_load_comes_between_the_spans_of_a_store(
-    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
@@ -578,29 +561,12 @@ def test_load_comes_between_the_spans_of_a_store(
     assert storer.run(STORE, [4, 5, 6, 7]) == [Refusal.NONE] * 4
     loading[0].join(LONG_S)
     assert overtaken == [False]
-    assert [direction for direction, _ in gate.done] == [STORE, LOAD, STORE]
+    assert gate.done == [STORE, LOAD, STORE]
 
 
-def test_loads_without_an_end_do_not_keep_a_store_from_ending(gate: Gate, two: Two) -> None:
-    loader, storer = two
-    assert loader.run(STORE, [0]) == [Refusal.NONE]
-    loads, stored = threading.Event(), threading.Event()
-
-    def hold(direction: Direction) -> None:
-        if direction is LOAD:
-            loads.set()
-            assert stored.wait(LONG_S)
-
-    gate.before = hold
-    loading = in_thread(lambda: loader.run(LOAD, [0]))
-    assert loads.wait(LONG_S)
-    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
-    stored.set()
-    loading.join(LONG_S)
-    assert not loading.is_alive()
-
-
-def test_store_takes_no_slot_that_a_load_reads(gate: Gate, two: Two, service: NodeService) -> None:
+def test_load_without_an_end_keeps_no_store_from_ending_and_none_takes_its_slot(
+    gate: Gate, two: Two
+) -> None:
     """They are in two threads; the pool keeps them apart."""
     loader, storer = two
     assert loader.run(STORE, [0]) == [Refusal.NONE]
@@ -615,6 +581,7 @@ def test_store_takes_no_slot_that_a_load_reads(gate: Gate, two: Two, service: No
     found: list[Refusal] = []
     loading = in_thread(lambda: found.extend(loader.run(LOAD, [0])))
     assert loads.wait(LONG_S)
+    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
     for first in range(10, 50, 8):
         storer.run(STORE, list(range(first, first + 8)))
     stored.set()

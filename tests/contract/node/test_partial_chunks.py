@@ -202,13 +202,6 @@ def test_load_gets_the_blocks_that_were_stored_and_is_refused_for_others(
     worker = attach(node, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     assert_range_is_kept(worker)
-
-
-def test_load_by_layer_is_refused_for_blocks_that_were_not_stored(
-    node: Node, workers: list[Rank]
-) -> None:
-    worker = attach(node, workers)
-    assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     before = worker.block(15)
     load = changed(worker.part(LOAD, Blocks(1, 3), [14, 15, 16]), by_layer=True)
     assert failures(worker.run(load)) == [Refusal.PARTIAL]
