@@ -146,19 +146,6 @@ def test_chunk_that_lands_has_the_checksum_that_came_along(keeper: PoolKeeper) -
 # Checksums
 
 
-def test_checksum_is_made_once_and_compared_later(keeper: PoolKeeper) -> None:
-    store(keeper, 1)
-    record = keeper.take_unchecked()
-    assert record is known(keeper, 1)
-    assert keeper.check_bytes(record, 5) is Refusal.NONE
-    assert keeper.check_bytes(record, 5) is Refusal.NONE
-    assert keeper.check_bytes(record, 6) is Refusal.CORRUPT
-    assert found(keeper, 1) is None
-    assert keeper.check_bytes(record, 5) is Refusal.NOT_HERE
-    keeper.end_read(record)
-    assert keeper.num_quarantined == 1
-
-
 def test_chunk_that_is_put_back_is_the_next_one(keeper: PoolKeeper) -> None:
     store(keeper, 1, 2)
     first = keeper.take_unchecked()
@@ -169,28 +156,15 @@ def test_chunk_that_is_put_back_is_the_next_one(keeper: PoolKeeper) -> None:
     keeper.end_read(first)
 
 
-def test_chunk_that_has_gone_needs_no_checksum(keeper: PoolKeeper) -> None:
+def test_wait_for_checksums_says_how_many_have_none_and_forgets_no_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.node.keeper, "MAX_UNCHECKED", 1)
+    keeper = made()
     store(keeper, 1, 2)
-    keeper.owner.index.drop(known(keeper, 1), Reason.EVICTED)
-    record = keeper.take_unchecked()
-    assert record is known(keeper, 2)
-    keeper.end_read(record)
-
-
-def test_wait_for_checksums_says_how_many_have_none(keeper: PoolKeeper) -> None:
-    store(keeper, 1, 2)
-    assert keeper.wait_for_seals(0.0) == 2
-    make_checksums(keeper)
-    assert keeper.wait_for_seals(0.0) == 0
-
-
-def test_chunks_that_were_left_out_get_their_checksums_before_the_end(keeper: PoolKeeper) -> None:
-    store(keeper, 1, 2)
-    # As if others had come since.
-    keeper._unchecked.clear()
-    assert keeper.wait_for_seals(0.0) == 2
-    make_checksums(keeper)
-    assert keeper.wait_for_seals(0.0) == 0
+    for num_left in (2, 1, 0):
+        assert keeper.wait_for_seals(0.0) == num_left
+        make_checksums(keeper)
 
 
 # Orders

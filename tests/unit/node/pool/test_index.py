@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace, Refusal, Stamp
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
@@ -180,25 +180,6 @@ def test_open_jobs_of_an_engine_are_bounded(pool: Pool) -> None:
         pool.offer(key(1), StorePart(1, number))
     assert pool.offer(key(2), StorePart(1, MAX_OPEN_JOBS)) is Refusal.QUEUE_FULL
     assert begun(pool.offer(key(2), StorePart(2, 1))).state is ChunkState.WRITING
-
-
-def test_chunk_with_fewer_blocks_is_replaced_by_one_that_has_all(pool: Pool) -> None:
-    narrow, wide = Blocks(2, 2), Blocks(0, 4)
-    pool.store(key(1), blocks=narrow)
-    assert pool.load(key(1), wide) is Refusal.PARTIAL
-    assert pool.store(key(1), blocks=wide) == [Refusal.NONE]
-    assert begun(pool.load(key(1), wide)).blocks == wide
-    assert pool.store(key(1), blocks=narrow) == [Refusal.HERE]
-
-
-def test_chunk_that_a_clear_would_take_is_replaced_by_one_that_it_would_not(pool: Pool) -> None:
-    pool.store(key(1), stamp=1)
-    assert pool.store(key(1), stamp=1) == [Refusal.HERE]
-    assert pool.store(key(1), stamp=2) == [Refusal.NONE]
-    pool.floors.take({A: 2})
-    pool.index.drop_void([A])
-    assert pool.held() == [1]
-    assert pool.store(key(2), stamp=1) == [Refusal.CLEARED]
 
 
 def test_prompt_that_is_longer_than_the_pool_keeps_its_head(pool: Pool) -> None:
