@@ -23,7 +23,6 @@ from raykv.protocol.engine import (
     Naming,
 )
 from raykv.protocol.listing import ALL_READ, Position, Where
-from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
 from raykv.protocol.node import MOST_ENGINES
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.owned_pool import (
@@ -130,15 +129,14 @@ def test_engine_reads_what_is_there_and_what_has_changed(pool: OwnedPool) -> Non
     assert pool.node.has_changes(query)
     answer = pool.changes(query)
     assert where(answer.part.rows) == {key(3): Where.RAM}
-    assert not pool.node.has_changes(pool.query(position=answer.part.end))
-
-
-def test_engine_reads_of_its_namespace_alone(pool: OwnedPool) -> None:
-    pool.hello(2, B)
-    position = read_all(pool).part.end
-    pool.store(1, namespace=B, life=2)
+    position = answer.part.end
     assert not pool.node.has_changes(pool.query(position=position))
-    answer = pool.changes(pool.query(position=position))
+    # Of its namespace alone.
+    pool.hello(2, B)
+    pool.store(1, namespace=B, life=2)
+    query = pool.query(position=position)
+    assert not pool.node.has_changes(query)
+    answer = pool.changes(query)
     assert not list(answer.part.rows)
     assert answer.part.end.number == pool.node.index.listing.number
 
@@ -263,22 +261,6 @@ def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> N
     assert pool.report().tenant_bytes == {"t": PAGE, "other": PAGE}
 
 
-def test_what_was_said_again_or_late_or_by_nobody_or_elsewhere_changes_nothing(
-    pool: OwnedPool,
-) -> None:
-    pool.store(1)
-    pool.found(1, seq=7)
-    hits = pool.record(1).hits
-    for seq in (7, 6, 0):
-        pool.found(1, seq=seq)
-    pool.found(1, life=9)
-    pool.found(1, namespace=B)
-    assert pool.record(1).hits == hits
-    pool.now += FRESH_S
-    pool.found(1, seq=8)
-    assert pool.record(1).hits == hits + 1
-
-
 def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     pool.store(1, 2, 3)
     pool.tell(hints=Hints(Keys.of([key(1)]), [50.0], Keys.of([key(2)]), [3]))
@@ -295,6 +277,14 @@ def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     assert pool.standing(1) is Standing.PINNED
     pool.wait(FAVOUR_S)
     assert pool.standings(1, 2) == [Standing.NORMAL] * 2
+    # What makes no sense is left out.
+    pool.hello()
+    keys = Keys.of(map(key, [1, 2, 3]))
+    pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
+    pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
+    assert pool.standings(1, 2) == [Standing.KEPT] * 2
+    pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
+    assert pool.standing(1) is Standing.PINNED
 
 
 def test_windows_of_a_place_go_with_what_they_need() -> None:
@@ -314,7 +304,9 @@ def test_windows_of_a_place_go_with_what_they_need() -> None:
     assert pool.node.index.find(A, key(1, 1)) is None
 
 
-def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
+def test_request_that_waits_finds_its_chunks_once_and_only_what_it_says_first_counts(
+    pool: OwnedPool,
+) -> None:
     pool.store(1, 2)
     for _ in range(5):
         pool.found(1)
@@ -326,7 +318,14 @@ def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
     assert pool.standing(1) is Standing.RELEASED
     pool.found(1)
     assert pool.standing(1) is Standing.NORMAL
+    # What was said again, late, by nobody or elsewhere changes nothing.
+    hits, said = pool.record(1).hits, pool.seq
     pool.now += FRESH_S
+    for seq in (said, said - 1, 0):
+        pool.found(1, seq=seq)
+    pool.found(1, life=9)
+    pool.found(1, namespace=B)
+    assert pool.record(1).hits == hits == 2
     pool.found(1)
     assert pool.record(1).hits == 3
 
@@ -345,16 +344,6 @@ def test_priority_gives_way_last_and_lowest_first(pool: OwnedPool) -> None:
         assert pool.held() == left
 
 
-def test_hints_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
-    pool.store(1, 2)
-    keys = Keys.of(map(key, [1, 2, 3]))
-    pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
-    pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
-    assert pool.standings(1, 2) == [Standing.KEPT] * 2
-    pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
-    assert pool.standing(1) is Standing.PINNED
-
-
 def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
     pool: OwnedPool,
 ) -> None:
@@ -368,13 +357,6 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
     odd = [SessionNews("", SessionWord.OVER), SessionNews("s", SessionWord.PAUSED, pause_s=-1.0)]
     pool.tell(sessions=[*odd, SessionNews("t", SessionWord.CAME)])
     assert [each.news.session for each in pool.report().sessions] == ["t"]
-
-
-def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
-    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
-    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
-    (engine,) = pool.report().engines
-    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
 
 
 # What a report would say

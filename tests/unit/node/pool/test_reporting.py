@@ -11,7 +11,7 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.node.pool.listing import MOST_CHANGES
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.reporting import MARKED_S, MOST_ROWS, MOST_WORDS
+from raykv.node.pool.reporting import ALONE_S, MARKED_S, MOST_ROWS, MOST_WORDS
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
@@ -158,31 +158,6 @@ def test_report_says_what_is_here(pool: OwnedPool) -> None:
     assert [each.hello.engine_id for each in report.engines] == ["e1", "e2"]
 
 
-def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> None:
-    first = pool.report()
-    with pytest.raises(AssertionError):
-        pool.report()
-    pool.node.reporting.give_up()
-    second = pool.report()
-    assert second.seq > first.seq
-    # An answer to the one before, and one that nobody waits for.
-    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, first.seq)
-    assert not pool.node.wants_document
-    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
-    assert pool.node.wants_document
-    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
-    assert pool.node.wants_document
-
-
-def test_node_wants_the_document_of_later_orders_alone(pool: OwnedPool) -> None:
-    pool.answer(orders=stamp(4))
-    assert pool.node.wants_document
-    pool.order(4)
-    assert not pool.node.wants_document
-    pool.answer(orders=NOTHING_ORDERED)
-    assert not pool.node.wants_document
-
-
 def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> None:
     pool.say(SessionWord.CAME, "s", 1)
     said = pool.report().sessions
@@ -206,6 +181,43 @@ def test_what_sessions_say_is_bounded_and_the_oldest_is_lost(pool: OwnedPool) ->
     said = pool.report().sessions
     assert len(said) == MOST_WORDS
     assert said[-1].news.session == f"s{MOST_WORDS + 2}"
+
+
+def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> None:
+    first = pool.report()
+    with pytest.raises(AssertionError):
+        pool.report()
+    pool.node.reporting.give_up()
+    second = pool.report()
+    assert second.seq > first.seq
+    # An answer to the one before, and one that nobody waits for.
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, first.seq)
+    assert not pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
+    assert pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
+    assert pool.node.wants_document
+    pool.order(9)
+    assert not pool.node.wants_document
+    pool.answer(orders=NOTHING_ORDERED)
+    assert not pool.node.wants_document
+
+
+def test_directory_that_is_silent_says_nothing_any_more(pool: OwnedPool) -> None:
+    def has_peers() -> bool:
+        return pool.changes(pool.query()).facts.has_peers
+
+    assert has_peers()
+    pool.answer(alone=[A], marks=marks(pool, 1, spare=[1]))
+    assert not has_peers()
+    pool.wait(ALONE_S - 1)
+    assert not has_peers()
+    pool.wait(1)
+    assert has_peers()
+    pool.wait(MARKED_S - ALONE_S - 1)
+    assert pool.standing(1) is SPARE
+    pool.wait(1)
+    assert pool.standing(1) is NORMAL
 
 
 # Marks
@@ -256,22 +268,11 @@ def test_marks_are_heard_once_and_in_order_until_all_are_forgotten(pool: OwnedPo
     assert pool.answer(marks=marks(pool, 6, spare=[1, 2])).heard == 5
     pool.answer(marks=marks(pool, 7, forget=True))
     assert pool.standings(1, 2, 3) == [NORMAL] * 3
-
-
-def test_no_mark_of_an_earlier_life_of_the_directory_counts(pool: OwnedPool) -> None:
-    pool.answer(marks=marks(pool, 7, spare=[1, 2]))
-    assert pool.answer(life=6, marks=marks(pool, 2, spare=[3])).heard == 7
+    # No mark of an earlier life of the directory counts.
+    pool.answer(marks=marks(pool, 8, spare=[1, 2]))
+    pool.answer(life=6, marks=marks(pool, 2, spare=[3]))
     assert pool.report().heard == 2
-    pool.node.reporting.give_up()
     assert pool.standings(1, 2) == [NORMAL] * 2
-
-
-def test_marks_of_a_directory_that_is_silent_end(pool: OwnedPool) -> None:
-    pool.answer(marks=marks(pool, 1, spare=[1]))
-    pool.wait(MARKED_S - 1)
-    assert pool.standing(1) is SPARE
-    pool.wait(1)
-    assert pool.standing(1) is NORMAL
 
 
 def test_mark_that_was_forgotten_counts_no_more_before_its_turn_comes() -> None:
@@ -358,13 +359,3 @@ def test_what_is_wanted_of_chunks_of_a_namespace_that_is_left_counts() -> None:
     pool.node.bye(1)
     pool.answer(left=[A])
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 2 + [Standing.KEPT]
-
-
-def test_directory_that_is_silent_says_nothing_of_others(pool: OwnedPool) -> None:
-    assert pool.changes(pool.query()).facts.has_peers
-    pool.answer(alone=[A])
-    assert not pool.changes(pool.query()).facts.has_peers
-    pool.wait(29)
-    assert not pool.changes(pool.query()).facts.has_peers
-    pool.wait(1)
-    assert pool.changes(pool.query()).facts.has_peers

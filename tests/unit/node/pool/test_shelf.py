@@ -16,11 +16,11 @@ from raykv.base.ids import (
     Stamp,
     in_group,
 )
-from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.shelf import RESERVED_PART, DiskChunk
-from raykv.protocol.listing import ALL_READ, ListedRow, Position, Reason, Where
+from raykv.protocol.listing import ALL_READ, ListedRow, Reason, Where
 from tests.fixtures.node.bare_index import BareIndex
+from tests.fixtures.node.listing_reader import ListingReader
 from tests.fixtures.node.owned_pool import PAGE, SLAB, A, B, begun
 
 STAMP = Stamp(1, 1)
@@ -103,30 +103,9 @@ def test_every_change_is_numbered_and_what_changes_nothing_is_none(pool: Pool) -
     assert [each.reason for each in changes] == [Reason.DAMAGED]
 
 
-class Reader:
-    """Who reads the listing, and what it believes."""
-
-    def __init__(self) -> None:
-        self.known: dict[Key, Where] = {}
-        self.unseen: set[Key] = set()
-        self.position = Position()
-
-    def read(self, index: PoolIndex, most: int) -> None:
-        part = index.part_after(self.position, most)
-        if part.begins:
-            self.unseen = set(self.known)
-        for row in part.rows:
-            self.unseen.discard(row.key)
-            self.known[row.key] = row.where
-        self.position = part.end
-        if self.position.place == ALL_READ:
-            self.known |= dict.fromkeys(self.unseen, Where.NOWHERE)
-            self.unseen = set()
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_reader_knows_in_the_end_where_each_chunk_is(seed: int) -> None:
-    source, pool, reader = random.Random(seed), Pool(8), Reader()
+    source, pool, reader = random.Random(seed), Pool(8), ListingReader()
     names = [f"{number}" for number in range(12)]
     for _ in range(150):
         name = source.choice(names)
@@ -141,12 +120,12 @@ def test_reader_knows_in_the_end_where_each_chunk_is(seed: int) -> None:
             case 3:
                 pool.shelf.remove(A, key(name), Reason.EVICTED)
             case 4:
-                reader.read(pool.index, source.randrange(1, 4))
+                reader.take(pool.index.part_after(reader.position, source.randrange(1, 4)))
         pool.index.check()
     for _ in range(200):
-        reader.read(pool.index, 3)
+        reader.take(pool.index.part_after(reader.position, 3))
     truth = {row.key: row.where for row in pool.index.rows(A, map(key, names)) if row.where}
-    assert {each: where for each, where in reader.known.items() if where} == truth
+    assert {each: where for (_, each), where in reader.believed.items() if where} == truth
 
 
 # What is written
