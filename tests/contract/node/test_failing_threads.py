@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 import time
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import raykv.base.threads
+import raykv.node.service
 from raykv.base.errors import ThreadError
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import DeathWatch
@@ -26,16 +29,20 @@ REFUSED_S = 3.0
 SLOT_BYTES = 4096
 
 
+BUG = ValueError("a bug")
+NO_DESCRIPTORS = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 class Fault:
     """Raises the first few times that it is asked."""
 
-    def __init__(self, num_failures: int = 2) -> None:
-        self.left = num_failures
+    def __init__(self, num_failures: int = 2, error: Exception = BUG) -> None:
+        self.left, self.error = num_failures, error
 
     def __call__(self) -> None:
         if self.left:
             self.left -= 1
-            raise ValueError("a bug")
+            raise self.error
 
     @property
     def is_over(self) -> bool:
@@ -74,10 +81,12 @@ def works(worker: Worker) -> None:
 # The NodeActor's
 
 
+@pytest.mark.parametrize("error", [BUG, NO_DESCRIPTORS], ids=str)
 def test_workers_are_served_after_the_thread_that_accepts_them_has_failed(
-    made: LocalNode, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    made: LocalNode, workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    fault = Fault()
+    monkeypatch.setattr(raykv.node.service, "NODE_ACCEPT_PAUSE_S", 0.01)
+    fault = Fault(error=error)
 
     class Listener:
         def __init__(self, sock: socket.socket) -> None:

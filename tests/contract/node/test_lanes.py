@@ -297,25 +297,17 @@ class Taken:
 
 
 def cancelled_before_its_turn(
-    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch, job_id: int = 0
+    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch, job_id: int
 ) -> list[Refusal]:
     """A store of four chunks that the lane has not let in when it is given up."""
     lock = Taken()
     with monkeypatch.context() as patch:
         patch.setattr(driven._device._lanes[STORE], "_lock", lock)
-        job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
+        worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
         assert lock.is_wanted.wait(LONG_S)
         worker.link._words.cancel(job_id)
         refusals: list[Refusal] = worker.finish(job_id)
         return refusals
-
-
-def test_job_cancelled_before_its_lane_is_free_ends_as_cancelled(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = driven.world.worker(num_ranks=1)
-    assert cancelled_before_its_turn(driven, worker, monkeypatch) == [Refusal.CANCELLED] * 4
-    assert driven.driver.calls_of("copy_batch") == []
 
 
 def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_once(
@@ -326,7 +318,15 @@ def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_o
     ranks = [driven.world.worker(rank=rank, seed=7, life=life) for rank in (0, 1)]
     assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS, job_id) == []
     assert [driven.where(chunk) for chunk in range(4)] == [Where.COMING] * 4
-    refusals = cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
+    refusals: list[Refusal] = []
+    assert (
+        driven.batches(
+            lambda: refusals.extend(
+                cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
+            )
+        )
+        == []
+    )
     assert refusals == [Refusal.CANCELLED] * 4
     assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
 

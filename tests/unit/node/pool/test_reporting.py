@@ -59,11 +59,6 @@ def marks(
     return Marks(number, spare=names(*spare), kept=names(*kept), **said)  # type: ignore[arg-type]
 
 
-def read(part: ListingPart | None) -> Position:
-    assert part is not None
-    return part.end
-
-
 def word(session: str, what: SessionWord = SessionWord.OVER) -> SessionsWord:
     return SessionsWord(A, SessionNews(session, what))
 
