@@ -353,25 +353,18 @@ def test_half_of_the_time_is_left_however_many_pieces_are_under_way(
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_next_source_is_read_at_once_when_the_first_fails(
+def test_fetch_ends_at_once_when_its_source_fails_or_reads_the_next_one(
     here: Node, source: Node, other: Node, failure: str
 ) -> None:
+    set_breaker(here, 0.0, 0.0)
+    alone, chunk = wanted(source.store(key(0)), source), both(source, other, 1)
     source.faults = FAILURES[failure]
-    chunk = both(source, other)
+    with within(0.0, 0.1):
+        assert here.fetch([alone]).refusals == [Refusal.NODE_LOST]
+    assert_nothing_there(here)
     with within(0.0, 0.1):
         assert here.fetch([chunk]).refusals == [NONE]
     assert_right(here, [chunk])
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_fetch_ends_at_once_when_its_only_source_fails(
-    here: Node, source: Node, failure: str
-) -> None:
-    source.faults = FAILURES[failure]
-    chunk = wanted(source.store(key(0)), source)
-    with within(0.0, 0.1):
-        assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
-    assert_nothing_there(here)
 
 
 def test_source_that_did_not_answer_is_left_alone(
@@ -391,14 +384,6 @@ def test_source_that_did_not_answer_is_left_alone(
     assert here.fetch([chunk]).refusals == [NONE]
     assert (network.num_reads(source), network.num_reads(other)) == (1, 1)
     assert_right(here, [chunk])
-
-
-def test_chunk_that_is_there_already_needs_no_source(here: Node, source: Node) -> None:
-    chunk = wanted(source.store(key(0)), source)
-    assert here.fetch([chunk]).refusals == [NONE]
-    source.faults.is_unreachable = True
-    here.fetch([wanted(source.store(key(1)), source)])
-    assert here.fetch([chunk]).refusals == [NONE]
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")

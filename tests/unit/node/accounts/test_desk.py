@@ -67,21 +67,13 @@ def test_chunks_come_page_by_page(asked: AskedPool) -> None:
     assert found == [(key(number), tenant, Where.RAM) for number, tenant in owners.items()]
 
 
-def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
-    asked.store(1)
-    asked.store(2)
-    page = asked.chunks(order="age", limit=1)
-    assert (keys_of(page), page.cursor) == ([key(1)], "")
-    assert keys_of(asked.chunks(key=key(2)[:4])) == [key(2)]
-    assert not asked.chunks(tier="disk").chunks
-
-
 @pytest.mark.parametrize("asked", [MOST_PIECES // 2], indirect=True)
 def test_order_looks_at_whole_stretches_of_the_pool(asked: AskedPool) -> None:
     for number in range(2 * MOST_PIECES):
         asked.store(number)
     page = asked.chunks(order="age", limit=1)
     assert (keys_of(page), page.cursor) == ([key(0)], "")
+    assert not asked.chunks(tier="disk").chunks
 
 
 def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:

@@ -244,18 +244,6 @@ def test_size_whose_chunks_are_gone_leaves_its_last_slab_to_others(pool: Pool) -
     assert pool.store(key(9), pages=2) == [Refusal.NONE]
 
 
-def test_pinned_chunks_do_not_go(pool: Pool) -> None:
-    pool.store(*map(key, range(4)))
-    owner = Owner(OwnerKind.OPERATOR, "pin")
-    pool.index.claims.claim(owner, [(A, key(0))], Standing.PINNED, pool.now + 50)
-    pool.store(*map(key, range(10, 14)))
-    assert pool.held() == [0, 10, 11, 12]
-    pool.index.claims.expire(pool.now + 50)
-    pool.now += 50
-    pool.store(*map(key, range(20, 24)))
-    assert pool.held() == [20, 21, 22, 23]
-
-
 @pytest.mark.parametrize(
     ("standing", "refusal"),
     [(Standing.KEPT, Refusal.NONE), (Standing.PINNED, Refusal.NO_ROOM)],
@@ -356,21 +344,6 @@ def test_slab_that_changes_its_size_takes_nobody_below_its_guarantee() -> None:
     pool.now += 100
     assert pool.store(key(30), pages=2) == [Refusal.NONE]
     assert pool.held()[:8] == list(range(8))
-
-
-def test_who_has_more_than_is_guaranteed_is_named() -> None:
-    pool = Pool(2)
-    pool.store(*map(key, range(4)), owner=1)
-    pool.store(key(10), owner=2)
-    mine, others = pool.in_slab(0)[0], pool.in_slab(1)[0]
-    assert not pool.index.room.is_over(mine)
-    pool.index.share({1: Share(guaranteed=0.5)})
-    assert not pool.index.room.is_over(mine)
-    pool.index.share({1: Share(guaranteed=0.25), 0: Share(guaranteed=0.1)})
-    assert pool.index.room.is_over(mine)
-    assert pool.index.room.is_over(others)
-    pool.index.share({1: Share(guaranteed=0.25)})
-    assert not pool.index.room.is_over(others)
 
 
 def test_reader_comes_to_the_end_while_changes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,15 +240,6 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
 # What engines say
 
 
-def test_chunks_that_were_found_stay_for_a_while(pool: OwnedPool) -> None:
-    pool.store(*range(16))
-    pool.found(0, 1)
-    assert pool.store(*range(20, 36)) == [Refusal.NONE] * 14 + [Refusal.NO_ROOM] * 2
-    assert pool.held()[:2] == [0, 1]
-    pool.now += FRESH_S
-    assert pool.store(40) == [Refusal.NONE]
-
-
 def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> None:
     pool.store(1, 2)
     pool.store(3, tenant="other")

@@ -86,31 +86,23 @@ def test_last_store_of_a_session_that_is_over_is_released(pool: OwnedPool) -> No
     assert pool.standings(1, 7) == [Standing.RELEASED] * 2
 
 
-def test_chunk_that_somebody_stores_anew_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1)
-    pool.say(OVER, "s")
-    pool.store(*range(10, 24))
-    assert 1 not in pool.held()
-    assert pool.store(1) == [Refusal.NONE]
-    assert pool.standing(1) is Standing.NORMAL
-
-
-def test_chunk_that_takes_the_place_of_a_released_one_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2)
-    pool.say(OVER, "s")
-    pool.store(1, orders=(0, 1))
-    assert pool.standings(1, 2) == [Standing.NORMAL, Standing.RELEASED]
-
-
-def test_chunk_that_is_offered_or_found_again_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2, 3)
+def test_chunk_that_is_stored_offered_or_found_again_is_not_released(pool: OwnedPool) -> None:
+    pool.store(4)
+    pool.say(USED, "s", 1, 2, 3, 4)
     pool.say(OVER, "s")
     pool.store(1)
     pool.found(2)
-    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.NORMAL, Standing.RELEASED]
+    # One that takes its place.
+    pool.store(3, orders=(0, 1))
+    wanted = [Standing.NORMAL] * 3 + [Standing.RELEASED]
+    assert pool.standings(1, 2, 3, 4) == wanted
     # Nor if it is said once more that the session is over.
     pool.say(OVER, "s")
-    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.NORMAL, Standing.RELEASED]
+    assert pool.standings(1, 2, 3, 4) == wanted
+    pool.store(*range(10, 23))
+    assert 4 not in pool.held()
+    assert pool.store(4) == [Refusal.NONE]
+    assert pool.standing(4) is Standing.NORMAL
 
 
 def test_session_of_another_namespace_is_another_one(pool: OwnedPool) -> None:
