@@ -267,21 +267,16 @@ def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_the
 
 def cancelled_at(driven: Driven, worker: Any, batch: int) -> list[Refusal]:
     """A store of four chunks, given up when so many batches are on their way."""
-    job_ids: list[int] = []
-    submitted = threading.Event()
-    before = driven.driver.on_batch
+    before, job_id = driven.driver.on_batch, 400
 
     def cancel(number: int) -> None:
         before(number)
         if number == batch:
-            assert submitted.wait(LONG_S)
-            worker.link._words.cancel(job_ids[0])
+            worker.link._words.cancel(job_id)
 
     driven.driver.on_batch = cancel
-    job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
-    submitted.set()
-    refusals: list[Refusal] = worker.finish(job_ids[0])
-    driven.driver.on_batch = lambda _: None
+    refusals: list[Refusal] = worker.run(STORE, [0, 1, 2, 3], BLOCKS, job_id)
+    driven.driver.on_batch = before
     return refusals
 
 
@@ -396,19 +391,14 @@ def test_store_that_is_cancelled_after_a_part_makes_no_further_chunk_ready(
     monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", PART_BYTES)
     monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", PART_BYTES)
     worker = driven.world.worker(num_ranks=1)
-    end_chunks = driven.world.service.keeper.end_chunks
-    job_ids: list[int] = []
-    submitted = threading.Event()
+    end_chunks, job_id = driven.world.service.keeper.end_chunks, 400
 
     def end_and_cancel(*args: Any, **kwargs: Any) -> None:
-        assert submitted.wait(LONG_S)
-        worker.link._words.cancel(job_ids[0])
+        worker.link._words.cancel(job_id)
         end_chunks(*args, **kwargs)
 
     monkeypatch.setattr(driven.world.service.keeper, "end_chunks", end_and_cancel)
-    job_ids.append(worker.submit(STORE, [0, 1, 2], BLOCKS[:6]))
-    submitted.set()
-    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 2
+    assert worker.run(STORE, [0, 1, 2], BLOCKS[:6], job_id) == [Refusal.CANCELLED] * 2
     assert [driven.where(chunk) for chunk in range(3)] == [Where.RAM, NOWHERE, NOWHERE]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.worker import CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
@@ -117,17 +118,6 @@ def workers() -> Iterator[list[Rank]]:
 class Rank(Worker):
     """A worker whose jobs are about some blocks of one chunk."""
 
-    def __init__(
-        self,
-        node: Node,
-        rank: int,
-        num_ranks: int,
-        pages: list[int],
-        canonical: CanonicalPages,
-        life: int,
-    ) -> None:
-        super().__init__(node, pages, PER_CHUNK, rank, num_ranks, canonical=canonical, life=life)
-
     def part(
         self,
         direction: Direction,
@@ -138,37 +128,22 @@ class Rank(Worker):
     ) -> JobRequest:
         """A job of these blocks of a chunk, which are those of the engine."""
         assert len(ids) == blocks.length
-        made = self.job(direction, [chunk], ids, job_id)
         return changed(
-            made,
+            self.job(direction, [chunk], ids, job_id),
             num_blocks=Numbers.of([blocks.length]),
             first_block=Numbers.of([blocks.first]),
             block_ids=Numbers.of(ids),
         )
 
     def carry_out(
-        self,
-        direction: Direction,
-        blocks: Blocks,
-        ids: list[int],
-        chunk: int = CHUNK,
-        job_id: int = 0,
+        self, direction: Direction, blocks: Blocks, ids: list[int], **more: int
     ) -> list[Refusal]:
-        return failures(self.run(self.part(direction, blocks, ids, chunk, job_id)))
+        return failures(self.run(self.part(direction, blocks, ids, **more)))
 
 
-def attach(
-    node: Node,
-    workers: list[Rank],
-    rank: int = 0,
-    num_ranks: int = 1,
-    pages: list[int] | None = None,
-    canonical: CanonicalPages = NOT_CANONICAL,
-    life: int = 0,
-) -> Rank:
-    worker = Rank(node, rank, num_ranks, pages or PAGES, canonical, life)
-    workers.append(worker)
-    return worker
+def attach(node: Node, workers: list[Rank], pages: list[int] = PAGES, **fields: Any) -> Rank:
+    workers.append(Rank(node, pages, PER_CHUNK, **fields))
+    return workers[-1]
 
 
 def image(worker: Rank, blocks: Blocks, ids: list[int]) -> bytes:
@@ -183,16 +158,16 @@ def image(worker: Rank, blocks: Blocks, ids: list[int]) -> bytes:
     return b"".join(regions).ljust(SLOT_BYTES, b"\0")
 
 
-def assert_range_is_kept(worker: Rank, chunk: int = CHUNK) -> None:
+def assert_range_is_kept(worker: Rank) -> None:
     """Blocks 1 and 2 of the engine are the last two of the chunk; nothing else is loaded."""
-    assert worker.carry_out(LOAD, LAST_TWO, [10, 11], chunk) == []
+    assert worker.carry_out(LOAD, LAST_TWO, [10, 11]) == []
     assert [worker.block(10), worker.block(11)] == [worker.block(1), worker.block(2)]
-    assert worker.carry_out(LOAD, Blocks(3, 1), [12], chunk) == []
+    assert worker.carry_out(LOAD, Blocks(3, 1), [12]) == []
     assert worker.block(12) == worker.block(2)
     before = [worker.block(number) for number in range(14, 18)]
     for blocks in (Blocks(0, 4), Blocks(1, 3), Blocks(0, 2), Blocks(1, 1), Blocks(0, 3)):
         ids = list(range(14, 14 + blocks.length))
-        assert worker.carry_out(LOAD, blocks, ids, chunk) == [Refusal.PARTIAL], blocks
+        assert worker.carry_out(LOAD, blocks, ids) == [Refusal.PARTIAL], blocks
     assert [worker.block(number) for number in range(14, 18)] == before
 
 
@@ -244,7 +219,7 @@ def test_ranks_that_store_the_same_blocks_make_a_chunk_of_these(
     node: Node, workers: list[Rank]
 ) -> None:
     life, job_id = next(lives), next(job_ids)
-    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    ranks = [attach(node, workers, rank=rank, num_ranks=2, life=life) for rank in range(2)]
     stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in ranks]
     assert stored == [[], []]
     for rank in ranks:
@@ -257,7 +232,7 @@ def test_ranks_that_store_other_blocks_make_no_chunk(
     node: Node, workers: list[Rank], other: Blocks
 ) -> None:
     life, job_id = next(lives), next(job_ids)
-    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    ranks = [attach(node, workers, rank=rank, num_ranks=2, life=life) for rank in range(2)]
     assert ranks[0].carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) == []
     ids = list(range(1, 1 + other.length))
     assert ranks[1].carry_out(STORE, other, ids, job_id=job_id) == [Refusal.POISONED]
@@ -273,8 +248,11 @@ def test_canonical_chunk_keeps_the_blocks_that_all_ranks_have_stored(
         return CanonicalPages([PageMap(512, *columns)], [[0]])
 
     life, job_id = next(lives), next(job_ids)
-    two = [attach(node, workers, n, 2, [256], pages(256, n * 256), life) for n in range(2)]
-    one = attach(node, workers, pages=[512], canonical=pages(512, 0))
+    two = [
+        attach(node, workers, [256], rank=n, num_ranks=2, canonical=pages(256, n * 256), life=life)
+        for n in range(2)
+    ]
+    one = attach(node, workers, [512], canonical=pages(512, 0))
     stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in two]
     assert stored == [[], []]
     assert one.carry_out(LOAD, LAST_TWO, [10, 11]) == []
