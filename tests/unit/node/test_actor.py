@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._private import worker
@@ -46,7 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(Reports, "_report", report)
     HAS_REPORTED.clear()
 
-    def one(**options: float) -> NodeActor:
+    def one(**options: Any) -> NodeActor:
         place = f"raykv/test-actor/{os.getpid()}/{next(_numbers)}"
         made.append(NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(**options)))
         return made[-1]
