@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-import raykv.base.threads
-import raykv.node.service
 from raykv.base.errors import ThreadError
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import DeathWatch
@@ -85,7 +83,7 @@ def works(worker: Worker) -> None:
 def test_workers_are_served_after_the_thread_that_accepts_them_has_failed(
     made: LocalNode, workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(raykv.node.service, "NODE_ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
     fault = Fault(error=error)
 
     class Listener:
@@ -217,7 +215,7 @@ def test_lane_without_a_thread_is_none(made: LocalNode, no_threads: set[str]) ->
 def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_later(
     node: Node, lines: list[Line], no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.0)
     no_threads.add("raykv-link")
     lines.append(Line(node, LINK_SETTINGS))
     link = lines[0].link

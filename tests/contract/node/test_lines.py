@@ -70,7 +70,7 @@ def read(line: RawLine) -> Position:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is answered for the silence alone."""
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
 
 
 def answered(line: RawLine) -> ChangesAnswer:
@@ -108,7 +108,7 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
 def test_silence_is_answered_now_and_then(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 0.2)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
     line = opened(service, lines)
     position = read(line)
     began = time.monotonic()

@@ -74,7 +74,7 @@ def refusal_of(actor: NodeActor) -> str:
 
 
 def test_first_report_waits_for_no_heartbeat(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 3600.0)
     make()
     assert HAS_REPORTED.wait(10.0)
 
@@ -89,7 +89,7 @@ def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_node_that_ray_drains_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.actor, "NODE_DRAIN_LOOK_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.SELDOM_S", 0.0)
     drains = iter([False, False, True])
     monkeypatch.setattr(raykv.node.actor, "is_draining", lambda _: next(drains))
     keeper = make()._keeper

@@ -202,13 +202,13 @@ def test_store_that_does_not_answer_costs_no_report(
 def test_wait_ends_with_news_or_a_heartbeat(
     node: PlayedReports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.node.reports.NODE_HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
     node.say(position=Position(7, 0, ALL_READ))
     node.report()
     began = time.monotonic()
     node.reports._wait()
     assert time.monotonic() - began >= 0.1
-    monkeypatch.setattr("raykv.node.reports.NODE_HEARTBEAT_S", 60.0)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 60.0)
     node.keeper.owner.hello(
         EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE}), node.keeper.now()
     )
