@@ -138,7 +138,7 @@ WRONG: dict[str, list[list[str]]] = {
     "down": [["--purge"]],
     "serve": [[], ["/nowhere"], ["model", "--pool-bytes", "much"]],
     "demo": [["--pool-bytes", "x"], ["--nodes", "3"], ["--json", "/nowhere/x.json"]],
-    "bench": [["nothing"], ["copy", "--load", "50"], ["copy", "--rate", "1"]],
+    "bench": [["nothing"], ["lookup"], ["policy"], ["copy", "--system", "plain"]],
     "chaos": [["--fault", "nothing"], ["--minutes", "0"], ["--json", "/nowhere/x.json"]],
 }
 """What must be refused before a cluster is looked for, started or joined."""
