@@ -26,20 +26,14 @@ TOPICS = {
     "Storing and loading": (
         "kv_handover staging_bytes window_share layerwise_loads durable_stores stop_unused_stores"
     ),
-    "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
-    "Deadlines": (
-        "load_deadline_s store_deadline_s flush_deadline_s lookup_deadline_s query_deadline_s "
-        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s"
-    ),
-    "Metrics": "metrics_port metrics_address metrics_sd_path",
+    "Chunks of other nodes": "transport always_fetch",
+    "Deadlines": "request_deadline_s step_deadline_s start_deadline_s",
+    "Metrics": "metrics_port metrics_address",
     "Hidden states": (
         "hidden_states_path hidden_states_bytes hidden_states_ttl_s hidden_states_client_paths"
     ),
     "What operators see": "why_miss_text",
-    "Events": (
-        "describe_chunks events_endpoint events_replay_endpoint events_topic events_format "
-        "events_hashes"
-    ),
+    "Events": "describe_chunks events_endpoint",
 }
 """Every setting once, under the heading where a reader looks for it."""
 

@@ -28,6 +28,10 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `kv_connector_extra_config` that keep vLLM's meaning; RayKV passes them on."""
 
+_REQUEST, _STEP = "request_deadline_s bounds it", "step_deadline_s bounds it"
+_MEASURED = "it is measured, and always_fetch=true fetches whatever was measured"
+_PUBLISHED = "`raykv publish start` sets it, for engines with describe_chunks=true"
+
 INSTEAD = {
     "cpu_bytes_to_use": "the pool is set with pool_bytes",
     "secondary_tiers": "a disk is set with disk_path",
@@ -36,8 +40,25 @@ INSTEAD = {
         "when a load within a step fails, vLLM leaves blocks that did not come in its prefix "
         "cache; layerwise_loads=true loads within the step too, and takes them out"
     ),
+    "load_deadline_s": _STEP,
+    "flush_deadline_s": _STEP,
+    "store_deadline_s": "a store has half a minute, for which no request waits",
+    "cancel_grace_s": "a NodeActor has two seconds to give up a copy",
+    "fetch_deadline_s": _REQUEST,
+    "lookup_deadline_s": f"{_REQUEST}: a fifth of that",
+    "query_deadline_s": f"{_REQUEST}: a tenth of that",
+    "attach_deadline_s": "start_deadline_s bounds it",
+    "rpc_deadline_s": "an actor has five seconds for an answer, for which no request waits",
+    "fetch_bytes_per_s": _MEASURED,
+    "prefill_tokens_per_s": _MEASURED,
+    "fetch_checksums": "every chunk that comes from another node is checked",
+    "metrics_sd_path": "the file is raykv_metrics_sd.json in Ray's session directory",
+    "events_replay_endpoint": _PUBLISHED,
+    "events_topic": _PUBLISHED,
+    "events_format": _PUBLISHED,
+    "events_hashes": _PUBLISHED,
 }
-"""Keys of vLLM's own offloading that RayKV does not take, and what to set instead."""
+"""Keys of vLLM's own offloading and of earlier versions, and what takes their place."""
 
 ENV_PREFIX = "RAYKV_"
 
@@ -75,7 +96,6 @@ class MetricsPlace:
 
     port: str = "auto"
     address: str = ""
-    sd_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,14 +165,10 @@ class Settings:
         parsing.one_of("auto", "ipc", "staged"),
     )
     staging_bytes: int = _setting(256 << 20, "Host memory for the staged hand-over, per rank")
-    load_deadline_s: float = _setting(
-        5.0, "A load that takes longer is given up and the tokens are computed"
-    )
-    store_deadline_s: float = _setting(
-        30.0, "A store that takes longer is given up; no request waits for it"
-    )
-    flush_deadline_s: float = _setting(
-        5.0, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
+    step_deadline_s: float = _setting(
+        5.0,
+        "A load that takes longer is given up and the tokens are computed; and the longest wait of "
+        "a step for stores from blocks that vLLM takes away (pre-emption)",
     )
     layerwise_loads: bool = _setting(
         False,
@@ -163,18 +179,14 @@ class Settings:
     durable_stores: bool = _setting(
         False,
         "A step of the engine ends when its chunks are in the pool, so that an answered request's "
-        "are there; it waits for them, at most flush_deadline_s. One step after the answer comes "
+        "are there; it waits for them, at most step_deadline_s. One step after the answer comes "
         "its last chunk, if it ends right before the answer's last token and async_scheduling is "
         "on (vLLM's default), or if the answer filled it and it is of a draft model's KV group",
     )
-    lookup_deadline_s: float = _setting(
-        2.0, "Longest wait of a request for chunks that are still being stored"
-    )
-    query_deadline_s: float = _setting(
-        1.0, "Longest wait of a request to learn what other nodes have"
-    )
-    fetch_deadline_s: float = _setting(
-        10.0, "Longest wait of a request for chunks on their way from another node"
+    request_deadline_s: float = _setting(
+        10.0,
+        "Longest wait of a request for chunks on their way from another node; a fifth of it for "
+        "chunks that are still being stored, a tenth to learn what other nodes have",
     )
     stop_unused_stores: bool = _setting(
         True,
@@ -182,7 +194,6 @@ class Settings:
         "by other nodes, only one request in 16 stores there; never before its pool was filled "
         "once, and 2,048 chunks were stored",
     )
-    fetch_checksums: bool = _setting(True, "Check every chunk that comes from another node (XXH3)")
     transport: str = _setting(
         "ray",
         "How chunks go from node to node: Ray's object refs (ray), or NIXL where both nodes have "
@@ -191,11 +202,9 @@ class Settings:
         "deploy/security.md. The first engine decides, or `raykv up`",
         parsing.one_of("auto", "ray", "nixl"),
     )
-    fetch_bytes_per_s: float | None = _setting(
-        None, "Speed of a fetch when it is compared with computing. Default: measured", parsing.rate
-    )
-    prefill_tokens_per_s: float | None = _setting(
-        None, "Speed of computing when it is compared with a fetch. Default: measured", parsing.rate
+    always_fetch: bool = _setting(
+        False,
+        "Fetch chunks of other nodes and disks also where computing them is measured to be faster",
     )
     pin_share: float = _setting(
         0.25,
@@ -215,16 +224,8 @@ class Settings:
         "which your server must set, or take out, in every request",
         parsing.one_of("salt", "server"),
     )
-    cancel_grace_s: float = _setting(
-        2.0,
-        "Time for the NodeActor to confirm that it gave up a copy; then it is ended, since a late "
-        "copy could write into another request's blocks",
-    )
-    attach_deadline_s: float = _setting(
+    start_deadline_s: float = _setting(
         60.0, "Longest wait at start for the actors; then the engine runs without them"
-    )
-    rpc_deadline_s: float = _setting(
-        5.0, "Longest wait for one answer of an actor, in background threads only"
     )
     metrics_port: str = _setting(
         "auto",
@@ -234,11 +235,6 @@ class Settings:
     )
     metrics_address: str = _setting(
         "", "Address that the metrics listen at. Default: the node's, as Ray has it"
-    )
-    metrics_sd_path: str = _setting(
-        "",
-        "File on Ray's head node that tells Prometheus of all targets. Default: "
-        "`raykv_metrics_sd.json` in Ray's session directory",
     )
     hidden_states_path: str = _setting(
         "",
@@ -274,31 +270,24 @@ class Settings:
         "Default: nowhere",
         parsing.endpoint,
     )
-    events_replay_endpoint: str = _setting(
-        "",
-        "Where subscribers ask for events that they have missed. Default: nowhere",
-        parsing.endpoint,
-    )
-    events_topic: str = _setting(
-        "kv@{node}@{model}",
-        "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
-        parsing.topic,
-    )
-    events_format: str = _setting(
-        "map",
-        "Events as vLLM writes them now (map), or did (array)",
-        parsing.one_of("map", "array"),
-    )
-    events_hashes: str = _setting(
-        "int",
-        "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
-        parsing.one_of("int", "bytes"),
-    )
+
+    @property
+    def lookup_s(self) -> float:
+        """Longest wait of a request for chunks that are still being stored.
+
+        Shorter than for a fetch, which takes the network too; longer than for an answer.
+        """
+        return self.request_deadline_s / 5
+
+    @property
+    def query_s(self) -> float:
+        """Longest wait of a request to learn what other nodes have."""
+        return self.request_deadline_s / 10
 
     @property
     def metrics_place(self) -> MetricsPlace:
-        """The three settings of metrics."""
-        return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
+        """The settings of metrics."""
+        return MetricsPlace(self.metrics_port, self.metrics_address)
 
     @property
     def node_options(self) -> NodeOptions:
@@ -342,8 +331,7 @@ def load_settings(
             raise errors.SettingError(
                 f"a setting of RayKV has the name {parsing.shown(key)}, which is no text"
             )
-        if key in INSTEAD:
-            raise errors.SettingError(f"{key} is not a setting of RayKV: {INSTEAD[key]}")
+        _refuse_replaced(key, key)
         if key not in known and key not in VLLM_KEYS:
             raise errors.SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}
@@ -353,6 +341,7 @@ def load_settings(
         if _is_service_link(variable, value):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
+        _refuse_replaced(name, variable)
         if name not in known:
             names = {ENV_PREFIX + n.upper() for n in known}
             raise errors.SettingError(_unknown("environment variable", variable, names))
@@ -361,6 +350,11 @@ def load_settings(
         if key in known:
             values[key] = known[key].metadata["parse"](key, value)
     return Settings(**values)
+
+
+def _refuse_replaced(name: str, given_as: str) -> None:
+    if name in INSTEAD:
+        raise errors.SettingError(f"{given_as} is not a setting of RayKV: {INSTEAD[name]}")
 
 
 def _unknown(what: str, name: str, allowed: set[str]) -> str:

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 import raykv
+from raykv.base import parsing
 from raykv.base.errors import SettingError
-from raykv.base.settings import Settings, load_settings
 from raykv.cli.base import Address, AsJson, ExitCode, answer, answer_if_any, done, say
 from raykv.cli.base import app as main_app
-from raykv.protocol.events import PublisherStatus
+from raykv.protocol.events import PublisherSettings, PublisherStatus
 
 app = typer.Typer(
     help="Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV caches.",
@@ -39,13 +39,13 @@ def start(
     ] = "",
     topic: Annotated[
         str, typer.Option(help="May name {node}, {ip}, {host}, {model}, {namespace}.")
-    ] = Settings.events_topic,
+    ] = PublisherSettings.topic,
     form: Annotated[
         str, typer.Option("--format", help="map, or array as before June 2026.")
-    ] = Settings.events_format,
+    ] = PublisherSettings.form,
     hashes: Annotated[
         str, typer.Option(help="int for the low 64 bits of block hashes, or bytes.")
-    ] = Settings.events_hashes,
+    ] = PublisherSettings.hashes,
     as_json: AsJson = False,
     ray_address: Address = None,
 ) -> None:
@@ -55,18 +55,15 @@ def start(
 
     Example: raykv publish start 'tcp://*:5557' --replay 'tcp://*:5558'
     """
-    from raykv.stream.publishing import publisher_settings
-
-    given = {
-        "events_endpoint": endpoint,
-        "events_replay_endpoint": replay,
-        "events_topic": topic,
-        "events_format": form,
-        "events_hashes": hashes,
-    }
-    settings = publisher_settings(load_settings(given, {}))
-    if settings is None:
+    if not endpoint:
         raise SettingError("no endpoint is given: name one like tcp://*:5557")
+    settings = PublisherSettings(
+        parsing.endpoint("ENDPOINT", endpoint),
+        parsing.endpoint("--replay", replay),
+        parsing.topic("--topic", topic),
+        parsing.one_of("map", "array")("--format", form),
+        parsing.one_of("int", "bytes")("--hashes", hashes),
+    )
     with raykv.connect(ray_address) as cluster:
         answer(cluster.publish(settings), _show, as_json=as_json)
 

@@ -46,11 +46,11 @@ def top(
             if as_json:
                 print_json({"status": known, "progress": passed})
             else:
-                out.print(_screen(known, passed))
+                out.print(screen(known, passed))
             return
         with contextlib.suppress(KeyboardInterrupt), Live(console=out, screen=True) as live:
             for known, passed in looks:
-                live.update(_screen(known, passed), refresh=True)
+                live.update(screen(known, passed), refresh=True)
 
 
 def _looks(cluster: raykv.Cluster, pause_s: float) -> Iterator[tuple[ClusterStatus, Progress]]:
@@ -63,7 +63,8 @@ def _looks(cluster: raykv.Cluster, pause_s: float) -> Iterator[tuple[ClusterStat
         before, looked_at = after, now
 
 
-def _screen(known: ClusterStatus, passed: Progress) -> RenderableType:
+def screen(known: ClusterStatus, passed: Progress) -> RenderableType:
+    """What `top` shows of a state, and of what has happened since the one before."""
     state = "PAUSED" if known.paused else "running"
     tokens, ever = passed.tokens, token_sources(known.engines)
     head = Text(

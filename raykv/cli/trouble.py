@@ -47,7 +47,7 @@ ADVICE = {
     MissReason.STORES_OFF: "The request that computed it did not store it: raykv_store in its "
     "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
-    "and at store_deadline_s.",
+    "and at how busy the node is.",
     MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
     "pool_bytes, or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
@@ -58,19 +58,19 @@ ADVICE = {
     "lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
-    MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "
+    MissReason.PENDING_TOO_LONG: "It was still being stored: raise request_deadline_s if "
     "waiting is better than computing.",
     MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
-    "query_deadline_s.",
+    "request_deadline_s.",
     MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
-    "fetch_bytes_per_s and prefill_tokens_per_s replace what was measured.",
+    "always_fetch=true fetches all the same.",
     MissReason.WINDOW_MISSING: "The prefix is known, but not the sliding windows or states at its "
     "end: they are stored now, for the next prompt; a larger window_share stores more of them.",
     MissReason.FETCH_FAILED: "The transfer from another node failed or was too slow: look at that "
-    "node's load and at fetch_deadline_s.",
+    "node's load and at request_deadline_s.",
     MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",
     MissReason.LOAD_FAILED: "The copy into the engine failed: its log says why; if it was late, "
-    "raise load_deadline_s.",
+    "raise step_deadline_s.",
     MissReason.BREAKER_OPEN: "An actor had failed too often, so it was not asked: `raykv status` "
     "and the engine's log name it.",
     MissReason.ABORTED: "The request ended before its tokens were needed.",

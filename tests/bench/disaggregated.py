@@ -19,12 +19,12 @@ from typing import Any
 
 from raykv.base.errors import RayKVError
 from raykv.cluster.ask import end_node_actor
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.hosts.local_nodes import add_local_node
 from tests.bench.completions import Completion, ModelServer
 from tests.bench.serving import BLOCK, Bed
+from tests.fixtures.ports import free_port
 
 APART, SAME_CORE, ONE = "apart", "decode engine alone, one core", "one engine, both cores"
 SUBJECTS = (APART, SAME_CORE, ONE)
@@ -207,7 +207,7 @@ def _model(bed: Bed, *, quick: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": 512 << 20,
             "skip_tokenizer_init": quick,
         },
-        "raykv": {"pool_bytes": str(bed.pool_bytes), "lookup_deadline_s": 10.0},
+        "raykv": {"pool_bytes": str(bed.pool_bytes), "request_deadline_s": 50.0},
     }
 
 

@@ -25,7 +25,6 @@ from random import Random
 
 import ray
 
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.demo.tiny_llama import tiny_llama
 from tests.bench.completions import ModelServer
@@ -39,6 +38,7 @@ from tests.bench.conversations import (
     sums,
 )
 from tests.bench.serving import Bed
+from tests.fixtures.ports import free_port
 from tests.fixtures.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 ROUTERS = ("round_robin", "prefix", "kv")

@@ -46,9 +46,9 @@ def start(cluster: Cluster, model: Path, disk: Path, log: Path) -> EngineProcess
         "disk_bytes": "64MiB",
         "disk_free_bytes": "1MiB",
         "client_hints": "session",
-        "query_deadline_s": 10.0,
+        "request_deadline_s": 30.0,
         # However fast this small model computes on this machine.
-        "prefill_tokens_per_s": 1.0,
+        "always_fetch": True,
     }
     return EngineProcess(model, log, settings)
 

@@ -47,7 +47,7 @@ def median(case: str, subject: str, unit: str = "") -> Callable[[Result], float]
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedClaim:
     """A published number: `published` was measured on `date`; `bar` is what still counts."""
 
     text: str
@@ -75,7 +75,7 @@ def _million_mb(result: Result) -> float:
 
 
 CLAIMS = (
-    Claim(
+    PublishedClaim(
         "pages from 64 KiB, copied, by the best memcpy of a thread",
         "copy",
         lambda result: least_of_memcpy(result).ratio,
@@ -84,7 +84,7 @@ CLAIMS = (
         date="2026-11-23",
         is_most=False,
     ),
-    Claim(
+    PublishedClaim(
         "GB/s of a fetch of 512 MiB, by a bare Ray pull",
         "fetch",
         ratio("512 MiB", fetch.RAYKV, fetch.PULL),
@@ -93,7 +93,7 @@ CLAIMS = (
         date="2026-11-24",
         is_most=False,
     ),
-    Claim(
+    PublishedClaim(
         "prefixes that come again: mean time to first token, by vLLM alone",
         "client",
         ratio(client.PREFIX_REPETITION, client.SUBJECTS["raykv"], client.SUBJECTS["plain"]),
@@ -101,7 +101,7 @@ CLAIMS = (
         published=0.84,
         date="2026-11-25",
     ),
-    Claim(
+    PublishedClaim(
         "nothing comes again: mean time to first token, by vLLM alone",
         "client",
         ratio(client.RANDOM, client.SUBJECTS["raykv"], client.SUBJECTS["plain"]),
@@ -109,7 +109,7 @@ CLAIMS = (
         published=1.11,
         date="2026-11-25",
     ),
-    Claim(
+    PublishedClaim(
         "time to first token, 4,096 tokens of the same node, by vLLM's own prefix hit",
         "ttft",
         ratio("4096 tokens", "RayKV, same node", "vLLM's own prefix hit"),
@@ -117,7 +117,7 @@ CLAIMS = (
         published=0.41,
         date="2026-11-25",
     ),
-    Claim(
+    PublishedClaim(
         "4,096 tokens of another node: times as fast as computing",
         "ttft",
         ratio("4096 tokens", "recompute", "RayKV, other node"),
@@ -126,7 +126,7 @@ CLAIMS = (
         date="2026-11-25",
         is_most=False,
     ),
-    Claim(
+    PublishedClaim(
         "documents that are asked about again: requests/s, by vLLM alone",
         "throughput",
         ratio("documents are reused", "with RayKV", "without RayKV"),
@@ -135,7 +135,7 @@ CLAIMS = (
         date="2026-11-23",
         is_most=False,
     ),
-    Claim(
+    PublishedClaim(
         "MB of an idle scheduler actor beyond a bare Ray actor",
         "footprint",
         _scheduler_mb,
@@ -143,7 +143,7 @@ CLAIMS = (
         published=-1.0,
         date="2026-11-27",
     ),
-    Claim(
+    PublishedClaim(
         "MB for a million chunks, in all processes",
         "footprint",
         _million_mb,
@@ -151,7 +151,7 @@ CLAIMS = (
         published=811.0,
         date="2026-11-27",
     ),
-    Claim(
+    PublishedClaim(
         "% of a core that 2,000 nodes take of the scheduler actor",
         "scale",
         median("2000 nodes", "scheduler actor", "% busy"),
@@ -159,7 +159,7 @@ CLAIMS = (
         published=96.0,
         date="2026-11-27",
     ),
-    Claim(
+    PublishedClaim(
         "4,096 tokens loaded on an H200, by vLLM's native offloading",
         "gpu",
         ratio(gpu.length_case(4096), gpu.RAYKV, gpu.NATIVE),
@@ -175,7 +175,7 @@ CLAIMS = (
 class Judged:
     """A claim, and what was measured now; None: it could not be, and `why`."""
 
-    claim: Claim
+    claim: PublishedClaim
     measured: float | None
     why: str = ""
 
@@ -186,7 +186,7 @@ class Judged:
         return self.measured is None or Verdict("", self.measured, claim.bar, claim.is_most).is_met
 
 
-def judge(claims: Sequence[Claim], found: Mapping[str, Result | str]) -> list[Judged]:
+def judge(claims: Sequence[PublishedClaim], found: Mapping[str, Result | str]) -> list[Judged]:
     """Each claim by its benchmark's rows, or by the sentence that says why there are none."""
     judged = []
     for claim in claims:

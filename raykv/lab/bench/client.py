@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from raykv.base.extras import require
 from raykv.client.cluster import connect
 from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.lab.bench.modelless import wait
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
@@ -205,7 +205,9 @@ def sweep(
     """The command; its results are in the folder `runs`."""
     for name, parameters in (("servers", servers), ("loads", plays)):
         (folder / f"{name}.json").write_text(json.dumps(parameters))
-    vllm, port = (sys.executable, "-P", "-m", vllm_command.__name__), free_port()
+    vllm = (sys.executable, "-P", "-m", vllm_command.__name__)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     serve = [
         *(*vllm, "serve", model, "--host", "127.0.0.1", "--port", f"{port}"),
         *("--served-model-name", SERVED, "--max-model-len", f"{sizes.max_tokens}"),

@@ -60,7 +60,7 @@ class ModellessEngine:
         hello = EngineHello(
             PROTOCOL_VERSION, self._name, self._life, namespace, slot_bytes=self._sizes
         )
-        self.view = EngineView(Settings(lookup_deadline_s=DEADLINE_S))
+        self.view = EngineView(Settings(request_deadline_s=5 * DEADLINE_S))
         settings = Settings(ray_address=address, node_id=node_id, pool_bytes=pool_bytes)
         self.runtime = EngineRuntime(settings, self.view, hello)
         self.runtime.start()
@@ -75,7 +75,7 @@ class ModellessEngine:
         ctypes.memset(self._memory.address, 7, chunk_bytes)
         tensor = TensorLayout(0, 1, chunk_bytes, chunk_bytes)
         layout = KVLayout("memfd", chunk_bytes, 1, [tensor], [0], [[0]])
-        settings = LinkSettings(store_deadline_s=DEADLINE_S)
+        settings = LinkSettings(step_deadline_s=DEADLINE_S)
         link = self._link = WorkerLink(0, layout, [self._memory.fd], settings)
         socket = names.node_socket(self._address, self._node_id)
         link.set_target(LinkTarget(socket, self._name, self._life, self._namespace, 1, self._sizes))

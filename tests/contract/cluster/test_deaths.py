@@ -437,5 +437,5 @@ def test_settings_of_the_killed_workers_outlast_the_test() -> None:
     """What ends their copies is their death, not a deadline of their own."""
     from tests.children.worker import SETTINGS
 
-    assert min(SETTINGS.load_deadline_s, SETTINGS.store_deadline_s) > GONE_S + NOISE_S
+    assert min(SETTINGS.step_deadline_s, SETTINGS.store_deadline_s) > GONE_S + NOISE_S
     assert LinkSettings() != SETTINGS

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated.proxy import COURSE_HEADER
 from tests.bench.completions import ModelServer
 from tests.bench.disaggregated import APART, PromptLoad, Values, deployment
+from tests.fixtures.ports import free_port
 from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tests.fixtures.waiting import wait_until
 
@@ -138,10 +138,8 @@ def arguments(model: Path) -> dict[str, Any]:
         },
         "raykv": {
             "pool_bytes": "128MiB",
-            "fetch_deadline_s": 10.0,
-            "query_deadline_s": 10.0,
-            "lookup_deadline_s": 10.0,
-            "load_deadline_s": 20.0,
+            "request_deadline_s": 30.0,
+            "step_deadline_s": 20.0,
         },
         "prefill": {"deployment": deployment({"raykv_prefill": 0.01}, cores="1")},
         "decode": {"deployment": deployment(HEAD_NODE, cores="0")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from raykv.lab.bench.claims import CLAIMS, Claim, judge, median, ratio, show
+from raykv.lab.bench.claims import CLAIMS, PublishedClaim, judge, median, ratio, show
 from raykv.lab.bench.command import BENCHMARKS
 from raykv.lab.bench.report import Result, Row
 from tests.bench import footprint, scale, throughput
@@ -17,8 +17,10 @@ ROWS = Result(
 )
 
 
-def claim(bar: float, *, is_most: bool = True) -> Claim:
-    return Claim("half as long", "it", ratio("case", "ours", "theirs"), bar, 0.5, "today", is_most)
+def claim(bar: float, *, is_most: bool = True) -> PublishedClaim:
+    return PublishedClaim(
+        "half as long", "it", ratio("case", "ours", "theirs"), bar, 0.5, "today", is_most
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def claim(bar: float, *, is_most: bool = True) -> Claim:
         (claim(0.76, is_most=False), False),
     ],
 )
-def test_claim_holds_within_its_bar(given: Claim, holds: bool) -> None:
+def test_claim_holds_within_its_bar(given: PublishedClaim, holds: bool) -> None:
     (judged,) = judge([given], {"it": ROWS})
     assert (judged.measured, judged.holds) == (0.75, holds)
 
