@@ -42,13 +42,13 @@ FEATURES = {
     "hidden states": "`RayKVHiddenStatesConnector`",
     "canonical layout": "`canonical_layout`",
     "events": "`raykv events` reports the chunks of every KV group",
-    "listing": "`raykv ls`, `raykv show` and `raykv status` have them, too",
-    "lookup": "`raykv lookup` says what an engine then loads",
+    "listing": "`raykv chunk ls`, `raykv chunk show` and `raykv status` have them, too",
+    "lookup": "`raykv chunk lookup` says what an engine then loads",
     "routing": "a router of Ray Serve gets the same answer",
     "prefetch": "`raykv prefetch` brings all that a prompt needs",
-    "pin": "`raykv pin` keeps all that a prompt needs",
+    "pin": "`raykv pin add` keeps all that a prompt needs",
     "sessions": "a session's end and its pause decide what is evicted",
-    "why-miss": "`raykv why-miss` says why a prompt was computed",
+    "explain": "`raykv explain` says why a prompt was computed",
     "inspect": "`raykv.inspect`: frames, and K and V of chunks as tensors",
 }
 """What can be proven, in the order of the page."""
@@ -61,8 +61,8 @@ TOP = """\
 empty cell has no test: the combination may work. RayKV refuses at the start, in one sentence, what
 it knows it cannot do.
 
-Tests run on vLLM's CPU build, with tiny models of random weights. There is no CPU build of 0.33: its
-Python sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8
+Tests run on vLLM's CPU build, with tiny models of random weights. There is no CPU build of 0.33:
+its Python sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8
 need.
 
 ## Models

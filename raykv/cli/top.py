@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, app, console, print_json, table, table_of
+from raykv.cli.base import Address, AsJson, console, print_json, table, table_of
 from raykv.cli.rates import Progress, progress, token_sources
 from raykv.cli.status import percent, troubles
 from raykv.memory.room import human_bytes
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus
 
 
-@app.command()
 def top(
     *,
     interval: Annotated[
@@ -30,7 +29,7 @@ def top(
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Show what happens: hit rates, tokens and transfers per second; Ctrl-C ends it.
 
@@ -39,7 +38,7 @@ def top(
     Example: raykv top --interval 1
     """
     out = console()
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         looks = _looks(cluster, interval)
         if as_json or once or not out.is_terminal:
             known, passed = next(looks)

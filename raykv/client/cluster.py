@@ -392,7 +392,7 @@ def connect(ray_address: str | None = None) -> Cluster:
     address = cluster.find_cluster(ray_address)
     if address is None:
         raise ClusterError(
-            "no Ray cluster runs on this host under this user; name one with --ray-address"
+            "no Ray cluster runs on this host under this user; name one with --address"
         )
     cluster.join_within(address, CLIENT_JOIN_S)
     return Cluster(cluster.current_address(), joined_here=True)

@@ -506,7 +506,7 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Complaint:
     most = max(reasons, key=lambda each: reasons[each], default="")
     why = f"; {reasons[most]:,} prompt tokens were computed for the reason {most}" if most else ""
     mend = (
-        "`raykv why-miss` of a request says why its tokens were computed: evicted or "
+        "`raykv explain` of a request says why its tokens were computed: evicted or "
         "pool_full need a larger pool_bytes; never_stored means that no two prompts begin alike"
     )
     what = f"{names} have stored {stored:,} chunks and loaded none{why}"

@@ -175,7 +175,7 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
     shipped: Path,
     tmp_path: Path,
 ) -> None:
-    told = CliRunner().invoke(app, ["down", "--keep", "--json", "--ray-address", cluster.address])
+    told = CliRunner().invoke(app, ["down", "--keep", "--json", "--address", cluster.address])
     (kept,) = json.loads(told.output)["kept"]
     assert (kept["place"], kept["left"], kept["problem"]) == (str(disk), 0, "")
     engine = start(cluster, tiny_model, disk, tmp_path / "log")

@@ -255,7 +255,7 @@ def test_request_aborted_during_load_leaves_engine_in_order(
     assert node(cluster).pid == pid
 
 
-# What `raykv why-miss` says agrees with what vLLM counts
+# What `raykv explain` says agrees with what vLLM counts
 
 
 class Asker:
@@ -328,7 +328,7 @@ def test_whole_prompt_of_full_chunks_misses_nothing(asker: Asker) -> None:
     assert (record.loaded, record.missed) == (8 * BLOCK, {})
 
 
-@pytest.mark.support("why-miss", models=["llama"])
+@pytest.mark.support("explain", models=["llama"])
 def test_known_document_with_a_new_question_names_the_first_chunk_of_the_question(
     asker: Asker,
 ) -> None:
@@ -367,7 +367,7 @@ def test_cleared_cache_is_the_reason_after_it(asker: Asker, cluster: Cluster) ->
 
 def test_command_prints_it_and_status_has_the_sums(asker: Asker, cluster: Cluster) -> None:
     record = asker.ask(prompt(908, 4 * BLOCK))
-    arguments = ["why-miss", record.request_id[:-3], "--ray-address", cluster.address]
+    arguments = ["explain", record.request_id[:-3], "--address", cluster.address]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
     assert "computed: never_stored" in shown.output

@@ -59,39 +59,20 @@ def test_size_is_refused_with_name_and_value(value: Any) -> None:
     assert f"pool_bytes={value!r}" in str(caught.value)
 
 
-def test_settings_have_their_defaults_when_nothing_is_said() -> None:
-    settings = load_settings({}, {})
-    assert settings == Settings()
-    assert settings.pool_bytes is None
-    assert settings.staging_bytes == 256 << 20
-
-
-def test_settings_come_from_the_extra_config() -> None:
-    settings = load_settings(
-        {"pool_bytes": "1GiB", "staging_bytes": "7", "step_deadline_s": 0.5}, {}
-    )
-    assert (settings.pool_bytes, settings.staging_bytes, settings.step_deadline_s) == (
-        1 << 30,
-        7,
-        0.5,
-    )
-
-
-def test_settings_come_from_the_environment() -> None:
+def test_settings_come_from_the_extra_config_then_the_environment_then_their_defaults() -> None:
     environment = {
         "RAYKV_POOL_BYTES": "2GiB",
-        "RAYKV_NODE_ID": "abc",
+        "RAYKV_STAGING_BYTES": "6",
         "RAYKV_STEP_DEADLINE_S": "3",
         "RAYKV_LOG_LEVEL": "debug",
         "PATH": "/bin",
     }
-    settings = load_settings({}, environment)
-    assert (settings.pool_bytes, settings.node_id, settings.step_deadline_s) == (2 << 30, "abc", 3)
-
-
-def test_extra_config_goes_before_the_environment() -> None:
-    settings = load_settings({"staging_bytes": 5}, {"RAYKV_STAGING_BYTES": "6"})
-    assert settings.staging_bytes == 5
+    settings = load_settings({"staging_bytes": "7", "node_id": "abc"}, environment)
+    assert settings == Settings(
+        pool_bytes=2 << 30, staging_bytes=7, step_deadline_s=3.0, node_id="abc"
+    )
+    assert load_settings({}, {}) == Settings()
+    assert Settings().pool_bytes is None
 
 
 def test_keys_of_vllm_are_left_alone() -> None:
@@ -250,16 +231,6 @@ def test_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
     assert f"{key}={value!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["auto", "ipc", "staged"])
-def test_ways_to_hand_the_kv_cache_over_are_accepted(value: str) -> None:
-    assert load_settings({"kv_handover": value}, {}).kv_handover == value
-
-
-@pytest.mark.parametrize("value", ["auto", "ray", "nixl"])
-def test_ways_between_nodes_are_accepted(value: str) -> None:
-    assert load_settings({"transport": value}, {}).node_options.transport == value
-
-
 def test_every_setting_refuses_some_value() -> None:
     assert {key for key, _ in BAD} == {f.name for f in fields(Settings)}
 
@@ -310,25 +281,10 @@ HARD: list[Any] = [
 ]
 
 
-WRITABLE = [value for value in HARD if value != 10**5000]
-"""Hypothesis wants to show them."""
-
-
 TEXTS = st.one_of(
     st.text(max_size=20),
     st.from_regex(r"[0-9.]{1,12}\s?[kKmMgGtTiIbB]{0,3}", fullmatch=True),
     st.sampled_from([value for value in HARD if isinstance(value, str)]),
-)
-
-
-JSON = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.sampled_from(WRITABLE)
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
 )
 
 
@@ -355,22 +311,13 @@ def assert_one_sentence(error: SettingError, *named: str) -> None:
         assert name in text
 
 
-@settings(max_examples=150, deadline=None)
-@given(name=st.sampled_from(NAMES), value=JSON)
-def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
-    try:
-        assert_possible(load_settings({name: value}, {}))
-    except SettingError as error:
-        assert_one_sentence(error, f"{name}=")
-
-
-@pytest.mark.parametrize("value", HARD, ids=lambda value: repr(type(value)))
 @pytest.mark.parametrize("name", NAMES)
-def test_hard_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
-    try:
-        assert_possible(load_settings({name: value}, {}))
-    except SettingError as error:
-        assert_one_sentence(error, f"{name}=")
+def test_hard_value_is_taken_or_refused_by_name(name: str) -> None:
+    for value in HARD:
+        try:
+            assert_possible(load_settings({name: value}, {}))
+        except SettingError as error:
+            assert_one_sentence(error, f"{name}=")
 
 
 @settings(max_examples=100, deadline=None)

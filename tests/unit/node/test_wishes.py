@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from raykv.base.errors import MessageError, SettingError
-from raykv.cli.operate import parse_duration
+from raykv.cli.base import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
 from raykv.protocol.columns import Keys
