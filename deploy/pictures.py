@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from raykv.cli.rates import Progress
+from raykv.cli.status import Progress
 from raykv.cli.top import screen
 from raykv.protocol.status import ClusterStatus
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from raykv.cli.rates import MovedBytes, TokenSources, progress, token_sources
+from raykv.cli.status import MovedBytes, TokenSources, progress, token_sources
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 from tests.fixtures.statuses import engine, node
 
@@ -44,9 +43,3 @@ def test_what_began_anew_counts_nothing_that_was_before() -> None:
     assert passed.transfers == {"n": MovedBytes()}
     assert passed.tokens.prompt == 4
     assert progress(before, before, 0.0).per_s(5) == 0.0
-
-
-def test_progress_can_be_written_as_json() -> None:
-    before = status([node(100)], [])
-    raw = msgspec.json.encode(progress(before, before, 1.0))
-    assert msgspec.json.decode(raw)["transfers"]["n"]["stored"] == 0
