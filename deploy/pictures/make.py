@@ -20,7 +20,7 @@ from raykv.cli.top import screen
 from raykv.protocol.status import ClusterStatus
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "raykv" / "lab" / "bench" / "RESULTS.md"
+RESULTS = FOLDER.parents[1] / "tests" / "bench" / "RESULTS.md"
 
 ENTRY = "* On an H200, 27 November 2026, since each node decides for itself"
 """Where the entry of the plot's numbers begins."""
