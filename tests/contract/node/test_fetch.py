@@ -387,18 +387,6 @@ def test_second_fetch_of_a_chunk_keeps_its_own_deadline(
     assert_right(here, [chunk])
 
 
-def test_chunk_is_read_anew_when_it_has_gone_since(
-    network: Network, here: Node, source: Node
-) -> None:
-    record = source.store(key(0))
-    for _ in range(2):
-        assert here.fetch([wanted(record, source)]).refusals == [NONE]
-        arrived = here.find(record)
-        assert arrived is not None
-        here.evict(arrived)
-    assert network.num_reads(source) == 2
-
-
 def test_chunk_that_is_twice_in_an_order_is_read_once(here: Node, source: Node) -> None:
     chunk = wanted(source.store(key(0)), source)
     fetched = here.fetch([chunk, chunk])

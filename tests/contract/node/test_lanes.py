@@ -498,33 +498,6 @@ def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, 
     assert gate.done == [STORE, STORE, STORE, LOAD]
 
 
-def test_store_of_host_memory_lets_a_load_that_runs_end_first(
-    gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
-    loader, storer = two
-    assert loader.run(STORE, [0, 1]) == [Refusal.NONE] * 2
-    loads, stores = threading.Event(), threading.Event()
-    overtaken: list[bool] = []
-
-    def hold(direction: Direction) -> None:
-        if direction is LOAD:
-            loads.set()
-            overtaken.append(stores.wait(0.3))
-        else:
-            stores.set()
-
-    gate.before = hold
-    loading = in_thread(lambda: loader.run(LOAD, [0, 1]))
-    assert loads.wait(LONG_S)
-    storing = in_thread(lambda: storer.run(STORE, [4, 5, 6]))
-    for thread in (loading, storing):
-        thread.join(LONG_S)
-        assert not thread.is_alive()
-    assert overtaken == [False]
-    assert stores.is_set()
-
-
 def test_load_comes_between_the_spans_of_a_store(
     gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:

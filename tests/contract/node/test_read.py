@@ -101,13 +101,6 @@ def test_rows_say_how_chunks_are_and_which_blocks_came(source: Node) -> None:
     assert raykv.node.read.blocks_in(reply)[key(0)] == Blocks(1, 2)
 
 
-def test_no_checksums_are_computed_if_nobody_wants_them(source: Node) -> None:
-    record = source.store(key(0))
-    reply, data = source.reader.read(question(record, with_checksums=False))
-    assert reply.checksums == []
-    assert data.tobytes() == content(record)
-
-
 def test_chunk_that_was_stored_anew_is_the_one_that_is_named(source: Node) -> None:
     record = source.store(key(0))
     source.evict(record)
