@@ -313,16 +313,10 @@ def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_o
     ranks = [driven.world.worker(rank=rank, seed=7, life=life) for rank in (0, 1)]
     assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS, job_id) == []
     assert [driven.where(chunk) for chunk in range(4)] == [Where.COMING] * 4
-    refusals: list[Refusal] = []
-    assert (
-        driven.batches(
-            lambda: refusals.extend(
-                cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
-            )
-        )
-        == []
-    )
+    copies = driven.driver.calls_of("copy_batch")
+    refusals = cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
     assert refusals == [Refusal.CANCELLED] * 4
+    assert driven.driver.calls_of("copy_batch") == copies
     assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
 
 
