@@ -28,10 +28,6 @@ def rates(cost: FetchCost) -> tuple[float | None, float | None]:
     return cost.fetch_bytes_per_s, cost.prefill_tokens_per_s
 
 
-def test_rates_are_unknown_at_first() -> None:
-    assert rates(FetchCost()) == (None, None)
-
-
 # What is preferred
 
 
@@ -71,32 +67,19 @@ def test_fetches_that_are_under_way_count_against_another_one() -> None:
 
 def test_every_so_many_refusals_one_fetch_is_tried_all_the_same() -> None:
     cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    answers = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(3 * EXPLORE_EVERY)]
+    answers = []
+    for _ in range(3 * EXPLORE_EVERY):
+        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0), "that counts for no refusal"
+        answers.append(cost.prefers_fetch(100 * MB, 1, queued_bytes=0))
     assert [number for number, fetches in enumerate(answers, start=1) if fetches] == [32, 64, 96]
-
-
-def test_only_refusals_are_counted() -> None:
-    cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    for _ in range(EXPLORE_EVERY):
-        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0)
-    refused = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(EXPLORE_EVERY - 1)]
-    assert not any(refused)
-    assert cost.prefers_fetch(100 * MB, 1, queued_bytes=0)
 
 
 # What is measured
 
 
-def test_first_measurement_is_the_rate() -> None:
-    cost = FetchCost()
-    cost.fetched(8 * MB, 2.0)
-    cost.computed(1000, 0.5)
-    assert cost.fetch_bytes_per_s == 4 * MB
-    assert cost.prefill_tokens_per_s == 2000
-
-
 def test_later_measurements_move_the_rate_by_a_fifth() -> None:
     cost = measured(bytes_per_s=10 * MB, tokens_per_s=1000)
+    assert rates(cost) == (10 * MB, 1000), "the first one is the rate"
     cost.fetched(20 * MB, 1.0)
     cost.computed(2000, 1.0)
     assert cost.fetch_bytes_per_s == pytest.approx(12 * MB)
@@ -106,53 +89,44 @@ def test_later_measurements_move_the_rate_by_a_fifth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "seconds"), [(MIN_FETCH_BYTES - 1, 1.0), (8 * MB, 0.0), (8 * MB, -1.0), (0, 1.0)]
+    ("amount", "seconds"), [(-1, 1.0), (MB, 0.0), (MB, -1.0), (None, 1.0)], ids=str
 )
-def test_fetch_that_is_small_or_took_no_time_is_not_measured(
-    num_bytes: int, seconds: float
-) -> None:
+def test_what_is_small_or_took_no_time_is_not_measured(amount: int | None, seconds: float) -> None:
+    """`amount`: more than the least that is measured; None: nothing."""
     cost = FetchCost()
-    cost.fetched(num_bytes, seconds)
-    assert cost.fetch_bytes_per_s is None
+    for measure, least in (
+        (cost.fetched, MIN_FETCH_BYTES),
+        (cost.computed, MIN_PREFILL_TOKENS),
+        (cost.came_from_disk, MIN_FETCH_BYTES),
+    ):
+        measure(0 if amount is None else least + amount, seconds)
+    assert (*rates(cost), cost.disk_bytes_per_s) == (None, None, None)
     cost.fetched(MIN_FETCH_BYTES, 1.0)
-    assert cost.fetch_bytes_per_s == MIN_FETCH_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "seconds"),
-    [(MIN_PREFILL_TOKENS - 1, 1.0), (1000, 0.0), (1000, -1.0), (1, 0.01)],
-)
-def test_step_that_is_small_or_took_no_time_is_not_measured(
-    num_tokens: int, seconds: float
-) -> None:
-    cost = FetchCost()
-    cost.computed(num_tokens, seconds)
-    assert cost.prefill_tokens_per_s is None
     cost.computed(MIN_PREFILL_TOKENS, 1.0)
-    assert cost.prefill_tokens_per_s == MIN_PREFILL_TOKENS
+    assert rates(cost) == (MIN_FETCH_BYTES, MIN_PREFILL_TOKENS)
 
 
 # What is given
 
 
-def test_given_rates_are_counted_with_whatever_is_measured() -> None:
-    cost = FetchCost(fetch_bytes_per_s=MB, prefill_tokens_per_s=10)
-    cost.fetched(1000 * MB, 1.0)
-    cost.computed(1_000_000, 1.0)
-    assert rates(cost) == (MB, 10)
-    assert cost.prefers_fetch(10 * MB, TOKENS, queued_bytes=0)
-    assert not cost.prefers_fetch(11 * MB, TOKENS, queued_bytes=0)
-
-
-def test_rate_that_is_not_given_is_measured() -> None:
-    cost = FetchCost(prefill_tokens_per_s=10)
-    assert rates(cost) == (None, 10)
-    cost.fetched(MB, 1.0)
-    assert rates(cost) == (MB, 10)
-    cost = FetchCost(fetch_bytes_per_s=MB)
-    assert rates(cost) == (MB, None)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (100 * MB, 1000)),
+        ({"prefill_tokens_per_s": 10}, (100 * MB, 10)),
+        ({"fetch_bytes_per_s": MB}, (MB, 1000)),
+        ({"fetch_bytes_per_s": MB, "prefill_tokens_per_s": 10}, (MB, 10)),
+    ],
+    ids=["neither", "tokens", "bytes", "both"],
+)
+def test_given_rates_are_counted_with_whatever_is_measured(
+    given: dict[str, float], expected: tuple[float, float]
+) -> None:
+    cost = FetchCost(**given)
+    assert rates(cost) == (given.get("fetch_bytes_per_s"), given.get("prefill_tokens_per_s"))
+    cost.fetched(100 * MB, 1.0)
     cost.computed(1000, 1.0)
-    assert rates(cost) == (MB, 1000)
+    assert rates(cost) == expected
 
 
 # Who is asked: the chunks that a request has found
@@ -259,9 +233,3 @@ def test_disk_has_a_rate_of_its_own() -> None:
     # What waits before it, and what comes from elsewhere, takes its time too.
     assert not cost.prefers_fetch(0, 1000, 20 << 20, disk_bytes=90 << 20)
     assert cost.prefers_fetch(1, 1000, 20 << 20, disk_bytes=90 << 20)
-
-
-def test_small_reads_of_a_disk_say_nothing() -> None:
-    cost = FetchCost()
-    cost.came_from_disk(4096, 1.0)
-    assert cost.disk_bytes_per_s is None
