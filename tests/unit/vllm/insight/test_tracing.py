@@ -79,7 +79,7 @@ def test_exporter_that_fails_fails_nobody_else(exported: InMemorySpanExporter) -
 def test_engine_that_is_traced_tells_of_a_load() -> None:
     told: list[tuple[str, dict[str, str | int]]] = []
     engine = Engine()
-    engine.connector._manager.misses.spans = RequestSpans(
+    engine.reporter.spans = RequestSpans(
         lambda headers, span: told.append((headers["traceparent"], dict(span.attributes)))
     )
     engine.hold(0, 1, 2)
