@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ OTHER, OPTED_OUT = MissReason.OTHER, MissReason.OPTED_OUT
 
 def closed(
     prompt: int,
-    own: int,
+    own: int = 0,
     loaded: int = 0,
     miss: Miss | None = None,
     otherwise: MissReason = OTHER,
@@ -74,49 +76,46 @@ def test_id_that_a_client_has_chosen_is_printable_and_short_in_a_record(
     check_record(record)
 
 
-def test_whole_prompt_that_was_loaded_misses_nothing() -> None:
-    assert closed(4 * CHUNK, 0, 4 * CHUNK).missed == {}
+MISSED_WINDOW = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUNK)
 
 
-@pytest.mark.parametrize("prompt", [5, CHUNK - 1, 3 * CHUNK + 5])
-def test_prompts_end_alone_is_an_incomplete_chunk_and_names_no_key(prompt: int) -> None:
-    end = prompt % CHUNK
-    record = closed(prompt, own=0, loaded=prompt - end)
-    assert (record.missed, record.missing) == ({"incomplete_chunk": end}, b"")
-
-
-def test_less_than_a_chunk_before_the_end_is_not_looked_up_and_not_blamed_on_anything() -> None:
-    # vLLM's cache is in blocks, several to a chunk.
-    record = closed(4 * CHUNK, own=4 * CHUNK - 16, otherwise=OPTED_OUT)
-    assert record.missed == {"incomplete_chunk": 16}
-
-
-def test_whole_last_chunk_that_is_missing_has_the_reason_of_the_lookup() -> None:
-    record = closed(4 * CHUNK, own=0, loaded=3 * CHUNK, miss=EVICTED)
-    assert record.missed == {"evicted": CHUNK}
-
-
-def test_known_prefix_without_its_window_is_told_apart_from_what_is_behind_it() -> None:
-    miss = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUNK)
-    record = closed(10 * CHUNK + 5, own=0, loaded=2 * CHUNK, miss=miss)
-    assert record.missed == {
-        "incomplete_chunk": 5,
-        "window_missing": 6 * CHUNK,
-        "never_stored": 2 * CHUNK,
-    }
-    assert record.missing == EVICTED.key
-    # All that could be loaded is known.
-    record = closed(6 * CHUNK, own=0, miss=miss)
-    assert (record.missed, record.missing) == ({"window_missing": 6 * CHUNK}, b"")
-
-
-def test_last_token_of_a_window_counts_as_the_prompts_end() -> None:
-    assert closed(4 * CHUNK, own=0, loaded=4 * CHUNK - 1).missed == {"incomplete_chunk": 1}
-
-
-def test_rest_that_no_lookup_explains_has_the_reason_that_was_named_before() -> None:
-    assert closed(4 * CHUNK, 0, otherwise=OPTED_OUT).missed == {"opted_out": 4 * CHUNK}
-    assert closed(4 * CHUNK, 0).missed == {"other": 4 * CHUNK}
+@pytest.mark.parametrize(
+    ("request_", "missed", "missing"),
+    [
+        ({"prompt": 4 * CHUNK, "loaded": 4 * CHUNK}, {}, b""),
+        ({"prompt": 5}, {"incomplete_chunk": 5}, b""),
+        ({"prompt": CHUNK - 1}, {"incomplete_chunk": CHUNK - 1}, b""),
+        ({"prompt": 3 * CHUNK + 5, "loaded": 3 * CHUNK}, {"incomplete_chunk": 5}, b""),
+        # vLLM's cache is in blocks, several to a chunk: less than one is not looked up.
+        (
+            {"prompt": 4 * CHUNK, "own": 4 * CHUNK - 16, "otherwise": OPTED_OUT},
+            {"incomplete_chunk": 16},
+            b"",
+        ),
+        (
+            {"prompt": 4 * CHUNK, "loaded": 3 * CHUNK, "miss": EVICTED},
+            {"evicted": CHUNK},
+            EVICTED.key,
+        ),
+        # The last token of a window.
+        ({"prompt": 4 * CHUNK, "loaded": 4 * CHUNK - 1}, {"incomplete_chunk": 1}, b""),
+        ({"prompt": 4 * CHUNK, "otherwise": OPTED_OUT}, {"opted_out": 4 * CHUNK}, b""),
+        ({"prompt": 4 * CHUNK}, {"other": 4 * CHUNK}, b""),
+        (
+            {"prompt": 10 * CHUNK + 5, "loaded": 2 * CHUNK, "miss": MISSED_WINDOW},
+            {"incomplete_chunk": 5, "window_missing": 6 * CHUNK, "never_stored": 2 * CHUNK},
+            EVICTED.key,
+        ),
+        # All that could be loaded is known.
+        ({"prompt": 6 * CHUNK, "miss": MISSED_WINDOW}, {"window_missing": 6 * CHUNK}, b""),
+    ],
+    ids=lambda each: "+".join(each) if isinstance(each, dict) else "",
+)
+def test_what_is_neither_in_the_own_cache_nor_loaded_has_its_reason(
+    request_: dict[str, Any], missed: dict[str, int], missing: bytes
+) -> None:
+    record = closed(**request_)
+    assert (record.missed, record.missing) == (missed, missing)
 
 
 def test_later_lookups_before_blocks_are_given_replace_the_earlier_ones() -> None:

@@ -30,13 +30,7 @@ from raykv.base.errors import SettingError
 from raykv.vllm.identity import facts as facts_module
 from raykv.vllm.identity import readers
 from raykv.vllm.identity.facts import FACTS, engine_facts, namespace_of
-from tests.fixtures.vllm_fields import (
-    CANNOT_MATTER,
-    PLACES,
-    READ,
-    fields_of,
-    fields_that_cannot_matter,
-)
+from tests.fixtures.vllm_fields import CANNOT_MATTER, PLACES, READ, fields_of
 
 TOKENS = 32
 
@@ -135,7 +129,7 @@ def all_classes() -> dict[str, type]:
 
 def test_every_field_of_vllms_configuration_is_a_fact_or_cannot_matter() -> None:
     facts = {field for fact in FACTS for field in (*fields_of(fact), *READ.get(fact.name, ()))}
-    classes, others = all_classes(), set(fields_that_cannot_matter())
+    classes, others = all_classes(), set(chain(*CANNOT_MATTER.values()))
     assert set(PLACES) <= set(classes)
     missing = [
         field
@@ -148,7 +142,7 @@ def test_every_field_of_vllms_configuration_is_a_fact_or_cannot_matter() -> None
 
 def test_no_field_is_in_both_lists_or_twice() -> None:
     fields = [field for fact in FACTS for field in fields_of(fact)]
-    fields += [*chain(*READ.values()), *fields_that_cannot_matter()]
+    fields += [*chain(*READ.values()), *chain(*CANNOT_MATTER.values())]
     assert len(fields) == len(set(fields))
     assert len({fact.name for fact in FACTS}) == len(FACTS)
     assert READ.keys() <= {fact.name for fact in FACTS if fact.read is not None}
@@ -213,7 +207,7 @@ def test_no_field_that_cannot_matter_changes_the_namespace(
     # vLLM takes one model runner or the other for what is asked of it: a fact of its own.
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     before = namespace(known)
-    for field in fields_that_cannot_matter():
+    for field in chain(*CANNOT_MATTER.values()):
         name, _, attribute = field.partition(".")
         if name not in PLACES or attribute == "*" or field in NOT_CHANGEABLE:
             continue
