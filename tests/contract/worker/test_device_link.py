@@ -43,7 +43,10 @@ from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
 
+from types import SimpleNamespace
+
 from raykv.worker.handover import AutoLink, DeviceLink
+from raykv.worker.staging import StagedLink, StagingMemory
 from tests.fixtures.node.device_links import (
     BLOCKS_PER_CHUNK,
     LONG_S,
@@ -287,10 +290,6 @@ def test_worker_is_refused_when_its_gpu_can_not_be_copied_from() -> None:
 def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World) -> None:
     """Its jobs until then have failed; from then on they go the other way."""
     torch = pytest.importorskip("torch")
-    from types import SimpleNamespace
-
-    from raykv.worker.staging import StagedLink, StagingMemory
-
     world.cuda.visible = (OTHER_GPU,)
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)

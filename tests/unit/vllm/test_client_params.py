@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    RequestOffloadState,
+    _create_req_context,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, TierFilter
+from vllm.v1.request import Request
 
 from raykv.base.ids import Key, group_of
 from raykv.base.tenants import salt_label
@@ -197,9 +206,6 @@ def test_session_is_told_all_chunks_of_its_request_at_the_end() -> None:
 
 
 def made_request(sent: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     return Request(
         request_id="../../etc/passwd",
         prompt_token_ids=[1, 2, 3],
@@ -212,12 +218,6 @@ def made_request(sent: Any) -> Any:
 @given(sent=SENT)
 def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     """With vLLM's own code: all that it makes of a request's params is how much may be loaded."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-        _create_req_context,
-    )
-    from vllm.v1.kv_offload.base import RequestOffloadingContext, TierFilter
-
     request = made_request(sent)
     config: Any = SimpleNamespace(kv_group_configs=[])
     with only_documented(request):
@@ -258,10 +258,6 @@ def test_params_are_there_again_for_other_connectors_if_they_are_a_dictionary(
 
 
 def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
     seen: list[Any] = []
     vllms = OffloadingConnector.on_new_request
 

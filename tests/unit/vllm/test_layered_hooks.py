@@ -137,11 +137,28 @@ class LayeredEngine(Engine):
         return told.invalid_block_ids
 
 
-def begun(num_prompt_tokens: int, request_id: str = "r") -> tuple[LayeredEngine, PlayedRequest]:
-    engine = LayeredEngine()
-    request = PlayedRequest(request_id, num_prompt_tokens)
+def begun(num_prompt_tokens: int) -> tuple[LayeredEngine, PlayedRequest]:
+    engine, request = LayeredEngine(), PlayedRequest("r", num_prompt_tokens)
     engine.begin(request)
     return engine, request
+
+
+def loading(num_chunks: int = 7, own: int = 1) -> tuple[LayeredEngine, PlayedRequest]:
+    """A request "r" is given what the node has of its prompt behind vLLM's own first chunks, and
+    "other" has come.
+    """
+    engine, request = begun(num_chunks * CHUNK)
+    engine.begin(other(num_chunks))
+    engine.give(request, engine.ask(request, own * CHUNK)[0] or 0)
+    return engine, request
+
+
+def other(num_chunks: int = 7) -> PlayedRequest:
+    return PlayedRequest("other", num_chunks * CHUNK)
+
+
+def fail(*_arguments: Any) -> None:
+    raise RuntimeError("planted")
 
 
 @pytest.mark.parametrize(("more", "left_out"), [(0, 2), (1, 1), (2, 0), (9, 0)])
@@ -160,16 +177,14 @@ def test_load_is_of_all_blocks_though_vllm_has_them_in_its_cache_already() -> No
 
 
 def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
-    engine, request = begun(7 * CHUNK)
-    other, late = PlayedRequest("other", 7 * CHUNK), PlayedRequest("late", 7 * CHUNK)
-    for each in (other, late):
-        engine.begin(each)
-    engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
-    assert engine.ask(other, 7 * CHUNK - 1) == (None, False)
+    engine, _ = loading(own=2)
+    late = PlayedRequest("late", 7 * CHUNK)
+    engine.begin(late)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 7 * CHUNK - 1) == (None, False)
     assert engine.ask(late, 2 * CHUNK) != (None, True)
     engine.end_step()
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
+    assert engine.ask(other(), 5 * CHUNK) == (0, False)
     assert engine.pool.evicted == set()
 
 
@@ -202,16 +217,14 @@ def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() 
 
 
 def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     engine.end_step(4)
     assert engine.pool.evicted == {4, 5, 6, 7}
     assert not engine.loads.is_busy
 
 
 def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_of_them() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     for name, blocks in {"a": (10, 11), "r": (1, 2, 3, 4), "b": (12,), "c": (20, 21)}.items():
         engine.scheduler.runs(name, *blocks)
     engine.metadata()
@@ -227,8 +240,7 @@ def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_
 
 
 def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     waiting = engine.scheduler.runs("r", stale=5, is_waiting=True)
     other = engine.scheduler.runs("other", 1, stale=5)
     engine.metadata()
@@ -238,9 +250,7 @@ def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come(
 
 
 def test_blocks_of_a_step_ahead_are_evicted_with_the_load_that_failed() -> None:
-    engine, request = begun(9 * CHUNK)
-    engine.begin(PlayedRequest("other", 9 * CHUNK))
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading(9)
     engine.metadata()
     engine.metadata(r=[41, 42], other=[51])
     engine.end_step(4)
@@ -250,23 +260,21 @@ def test_blocks_of_a_step_ahead_are_evicted_with_the_load_that_failed() -> None:
 
 def test_load_is_under_way_until_its_own_step_has_ended_not_one_before() -> None:
     engine, request = begun(7 * CHUNK)
-    other = PlayedRequest("other", 7 * CHUNK)
-    engine.begin(other)
+    engine.begin(other())
     engine.metadata()
     engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
     engine.metadata()
     engine.end_step()
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
     assert engine.most_stored("r") == 0
     engine.end_step()
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
+    assert engine.ask(other(), 5 * CHUNK) == (0, False)
     assert engine.most_stored("r") is None
 
 
 @pytest.mark.expects_failures
 def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     engine.scheduler.runs("r", 1, 2, 3, 4)
     engine.scheduler.prev_step_scheduled_req_ids = None  # type: ignore[assignment]
     engine.metadata()
@@ -277,22 +285,18 @@ def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
 
 @pytest.mark.expects_failures
 def test_who_shares_waits_on_when_the_eviction_fails() -> None:
-    engine, request = begun(7 * CHUNK)
-    other = PlayedRequest("other", 7 * CHUNK)
-    engine.begin(other)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
+    engine, _ = loading(own=0)
     engine.pool.failing = True
     engine.end_step(2)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
     engine.pool.failing = False
     engine.end_step()
     assert engine.pool.evicted == {2, 3, 4, 5, 6, 7}
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
+    assert engine.ask(other(), 5 * CHUNK) == (0, False)
 
 
 def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
+    engine, _ = loading(own=0)
     manager, context = engine.connector._manager, ReqContext(req_id="r")
     assert manager.prepare_store([key(5)], context) is None
     assert engine.most_stored("r") == 0
@@ -304,8 +308,7 @@ def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed
 
 
 def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
+    engine, request = loading(own=0)
     engine.metadata()
     gone: Any = request
     gone.status = RequestStatus.FINISHED_ABORTED
@@ -333,20 +336,16 @@ def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
 @pytest.mark.expects_failures
 def test_lookup_that_fails_lets_nobody_have_what_is_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, request = begun(7 * CHUNK)
-    other, unlucky = PlayedRequest("other", 7 * CHUNK), PlayedRequest("unlucky", 7 * CHUNK)
-    engine.begin(other)
-    engine.begin(unlucky)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
-    assert engine.ask(unlucky, 0) == (0, False)
-    monkeypatch.undo()
+    unlucky = PlayedRequest("unlucky", 7 * CHUNK)
+    for each in (other(), unlucky):
+        engine.begin(each)
+    with monkeypatch.context() as patch:
+        patch.setattr(LayeredScheduling, "must_wait", fail)
+        assert engine.ask(unlucky, 0) == (0, False)
     assert engine.ask(unlucky, 0) == (0, False)
     engine.give(request, engine.ask(request, 0)[0] or 0)
     monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
 
 
 @pytest.mark.expects_failures
@@ -354,10 +353,6 @@ def test_load_that_was_never_made_up_is_told_by_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, request = begun(5 * CHUNK)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
     scheduler = engine.connector.connector_scheduler
     monkeypatch.setattr(scheduler, "update_state_after_alloc", fail)
     engine.give(request, engine.ask(request, CHUNK)[0] or 0)
@@ -372,12 +367,7 @@ def test_load_that_was_never_made_up_is_told_by_its_blocks(
 def test_loads_go_out_though_the_step_failed_and_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, request = begun(5 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
+    engine, _ = loading(5)
     scheduler = engine.connector.connector_scheduler
     monkeypatch.setattr(scheduler, "build_connector_meta", fail)
     # A store of another step, and one of a cache that was reset meanwhile.

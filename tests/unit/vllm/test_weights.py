@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.base.ids import ALL_BLOCKS, Direction, Key, Namespace, Stamp
@@ -26,7 +26,7 @@ from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
-from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key, new_request
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
@@ -174,19 +174,6 @@ def stored_at_its_beginning(engine: Changing, name: str, computed: int, **more: 
     output.num_scheduled_tokens = {name: request.num_tokens - computed}
     request.num_computed_tokens = computed
     return len(engine.connector.build_connector_meta(output).store_jobs)
-
-
-def new_request(request: PlayedRequest, blocks: Any, computed: int) -> NewRequestData:
-    return NewRequestData(
-        req_id=request.request_id,
-        prompt_token_ids=[],
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=blocks,
-        num_computed_tokens=computed,
-        lora_request=None,
-    )
 
 
 @pytest.mark.parametrize(("computed", "stores"), [(0, 1), (CHUNK // 2, 0)])

@@ -17,13 +17,19 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+
 import torch
 import vllm.envs
+from huggingface_hub import constants
 from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
@@ -324,8 +330,6 @@ def test_longrope_of_a_length_that_workers_did_not_know_is_another() -> None:
 
 def test_only_longrope_looks_at_the_longest_prompt_among_vllms_ropes() -> None:
     """A rope that vLLM adds, and that does so as well, must come into `readers.length`."""
-    from vllm.model_executor.layers import rotary_embedding
-
     folder = Path(inspect.getfile(rotary_embedding)).parent
     found = [path.name for path in folder.glob("*.py") if "max_model_len" in path.read_text()]
     assert found == ["phi3_long_rope_scaled_rope.py"]
@@ -392,8 +396,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the hub; returns where the commit's files are."""
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     root = tmp_path / "models--org--name"
     (root / "refs").mkdir(parents=True)
@@ -466,8 +468,6 @@ def test_dummy_weights_depend_on_ranks() -> None:
 
 
 def test_vllm_fills_dummy_weights_from_one_fixed_seed() -> None:
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
     tensors = [torch.empty(64) for _ in range(2)]
     for seed, tensor in enumerate(tensors):
         torch.manual_seed(seed)
@@ -556,16 +556,12 @@ def test_instruction_sets_are_those_of_the_first_core(
 
 
 def test_attention_is_what_vllm_chooses_whatever_was_asked_for(known: Any) -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     asked = changed(known, "AttentionConfig.backend", AttentionBackendEnum.FLASH_ATTN)
     assert readers.attention(readers.ReadableEngine(asked, caches(), offloading())) == "CPU_ATTN"
     assert namespace(asked) == namespace(known)
 
 
 def test_attention_of_other_devices_is_another(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention import selector
-
     before = namespace(known)
     backend = SimpleNamespace(get_name=lambda: "OTHER")
     monkeypatch.setattr(selector, "get_attn_backend", lambda *_, **__: backend)
