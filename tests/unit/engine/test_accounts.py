@@ -146,9 +146,9 @@ def test_load_that_failed_as_a_whole_is_looked_up_anew() -> None:
     account.failure = MissReason.LOAD_FAILED
     account.look(0, OTHER)
     account.admit(0, 0, Miss(EVICTED.key, MissReason.LOAD_FAILED))
-    record = account.record("r")
-    assert (record.loaded, record.missed) == (0, {"load_failed": 4 * CHUNK})
-    assert record.missing == EVICTED.key
+    assert account.record("r") == MissRecord(
+        "r", 4 * CHUNK, 0, 0, {"load_failed": 4 * CHUNK}, EVICTED.key, chunk_tokens=CHUNK
+    )
 
 
 def test_full_prompt_of_which_vllm_computes_the_last_token_again_was_loaded() -> None:
@@ -263,14 +263,10 @@ def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord
     return record
 
 
-def test_record_names_the_requests_chunks_in_order() -> None:
-    record = recorded(Accounts(tokens_per_chunk=32), "r", 3)
-    assert (record.chunks, record.chunk_tokens) == (chunk_names(0, 1, 2), 32)
-
-
-def test_names_of_one_request_have_a_bound() -> None:
-    record = recorded(Accounts(), "r", MAX_NAMED + 1)
-    assert record.chunks == chunk_names(*range(MAX_NAMED))
+@pytest.mark.parametrize(("num_chunks", "num_named"), [(3, 3), (MAX_NAMED + 1, MAX_NAMED)])
+def test_record_names_the_requests_first_chunks_in_order(num_chunks: int, num_named: int) -> None:
+    record = recorded(Accounts(tokens_per_chunk=32), "r", num_chunks)
+    assert (record.chunks, record.chunk_tokens) == (chunk_names(*range(num_named)), 32)
 
 
 def test_names_of_waiting_records_have_a_bound_until_they_are_taken() -> None:

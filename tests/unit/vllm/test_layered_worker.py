@@ -179,6 +179,19 @@ def store_job(request_id: str, blocks: list[int], key: bytes = b"k") -> Transfer
     return TransferJob(request_id, blocks_of(blocks), pool)
 
 
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """The first call of a method fails."""
+    method, calls = getattr(owner, name), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, call)
+
+
 def test_each_layer_waits_for_itself_and_the_step_for_all() -> None:
     side = Side()
     side.load(a=[1, 2], b=[3])
@@ -228,20 +241,18 @@ def test_loads_that_a_layer_has_not_waited_for_are_invalid(
     assert side.end()[1] == {3}
 
 
-def test_load_that_never_began_is_invalid_and_has_ended() -> None:
+@pytest.mark.parametrize("begins_behind_a_layer", [False, True])
+def test_load_that_never_began_or_behind_a_layer_is_invalid_and_has_ended(
+    begins_behind_a_layer: bool,
+) -> None:
     side = Side()
     side.begin(a=[1, 2])
+    if begins_behind_a_layer:
+        side.layer(LAYERS[0])
+        side.start()
     assert side.end() == (set(), {1, 2}, Counter({1: 1}))
     side.begin()
     assert side.end() == (set(), set(), Counter())
-
-
-def test_load_that_begins_behind_a_layer_is_invalid() -> None:
-    side = Side()
-    side.begin(a=[1, 2])
-    side.layer(LAYERS[0])
-    side.start()
-    assert side.end() == (set(), {1, 2}, Counter({1: 1}))
 
 
 @pytest.mark.expects_failures
@@ -286,16 +297,7 @@ def test_late_end_that_is_not_understood_is_told_of_no_request_that_vllm_goes_on
     assert side.end() == (set(), {1, 2}, Counter())
     side.link.failing = ""
     side.link.wait_layers([], ALL_LAYERS)
-
-    mark, calls = RayKVWorkerMetadata.mark_completed, []
-
-    def fail_once(meta: RayKVWorkerMetadata, job_id: int) -> None:
-        calls.append(job_id)
-        if len(calls) == 1:
-            raise RuntimeError("planted")
-        mark(meta, job_id)
-
-    monkeypatch.setattr(RayKVWorkerMetadata, "mark_completed", fail_once)
+    fail_once(monkeypatch, RayKVWorkerMetadata, "mark_completed")
     side.begin()
     results = side.connector.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == (set(), set())
@@ -326,15 +328,7 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
     side = Side(is_layerwise=False)
     side.begin(a=[1, 2])
     side.worker._are_named = False
-    refuse, calls = RayOffloadingWorker.refuse, []
-
-    def fail_once(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise RuntimeError("planted")
-        refuse(*arguments)
-
-    monkeypatch.setattr(RayOffloadingWorker, "refuse", fail_once)
+    fail_once(monkeypatch, RayOffloadingWorker, "refuse")
     side.start()
     assert side.end() == ({"a"}, {1, 2}, Counter({1: 1}))
 

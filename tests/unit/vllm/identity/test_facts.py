@@ -190,9 +190,7 @@ def test_facts_of_images_and_sound_change_the_namespace(known: Any) -> None:
 
 def test_engines_with_adapters_share_what_the_model_computes_alone(known: Any) -> None:
     def adapting(**told: Any) -> str:
-        config = copy.copy(known)
-        config.__dict__["lora_config"] = LoRAConfig(**told)
-        return namespace(config)
+        return namespace(changed(known, "VllmConfig.lora_config", LoRAConfig(**told)))
 
     assert adapting() == adapting(max_loras=2, lora_dtype=torch.float32) == namespace(known)
     others: list[dict[str, Any]] = [
@@ -227,24 +225,26 @@ def test_equal_engines_have_one_namespace(known: Any, tiny_model: Path) -> None:
     assert namespace(engine(tiny_model)) == namespace(known)
 
 
-LAYOUTS: dict[str, Callable[[Any], str]] = {
-    "kv_groups": lambda known: namespace(known, caches(block_size=16)),
-    "kv_layout": lambda known: namespace(known, None, offloading(layout="LBNHC")),
-    "kv_dtype": lambda known: namespace(known, None, offloading(dtype="fp8")),
-    "parallel": lambda known: namespace(known, None, offloading(tp_size=2)),
-    "replicated": lambda known: namespace(known, None, offloading(replicated=True)),
-    "blocks_per_chunk": lambda known: namespace(known, None, offloading(blocks_per_chunk=2)),
-    "tokens_per_hash": lambda known: namespace(known, None, offloading(tokens_per_hash=16)),
-    "weights_version": lambda known: namespace(known, weights_version="2"),
-    "hash_algorithm": lambda known: namespace(
-        changed(known, "CacheConfig.prefix_caching_hash_algo", "sha256_cbor")
-    ),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "kv_groups": {"kv_cache": caches(block_size=16)},
+    "kv_layout": {"offloaded": offloading(layout="LBNHC")},
+    "kv_dtype": {"offloaded": offloading(dtype="fp8")},
+    "parallel": {"offloaded": offloading(tp_size=2)},
+    "replicated": {"offloaded": offloading(replicated=True)},
+    "blocks_per_chunk": {"offloaded": offloading(blocks_per_chunk=2)},
+    "tokens_per_hash": {"offloaded": offloading(tokens_per_hash=16)},
+    "weights_version": {"weights_version": "2"},
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_and_keys_change_the_namespace(known: Any, name: str) -> None:
-    assert LAYOUTS[name](known) != namespace(known)
+    assert namespace(known, **LAYOUTS[name]) != namespace(known)
+
+
+def test_hash_algorithm_changes_the_namespace(known: Any) -> None:
+    other = changed(known, "CacheConfig.prefix_caching_hash_algo", "sha256_cbor")
+    assert namespace(other) != namespace(known)
 
 
 def test_interleaving_of_context_parallelism_counts_only_with_it(known: Any) -> None:
@@ -492,6 +492,9 @@ def test_overrides_of_the_models_config_count_as_what_they_have_changed(
     assert namespace(engine(tiny_model, hf_overrides=same)) == namespace(known)
 
 
+SPECULATIVE = "VllmConfig.speculative_config"
+
+
 def speculative(method: str, folder: Path, **hf_config: Any) -> Any:
     draft = model(model=str(folder), **hf_config)
     return SimpleNamespace(
@@ -504,9 +507,7 @@ def speculative(method: str, folder: Path, **hf_config: Any) -> Any:
 
 def test_draft_counts_by_its_weights_where_chunks_have_its_kv(known: Any, tmp_path: Path) -> None:
     def drafted(method: str, folder: Path) -> str:
-        config = copy.copy(known)
-        config.__dict__["speculative_config"] = speculative(method, folder)
-        return namespace(config)
+        return namespace(changed(known, SPECULATIVE, speculative(method, folder)))
 
     one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
     other = weights_in(tmp_path / "other", b"v")
@@ -517,11 +518,9 @@ def test_draft_counts_by_its_weights_where_chunks_have_its_kv(known: Any, tmp_pa
 def test_captured_layers_count(known: Any, tmp_path: Path) -> None:
     found = set()
     for layers in ([1], [1, 2]):
-        config = copy.copy(known)
         told = speculative("extract_hidden_states", tmp_path)
         told.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = layers
-        config.__dict__["speculative_config"] = told
-        found.add(namespace(config))
+        found.add(namespace(changed(known, SPECULATIVE, told)))
     assert len(found | {namespace(known)}) == 3
 
 

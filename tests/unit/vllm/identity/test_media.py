@@ -147,9 +147,6 @@ def test_media_that_were_not_rendered_here_are_not_believed() -> None:
     salted = {**brought, "cache_salt": "mine"}
     assert taken(salted, config())["cache_salt"] == f"{NAMED_BY_CLIENT} mine"
     assert taken(brought, config(None)) is brought
-
-
-def test_media_that_were_rendered_here_are_believed() -> None:
     rendered = Renderer(config())._process_tokens(prompt(None))
     assert taken(rendered, config()) is rendered
     assert "cache_salt" not in rendered
