@@ -164,27 +164,25 @@ A, B, C, OTHER_GROUP = key("a"), key("b"), key("c"), key("d", 1)
 HIT_PENDING, MISS = Lookup.HIT_PENDING, Lookup.MISS
 
 
-def test_found_chunks_are_a_miss_for_a_request_when_computing_them_is_faster() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=17)
-    request = fetcher.found(A, B, C)
-    assert fetcher.look(request, A, B, C) == [MISS] * 3
-    assert fetcher.remote.take_orders() == []
-    assert fetcher.remote.counters["fetches_declined"] == 3
-
-
-def test_found_chunks_are_fetched_when_that_is_not_slower() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=16)
-    assert fetcher.look(fetcher.found(A, B, C), A, B, C) == [HIT_PENDING] * 3
-    assert [order.num_bytes for order in fetcher.remote.take_orders()] == [1000] * 3
-    assert fetcher.remote.fetching_bytes == 3000
-    assert fetcher.remote.counters["fetches_declined"] == 0
-
-
-def test_chunks_of_several_groups_are_bytes_of_each_and_tokens_of_one() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=16)
-    assert fetcher.look(fetcher.found(A, OTHER_GROUP), A) == [MISS]
-    fetcher = Fetcher(prefill_tokens_per_s=15)
-    assert fetcher.look(fetcher.found(OTHER_GROUP, A), A) == [HIT_PENDING]
+@pytest.mark.parametrize(
+    ("prefill_tokens_per_s", "found", "expected"),
+    [
+        (17, (A, B, C), MISS),
+        (16, (A, B, C), HIT_PENDING),
+        # Bytes of each group, and tokens of one.
+        (16, (A, OTHER_GROUP), MISS),
+        (15, (A, OTHER_GROUP), HIT_PENDING),
+    ],
+)
+def test_found_chunks_are_fetched_unless_computing_them_is_faster(
+    prefill_tokens_per_s: float, found: tuple[Key, ...], expected: Lookup
+) -> None:
+    fetcher = Fetcher(prefill_tokens_per_s)
+    assert fetcher.look(fetcher.found(*found), *found) == [expected] * len(found)
+    fetched = found if expected is HIT_PENDING else ()
+    assert [order.key for order in fetcher.remote.take_orders()] == [*fetched]
+    assert fetcher.remote.fetching_bytes == sum(50 if at is OTHER_GROUP else 1000 for at in fetched)
+    assert fetcher.remote.counters["fetches_declined"] == len(found) - len(fetched)
 
 
 def test_decision_holds_for_what_the_request_finds_later() -> None:

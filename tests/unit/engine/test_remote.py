@@ -182,6 +182,8 @@ def test_prefilled_request_waits_for_an_announcement_that_is_late(view: EngineVi
     assert view.remote.has_repeats
     assert answer(view, coming="b") == "b"
     assert look(view, "b", request="p") == [HIT_PENDING]
+    answer(view)
+    assert look(view, "b", request="p") == [RETRY], "its store has failed"
     answer(view, "b:one")
     assert look(view, "b", request="p") == [HIT_PENDING]
     assert [order.key for order in view.remote.take_orders()] == keys("ab")
@@ -225,16 +227,6 @@ def test_other_requests_do_not_doubt_an_answer(view: EngineView) -> None:
     assert look(view, "a", request="p") == [RETRY]
     view.finish_request("p")
     assert asked(view) == []
-
-
-def test_chunk_of_a_prefilled_request_whose_store_failed_is_asked_for_again(
-    view: EngineView,
-) -> None:
-    prefilled(view, "a")
-    answer(view, coming="a")
-    answer(view)
-    assert look(view, "a", request="p") == [RETRY]
-    assert asked(view) == [A]
 
 
 def test_prefilled_prompt_is_fetched_although_computing_is_faster(view: EngineView) -> None:
@@ -438,16 +430,6 @@ def test_own_stores_are_announced_once_and_page_by_page(view: EngineView) -> Non
 # Fetches
 
 
-def test_request_joins_a_fetch_of_another_one(place: HeardPlace, view: EngineView) -> None:
-    orders = order_all(view, "a")
-    start(view, "other")
-    assert look(view, "a", request="other") == [HIT_PENDING]
-    assert asked(view) == []
-    assert view.remote.take_orders() == []
-    finish(place, orders)
-    assert look(view, "a", request="other") == [HIT]
-
-
 def test_fetch_is_waited_for_until_the_requests_deadline(
     place: HeardPlace, view: EngineView
 ) -> None:
@@ -456,8 +438,10 @@ def test_fetch_is_waited_for_until_the_requests_deadline(
     assert look(view, "a", now=100.0 + FETCH_S) == [MISS]
     assert reason(view) is MissReason.FETCH_FAILED
     start(view, "other")
-    assert look(view, "a", now=100.0 + FETCH_S, request="other") == [HIT_PENDING]
+    assert look(view, "a", now=100.0 + FETCH_S, request="other") == [HIT_PENDING], "it joins"
+    assert (asked(view), view.remote.take_orders()) == ([], [])
     finish(place, orders)
+    assert look(view, "a", request="other") == [HIT]
     assert look(view, "a", now=200.0) == [HIT]
 
 

@@ -188,19 +188,6 @@ def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
     assert engine.pool.evicted == set()
 
 
-def test_steps_of_whose_ends_nobody_tells_are_forgotten() -> None:
-    engine = LayeredEngine()
-    scheduling: Any = engine.connector._loading
-    for number in range(MOST_STEPS + 1):
-        engine.loads.begin(LayeredLoad(f"r{number}", frozenset([b"%d" % number]), (number,)))
-        scheduling.close_step(object())
-    assert len(scheduling._steps) == MOST_STEPS
-    engine.end_step()
-    assert engine.pool.evicted == {0}
-    assert not engine.loads.must_wait([b"0"])
-    assert engine.loads.must_wait([b"1"])
-
-
 def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() -> None:
     engine = LayeredEngine()
     num_steps = 3 * MOST_STEPS

@@ -23,10 +23,7 @@ from raykv.base import guard
 from raykv.base.ids import Key, Lookup, MissReason
 from raykv.base.settings import Settings
 from raykv.engine.requests import RequestOptions
-from raykv.engine.view import EngineView
 from raykv.protocol.engine import MissRecord
-from raykv.vllm.manager import RayOffloadingManager
-from raykv.vllm.misses import MissReporter
 from raykv.vllm.spec import use_our_spec
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
 
@@ -34,69 +31,60 @@ MISSING = Key(b"missing" + bytes(4))
 
 
 @pytest.fixture
-def view() -> EngineView:
+def engine() -> Engine:
     """Attached, alone, with the request "r"."""
-    made = Engine().view
-    made.start_request("r", RequestOptions())
+    made = Engine()
+    made.view.start_request("r", RequestOptions())
     return made
 
 
-@pytest.fixture
-def reporter(view: EngineView) -> MissReporter:
-    return RayOffloadingManager(view).misses
-
-
-def begin(reporter: MissReporter, request: Any, own: int = 0, loaded: int = 0) -> None:
+def begin(engine: Engine, request: Any, own: int = 0, loaded: int = 0) -> None:
     """A request that vLLM has so many tokens of, and loads so many."""
-    reporter.began(request)
-    reporter.looks(request, own, None)
-    reporter.admitted(request, loaded)
+    engine.reporter.began(request)
+    engine.reporter.looks(request, own, None)
+    engine.reporter.admitted(request, loaded)
 
 
-def ended(
-    reporter: MissReporter, view: EngineView, request: Any, keys: Sequence[bytes] = ()
-) -> MissRecord:
-    reporter.ended(request, keys, CHUNK)
-    (record,) = view.accounts.take_records()
+def ended(engine: Engine, request: Any, keys: Sequence[bytes] = ()) -> MissRecord:
+    engine.reporter.ended(request, keys, CHUNK)
+    (record,) = engine.view.accounts.take_records()
     return record
 
 
-def test_miss_of_earlier_lookups_does_not_count(reporter: MissReporter, view: EngineView) -> None:
+def test_miss_of_earlier_lookups_does_not_count(engine: Engine) -> None:
     request = PlayedRequest(num_prompt_tokens=2 * CHUNK)
-    reporter.began(request)
-    reporter.looks(request, 0, None)
-    assert view.lookup("r", MISSING, 0.0) is Lookup.MISS
-    reporter.looks(request, 0, None)
-    reporter.admitted(request, 0)
-    assert ended(reporter, view, request).missed == {"other": 2 * CHUNK}
+    engine.reporter.began(request)
+    engine.reporter.looks(request, 0, None)
+    assert engine.view.lookup("r", MISSING, 0.0) is Lookup.MISS
+    engine.reporter.looks(request, 0, None)
+    engine.reporter.admitted(request, 0)
+    assert ended(engine, request).missed == {"other": 2 * CHUNK}
 
 
 @pytest.mark.parametrize("most", [None, 0])
-def test_request_that_wants_to_compute_has_opted_out(
-    reporter: MissReporter, view: EngineView, most: int | None
-) -> None:
+def test_request_that_wants_to_compute_has_opted_out(engine: Engine, most: int | None) -> None:
     request = PlayedRequest(num_prompt_tokens=2 * CHUNK, skip_reading_prefix_cache=most is None)
-    reporter.began(request)
-    reporter.looks(request, 0, most)
-    reporter.admitted(request, 0)
-    assert ended(reporter, view, request).missed == {"opted_out": 2 * CHUNK}
+    engine.reporter.began(request)
+    engine.reporter.looks(request, 0, most)
+    engine.reporter.admitted(request, 0)
+    assert ended(engine, request).missed == {"opted_out": 2 * CHUNK}
 
 
 def test_nothing_is_said_of_requests_that_were_never_seen(
-    reporter: MissReporter, view: EngineView
+    engine: Engine,
 ) -> None:
     known, request = PlayedRequest(num_prompt_tokens=2 * CHUNK + 3), PlayedRequest("stranger")
-    reporter.began(known)
-    reporter.looks(known, CHUNK, None)
-    reporter.looks(request, 0, None)
-    reporter.admitted(request, CHUNK)
-    reporter.came_from(request, {CacheHitSource.P2P: CHUNK})
-    reporter.failed("stranger", MissReason.LOAD_FAILED)
-    reporter.ended(request)
-    assert view.accounts.take_records() == []
-    assert reporter.take_stats() is None
-    reporter.admitted(known, 0)
-    assert ended(reporter, view, known).missed == {"other": CHUNK, "incomplete_chunk": 3}
+    engine.reporter.began(known)
+    engine.reporter.looks(known, CHUNK, None)
+    engine.reporter.looks(request, 0, None)
+    engine.reporter.admitted(request, CHUNK)
+    engine.reporter.came_from(request, {CacheHitSource.P2P: CHUNK})
+    engine.reporter.failed("stranger", MissReason.LOAD_FAILED)
+    engine.reporter.ended(request)
+    assert engine.view.accounts.take_records() == []
+    assert engine.reporter.take_stats() is None
+    engine.reporter.admitted(known, 0)
+    assert ended(engine, known).missed == {"other": CHUNK, "incomplete_chunk": 3}
 
 
 BROKEN: dict[str, tuple[Any, ...]] = {
@@ -112,26 +100,26 @@ BROKEN: dict[str, tuple[Any, ...]] = {
 @pytest.mark.expects_failures
 @pytest.mark.parametrize("hook", BROKEN)
 def test_broken_request_is_counted_as_a_failure_and_changes_nothing_of_another(
-    reporter: MissReporter, view: EngineView, hook: str
+    engine: Engine, hook: str
 ) -> None:
     before = guard.failures.copy()
     request = PlayedRequest(num_prompt_tokens=2 * CHUNK + 3)
-    reporter.began(request)
-    reporter.looks(request, CHUNK, None)
-    assert getattr(reporter, hook)(*BROKEN[hook]) is None
+    engine.reporter.began(request)
+    engine.reporter.looks(request, CHUNK, None)
+    assert getattr(engine.reporter, hook)(*BROKEN[hook]) is None
     assert guard.failures - before == {f"MissReporter.{hook}": 1}
-    reporter.admitted(request, 0)
-    assert ended(reporter, view, request).missed == {"other": CHUNK, "incomplete_chunk": 3}
+    engine.reporter.admitted(request, 0)
+    assert ended(engine, request).missed == {"other": CHUNK, "incomplete_chunk": 3}
 
 
 def test_request_with_misses_is_one_line_of_the_debug_log(
-    reporter: MissReporter, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="raykv")
     for name, size in (("r", 2 * CHUNK), ("empty", 0)):
         request = PlayedRequest(name, size)
-        reporter.began(request)
-        reporter.ended(request)
+        engine.reporter.began(request)
+        engine.reporter.ended(request)
     (line,) = caplog.messages
     assert line.startswith("request r: of 32 prompt tokens 0 were in vLLM's own cache, 0 loaded,")
     assert line.endswith(" and computed: 32 aborted")
@@ -151,17 +139,17 @@ def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
 
 
 def test_counters_reach_vllms_metrics_beside_its_own(
-    reporter: MissReporter, view: EngineView
+    engine: Engine,
 ) -> None:
     registry = CollectorRegistry()
     shown = metrics(registry)
     for number in range(2):
         request = PlayedRequest(f"r{number}", 2 * CHUNK)
-        begin(reporter, request, own=CHUNK)
-        reporter.ended(request)
-    stats = reporter.take_stats()
+        begin(engine, request, own=CHUNK)
+        engine.reporter.ended(request)
+    stats = engine.reporter.take_stats()
     assert stats is not None
-    assert reporter.take_stats() is None
+    assert engine.reporter.take_stats() is None
     stats.increase_counter("vllm:kv_offload_load_bytes", 11)
     # As from EngineCore to the API server.
     shown.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
@@ -182,18 +170,18 @@ def test_counters_reach_vllms_metrics_beside_its_own(
 
 @pytest.mark.parametrize(("came", "fetched"), [(4 * CHUNK, 3 * CHUNK), (CHUNK, CHUNK), (0, 0)])
 def test_loaded_tokens_are_told_apart_by_the_node_that_had_them(
-    reporter: MissReporter, view: EngineView, came: int, fetched: int
+    engine: Engine, came: int, fetched: int
 ) -> None:
     request = PlayedRequest(num_prompt_tokens=4 * CHUNK)
-    begin(reporter, request, loaded=4 * CHUNK)
-    reporter.came_from(request, {CacheHitSource.HOST: CHUNK, CacheHitSource.P2P: 3 * CHUNK})
+    begin(engine, request, loaded=4 * CHUNK)
+    engine.reporter.came_from(request, {CacheHitSource.HOST: CHUNK, CacheHitSource.P2P: 3 * CHUNK})
     if came < 4 * CHUNK:
-        reporter.failed("r", MissReason.LOAD_FAILED)
+        engine.reporter.failed("r", MissReason.LOAD_FAILED)
     request.num_computed_tokens = came
-    reporter.admitted(request, 0)
-    reporter.ended(request)
-    assert view.counter_values()["fetched_tokens"] == fetched
-    stats = reporter.take_stats()
+    engine.reporter.admitted(request, 0)
+    engine.reporter.ended(request)
+    assert engine.view.counter_values()["fetched_tokens"] == fetched
+    stats = engine.reporter.take_stats()
     assert stats is not None
     told = stats.to_dict()["data"]["raykv_prompt_tokens"]
     counts = {
@@ -206,52 +194,50 @@ def test_loaded_tokens_are_told_apart_by_the_node_that_had_them(
     }
 
 
-def compute(reporter: MissReporter, view: EngineView, tokens: Sequence[int]) -> MissRecord:
+def compute(engine: Engine, tokens: Sequence[int]) -> MissRecord:
     """A request whose prompt is computed; its chunks are named by their tokens."""
     request = PlayedRequest(all_token_ids=tokens)
-    begin(reporter, request)
+    begin(engine, request)
     keys = [bytes(tokens[:end]) for end in range(CHUNK, len(tokens), CHUNK)]
-    return ended(reporter, view, request, keys)
+    return ended(engine, request, keys)
 
 
 @pytest.mark.parametrize("shows_tokens", [False, True])
-def test_record_says_where_a_prompt_leaves_the_one_before_it(
-    view: EngineView, shows_tokens: bool
-) -> None:
-    reporter = RayOffloadingManager(view, Settings(why_miss_text=shows_tokens)).misses
+def test_record_says_where_a_prompt_leaves_the_one_before_it(shows_tokens: bool) -> None:
+    engine = Engine(settings=Settings(why_miss_text=shows_tokens))
     first = PlayedRequest().all_token_ids
-    assert compute(reporter, view, first).parting is None
+    assert compute(engine, first).parting is None
     dated = (*first[:20], 77, *first[21:])
-    parting = compute(reporter, view, dated).parting
+    parting = compute(engine, dated).parting
     assert parting is not None
     assert (parting.at, parting.nearest) == (20, bytes(first[: 2 * CHUNK]))
     assert bool(parting.before) == bool(parting.own) == bool(parting.other) == shows_tokens
-    assert compute(reporter, view, dated).parting is None
+    assert compute(engine, dated).parting is None
 
 
 def test_prompt_of_a_request_that_was_aborted_was_not_there(
-    reporter: MissReporter, view: EngineView
+    engine: Engine,
 ) -> None:
     request = PlayedRequest()
-    reporter.began(request)
-    ended(reporter, view, request, [bytes(request.all_token_ids[:CHUNK])])
-    assert compute(reporter, view, (77, *request.all_token_ids[1:])).parting is None
+    engine.reporter.began(request)
+    ended(engine, request, [bytes(request.all_token_ids[:CHUNK])])
+    assert compute(engine, (77, *request.all_token_ids[1:])).parting is None
 
 
-def test_prompt_that_is_no_tokens_leaves_none(reporter: MissReporter, view: EngineView) -> None:
+def test_prompt_that_is_no_tokens_leaves_none(engine: Engine) -> None:
     request = PlayedRequest(prompt_embeds=object())
-    begin(reporter, request)
-    assert ended(reporter, view, request, [b"one"]).parting is None
+    begin(engine, request)
+    assert ended(engine, request, [b"one"]).parting is None
 
 
-def test_tokens_of_vllms_own_request_are_read(reporter: MissReporter, view: EngineView) -> None:
+def test_tokens_of_vllms_own_request_are_read(engine: Engine) -> None:
     """Of prompt and answer, whatever vLLM keeps them in."""
     partings = []
     for number in (200, 201):
         tokens = [*range(CHUNK), number, *range(CHUNK, 4 * CHUNK)]
         request = Request("r", tokens, SamplingParams(max_tokens=4), None)
         request.append_output_token_ids([1, 2, 3])
-        begin(reporter, request)
+        begin(engine, request)
         keys = [bytes(tokens[:end]) for end in range(CHUNK, len(tokens), CHUNK)]
-        partings.append(ended(reporter, view, request, keys).parting)
+        partings.append(ended(engine, request, keys).parting)
     assert [parting and parting.at for parting in partings] == [None, CHUNK]
