@@ -1,4 +1,4 @@
-"""Commands for when something is wrong: doctor, why-miss."""
+"""Commands for when something is wrong: doctor, explain, logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.ids import MissReason
-from raykv.cli.base import Address, AsJson, answer, app, print_json
+from raykv.cli.base import Address, AsJson, answer, print_json
 from raykv.prompts.tokens import text_of_tokens
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.findings import Finding, Severity
@@ -47,7 +47,7 @@ ADVICE = {
     MissReason.STORES_OFF: "The request that computed it did not store it: raykv_store in its "
     "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
-    "and at store_deadline_s.",
+    "and at how busy the node is.",
     MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
     "pool_bytes, or give the node fewer engines.",
     MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
@@ -58,19 +58,19 @@ ADVICE = {
     "lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
-    MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "
+    MissReason.PENDING_TOO_LONG: "It was still being stored: raise request_deadline_s if "
     "waiting is better than computing.",
     MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
-    "query_deadline_s.",
+    "request_deadline_s.",
     MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
-    "fetch_bytes_per_s and prefill_tokens_per_s replace what was measured.",
+    "always_fetch=true fetches all the same.",
     MissReason.WINDOW_MISSING: "The prefix is known, but not the sliding windows or states at its "
     "end: they are stored now, for the next prompt; a larger window_share stores more of them.",
     MissReason.FETCH_FAILED: "The transfer from another node failed or was too slow: look at that "
-    "node's load and at fetch_deadline_s.",
+    "node's load and at request_deadline_s.",
     MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",
     MissReason.LOAD_FAILED: "The copy into the engine failed: its log says why; if it was late, "
-    "raise load_deadline_s.",
+    "raise step_deadline_s.",
     MissReason.BREAKER_OPEN: "An actor had failed too often, so it was not asked: `raykv status` "
     "and the engine's log name it.",
     MissReason.ABORTED: "The request ended before its tokens were needed.",
@@ -79,8 +79,7 @@ ADVICE = {
 """What to do about each reason, in one sentence."""
 
 
-@app.command()
-def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+def doctor(*, as_json: AsJson = False, address: Address = None) -> None:
     """Check the cluster: what is wrong, and how to mend it.
 
     Exit code 0 when all is well (warnings are allowed), 1 when something is wrong, 2 when no
@@ -88,26 +87,25 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv doctor && echo all well
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         findings = cluster.doctor()
     answer(findings, print_findings, as_json=as_json)
     raise typer.Exit(exit_code(findings))
 
 
-@app.command("why-miss")
-def why_miss(
+def explain(
     request_id: Annotated[
         str, typer.Argument(help="The id in the answer or in X-Request-Id, or its beginning.")
     ],
     *,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Say where the prompt tokens of a request came from, and why some were not loaded.
 
-    Example: raykv why-miss chatcmpl-9f2c
+    Example: raykv explain chatcmpl-9f2c
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = cluster.why_miss(request_id)
     if as_json:
         print_json([_row(each) for each in found])
@@ -115,7 +113,6 @@ def why_miss(
     print_explanations(found, Console())
 
 
-@app.command()
 def logs(
     whose: Annotated[
         str,
@@ -129,7 +126,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Wait for more, until interrupted.")
     ] = False,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Print the end of an actor's log: what it has written in this life.
 
@@ -137,7 +134,7 @@ def logs(
     """
     if follow and as_json:
         raise SettingError("--follow writes text, without end: leave --json out")
-    with raykv.connect(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+    with raykv.connect(address) as cluster, contextlib.suppress(KeyboardInterrupt):
         node_id = "" if whose == "scheduler" else whose
         for piece in cluster.log(node_id, follow=follow):
             if as_json:

@@ -61,7 +61,7 @@ def test_engine_goes_on_after_the_thread_of_its_line_has_failed(place: PlayedPla
             return super().query(place)
 
     place.store(key(1))
-    with EngineAt(place, Faulty(Settings(lookup_deadline_s=1.0))) as engine:
+    with EngineAt(place, Faulty(Settings(request_deadline_s=5.0))) as engine:
         engine.session.attach(LONG_S)
         assert not fail.left
         assert engine.view.num_ready == 1

@@ -34,7 +34,7 @@ class FetchingEngine(EngineAt):
     """How its fetches have ended is noted."""
 
     def __init__(self, place: PlayedPlace, deadline_s: float = LONG_S) -> None:
-        settings = Settings(lookup_deadline_s=1.0, fetch_deadline_s=deadline_s)
+        settings = Settings(request_deadline_s=deadline_s)
         super().__init__(place, EngineView(settings))
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
         finish = self.view.finish_fetch

@@ -420,7 +420,7 @@ def test_node_that_is_gone_is_said_once_and_its_return_too(
 
 def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(node: Node) -> None:
     freeze(node.process.pid)
-    line = node.line(replace(PATIENT, load_deadline_s=0.3))
+    line = node.line(replace(PATIENT, step_deadline_s=0.3))
     line.submit()
     assert ended(line, SECONDS) == [Refusal.NODE_LOST]
 
@@ -469,7 +469,7 @@ def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
     """The job is not reported: its copy may still be made."""
     killed = threading.Event()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
-    line = node.line(replace(PATIENT, load_deadline_s=0.2, cancel_grace_s=0.2))
+    line = node.line(replace(PATIENT, step_deadline_s=0.2, cancel_grace_s=0.2))
     line.wait_until_attached()
     freeze(node.process.pid)
     line.submit()

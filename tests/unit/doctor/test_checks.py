@@ -204,7 +204,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         ),
         "orders",
         Severity.WARN,
-        ["node two goes by orders number 3", "number 4 is in force"],
+        ["node two follows orders number 3", "number 4 is in force"],
     ),
     (
         "disk that can't be written",
@@ -369,7 +369,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
         ),
         "use",
         Severity.WARN,
-        ["loaded 288 prompt tokens, and 65,536 that are known not, since no window or state"],
+        ["loaded 288 prompt tokens, and 65,536 known ones were computed, because no window"],
     ),
     (
         "refused pool",
@@ -468,7 +468,7 @@ PLANTED: list[tuple[str, ClusterFacts, str, Severity, list[str]]] = [
 def test_planted_fault_is_found_and_named(
     facts: ClusterFacts, check: str, severity: Severity, words: list[str]
 ) -> None:
-    found = [each for each in wrong(facts) if "not all is known" not in each.what]
+    found = [each for each in wrong(facts) if "incomplete" not in each.what]
     assert [(each.check, each.severity) for each in found] == [(check, severity)], found
     assert [word for word in words if word not in found[0].what] == [], found[0].what
     assert found[0].mend
@@ -512,7 +512,7 @@ def test_checks_that_need_a_silent_scheduler_actor_do_not_say_all_is_well() -> N
 
 def test_checks_that_need_a_silent_node_do_not_say_all_is_well() -> None:
     findings = diagnose(with_second(actor=SILENT, description=None, host=None))
-    unknown = {each.check for each in findings if "not all is known" in each.what}
+    unknown = {each.check for each in findings if "incomplete" in each.what}
     assert unknown == {"memory", "shm", "ports", "clocks", "threads"}
 
 
@@ -568,5 +568,5 @@ def test_findings_are_printed_with_what_to_do() -> None:
     )
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("FAIL  scheduler")
-    assert lines[1].strip().startswith("→ engines that run make a new one")
+    assert lines[1].strip().startswith("→ running engines make a new one")
     assert sum(line.startswith("ok ") for line in lines) == len(CHECKS) - 1

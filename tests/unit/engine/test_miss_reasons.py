@@ -94,7 +94,7 @@ def test_node_lost_with_all_that_it_had(alone: HeardPlace) -> None:
 
 
 def test_not_attached() -> None:
-    view = EngineView(Settings(lookup_deadline_s=STORE_S))
+    view = EngineView(Settings(request_deadline_s=5 * STORE_S))
     view.start_request("r", RequestOptions())
     assert why(view, A) is MissReason.NOT_ATTACHED
     assert view.prepare_store("r", [B]) == []
