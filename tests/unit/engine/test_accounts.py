@@ -139,35 +139,12 @@ def test_load_that_failed_in_part_counts_up_to_where_vllm_goes_on() -> None:
     assert record.missed == {"load_failed": 4 * CHUNK, "evicted": 3 * CHUNK}
 
 
-def test_load_that_failed_as_a_whole_is_looked_up_anew() -> None:
-    account = TokenAccount(4 * CHUNK, CHUNK)
-    account.look(0, OTHER)
-    account.admit(0, 4 * CHUNK, None)
-    account.failure = MissReason.LOAD_FAILED
-    account.look(0, OTHER)
-    account.admit(0, 0, Miss(EVICTED.key, MissReason.LOAD_FAILED))
-    assert account.record("r") == MissRecord(
-        "r", 4 * CHUNK, 0, 0, {"load_failed": 4 * CHUNK}, EVICTED.key, chunk_tokens=CHUNK
-    )
-
-
 def test_full_prompt_of_which_vllm_computes_the_last_token_again_was_loaded() -> None:
     account = TokenAccount(4 * CHUNK, CHUNK)
     account.look(0, OTHER)
     account.admit(0, 4 * CHUNK, None)
     account.admit(4 * CHUNK - 1, 0, None)
     assert account.record("r").loaded == 4 * CHUNK
-
-
-def test_preemption_counts_nothing_twice() -> None:
-    account = TokenAccount(4 * CHUNK, CHUNK)
-    account.look(CHUNK, OTHER)
-    account.admit(0, 0, EVICTED)
-    before = account.record("r")
-    account.look(3 * CHUNK, OPTED_OUT)
-    account.admit(0, CHUNK, None)
-    account.admit(4 * CHUNK, 0, None)
-    assert account.record("r") == before
 
 
 @pytest.mark.parametrize("begins_to_load", [False, True])

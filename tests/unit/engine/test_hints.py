@@ -31,7 +31,7 @@ def told(allowed: Allowed, hint: Hint, count: int = 2) -> tuple[Hints, dict[str,
     [
         (Allowed.NONE, [], [], 2, 0),
         (Allowed.PRIORITY, [], [3, 3], 1, 2),
-        (Allowed.PIN, [60.0, 60.0], [3, 3], 0, 2),
+        (Allowed.PIN, [60.0, 60.0], [3, 3], 0, 4),
     ],
     ids=str,
 )

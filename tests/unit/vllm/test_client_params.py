@@ -96,19 +96,6 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
     assert kept is None or (
         set(kept) <= DOCUMENTED and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
-    hint = hint_of(sent)
-    pin_s: Any = said.get("raykv_pin_s")
-    priority: Any = said.get("raykv_priority")
-    is_number = isinstance(pin_s, int | float) and not isinstance(pin_s, bool)
-    can_be_meant = is_number and 0 < pin_s <= 30 * 86_400
-    assert hint.pin_s == (pin_s if can_be_meant else None)
-    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
-    assert hint.priority == (priority if is_whole and 1 <= priority <= 9 else None)
-    session: Any = said.get("raykv_session")
-    is_name = isinstance(session, str) and session.isprintable() and 0 < len(session) <= 128
-    assert hint.session == (session if is_name else "")
-    assert hint.is_over == (is_name and said.get("raykv_session_over") is True)
-    assert hint.pause_s is None or is_name
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,8 @@ def overridden(tree: ast.AST) -> set[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is not for others; that of every named tuple's method is."""
-    is_ours = name.endswith("__") or name == "_replace"
+    """Whether a name is not for others; those of every named tuple's methods are."""
+    is_ours = name.endswith("__") or name in {"_asdict", "_replace"}
     return name.startswith("_") and name.isidentifier() and not is_ours
 
 

@@ -11,13 +11,11 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from raykv.engine.layered import MOST_STEPS, LayeredLoad, LayeredLoads
 from raykv.vllm.layered import LayeredScheduling
-from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, key
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
 
 
 class Pool:
@@ -90,20 +88,10 @@ class LayeredEngine(Engine):
         self.connector.update_state_after_alloc(request, SimpleNamespace(blocks=[blocks]), loads)
         assert all(block.block_hash == b"there" for block in blocks)
 
-    def metadata(self, *ended: str, **blocks: list[int]) -> Any:
-        """A step goes out, which gives running requests more `blocks`; others have ended before."""
+    def metadata(self) -> Any:
+        """A step goes out."""
         output = SchedulerOutput.make_empty()
-        output.finished_req_ids = {*ended}
         output.total_num_scheduled_tokens = 1
-        output.scheduled_cached_reqs = CachedRequestData(
-            req_ids=[*blocks],
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[(each,) for each in blocks.values()],
-            num_computed_tokens=[0 for _ in blocks],
-            num_output_tokens=[0 for _ in blocks],
-        )
         self.steps.append(output)
         before = deepcopy(output)
         meta = self.connector.build_connector_meta(output)
@@ -167,27 +155,6 @@ def test_load_leaves_two_tokens_to_compute_and_vllm_does_not_wait(more: int, lef
     assert engine.ask(request, CHUNK) == (4 * CHUNK - left_out, False)
 
 
-def test_load_is_of_all_blocks_though_vllm_has_them_in_its_cache_already() -> None:
-    engine, request = begun(5 * CHUNK)
-    loads, _ = engine.ask(request, CHUNK)
-    engine.give(request, loads or 0)
-    (job,) = engine.connector.scheduler._current_batch_load_jobs.values()
-    assert job.dst_spec.block_ids.tolist() == [2, 3, 4, 5]
-    assert job.src_spec.keys == [key(at) for at in range(1, 5)]
-
-
-def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
-    engine, _ = loading(own=2)
-    late = PlayedRequest("late", 7 * CHUNK)
-    engine.begin(late)
-    assert engine.ask(other(), 3 * CHUNK) == (None, False)
-    assert engine.ask(other(), 7 * CHUNK - 1) == (None, False)
-    assert engine.ask(late, 2 * CHUNK) != (None, True)
-    engine.end_step()
-    assert engine.ask(other(), 5 * CHUNK) == (0, False)
-    assert engine.pool.evicted == set()
-
-
 def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() -> None:
     engine = LayeredEngine()
     num_steps = 3 * MOST_STEPS
@@ -201,13 +168,6 @@ def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() 
     assert not engine.loads.must_wait([b"0"])
     assert engine.loads.must_wait([b"%d" % (num_steps - 1)])
     assert not engine.loads.spoiled
-
-
-def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:
-    engine, _ = loading()
-    engine.end_step(4)
-    assert engine.pool.evicted == {4, 5, 6, 7}
-    assert not engine.loads.is_busy
 
 
 def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_of_them() -> None:
@@ -236,29 +196,6 @@ def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come(
     assert engine.scheduler.preempted == []
 
 
-def test_blocks_of_a_step_ahead_are_evicted_with_the_load_that_failed() -> None:
-    engine, _ = loading(9)
-    engine.metadata()
-    engine.metadata(r=[41, 42], other=[51])
-    engine.end_step(4)
-    assert engine.pool.evicted == {4, 5, 6, 7, 8, 9, 41, 42}
-    assert not engine.loads.is_busy
-
-
-def test_load_is_under_way_until_its_own_step_has_ended_not_one_before() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.begin(other())
-    engine.metadata()
-    engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
-    engine.metadata()
-    engine.end_step()
-    assert engine.ask(other(), 3 * CHUNK) == (None, False)
-    assert engine.most_stored("r") == 0
-    engine.end_step()
-    assert engine.ask(other(), 5 * CHUNK) == (0, False)
-    assert engine.most_stored("r") is None
-
-
 @pytest.mark.expects_failures
 def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
     engine, _ = loading()
@@ -280,31 +217,6 @@ def test_who_shares_waits_on_when_the_eviction_fails() -> None:
     engine.end_step()
     assert engine.pool.evicted == {2, 3, 4, 5, 6, 7}
     assert engine.ask(other(), 5 * CHUNK) == (0, False)
-
-
-def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed() -> None:
-    engine, _ = loading(own=0)
-    manager, context = engine.connector._manager, ReqContext(req_id="r")
-    assert manager.prepare_store([key(5)], context) is None
-    assert engine.most_stored("r") == 0
-    engine.end_step(3)
-    assert engine.most_stored("r") is None
-    assert manager.prepare_store([key(5)], context).keys_to_store == []
-    manager.on_request_finished(context)
-    assert "r" not in engine.loads.spoiled
-
-
-def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> None:
-    engine, request = loading(own=0)
-    engine.metadata()
-    gone: Any = request
-    gone.status = RequestStatus.FINISHED_ABORTED
-    engine.connector.request_finished(request, [])
-    request.is_over = True
-    engine.metadata("r")
-    engine.end_step(3)
-    assert not engine.loads.spoiled
-    assert not engine.loads.is_busy
 
 
 def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
