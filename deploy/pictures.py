@@ -49,7 +49,7 @@ def words(x: float, y: float, text: str, *, size: int = 12, fill: str = INK) -> 
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}">{escape(text)}</text>'
 
 
-def bar(x: float, y: float, width: float, height: float, fill: str) -> str:
+def rectangle(x: float, y: float, width: float, height: float, fill: str) -> str:
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}"/>'
     )
@@ -61,14 +61,13 @@ def measured(results: str) -> dict[str, list[float]]:
     Raises:
         ValueError: the entry, or one of its rows, is not there any more.
     """
-    _, found, entry = results.partition(ENTRY)
-    rows = {
-        cells[0]: [float(re.split(" / ", cell)[0].replace(",", "")) for cell in cells[1:]]
-        for name in SERIES
-        if (row := re.search(rf"^ *\| ({re.escape(name)} \|.*) \|$", entry, flags=re.MULTILINE))
-        if (cells := [cell.strip() for cell in row[1].split("|")])
-    }
-    if not found or rows.keys() != SERIES.keys():
+    _, _, entry = results.partition(ENTRY)
+    rows: dict[str, list[float]] = {}
+    for line in entry.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if name in SERIES and name not in rows:
+            rows[name] = [float(cell.split(" / ")[0].replace(",", "")) for cell in cells]
+    if rows.keys() != SERIES.keys():
         raise ValueError(f"{RESULTS.name} has no entry {ENTRY!r} with the rows {list(SERIES)}")
     return rows
 
@@ -84,14 +83,14 @@ def first_token() -> str:
     ]
     x = left
     for name, fill in SERIES.values():
-        parts += [bar(x, 64, 11, 11, fill), words(x + 17, 74, name)]
+        parts += [rectangle(x, 64, 11, 11, fill), words(x + 17, 74, name)]
         x += 50 + 7 * len(name)
     for i, prompt in enumerate(PROMPTS):
         y = above + i * group
         parts.append(words(20, y + 33, prompt, size=13))
         for row, (_, fill) in SERIES.items():
             width = rows[row][i] * scale
-            parts.append(bar(left, y, width, thick - 3, fill))
+            parts.append(rectangle(left, y, width, thick - 3, fill))
             parts.append(words(left + width + 6, y + 13, f"{rows[row][i]:,.0f}"))
             y += thick
     return drawing(720, above + len(PROMPTS) * group, "Time to first token", parts)
@@ -104,7 +103,7 @@ def drawing(width: int, height: int, title: str, parts: list[str]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="{FONT}">',
             f"<title>{escape(title)}</title>",
-            bar(0, 0, width, height, "#ffffff"),
+            rectangle(0, 0, width, height, "#ffffff"),
             *parts,
             "</svg>\n",
         ]

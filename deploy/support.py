@@ -48,7 +48,7 @@ FEATURES = {
     "prefetch": "`raykv prefetch` brings all that a prompt needs",
     "pin": "`raykv pin add` keeps all that a prompt needs",
     "sessions": "a session's end and its pause decide what is evicted",
-    "why-miss": "`raykv explain` says why a prompt was computed",
+    "explain": "`raykv explain` says why a prompt was computed",
     "inspect": "`raykv.inspect`: frames, and K and V of chunks as tensors",
 }
 """What can be proven, in the order of the page."""

@@ -260,7 +260,8 @@ def _prompts(found: Plan) -> Table:
 def _pools(found: Plan) -> Table:
     lengths = [f"prompts of {size.tokens:,}" for size in found.prompts]
     rows = table("pool_bytes", "chunks", "tokens", *lengths)
-    for size in sorted([found.pool, *found.pools], key=lambda size: size.pool_bytes):
+    others = [size for size in found.pools if size.pool_bytes != found.pool.pool_bytes]
+    for size in sorted([found.pool, *others], key=lambda size: size.pool_bytes):
         mark = " (this one)" if size is found.pool else ""
         rows.add_row(
             f"{human_bytes(size.pool_bytes)}{mark}",

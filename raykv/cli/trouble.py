@@ -28,40 +28,41 @@ _MARKS = {
 }
 
 ADVICE = {
-    MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: what is left over from whole chunks is always "
-    "computed. A smaller blocks_per_chunk makes it shorter.",
+    MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: tokens after the last whole chunk are "
+    "always computed. A smaller blocks_per_chunk leaves fewer.",
     MissReason.OPTED_OUT: "The request asked for this: raykv_load or max_load_tokens in its "
     "kv_transfer_params, or prompt_logprobs, which only computing gives.",
     MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
     "since the engine loaded them: give a local folder, and load it in place after a change.",
-    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
-    "nothing of their content: leave the names out. Otherwise the engine's log says why.",
+    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), so their "
+    "content is unknown: leave the names out. Otherwise the engine's log says why.",
     MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
     "update_weights, sleep of level 2), and this prefix was not computed with the new ones. If "
     "`raykv status` says that they have no name, nothing is loaded or stored.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
     MissReason.NOT_ATTACHED: "The engine had not reached its NodeActor: its log says why, and "
     "`raykv status` shows whether it has since.",
-    MissReason.NEVER_STORED: "No engine had stored this prefix, or RayKV forgot it long ago: if "
-    "you expect it to be known, compare the prompts from their first token on, and cache_salt.",
+    MissReason.NEVER_STORED: "No engine had stored this prefix, or it went long ago. If you expect "
+    "it to be cached, compare the prompts from their first token on, and cache_salt.",
     MissReason.STORES_OFF: "The request that computed it did not store it: raykv_store in its "
-    "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
+    "kv_transfer_params, a pause, or stop_unused_stores=true while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
     "and at how busy the node is.",
-    MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
-    "pool_bytes, or give the node fewer engines.",
-    MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
+    MissReason.POOL_FULL: "The whole pool was pinned, in use or just found: set a larger "
+    "pool_bytes, or run fewer engines on the node.",
+    MissReason.EVICTED: "The pool is too small for the prompts that come again: set a larger "
+    "pool_bytes.",
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
-    "quota list` shows who has what.",
+    "quota ls` lists all shares.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
-    MissReason.CLEARING: "The engine cleared its cache, which takes the scheduler actor: if this "
-    "lasts, `raykv status` shows whether that is away.",
+    MissReason.CLEARING: "The engine cleared its cache, for which it needs the scheduler actor. If "
+    "this lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
     MissReason.PENDING_TOO_LONG: "It was still being stored: raise request_deadline_s if "
     "waiting is better than computing.",
-    MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
-    "request_deadline_s.",
+    MissReason.UNANSWERED: "The scheduler actor was too slow: look at the load of its host, or "
+    "raise request_deadline_s.",
     MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
     "always_fetch=true fetches all the same.",
     MissReason.WINDOW_MISSING: "The prefix is known, but not the sliding windows or states at its "
@@ -209,7 +210,7 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
             write(f"What was missing first had been {each.hint}.")
         write(advice(record))
         for name, why in record.ignored.items():
-            write(f"It asked for {name} in vain: {why}.")
+            write(f"It asked for {name}, which had no effect: {why}.")
         if record.parting is not None:
             write(parting_sentence(each, record.parting))
 

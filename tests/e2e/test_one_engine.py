@@ -328,7 +328,7 @@ def test_whole_prompt_of_full_chunks_misses_nothing(asker: Asker) -> None:
     assert (record.loaded, record.missed) == (8 * BLOCK, {})
 
 
-@pytest.mark.support("why-miss", models=["llama"])
+@pytest.mark.support("explain", models=["llama"])
 def test_known_document_with_a_new_question_names_the_first_chunk_of_the_question(
     asker: Asker,
 ) -> None:

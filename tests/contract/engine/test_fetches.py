@@ -64,7 +64,7 @@ def place() -> Iterator[PlayedPlace]:
 
 @pytest.fixture
 def engine(place: PlayedPlace, monkeypatch: pytest.MonkeyPatch) -> Iterator[FetchingEngine]:
-    monkeypatch.setattr("raykv.base.deadlines.FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
     with FetchingEngine(place) as made:
         yield made
 
@@ -146,7 +146,7 @@ def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work
 def test_orders_without_an_answer_end_at_deadline_and_grace(
     place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.base.deadlines.FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
     with FetchingEngine(place, DEADLINE_S) as engine:
         engine.begin()
         started = time.monotonic()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import raykv.worker.link
 from raykv.base.geometry import aligned
 from raykv.base.ids import Direction, Refusal, in_group
 from raykv.memory.region import Region
@@ -390,7 +389,7 @@ def test_idle_line_stays_up(node: Node) -> None:
 def test_job_fails_at_once_while_there_is_no_node(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.worker.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
+    monkeypatch.setattr("raykv.base.deadlines.RETRY_PAUSES_S", (LONG_S, LONG_S))
     node.end()
     line = node.line(PATIENT)
     link = line.link

@@ -1,5 +1,5 @@
 """Over HTTP, the usage of each answer says where the tokens of its prompt came from, the spans of
-its trace what it waited for, and `why-miss` where the prompt leaves those before it.
+its trace what it waited for, and `raykv explain` where the prompt leaves those before it.
 """
 
 from __future__ import annotations

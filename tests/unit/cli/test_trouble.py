@@ -110,7 +110,7 @@ def test_what_hints_did_and_did_not_do_is_said(cluster: PlayedCluster) -> None:
     why = {"raykv_sesion": "there is no such key: did you mean raykv_session?"}
     text = explained(cluster, replace(RECORD, ignored=why), hint=hint)
     assert f"What was missing first had been {hint}." in text
-    assert f"It asked for raykv_sesion in vain: {why['raykv_sesion']}." in text
+    assert f"It asked for raykv_sesion, which had no effect: {why['raykv_sesion']}." in text
     assert (row_of(cluster)["hint"], row_of(cluster)["ignored"]) == (hint, why)
 
 
