@@ -313,6 +313,13 @@ def asked(salt: str | None = None, tenant: Any = None) -> SimpleNamespace:
     return SimpleNamespace(cache_salt=salt, kv_transfer_params=params)
 
 
+NO_LABELS: list[Any] = [
+    *("", "others", "salt:0123456789", "x" * 65, "two\nlines"),
+    *(7, ["acme"], {}),
+]
+"""No tenant can have one of these."""
+
+
 @pytest.mark.parametrize(
     ("request_", "by_server", "expected"),
     [
@@ -325,10 +332,7 @@ def asked(salt: str | None = None, tenant: Any = None) -> SimpleNamespace:
         (asked("salt", "acme"), True, "acme"),
         (asked(tenant="acme"), False, ""),
         (asked("salt", "acme"), False, salt_label("salt")),
-        *(
-            (asked(tenant=label), True, "")
-            for label in ("", "others", "salt:0123456789", "x" * 65, "two\nlines", 7, ["acme"], {})
-        ),
+        *((asked(tenant=label), True, "") for label in NO_LABELS),
     ],
 )
 def test_tenant_is_its_salts_digest_or_the_label_of_a_server_that_sets_it(

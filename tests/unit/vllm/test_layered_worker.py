@@ -136,7 +136,7 @@ class Side:
 
     def load(self, **loads: list[int]) -> None:
         """The step begins, with its loads."""
-        self.begin(**loads)
+        self.begin(0, **loads)
         self.start()
 
     def store(self, job_id: int) -> None:
