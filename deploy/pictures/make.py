@@ -1,6 +1,6 @@
-"""Draws the pictures of README: `python deploy/pictures.py`.
+"""Draws the pictures of README: `python deploy/pictures/make.py`.
 
-`first-token.svg` has the numbers of `RESULTS`. `top.svg` shows `pictures/top.json`, an example in
+`first-token.svg` has the numbers of `RESULTS`. `top.svg` shows `top.json`, an example in
 the form that `raykv top --json` prints. `parts.svg` is drawn by hand.
 """
 
@@ -19,9 +19,8 @@ from raykv.cli.status import Progress
 from raykv.cli.top import screen
 from raykv.protocol.status import ClusterStatus
 
-ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "deploy" / "pictures"
-RESULTS = ROOT / "tests" / "bench" / "RESULTS.md"
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parents[1] / "tests" / "bench" / "RESULTS.md"
 
 ENTRY = "* On an H200, 27 November 2026, since each node decides for itself"
 """Where the entry of the plot's numbers begins."""
