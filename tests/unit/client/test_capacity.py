@@ -108,26 +108,13 @@ def test_staging_memory_has_to_hold_one_part_of_a_chunk() -> None:
     assert plain(shape, staging_bytes=MIB).problems == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "hint"),
-    [
-        ({"pool_bytes": 256 * MIB}, "a prompt of 4,096 tokens takes 512.0 MiB"),
-    ],
-)
-def test_what_may_be_meant_is_a_hint(changes: dict[str, Any], hint: str) -> None:
-    plan = plain(**changes)
-    assert plan.problems == []
-    assert hint in plan.hints[0]
-
-
-def test_hint_that_is_known_already_comes_last() -> None:
-    plan = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
-    *_, note = plan.hints
-    assert note == "known already"
-
-
-def test_window_is_mentioned_where_nothing_looks_further_back() -> None:
-    plan = plain(msgspec.structs.replace(SHAPE, groups=(WINDOW,)))
-    assert plan.bytes_per_token == 0
-    assert "attention looks back 1,024 tokens only" in plan.hints[0]
+def test_what_may_be_meant_is_a_hint() -> None:
+    small = plain(pool_bytes=256 * MIB)
+    assert small.problems == []
+    assert "a prompt of 4,096 tokens takes 512.0 MiB" in small.hints[0]
+    windows = plain(msgspec.structs.replace(SHAPE, groups=(WINDOW,)))
+    assert windows.bytes_per_token == 0
+    assert "attention looks back 1,024 tokens only" in windows.hints[0]
     assert plain(MIXED).hints == []
+    known = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
+    assert known.hints[1:] == ["known already"]

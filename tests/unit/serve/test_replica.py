@@ -45,26 +45,23 @@ class Replica(EngineReplica):
         raise RuntimeError(FAILED)
 
 
-def test_head_comes_with_the_first_piece_of_the_body() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_head_comes_with_the_first_piece_of_the_body() -> None:
+    go_on = asyncio.Event()
 
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start())
-            await go_on.wait()
-            await send(body(b"one", more=True))
-            await send(body(b"two", more=False))
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start())
+        await go_on.wait()
+        await send(body(b"one", more=True))
+        await send(body(b"two", more=False))
 
-        pieces = Replica(app_of(steps)).handle_http(REQUEST)
-        first = asyncio.create_task(anext(pieces))
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert not first.done()
-        go_on.set()
-        assert await first == Head(200, [])
-        assert [piece async for piece in pieces] == [b"one", b"two"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    pieces = Replica(app_of(steps)).handle_http(REQUEST)
+    first = asyncio.create_task(anext(pieces))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not first.done()
+    go_on.set()
+    assert await first == Head(200, [])
+    assert [piece async for piece in pieces] == [b"one", b"two"]
 
 
 def test_answer_without_a_body_has_a_head() -> None:
@@ -114,24 +111,21 @@ def test_failed_request_of_a_living_engine_is_answered() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(500, []), b"sorry"]
 
 
-def test_caller_that_leaves_ends_the_request_at_once() -> None:
-    async def scenario() -> None:
-        ended: list[int] = []
+async def test_caller_that_leaves_ends_the_request_at_once() -> None:
+    ended: list[int] = []
 
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start())
-            await send(body(b"one", more=True))
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.append(1)
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start())
+        await send(body(b"one", more=True))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(1)
 
-        async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
-            assert await anext(pieces) == Head(200, [])
-            assert not ended
-        assert ended
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
+        assert await anext(pieces) == Head(200, [])
+        assert not ended
+    assert ended
 
 
 def test_small_model_is_served_from_its_folder_under_both_names(

@@ -119,23 +119,20 @@ def test_application_reads_request_and_its_answer_comes_in_pieces() -> None:
     assert seen == [("POST", "/v1/x", b"a=1", [(b"host", b"here")]), b"question"]
 
 
-def test_pieces_come_when_they_are_sent_not_at_the_end() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_pieces_come_when_they_are_sent_not_at_the_end() -> None:
+    go_on = asyncio.Event()
 
-        async def steps(receive: Any, send: Send) -> None:
-            await send(start())
-            await send(body(b"first", more=True))
-            await go_on.wait()
-            await send(body(b"second", more=False))
+    async def steps(receive: Any, send: Send) -> None:
+        await send(start())
+        await send(body(b"first", more=True))
+        await go_on.wait()
+        await send(body(b"second", more=False))
 
-        pieces = drive(app_of(steps), REQUEST)
-        assert await anext(pieces) == Head(200, [])
-        assert await anext(pieces) == b"first"
-        go_on.set()
-        assert await all_of(pieces) == [b"second"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    pieces = drive(app_of(steps), REQUEST)
+    assert await anext(pieces) == Head(200, [])
+    assert await anext(pieces) == b"first"
+    go_on.set()
+    assert await all_of(pieces) == [b"second"]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -170,7 +167,7 @@ def test_error_after_whole_answer_is_logged_only(caplog: pytest.LogCaptureFixtur
     assert "said already" in caplog.text
 
 
-def test_closing_cancels_application_which_then_hears_that_client_left() -> None:
+async def test_closing_cancels_application_which_then_hears_that_client_left() -> None:
     ended: list[str] = []
 
     async def steps(receive: Any, send: Send) -> None:
@@ -181,37 +178,31 @@ def test_closing_cancels_application_which_then_hears_that_client_left() -> None
         finally:
             ended.append((await receive())["type"])
 
-    async def scenario() -> None:
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            assert await anext(pieces) == Head(200, [])
-            assert not ended
-        assert ended == ["http.disconnect"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        assert await anext(pieces) == Head(200, [])
+        assert not ended
+    assert ended == ["http.disconnect"]
 
 
-def test_cancelled_reader_cancels_application() -> None:
-    async def scenario() -> None:
-        began, ended = asyncio.Event(), asyncio.Event()
+async def test_cancelled_reader_cancels_application() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
 
-        async def steps(receive: Any, send: Send) -> None:
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+    async def steps(receive: Any, send: Send) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-        reading = asyncio.create_task(all_of(drive(app_of(steps), REQUEST)))
-        await began.wait()
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert ended.is_set()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    reading = asyncio.create_task(all_of(drive(app_of(steps), REQUEST)))
+    await began.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert ended.is_set()
 
 
-def test_slow_reader_holds_application_up() -> None:
+async def test_slow_reader_holds_application_up() -> None:
     sent: list[int] = []
 
     async def steps(receive: Any, send: Send) -> None:
@@ -220,42 +211,36 @@ def test_slow_reader_holds_application_up() -> None:
             await send(body(b"x", more=True))
             sent.append(number)
 
-    async def scenario() -> None:
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            await anext(pieces)
-            for _ in range(5000):
-                await asyncio.sleep(0)
-            assert len(sent) <= http._MAX_PIECES + 1
-            await anext(pieces)
-        assert len(sent) <= http._MAX_PIECES + 3
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        await anext(pieces)
+        for _ in range(5000):
+            await asyncio.sleep(0)
+        assert len(sent) <= http._MAX_PIECES + 1
+        await anext(pieces)
+    assert len(sent) <= http._MAX_PIECES + 3
 
 
-def test_application_that_goes_on_when_cancelled_is_left_alone(
+async def test_application_that_goes_on_when_cancelled_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http, "ASGI_END_S", 0.05)
 
-    async def scenario() -> None:
-        enough = asyncio.Event()
-        sent: list[int] = []
+    enough = asyncio.Event()
+    sent: list[int] = []
 
-        async def steps(receive: Any, send: Send) -> None:
-            await send(start())
-            while not enough.is_set():
-                try:
-                    await asyncio.sleep(0.001)
-                except asyncio.CancelledError:
-                    sent.clear()
-                await send(body(b"x" * 10, more=True))
-                sent.append(1)
+    async def steps(receive: Any, send: Send) -> None:
+        await send(start())
+        while not enough.is_set():
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                sent.clear()
+            await send(body(b"x" * 10, more=True))
+            sent.append(1)
 
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            await anext(pieces)
-        was = len(sent)
-        while len(sent) < was + http._MAX_PIECES * 2:
-            await asyncio.sleep(0.001)
-        enough.set()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        await anext(pieces)
+    was = len(sent)
+    while len(sent) < was + http._MAX_PIECES * 2:
+        await asyncio.sleep(0.001)
+    enough.set()

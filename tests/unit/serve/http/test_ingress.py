@@ -125,34 +125,28 @@ def test_replica_knows_nothing_of_the_prefix_of_the_route(
     assert [request.path for request in replicas.asked] == [expected]
 
 
-def test_pieces_are_passed_on_when_they_come() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        client = Client()
-        asked = client.ask(ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"])))
-        task = asyncio.create_task(asked)
+async def test_pieces_are_passed_on_when_they_come() -> None:
+    go_on = asyncio.Event()
+    client = Client()
+    asked = client.ask(ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"])))
+    task = asyncio.create_task(asked)
+    await client.heard(1)
+    assert (client.text, client.is_whole) == ("one", False)
+    go_on.set()
+    await task
+    assert (client.text, client.is_whole) == ("onetwo", True)
+
+
+async def test_requests_are_answered_at_the_same_time() -> None:
+    go_on = asyncio.Event()
+    app = ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"]))
+    clients = [asking() for _ in range(50)]
+    tasks = [asyncio.create_task(client.ask(app)) for client in clients]
+    for client in clients:
         await client.heard(1)
-        assert (client.text, client.is_whole) == ("one", False)
-        go_on.set()
-        await task
-        assert (client.text, client.is_whole) == ("onetwo", True)
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_requests_are_answered_at_the_same_time() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"]))
-        clients = [asking() for _ in range(50)]
-        tasks = [asyncio.create_task(client.ask(app)) for client in clients]
-        for client in clients:
-            await client.heard(1)
-        go_on.set()
-        await asyncio.gather(*tasks)
-        assert {client.text for client in clients} == {"onetwo"}
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert {client.text for client in clients} == {"onetwo"}
 
 
 # Models
@@ -276,17 +270,14 @@ def test_metrics_of_replicas_with_keys_are_shown_to_who_has_one() -> None:
     assert ask(app, basic).status == 401
 
 
-def test_replicas_are_asked_once_for_metrics_however_many_ask_the_ingress() -> None:
+async def test_replicas_are_asked_once_for_metrics_however_many_ask_the_ingress() -> None:
     backend = Metered(keyed("r1", "first"))
     app = ingress(backend)
 
-    async def all_at_once() -> None:
-        async with asyncio.TaskGroup() as group:
-            for key in ("first", "", "other", "first"):
-                group.create_task(scraper(key).ask(app))
-        await scraper("other").ask(app)
-
-    asyncio.run(asyncio.wait_for(all_at_once(), 10))
+    async with asyncio.TaskGroup() as group:
+        for key in ("first", "", "other", "first"):
+            group.create_task(scraper(key).ask(app))
+    await scraper("other").ask(app)
     assert backend.times_asked == 1
 
 
@@ -311,7 +302,9 @@ def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
     assert b'replica="r1"' in asyncio.run(asyncio.wait_for(play(), 10))
 
 
-def test_metrics_are_collected_again_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_are_collected_again_when_they_are_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
     times: list[int] = []
 
@@ -319,12 +312,9 @@ def test_metrics_are_collected_again_when_they_are_old(monkeypatch: pytest.Monke
         times.append(0)
         return [keyed("r1")]
 
-    async def play() -> None:
-        shared = SharedMetrics(collect)
-        for _ in range(3):
-            await shared.page(b"")
-
-    asyncio.run(asyncio.wait_for(play(), 10))
+    shared = SharedMetrics(collect)
+    for _ in range(3):
+        await shared.page(b"")
     assert len(times) == 3
 
 
@@ -403,26 +393,23 @@ def test_long_body_is_refused_and_never_passed_on() -> None:
     assert len(replicas.asked) == 1
 
 
-def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on]), max_held_bytes=10)
-        held = Client(body=[b"x" * 8])
-        task = asyncio.create_task(held.ask(app))
-        await held.heard(1)
-        refused, small = Client(body=[b"x" * 3]), Client(body=[b"x" * 2])
-        await refused.ask(app)
-        assert (refused.status, refused.answered[b"retry-after"]) == (503, b"5")
-        other = asyncio.create_task(small.ask(app))
-        await small.heard(1)
-        go_on.set()
-        await asyncio.gather(task, other)
-        whole = Client(body=[b"x" * 10])
-        await whole.ask(app)
-        assert whole.status == 200
-        assert app._held_bytes == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
+    go_on = asyncio.Event()
+    app = ingress(Replicas([Head(200, EVENTS), b"one", go_on]), max_held_bytes=10)
+    held = Client(body=[b"x" * 8])
+    task = asyncio.create_task(held.ask(app))
+    await held.heard(1)
+    refused, small = Client(body=[b"x" * 3]), Client(body=[b"x" * 2])
+    await refused.ask(app)
+    assert (refused.status, refused.answered[b"retry-after"]) == (503, b"5")
+    other = asyncio.create_task(small.ask(app))
+    await small.heard(1)
+    go_on.set()
+    await asyncio.gather(task, other)
+    whole = Client(body=[b"x" * 10])
+    await whole.ask(app)
+    assert whole.status == 200
+    assert app._held_bytes == 0
 
 
 def test_body_is_in_memory_once_while_it_is_answered() -> None:
@@ -467,48 +454,39 @@ def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 # Clients that leave
 
 
-def test_client_that_leaves_takes_its_request_along() -> None:
-    async def scenario() -> None:
-        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
-        app = ingress(replicas)
-        client = asking()
-        task = asyncio.create_task(client.ask(app))
-        await client.heard(1)
-        assert replicas.ended == 0
-        client.leave()
+async def test_client_that_leaves_takes_its_request_along() -> None:
+    replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
+    app = ingress(replicas)
+    client = asking()
+    task = asyncio.create_task(client.ask(app))
+    await client.heard(1)
+    assert replicas.ended == 0
+    client.leave()
+    await task
+    assert replicas.ended == 1
+    assert app._held_bytes == 0
+
+
+async def test_cancelled_request_ends_at_its_replica() -> None:
+    replicas = Replicas([asyncio.Event()])
+    task = asyncio.create_task(asking().ask(ingress(replicas)))
+    while not replicas.asked:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert replicas.ended == 1
-        assert app._held_bytes == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert replicas.ended == 1
 
 
-def test_cancelled_request_ends_at_its_replica() -> None:
-    async def scenario() -> None:
-        replicas = Replicas([asyncio.Event()])
-        task = asyncio.create_task(asking().ask(ingress(replicas)))
-        while not replicas.asked:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert replicas.ended == 1
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_client_that_cannot_be_sent_to_ends_its_request_at_once() -> None:
+async def test_client_that_cannot_be_sent_to_ends_its_request_at_once() -> None:
     class Closed(Client):
         async def _send(self, message: Any) -> None:
             raise OSError("closed")
 
-    async def scenario() -> None:
-        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
-        with pytest.raises(OSError, match="closed"):
-            await Closed().ask(ingress(replicas))
-        assert replicas.ended == 1
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
+    with pytest.raises(OSError, match="closed"):
+        await Closed().ask(ingress(replicas))
+    assert replicas.ended == 1
 
 
 def test_client_that_leaves_within_its_body_is_not_answered() -> None:
@@ -528,7 +506,7 @@ def test_client_that_leaves_within_its_body_is_not_answered() -> None:
 # What is not HTTP
 
 
-def test_lifespan_and_websockets_are_answered() -> None:
+async def test_lifespan_and_websockets_are_answered() -> None:
     sent: list[str] = []
     inbox = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
 
@@ -538,12 +516,9 @@ def test_lifespan_and_websockets_are_answered() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    async def scenario() -> None:
-        app = ingress(Replicas([]))
-        await app({"type": "lifespan"}, receive, send)
-        await app({"type": "websocket", "path": "/"}, receive, send)
-
-    asyncio.run(scenario())
+    app = ingress(Replicas([]))
+    await app({"type": "lifespan"}, receive, send)
+    await app({"type": "websocket", "path": "/"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
 
 
@@ -562,19 +537,16 @@ def test_request_that_no_replica_takes_in_time_is_withdrawn() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), 10)).is_cancelled
 
 
-def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
-    async def scenario() -> None:
-        pieces = Pieces(Head(200, []), b"well")
-        pieces.is_taken.set()
-        client = asking()
-        await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.001)))
-        assert client.text == "well"
-        assert not pieces.is_cancelled
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
+    pieces = Pieces(Head(200, []), b"well")
+    pieces.is_taken.set()
+    client = asking()
+    await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.001)))
+    assert client.text == "well"
+    assert not pieces.is_cancelled
 
 
-def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
+async def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
     heard: list[str] = []
 
     class Watching(Handle):
@@ -582,25 +554,19 @@ def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
             STARTS[id(request)] = lambda: heard.append("begun")
             return super().remote(request)
 
-    async def scenario() -> None:
-        pieces = Pieces(Head(200, []), b"well", b"done")
-        pieces.is_taken.set()
-        client = asking()
-        await client.ask(ingress(ReplicaBackend(Watching(pieces))))
-        assert client.text == "welldone"
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    pieces = Pieces(Head(200, []), b"well", b"done")
+    pieces.is_taken.set()
+    client = asking()
+    await client.ask(ingress(ReplicaBackend(Watching(pieces))))
+    assert client.text == "welldone"
     assert heard == ["begun"]
 
 
-def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:
-    async def scenario() -> None:
-        pieces, client = Pieces(), asking()
-        task = asyncio.create_task(client.ask(ingress(ReplicaBackend(Handle(pieces)))))
-        await asyncio.sleep(0)
-        client.leave()
-        await task
-        assert pieces.is_cancelled
-        assert client.status is None
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:
+    pieces, client = Pieces(), asking()
+    task = asyncio.create_task(client.ask(ingress(ReplicaBackend(Handle(pieces)))))
+    await asyncio.sleep(0)
+    client.leave()
+    await task
+    assert pieces.is_cancelled
+    assert client.status is None

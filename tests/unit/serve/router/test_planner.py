@@ -381,79 +381,69 @@ def keys(seed: int, tokens: int) -> PromptKeys:
     return PromptHasher(SCHEME).keys(prompt(seed, tokens), MAX_KEYS)
 
 
-def test_questions_that_come_meanwhile_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_questions_that_come_meanwhile_go_out_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     actor = PlayedActor()
 
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
-        found = await asyncio.gather(*map(made.find, prompts))
-        for number, answer in enumerate(found, 1):
-            assert answer is not None
-            assert [each.anywhere for each in answer] == [16 * number, 32]
-            assert [each.on_nodes for each in answer] == [{"n1": 16 * number}, {"n1": 32}]
-
-    asyncio.run(main())
+    made = await learned(actor, monkeypatch)
+    prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
+    found = await asyncio.gather(*map(made.find, prompts))
+    for number, answer in enumerate(found, 1):
+        assert answer is not None
+        assert [each.anywhere for each in answer] == [16 * number, 32]
+        assert [each.on_nodes for each in answer] == [{"n1": 16 * number}, {"n1": 32}]
     assert len(actor.asked) <= 2
     assert all(query.namespace == "space" for query in actor.asked)
 
 
-def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
+async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a long prompt with windows fewer, larger chunks are asked for."""
     actor = PlayedActor()
     large = ChunkGroup(0, 64)
 
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        short = keys(1, 64)
-        long = replace(keys(2, 192), keys={large: keys(2, 192).first[3::4]})
-        found = await made.find([short, long, short])
-        assert found is not None
-        assert [each.anywhere for each in found] == [64, 48, 64]
-
-    asyncio.run(main())
+    made = await learned(actor, monkeypatch)
+    short = keys(1, 64)
+    long = replace(keys(2, 192), keys={large: keys(2, 192).first[3::4]})
+    found = await made.find([short, long, short])
+    assert found is not None
+    assert [each.anywhere for each in found] == [64, 48, 64]
     asked = sorted((query.chunks, query.counts) for query in actor.asked)
     assert asked == [("0:16", [4]), ("0:16", [4]), ("0:64", [3])]
 
 
-def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = PlayedActor()
 
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        long = keys(1, 16 * 1024)
-        found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
-        assert all(answer is not None for answer in found)
-
-    asyncio.run(main())
+    made = await learned(actor, monkeypatch)
+    long = keys(1, 16 * 1024)
+    found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
+    assert all(answer is not None for answer in found)
     assert len(actor.asked) == 3
     assert all(len(query.keys) <= MAX_KEYS for query in actor.asked)
 
 
-def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
+async def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     actor = PlayedActor()
 
-    async def main() -> None:
-        made = await learned(actor, monkeypatch, hangs=True)
-        actor.hangs = True
-        loop = asyncio.get_running_loop()
-        assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
-        await until(lambda: made._asking is not None and made._asking.done())
-        began = loop.time()
-        for n in range(20):
-            assert await made.find([keys(n, 64)]) is None
-        assert loop.time() - began < ROUTE_ANSWER_S * 20
-        assert len(actor.asked) == 1
-        # It is found again once its pause is over.
-        actor.hangs = False
-        made._breakers.pauses = Pauses(0.0, 0.0)
-        await until_answered(made)
-
-    asyncio.run(main())
+    made = await learned(actor, monkeypatch, hangs=True)
+    actor.hangs = True
+    loop = asyncio.get_running_loop()
+    assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
+    await until(lambda: made._asking is not None and made._asking.done())
+    began = loop.time()
+    for n in range(20):
+        assert await made.find([keys(n, 64)]) is None
+    assert loop.time() - began < ROUTE_ANSWER_S * 20
+    assert len(actor.asked) == 1
+    # It is found again once its pause is over.
+    actor.hangs = False
+    made._breakers.pauses = Pauses(0.0, 0.0)
+    await until_answered(made)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -468,31 +458,25 @@ async def until_answered(made: AskedDirectory) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
+async def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = NamespaceStatus("other", "/models/other", traits=TRAITS)
 
-    async def main() -> None:
-        made = await learned(PlayedActor([other, SPACE]), monkeypatch)
-        assert made._space == SPACE
-        unknown = await learned(PlayedActor([other]), monkeypatch)
-        assert unknown.hasher is None
-        assert await unknown.find([keys(1, 64)]) is None
-        twice = NamespaceStatus("second", "/models/m", traits=TRAITS)
-        assert (await learned(PlayedActor([SPACE, twice]), monkeypatch)).hasher is None
-
-    asyncio.run(main())
+    made = await learned(PlayedActor([other, SPACE]), monkeypatch)
+    assert made._space == SPACE
+    unknown = await learned(PlayedActor([other]), monkeypatch)
+    assert unknown.hasher is None
+    assert await unknown.find([keys(1, 64)]) is None
+    twice = NamespaceStatus("second", "/models/m", traits=TRAITS)
+    assert (await learned(PlayedActor([SPACE, twice]), monkeypatch)).hasher is None
 
 
-def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = PlayedActor()
 
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        assert await made.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
-
-    asyncio.run(main())
+    made = await learned(actor, monkeypatch)
+    assert await made.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
     assert actor.asked == []
 
 
