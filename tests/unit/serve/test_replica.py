@@ -16,7 +16,7 @@ from raykv.serve.arguments import ModelArguments, parse
 from raykv.serve.http.exchange import Head, HttpRequest
 from raykv.serve.models import SMOLLM2_NAME
 from raykv.serve.replica import EngineReplica
-from tests.fixtures.asgi import app_of, body, start
+from tests.fixtures.asgi import app_of, body, start, take
 
 REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b"{}")
 FAILED = "the process ended"
@@ -64,51 +64,31 @@ async def test_head_comes_with_the_first_piece_of_the_body() -> None:
     assert [piece async for piece in pieces] == [b"one", b"two"]
 
 
-def test_answer_without_a_body_has_a_head() -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(204))
-            await send(body(b"", more=False))
+@pytest.mark.parametrize(("status", "text"), [(204, []), (500, [b"sorry"])])
+async def test_answer_of_a_living_engine_is_passed_on(status: int, text: list[bytes]) -> None:
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start(status))
+        await send(body(b"".join(text), more=False))
 
-        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(204, [])]
+    pieces = Replica(app_of(steps)).handle_http(REQUEST)
+    assert [piece async for piece in pieces] == [Head(status, []), *text]
 
 
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("text", [b'data: {"error": "EngineDeadError"}', b""])
-def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
+async def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
     status: int, text: bytes
 ) -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(status))
-            replica._engine.errored = True
-            await send(body(text, more=False))
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start(status))
+        replica._engine.errored = True
+        await send(body(text, more=False))
 
-        replica = Replica(app_of(steps))
-        seen: list[Any] = []
-
-        async def collect() -> None:
-            async for piece in replica.handle_http(REQUEST):
-                seen.append(piece)  # noqa: PERF401 - what comes before the error is kept
-
-        with pytest.raises(RuntimeError, match=FAILED):
-            await collect()
-        return seen
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == []
-
-
-def test_failed_request_of_a_living_engine_is_answered() -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(500))
-            await send(body(b"sorry", more=False))
-
-        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(500, []), b"sorry"]
+    replica = Replica(app_of(steps))
+    seen: list[Any] = []
+    with pytest.raises(RuntimeError, match=FAILED):
+        await take(replica.handle_http(REQUEST), seen)
+    assert seen == []
 
 
 async def test_caller_that_leaves_ends_the_request_at_once() -> None:

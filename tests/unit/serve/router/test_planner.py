@@ -181,31 +181,18 @@ def test_reason_for_falling_back_is_told() -> None:
 
 
 TURN = "Vronsky's horse has fallen at the last fence but one. " * 60
+USER = {"role": "user", "content": TURN}
+SAID, ASKED = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And she?"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+PICTURE = {"type": "image_url"}
 AGENT_TURNS: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
-        {"messages": [{"role": "user", "content": TURN}], "system": "Be brief."},
-        {
-            "messages": [
-                {"role": "user", "content": TURN},
-                {"role": "assistant", "content": "Yes."},
-                {"role": "user", "content": "And she?"},
-            ],
-            "system": "Be brief.",
-        },
+        {"messages": messages, "system": "Be brief."} for messages in ([USER], [USER, SAID, ASKED])
     ],
-    "/v1/responses": [
-        {"instructions": TURN, "input": [{"role": "user", "content": "Is it so?"}]},
-        {
-            "instructions": TURN,
-            "input": [
-                {"role": "user", "content": "Is it so?"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            ],
-        },
-    ],
+    "/v1/responses": [{"instructions": TURN, "input": asked} for asked in ([ASKED], [ASKED, CALL])],
     "/v1/chat/completions": [
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN]}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN, "go on"]}]},
+        {"messages": [{"role": "user", "content": [PICTURE, TURN, *more]}]}
+        for more in ([], ["go on"])
     ],
 }
 
@@ -287,17 +274,10 @@ def test_request_that_is_no_plain_prompt_falls_back() -> None:
             raise ValueError(body)
         return None
 
-    renderer = loaded(lambda: render)
-    assert (
-        rendered(
-            renderer,
-            request(path="/tokenize"),
-            request(b"raise"),
-            request(b"none"),
-            request(b"x" * (MOST_BODY_BYTES + 1)),
-        )
-        == [Fallback.NO_PROMPT] + [Fallback.NOT_UNDERSTOOD] * 3
-    )
+    bodies = [b"raise", b"none", b"x" * (MOST_BODY_BYTES + 1)]
+    asked = [request(path="/tokenize"), *map(request, bodies)]
+    found = rendered(loaded(lambda: render), *asked)
+    assert found == [Fallback.NO_PROMPT] + [Fallback.NOT_UNDERSTOOD] * 3
 
 
 def test_request_that_would_wait_for_the_thread_is_not_rendered(
@@ -344,16 +324,16 @@ class _Method:
 class PlayedActor:
     """A scheduler actor that has everything asked for on node n1, and may hang."""
 
-    def __init__(self, spaces: Sequence[NamespaceStatus] = (SPACE,)) -> None:
-        self._spaces = list(spaces)
+    def __init__(self) -> None:
+        self.known = [SPACE]
         self.hangs = False
         self.asked: list[PrefixQuery] = []
         self.prefixes = _Method(self._prefixes)
         self.spaces = _Method(self._say_spaces)
 
     async def _say_spaces(self) -> bytes:
-        nodes = [["n1", "n2"]] * len(self._spaces)
-        return encode(SpacePage(PROTOCOL_VERSION, self._spaces, nodes))
+        nodes = [["n1", "n2"]] * len(self.known)
+        return encode(SpacePage(PROTOCOL_VERSION, self.known, nodes))
 
     async def _prefixes(self, raw: bytes) -> bytes:
         query = decode(raw, PrefixQuery)
@@ -363,13 +343,17 @@ class PlayedActor:
         return encode(PrefixPage(PROTOCOL_VERSION, ["n1"], tokens, tokens))
 
 
-async def learned(
-    actor: PlayedActor, monkeypatch: pytest.MonkeyPatch, *, hangs: bool = False
-) -> AskedDirectory:
-    """It knows its namespace. Answers of who does not hang have all the time they need."""
-    monkeypatch.setattr(directories, "_look_up", lambda: actor)
-    if not hangs:
-        monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> PlayedActor:
+    """The one that is found; its answers have all the time they need."""
+    made = PlayedActor()
+    monkeypatch.setattr(directories, "_look_up", lambda: made)
+    monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
+    return made
+
+
+async def learned() -> AskedDirectory:
+    """It has asked for its namespace."""
     made = AskedDirectory("/models/m")
     made.learn(["n1"])
     assert made._learning is not None
@@ -381,32 +365,23 @@ def keys(seed: int, tokens: int) -> PromptKeys:
     return PromptHasher(SCHEME).keys(prompt(seed, tokens), MAX_KEYS)
 
 
-async def test_questions_that_come_meanwhile_go_out_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    actor = PlayedActor()
-
-    made = await learned(actor, monkeypatch)
+async def test_questions_that_come_meanwhile_go_out_together(actor: PlayedActor) -> None:
+    made = await learned()
     prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
     found = await asyncio.gather(*map(made.find, prompts))
-    for number, answer in enumerate(found, 1):
-        assert answer is not None
-        assert [each.anywhere for each in answer] == [16 * number, 32]
-        assert [each.on_nodes for each in answer] == [{"n1": 16 * number}, {"n1": 32}]
+    assert found == [
+        [FoundPrompt({"n1": tokens}, tokens) for tokens in (16 * number, 32)]
+        for number in range(1, 9)
+    ]
     assert len(actor.asked) <= 2
     assert all(query.namespace == "space" for query in actor.asked)
 
 
-async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(actor: PlayedActor) -> None:
     """Of a long prompt with windows fewer, larger chunks are asked for."""
-    actor = PlayedActor()
-    large = ChunkGroup(0, 64)
-
-    made = await learned(actor, monkeypatch)
+    made = await learned()
     short = keys(1, 64)
-    long = replace(keys(2, 192), keys={large: keys(2, 192).first[3::4]})
+    long = replace(keys(2, 192), keys={ChunkGroup(0, 64): keys(2, 192).first[3::4]})
     found = await made.find([short, long, short])
     assert found is not None
     assert [each.anywhere for each in found] == [64, 48, 64]
@@ -414,10 +389,8 @@ async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
     assert asked == [("0:16", [4]), ("0:16", [4]), ("0:64", [3])]
 
 
-async def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = PlayedActor()
-
-    made = await learned(actor, monkeypatch)
+async def test_question_is_never_longer_than_a_page(actor: PlayedActor) -> None:
+    made = await learned()
     long = keys(1, 16 * 1024)
     found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
     assert all(answer is not None for answer in found)
@@ -426,11 +399,10 @@ async def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPa
 
 
 async def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    actor: PlayedActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor = PlayedActor()
-
-    made = await learned(actor, monkeypatch, hangs=True)
+    monkeypatch.setattr(directories, "ROUTE_ANSWER_S", ROUTE_ANSWER_S)
+    made = await learned()
     actor.hangs = True
     loop = asyncio.get_running_loop()
     assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
@@ -443,7 +415,9 @@ async def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
     # It is found again once its pause is over.
     actor.hangs = False
     made._breakers.pauses = Pauses(0.0, 0.0)
-    await until_answered(made)
+    async with asyncio.timeout(PATIENCE_S):
+        while await made.find([keys(1, 64)]) is None:
+            await asyncio.sleep(0.01)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -452,32 +426,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def until_answered(made: AskedDirectory) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while await made.find([keys(1, 64)]) is None:
-            await asyncio.sleep(0.01)
-
-
 async def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
-    monkeypatch: pytest.MonkeyPatch,
+    actor: PlayedActor,
 ) -> None:
     other = NamespaceStatus("other", "/models/other", traits=TRAITS)
-
-    made = await learned(PlayedActor([other, SPACE]), monkeypatch)
-    assert made._space == SPACE
-    unknown = await learned(PlayedActor([other]), monkeypatch)
-    assert unknown.hasher is None
-    assert await unknown.find([keys(1, 64)]) is None
-    twice = NamespaceStatus("second", "/models/m", traits=TRAITS)
-    assert (await learned(PlayedActor([SPACE, twice]), monkeypatch)).hasher is None
-
-
-async def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = PlayedActor()
-
-    made = await learned(actor, monkeypatch)
-    assert await made.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
-    assert actor.asked == []
+    twin = NamespaceStatus("second", "/models/m", traits=TRAITS)
+    actor.known = [other, SPACE]
+    known = await learned()
+    assert await known.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
+    assert actor.asked == [], "a short prompt asks nobody"
+    await known.find([keys(1, 64)])
+    assert actor.asked[0].namespace == "space"
+    for actor.known in ([other], [SPACE, twin]):
+        unknown = await learned()
+        assert (unknown.hasher, await unknown.find([keys(1, 64)])) == (None, None)
 
 
 # Settings
@@ -485,21 +447,12 @@ async def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"laod": 0.1},
-        {"load": 0.9, "fetch": 0.1},
-        {"request": -1},
-        {"recent_s": -1},
-        {"load": "x"},
-        {"waiting": -1},
-    ],
+    [{"laod": 0.1}, {"load": 0.9, "fetch": 0.1}, {"request": -1}, {"recent_s": -1}, {"load": "x"}],
     ids=str,
 )
 def test_setting_that_can_not_be_meant_is_refused_when_the_application_is_built(
     wrong: dict[str, Any],
 ) -> None:
-    with pytest.raises(SettingError):
-        parse_route_settings(wrong)
     model = ModelArguments(model="m", router={"policy": "kv", "kwargs": wrong})  # type: ignore[arg-type]
     with pytest.raises(SettingError):
         kv_router_kwargs(model)
