@@ -95,14 +95,10 @@ def test_tokens_of_any_size_hash_as_in_vllm(tokens: list[int], size: int) -> Non
         assert block_hashes(tokens, scheme) == vllm_hashes("sha256", size, tokens, PromptTraits())
 
 
-def test_numbers_of_numpy_hash_as_those_of_python() -> None:
+def test_numbers_of_numpy_hash_as_those_of_python_and_less_than_a_block_not_at_all() -> None:
     scheme = HashScheme("sha256", DEFAULT_SEED, 8)
     tokens = np.arange(40, dtype=np.int32)
     assert block_hashes(tokens, scheme) == block_hashes(tokens.tolist(), scheme)  # type: ignore[arg-type]
-
-
-def test_prompt_that_is_shorter_than_a_block_has_no_hash() -> None:
-    scheme = HashScheme("sha256", DEFAULT_SEED, 8)
     assert block_hashes([], scheme) == block_hashes([1] * 7, scheme) == []
 
 

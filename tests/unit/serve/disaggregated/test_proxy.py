@@ -87,10 +87,12 @@ class Pair:
             "m", self.prefill, self.decode, rules, self.courses.append
         )
 
-    async def ask(self, length: int = 4) -> list[Head | bytes]:
+    def begin(self, length: int = 4) -> Pieces:
         body = json.dumps({"prompt": [7] * length}).encode()
-        request = HttpRequest("POST", COMPLETIONS, b"", [], body)
-        return [piece async for piece in self.backend.answer(request)]
+        return self.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
+
+    async def ask(self, length: int = 4) -> list[Head | bytes]:
+        return [piece async for piece in self.begin(length)]
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +144,8 @@ async def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
     with caplog.at_level(logging.WARNING, logger="ray.serve"):
         await asyncio.gather(*(pair.ask() for _ in range(3)))
     assert pair.courses == [course] * 3
+    # What is late is taken back.
+    assert pair.prefill.num_left == (3 if course is Course.LATE else 0)
     await pair.ask()
     assert pair.courses[3:] == [Course.SKIPPED]
     assert len(pair.decode.requests) == 4
@@ -154,12 +158,6 @@ async def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
     await until(lambda: pair.backend._return is None)
     await pair.ask()
     assert pair.courses[5:] == [Course.PREFILLED]
-
-
-async def test_late_prefill_is_taken_back() -> None:
-    pair = Pair(Engine(hang))
-    await pair.ask()
-    assert (pair.courses, pair.prefill.num_left) == ([Course.LATE], 1)
 
 
 async def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
@@ -189,8 +187,7 @@ async def test_client_that_leaves_during_the_prefill_takes_its_request_back() ->
 
 async def test_client_that_leaves_during_the_answer_takes_its_request_back() -> None:
     pair = Pair()
-    body = json.dumps({"prompt": [7] * 4}).encode()
-    pieces: Any = pair.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
+    pieces: Any = pair.begin()
     assert isinstance(await anext(pieces), Head)
     await pieces.aclose()
     assert pair.decode.num_left == 1
