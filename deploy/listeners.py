@@ -60,7 +60,7 @@ LISTENERS = (
         ("PublisherActor",),
         "events and their replay, if they are published",
         At.NODE,
-        "`events_endpoint`, `events_replay_endpoint`",
+        "`events_endpoint`, `raykv publish start`",
         Answer.EVENTS,
         HEAD,
     ),

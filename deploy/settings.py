@@ -26,20 +26,14 @@ TOPICS = {
     "Storing and loading": (
         "kv_handover staging_bytes window_share layerwise_loads durable_stores stop_unused_stores"
     ),
-    "Chunks of other nodes": "transport fetch_checksums fetch_bytes_per_s prefill_tokens_per_s",
-    "Deadlines": (
-        "load_deadline_s store_deadline_s flush_deadline_s lookup_deadline_s query_deadline_s "
-        "fetch_deadline_s cancel_grace_s attach_deadline_s rpc_deadline_s"
-    ),
-    "Metrics": "metrics_port metrics_address metrics_sd_path",
+    "Chunks of other nodes": "transport always_fetch",
+    "Deadlines": "request_deadline_s step_deadline_s start_deadline_s",
+    "Metrics": "metrics_port metrics_address",
     "Hidden states": (
         "hidden_states_path hidden_states_bytes hidden_states_ttl_s hidden_states_client_paths"
     ),
     "What operators see": "why_miss_text",
-    "Events": (
-        "describe_chunks events_endpoint events_replay_endpoint events_topic events_format "
-        "events_hashes"
-    ),
+    "Events": "describe_chunks events_endpoint",
 }
 """Every setting once, under the heading where a reader looks for it."""
 
@@ -50,10 +44,10 @@ TOP = """\
 this page.
 
 Settings belong in vLLM's `kv_connector_extra_config`. A setting that is not there comes from the
-environment variable `RAYKV_<NAME>`, as in `RAYKV_POOL_BYTES=64GiB`; otherwise it has its default.
-Variables that Kubernetes sets for a Service called `raykv…` are no settings, and ignored.
-Sizes may be written like "8GiB" or "8Gi". An unknown key, an invalid value or an unsupported vLLM
-stops the engine's start with one sentence that says what to do. `raykv plan MODEL --set NAME=VALUE`
+environment variable `RAYKV_<NAME>`, as in `RAYKV_POOL_BYTES=64GiB`, or has its default. RayKV
+ignores variables that Kubernetes sets for a Service called `raykv…`. Sizes may be written like
+"8GiB" or "8Gi". An unknown key, an invalid value or an unsupported vLLM stops the engine's start
+with one sentence that says what to do. `raykv plan MODEL --set NAME=VALUE`
 says whether settings fit a model before anything starts.
 
 The first engine on a node decides the size of the node's pool; an engine that asks for another size
@@ -68,8 +62,8 @@ BOTTOM = """\
 they mean in vLLM. `offload_prompt_only` is false by default, because conversations need generated
 tokens too.
 
-With `canonical_layout: true`, engines of different tensor-parallel sizes share chunks where vLLM
-certifies the order of the bytes; elsewhere the start is refused. All of these engines need the key,
+With `canonical_layout: true`, engines of different tensor-parallel sizes share chunks if vLLM
+certifies the order of the bytes; otherwise the start is refused. All of these engines need the key,
 the same block size and the same KV layout. `VLLM_KV_CACHE_LAYOUT=LBHNC` copies whole pages,
 `LBNHC` many small pieces.
 """

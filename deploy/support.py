@@ -32,8 +32,8 @@ FEATURES = {
     "document + question": "a second question about a document finds the document",
     "conversation": "the next turn finds the one before, and the answer to it",
     "another engine": "another engine on the node loads what the first has stored",
-    "restart": "so does an engine that is started again",
-    "small pool": "a pool that has room for some of the documents serves those",
+    "restart": "a restarted engine loads it, too",
+    "small pool": "a pool with room for some of the documents serves those",
     "pre-emption": "requests whose KV does not fit into vLLM's cache",
     "chunks of blocks": "`blocks_per_chunk` above 1",
     "fetch": "from another node's pool",
@@ -41,14 +41,14 @@ FEATURES = {
     "layer-wise": "`layerwise_loads`",
     "hidden states": "`RayKVHiddenStatesConnector`",
     "canonical layout": "`canonical_layout`",
-    "events": "`raykv events` tells of the chunks of every KV group",
-    "listing": "so do `raykv ls`, `raykv show` and `raykv status`",
-    "lookup": "`raykv lookup` says what an engine then loads",
-    "routing": "a router of Ray Serve is told the same",
-    "prefetch": "`raykv prefetch` brings all that it needs",
-    "pin": "`raykv pin` keeps all that a prompt needs",
+    "events": "`raykv events` reports the chunks of every KV group",
+    "listing": "`raykv chunk ls`, `raykv chunk show` and `raykv status` have them, too",
+    "lookup": "`raykv chunk lookup` says what an engine then loads",
+    "routing": "a router of Ray Serve gets the same answer",
+    "prefetch": "`raykv prefetch` brings all that a prompt needs",
+    "pin": "`raykv pin add` keeps all that a prompt needs",
     "sessions": "a session's end and its pause decide what is evicted",
-    "why-miss": "`raykv why-miss` says why a prompt was computed",
+    "explain": "`raykv explain` says why a prompt was computed",
     "inspect": "`raykv.inspect`: frames, and K and V of chunks as tensors",
 }
 """What can be proven, in the order of the page."""
@@ -57,12 +57,13 @@ TOP = """\
 # What works with which model
 
 `python deploy/support.py` writes this page from the tests that prove it: those with the marker
-`support`. A cell names the versions of vLLM on which its test runs; "both" are 0.32 and 0.33. An
-empty cell has no test: it may work. What RayKV knows that it can't do it refuses at the start, in
-one sentence.
+`support`. A cell names the versions of vLLM on which its test runs; "both" means 0.32 and 0.33. An
+empty cell has no test: the combination may work. RayKV refuses at the start, in one sentence, what
+it knows it cannot do.
 
-Tests run on vLLM's CPU build, with tiny models of random weights. Of 0.33 there is none: its Python
-sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8 need.
+Tests run on vLLM's CPU build, with tiny models of random weights. There is no CPU build of 0.33:
+its Python sources run over the compiled part of 0.32, which lacks what experts and KV caches in FP8
+need.
 
 ## Models
 """

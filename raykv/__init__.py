@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 
-from raykv.base.extras import attach_stub
+import lazy_loader
 
 if "ipykernel" in sys.modules:
     # Notebooks print in red what Ray says where ipywidgets are missing, and what torchvision says
@@ -16,4 +16,4 @@ if "ipykernel" in sys.modules:
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 
 # The client, and with it Ray, is imported only when it is asked for.
-__getattr__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

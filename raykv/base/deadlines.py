@@ -1,7 +1,7 @@
 """Waits that are not settings and that modules share, each with its reason.
 
 A wait that only one module uses is a constant of that module. Together with the settings whose
-names end in `_deadline_s`, and `cancel_grace_s`, these are all the times that anything in RayKV
+names end in `_deadline_s`, these are all the times that anything in RayKV
 waits for anything: tests/unit/base/test_deadlines.py finds waits without one, and numbers without
 a name.
 """

@@ -5,11 +5,8 @@ Where an optional package is needed and missing, a sentence says what to install
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from raykv.base.errors import SettingError
@@ -77,29 +74,3 @@ def complaint(error: ModuleNotFoundError, purpose: str) -> str:
     if package not in _INSTALL:
         return ""
     return f"{purpose} needs {package}, which is not installed: {_INSTALL[package]}"
-
-
-def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
-    """`__getattr__` and `__all__` of a package whose names are imported when they are asked for.
-
-    The stub beside it, `__init__.pyi`, imports each name from where it is: for type checkers, for
-    editors and for this.
-
-    Args:
-        package: its `__name__`.
-        file: its `__file__`.
-    """
-    stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
-    homes = {
-        alias.name: node.module
-        for node in stub.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-    }
-
-    def find(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
-
-    return find, sorted(homes)

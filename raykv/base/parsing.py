@@ -122,7 +122,6 @@ def _within(is_allowed: Callable[[float], bool], what: str) -> Callable[[str, An
 
 
 seconds = _within(lambda found: 0 < found <= 3600, "a number of seconds above 0, at most 3600")
-rate = _within(lambda found: 0 < found < math.inf, "a number above 0")
 ratio = _within(lambda found: 0 <= found < math.inf, "a number, 0 or above")
 share = _within(lambda found: 0 <= found <= MAX_SHARE, f"a number from 0 to {MAX_SHARE}")
 

@@ -28,16 +28,37 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `kv_connector_extra_config` that keep vLLM's meaning; RayKV passes them on."""
 
+_REQUEST, _STEP = "request_deadline_s bounds it", "step_deadline_s bounds it"
+_MEASURED = "it is measured; always_fetch=true fetches in any case"
+_PUBLISHED = "`raykv publish start` sets it, for engines with describe_chunks=true"
+
 INSTEAD = {
     "cpu_bytes_to_use": "the pool is set with pool_bytes",
     "secondary_tiers": "a disk is set with disk_path",
-    "store_threshold": "stop_unused_stores leaves out stores that do not pay",
+    "store_threshold": "stop_unused_stores skips stores that do not pay",
     "sync_load_budget_bytes": (
         "when a load within a step fails, vLLM leaves blocks that did not come in its prefix "
         "cache; layerwise_loads=true loads within the step too, and takes them out"
     ),
+    "load_deadline_s": _STEP,
+    "flush_deadline_s": _STEP,
+    "store_deadline_s": "a store has half a minute, and no request waits for it",
+    "cancel_grace_s": "a NodeActor has two seconds to give up a copy",
+    "fetch_deadline_s": _REQUEST,
+    "lookup_deadline_s": f"{_REQUEST}: a fifth of that",
+    "query_deadline_s": f"{_REQUEST}: a tenth of that",
+    "attach_deadline_s": "start_deadline_s bounds it",
+    "rpc_deadline_s": "an actor has five seconds for an answer, and no request waits for it",
+    "fetch_bytes_per_s": _MEASURED,
+    "prefill_tokens_per_s": _MEASURED,
+    "fetch_checksums": "every chunk that comes from another node is checked",
+    "metrics_sd_path": "the file is raykv_metrics_sd.json in Ray's session directory",
+    "events_replay_endpoint": _PUBLISHED,
+    "events_topic": _PUBLISHED,
+    "events_format": _PUBLISHED,
+    "events_hashes": _PUBLISHED,
 }
-"""Keys of vLLM's own offloading that RayKV does not take, and what to set instead."""
+"""Keys of vLLM's own offloading and of earlier versions, and what takes their place."""
 
 ENV_PREFIX = "RAYKV_"
 
@@ -75,7 +96,6 @@ class MetricsPlace:
 
     port: str = "auto"
     address: str = ""
-    sd_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,196 +129,173 @@ class Settings:
 
     pool_bytes: int | None = _setting(
         None,
-        "RAM that this node lends. Default: a quarter of what machine or control group have free",
+        "Size of this node's pool in RAM. Default: a quarter of the free memory of the machine or "
+        "its control group",
         parsing.parse_size,
     )
     pool_path: str = _setting(
         "", "A file for the pool, which then survives its NodeActor. Default: anonymous RAM"
     )
     disk_path: str = _setting(
-        "", "A folder on each node's disk for what pools give up. Default: it is forgotten"
+        "", "Folder on each node's disk for chunks that pools evict. Default: no disk tier"
     )
     disk_bytes: int | None = _setting(
         None,
-        "What may lie there, per node. Default: half of what is free at the start",
+        "Most bytes in disk_path, per node. Default: half of what is free at the start",
         parsing.parse_size,
     )
     disk_free_bytes: int = _setting(
-        4 << 30, "Nothing is written while that file system has less than this free"
+        4 << 30, "Write nothing to disk_path while its file system has less than this free"
     )
     ray_address: str = _setting(
         "",
-        "The Ray cluster. Default: RAY_ADDRESS, else this user's on the host, else a new local one",
+        "Ray cluster to join. Default: RAY_ADDRESS, else this user's on the host, else a new local "
+        "one",
         parsing.address,
     )
     node_id: str = _setting(
-        "", "The Ray node of this engine. Default: that of the raylet it connects to"
+        "", "Ray node of this engine. Default: that of the raylet it connects to"
     )
     weights_version: str = _setting(
         "",
-        "Tells weights apart, with their content; needed where that can't be read: object storage",
+        "Name of the weights, used together with their content; needed if that cannot be read "
+        "(object storage)",
     )
     kv_handover: str = _setting(
         "auto",
-        "How the NodeActor gets at the KV cache: mapped (ipc: CUDA IPC on GPUs), copied by the "
-        "engine through staging memory (staged), or mapped where it can be (auto)",
+        "How the NodeActor reaches the KV cache: by mapping it (ipc; CUDA IPC on GPUs), through "
+        "staging memory that the engine copies (staged), or by mapping it if possible (auto)",
         parsing.one_of("auto", "ipc", "staged"),
     )
     staging_bytes: int = _setting(256 << 20, "Host memory for the staged hand-over, per rank")
-    load_deadline_s: float = _setting(
-        5.0, "A load that takes longer is given up and the tokens are computed"
-    )
-    store_deadline_s: float = _setting(
-        30.0, "A store that takes longer is given up; no request waits for it"
-    )
-    flush_deadline_s: float = _setting(
-        5.0, "Longest wait for stores from blocks that vLLM takes away (pre-emption)"
+    step_deadline_s: float = _setting(
+        5.0,
+        "Longest time of a load, after which its tokens are computed, and longest wait of a step "
+        "for stores from blocks that vLLM takes away (preemption)",
     )
     layerwise_loads: bool = _setting(
         False,
-        "A loaded prompt is computed at once, each layer as soon as its KV is there: sooner where "
-        "few requests run; where many do, all of the step wait for it. Only for plain full "
+        "Compute a loaded prompt in the same step, each layer as soon as its KV is there. That is "
+        "faster if few requests run; with many, the whole step waits. Only for plain full "
         "attention, without speculation and pipeline parallelism",
     )
     durable_stores: bool = _setting(
         False,
-        "A step of the engine ends when its chunks are in the pool, so that an answered request's "
-        "are there; it waits for them, at most flush_deadline_s. One step after the answer comes "
-        "its last chunk, if it ends right before the answer's last token and async_scheduling is "
-        "on (vLLM's default), or if the answer filled it and it is of a draft model's KV group",
+        "End a step of the engine only when its chunks are in the pool, so that the chunks of an "
+        "answered request are there; a step waits at most step_deadline_s. The last chunk of an "
+        "answer comes one step later if it ends right before the answer's last token and "
+        "async_scheduling is on (vLLM's default), or if the answer filled it and it belongs to a "
+        "draft model's KV group",
     )
-    lookup_deadline_s: float = _setting(
-        2.0, "Longest wait of a request for chunks that are still being stored"
-    )
-    query_deadline_s: float = _setting(
-        1.0, "Longest wait of a request to learn what other nodes have"
-    )
-    fetch_deadline_s: float = _setting(
-        10.0, "Longest wait of a request for chunks on their way from another node"
+    request_deadline_s: float = _setting(
+        10.0,
+        "Longest wait of a request for chunks on their way from another node. A fifth of it is the "
+        "longest wait for chunks that are still being stored, a tenth for the answer which nodes "
+        "have chunks",
     )
     stop_unused_stores: bool = _setting(
         True,
-        "While less than 3 of 100 tokens that a node stores of a model are loaded again, or read "
-        "by other nodes, only one request in 16 stores there; never before its pool was filled "
-        "once, and 2,048 chunks were stored",
+        "Store only one request in 16 while less than 3 % of a model's tokens that a node stores "
+        "are loaded again or read by other nodes. This begins only after the pool was filled once "
+        "and 2,048 chunks were stored",
     )
-    fetch_checksums: bool = _setting(True, "Check every chunk that comes from another node (XXH3)")
     transport: str = _setting(
         "ray",
-        "How chunks go from node to node: Ray's object refs (ray), or NIXL where both nodes have "
-        "it, else Ray (nixl; auto: the same, and no warning where it can't be loaded). Over TCP "
+        "How chunks go from node to node: Ray's object refs (ray), or NIXL if both nodes have it, "
+        "else Ray (nixl; auto: the same, without a warning if NIXL cannot be loaded). Over TCP "
         "NIXL is slower than Ray; RDMA is untried. UCX listens without a password: see "
         "deploy/security.md. The first engine decides, or `raykv up`",
         parsing.one_of("auto", "ray", "nixl"),
     )
-    fetch_bytes_per_s: float | None = _setting(
-        None, "Speed of a fetch when it is compared with computing. Default: measured", parsing.rate
-    )
-    prefill_tokens_per_s: float | None = _setting(
-        None, "Speed of computing when it is compared with a fetch. Default: measured", parsing.rate
+    always_fetch: bool = _setting(
+        False,
+        "Fetch chunks of other nodes and disks even if computing them is measured to be faster",
     )
     pin_share: float = _setting(
         0.25,
-        "Share of each pool that pins may take, at most; those of requests take half of that at "
-        "most. The first engine decides, or `raykv up`",
+        "Greatest share of each pool that pins may take; pins of requests may take half of it. The "
+        "first engine decides, or `raykv up`",
         parsing.share,
     )
     client_hints: str = _setting(
         "none",
-        "What requests may ask for in kv_transfer_params and kv_hints: nothing; raykv_priority; "
-        "session as well (raykv_session, raykv_session_over, raykv_pause_s); pin: raykv_pin_s too",
+        "What requests may ask for in kv_transfer_params and kv_hints: nothing (none), "
+        "raykv_priority (priority), also raykv_session, raykv_session_over and raykv_pause_s "
+        "(session), or also raykv_pin_s (pin)",
         parsing.one_of("none", "priority", "session", "pin"),
     )
     tenant_source: str = _setting(
         "salt",
-        "What says whose a request is: its cache_salt, or raykv_tenant in kv_transfer_params, "
-        "which your server must set, or take out, in every request",
+        "What names a request's tenant: its cache_salt (salt), or raykv_tenant in "
+        "kv_transfer_params, which your server must set or remove in every request (server)",
         parsing.one_of("salt", "server"),
     )
-    cancel_grace_s: float = _setting(
-        2.0,
-        "Time for the NodeActor to confirm that it gave up a copy; then it is ended, since a late "
-        "copy could write into another request's blocks",
-    )
-    attach_deadline_s: float = _setting(
-        60.0, "Longest wait at start for the actors; then the engine runs without them"
-    )
-    rpc_deadline_s: float = _setting(
-        5.0, "Longest wait for one answer of an actor, in background threads only"
+    start_deadline_s: float = _setting(
+        60.0, "Longest wait for the actors at the start; then the engine runs without the cache"
     )
     metrics_port: str = _setting(
         "auto",
-        "Port of the actors' metrics, on each node: any free one (auto), a number (where it is "
-        "taken, one of the 15 after it), or off",
+        "Port of the actors' metrics, on each node: any free one (auto), a number (or one of the "
+        "15 after it, if it is taken), or off",
         parsing.port,
     )
     metrics_address: str = _setting(
-        "", "Address that the metrics listen at. Default: the node's, as Ray has it"
-    )
-    metrics_sd_path: str = _setting(
-        "",
-        "File on Ray's head node that tells Prometheus of all targets. Default: "
-        "`raykv_metrics_sd.json` in Ray's session directory",
+        "", "Address of the actors' metrics. Default: the node's, as Ray has it"
     )
     hidden_states_path: str = _setting(
         "",
         "Folder for files of hidden states, or off. Default: raykv_hidden_states in the temporary "
         "folder",
     )
-    hidden_states_bytes: int = _setting(1 << 30, "RAM per node for hidden states, beside the pool")
+    hidden_states_bytes: int = _setting(
+        1 << 30, "RAM per node for hidden states, in addition to the pool"
+    )
     hidden_states_ttl_s: float = _setting(
-        600.0, "How long they are kept, and their files unless they are removed earlier"
+        600.0, "How long hidden states are kept, and their files unless you remove them earlier"
     )
     hidden_states_client_paths: bool = _setting(
-        False, "Requests may name the file of their hidden states: any file of the server"
+        False, "Let requests name the file of their hidden states: any file of the server"
     )
     window_share: float = _setting(
         0.25,
-        "Models with sliding windows: RAM for windows between those at the ends of prompts, beside "
-        "what full attention takes, so that prompts which share a beginning find it; 0 stores what "
-        "vLLM keeps for itself",
+        "For models with sliding windows: RAM for windows in the middle of prompts, as a share of "
+        "what full attention takes, so that prompts that share a beginning find it; 0 stores only "
+        "the windows that vLLM keeps",
         parsing.ratio,
     )
     why_miss_text: bool = _setting(
         False,
-        "Show, in raykv why-miss, the tokens at which a prompt leaves the one that was cached: "
-        "otherwise their place alone",
+        "Show, in raykv explain, the tokens at which a prompt leaves the cached one, not only "
+        "their position",
     )
     describe_chunks: bool = _setting(
-        False, "Tell the NodeActors the token ids of stored chunks, for readers of events"
+        False, "Send the token ids of stored chunks to the NodeActors, for readers of events"
     )
     events_endpoint: str = _setting(
         "",
-        "Where the cluster's events are published in vLLM's format, on Ray's head node, as in "
-        "tcp://*:5557 (* is the node's address, 0.0.0.0 all of them); includes describe_chunks. "
-        "Default: nowhere",
+        "Endpoint on Ray's head node where the cluster's events are published in vLLM's format, "
+        "such as tcp://*:5557 (* is the node's address, 0.0.0.0 every address); includes "
+        "describe_chunks. Default: not published",
         parsing.endpoint,
-    )
-    events_replay_endpoint: str = _setting(
-        "",
-        "Where subscribers ask for events that they have missed. Default: nowhere",
-        parsing.endpoint,
-    )
-    events_topic: str = _setting(
-        "kv@{node}@{model}",
-        "The stream of a chunk's events; it may name {node}, {ip}, {host}, {model}, {namespace}",
-        parsing.topic,
-    )
-    events_format: str = _setting(
-        "map",
-        "Events as vLLM writes them now (map), or did (array)",
-        parsing.one_of("map", "array"),
-    )
-    events_hashes: str = _setting(
-        "int",
-        "Block hashes as vLLM publishes them: their low 64 bits (int), or whole (bytes)",
-        parsing.one_of("int", "bytes"),
     )
 
     @property
+    def lookup_s(self) -> float:
+        """Longest wait of a request for chunks that are still being stored.
+
+        Shorter than for a fetch, which takes the network too; longer than for an answer.
+        """
+        return self.request_deadline_s / 5
+
+    @property
+    def query_s(self) -> float:
+        """Longest wait of a request to learn what other nodes have."""
+        return self.request_deadline_s / 10
+
+    @property
     def metrics_place(self) -> MetricsPlace:
-        """The three settings of metrics."""
-        return MetricsPlace(self.metrics_port, self.metrics_address, self.metrics_sd_path)
+        """The settings of metrics."""
+        return MetricsPlace(self.metrics_port, self.metrics_address)
 
     @property
     def node_options(self) -> NodeOptions:
@@ -342,8 +339,7 @@ def load_settings(
             raise errors.SettingError(
                 f"a setting of RayKV has the name {parsing.shown(key)}, which is no text"
             )
-        if key in INSTEAD:
-            raise errors.SettingError(f"{key} is not a setting of RayKV: {INSTEAD[key]}")
+        _refuse_replaced(key, key)
         if key not in known and key not in VLLM_KEYS:
             raise errors.SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}
@@ -353,6 +349,7 @@ def load_settings(
         if _is_service_link(variable, value):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
+        _refuse_replaced(name, variable)
         if name not in known:
             names = {ENV_PREFIX + n.upper() for n in known}
             raise errors.SettingError(_unknown("environment variable", variable, names))
@@ -361,6 +358,11 @@ def load_settings(
         if key in known:
             values[key] = known[key].metadata["parse"](key, value)
     return Settings(**values)
+
+
+def _refuse_replaced(name: str, given_as: str) -> None:
+    if name in INSTEAD:
+        raise errors.SettingError(f"{given_as} is not a setting of RayKV: {INSTEAD[name]}")
 
 
 def _unknown(what: str, name: str, allowed: set[str]) -> str:

@@ -1,19 +1,23 @@
 """The command `raykv`: thin faces of the client, a module for each topic.
 
-A topic is one more module here, whose commands say `@app.command()`, and its name in the import.
-`raykv.lab` has its own.
+`COMMANDS` has all of them, as `raykv --help` shows them. A new one is a function with an example in
+its docstring, in the module of its topic, and a line there.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
 from typer.main import get_command
 
+import raykv
 from raykv.base.errors import (
     ClusterError,
     NotFoundError,
@@ -24,32 +28,203 @@ from raykv.base.errors import (
 )
 from raykv.base.extras import complaint
 from raykv.base.settings import log_level
-from raykv.cli import (  # noqa: F401 - each adds its commands to `app`
+from raykv.cli import (
     chunks,
     events,
-    operate,
+    pins,
     plan,
-    publish,
+    pools,
     quota,
     serve,
     sessions,
-    ship,
     status,
     switch,
     top,
+    transfers,
     trouble,
 )
-from raykv.cli.base import ExitCode, app, print_json
+from raykv.cli.base import EXIT_CODES, ExitCode, print_json
 from raykv.cluster.logs import set_up_logging
 from raykv.lab import commands
-
-for command in (commands.demo, commands.bench, commands.chaos):
-    app.command()(command)
 
 UsageError: Any = typer.BadParameter.__base__
 """Of all wrong uses that the parser finds; typer shows it by its child alone."""
 
 __all__ = ["app", "main"]
+
+Command = Callable[..., None]
+
+
+class Group(NamedTuple):
+    """Commands about one thing, behind its name."""
+
+    help: str
+    commands: Mapping[str, Command]
+
+
+COMMANDS: dict[str, dict[str, Command | Group]] = {
+    "Run": {
+        "serve": serve.serve,
+        "up": pools.up,
+        "down": pools.down,
+        "plan": plan.plan,
+        "files": serve.files,
+    },
+    "Observe": {
+        "status": status.status,
+        "top": top.top,
+        "doctor": trouble.doctor,
+        "explain": trouble.explain,
+        "logs": trouble.logs,
+        "events": events.events,
+        "settings": plan.settings,
+        "chunk": Group(
+            "Look at chunks, and at what is cached of a prompt.",
+            {"ls": chunks.ls, "show": chunks.show, "lookup": chunks.lookup},
+        ),
+    },
+    "Control": {
+        "pause": switch.pause,
+        "resume": switch.resume,
+        "clear": switch.clear,
+        "pin": Group(
+            "Keep chunks from being evicted.", {"add": pins.add, "rm": pins.rm, "ls": pins.ls}
+        ),
+        "quota": Group(
+            "Set, list and remove tenants' shares of pools and disks.",
+            {"set": quota.set_quota, "rm": quota.rm, "ls": quota.ls},
+        ),
+        "session": Group(
+            "Look at sessions of requests, and say what becomes of their chunks.",
+            {
+                "ls": sessions.ls,
+                "show": sessions.show,
+                "over": sessions.over,
+                "pause": sessions.pause,
+                "prefetch": sessions.prefetch,
+            },
+        ),
+        "engine": Group("Act on one engine.", {"weights": switch.weights}),
+        "publish": Group(
+            "Publish the cluster's events in vLLM's format (ZMQ), for routers that index KV "
+            "caches.",
+            {"start": events.start, "status": events.publisher_status, "stop": events.stop},
+        ),
+    },
+    "Move data": {
+        "prefetch": transfers.prefetch,
+        "move": transfers.move,
+        "export": transfers.export_chunks,
+        "import": transfers.import_chunks,
+    },
+    "Try and measure": {
+        "demo": commands.demo,
+        "bench": commands.bench,
+        "chaos": commands.chaos,
+    },
+}
+"""All commands by their panel."""
+
+OLD_NAMES = {
+    "ls": "chunk ls",
+    "show": "chunk show",
+    "lookup": "chunk lookup",
+    "pin": "pin add",
+    "unpin": "pin rm",
+    "pins": "pin ls",
+    "quota remove": "quota rm",
+    "quota list": "quota ls",
+    "set-weights-version": "engine weights",
+    "why-miss": "explain",
+    "version": "--version",
+}
+"""Commands that had another name, which works until the next release."""
+
+OLD_ADDRESS = "--ray-address"
+"""What `--address` was called; it works until the next release."""
+
+
+def renamed(words: Sequence[str], today: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The words of a command line with the names of `today`, and a sentence for each other one."""
+    found, sentences = list(words), []
+    command = today.get(found[0]) if found else None
+    inner = {"--help", *getattr(command, "commands", ())}
+    is_group = len(inner) > 1
+    # `pin` is a group, and was a command whose first words are keys and options.
+    is_of_today = command is not None and (not is_group or set(found[1:2]) <= inner)
+    for old, new in OLD_NAMES.items():
+        before = old.split()
+        if not is_of_today and found[: len(before)] == before:
+            found = [*new.split(), *found[len(before) :]]
+            sentences.append(f"`raykv {old}` is now `raykv {new}`")
+            break
+    for at, word in enumerate(found):
+        name, equals, value = word.partition("=")
+        if name == OLD_ADDRESS:
+            found[at] = f"--address{equals}{value}"
+            sentences.append(f"{OLD_ADDRESS} is now --address")
+    return found, sentences
+
+
+class _Commands(TyperGroup):
+    """All commands; also by their old names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words, sentences = renamed(args, self.commands)
+        for sentence in sentences if not ctx.resilient_parsing else ():
+            typer.echo(f"raykv: {sentence}; the old name goes with the next release", err=True)
+        return super().parse_args(ctx, words)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(raykv.__version__)
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print RayKV's version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    del version
+
+
+def _add(to: typer.Typer, name: str, command: Command, panel: str | None = None) -> None:
+    """Its docstring is its help: paragraphs that wrap as the terminal is wide, without markup."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    takes_all = {"allow_extra_args": True, "ignore_unknown_options": True}
+    to.command(
+        name,
+        help=escape(text),
+        rich_help_panel=panel,
+        context_settings=takes_all if command is serve.serve else None,
+    )(command)
+
+
+for panel, named in COMMANDS.items():
+    for name, each in named.items():
+        if isinstance(each, Group):
+            group = typer.Typer(help=each.help, no_args_is_help=True, rich_markup_mode="rich")
+            for inner_name, command in each.commands.items():
+                _add(group, inner_name, command)
+            app.add_typer(group, name=name, rich_help_panel=panel)
+        else:
+            _add(app, name, each, panel)
 
 
 def main() -> None:
@@ -81,7 +256,7 @@ def _fail(code: ExitCode, sentence: str) -> NoReturn:
 def _wants_json(words: Sequence[str]) -> bool:
     """Whether standard output is for JSON; some commands write theirs to a file."""
     command: Any = get_command(app)
-    for word in words:
+    for word in renamed(words, command.commands)[0]:
         command = getattr(command, "commands", {}).get(word, command)
     switches = [each for each in command.params if getattr(each, "is_flag", False)]
     return "--json" in words and any("--json" in each.opts for each in switches)

@@ -1,4 +1,4 @@
-"""What all commands share: the application, their common options, and how they print.
+"""What all commands share: their common options, how they print, bars of what takes a while.
 
 A command prints tables to a terminal or a pipe, or one JSON document with `--json`. Colours and
 anything that moves are for terminals only. Exit codes are those of `EXIT_CODES`.
@@ -6,17 +6,27 @@ anything that moves are for terminals only. Exit codes are those of `EXIT_CODES`
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
-import raykv
+from raykv.base.errors import SettingError
 
 T = TypeVar("T")
 
@@ -39,43 +49,27 @@ EXIT_CODES = (
 PIPE_COLUMNS = 1000
 """Used in place of a terminal's width, since programs read lines."""
 
-app = typer.Typer(
-    help="RayKV: vLLM's KV cache in the RAM of a Ray cluster.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(raykv.__version__)
-        raise typer.Exit(ExitCode.OK)
-
-
-@app.callback()
-def _options(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print RayKV's version.", callback=_version, is_eager=True),
-    ] = False,
-) -> None:
-    del version
-
-
 Address = Annotated[
     str | None,
     typer.Option(
-        "--ray-address",
+        "--address",
         help="The Ray cluster. Default: RAY_ADDRESS, else this user's one on this host.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
-
-
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for all of it.", min=0.1)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first, on a terminal either.")]
+Namespace = Annotated[
+    str,
+    typer.Option(help="As `raykv status` shows it, or its beginning. Default: the only namespace."),
+]
+OnlyNamespace = Annotated[
+    str,
+    typer.Option(help="As `raykv status` shows it, or its beginning. Default: any."),
+]
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def asks(*, yes: bool) -> bool:
@@ -90,6 +84,39 @@ def confirm(sentence: str) -> None:
         typer.Abort: the answer is no.
     """
     typer.confirm(f"{sentence}. Go on?", abort=True, err=True)
+
+
+def pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
+    """Split each NAME=VALUE.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    found: dict[str, str | int | bool] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            raise SettingError(f"{option} {each!r}: give NAME=VALUE")
+        if value.lower() in ("true", "false"):
+            found[name.replace("-", "_")] = value.lower() == "true"
+        else:
+            found[name.replace("-", "_")] = int(value) if value.isdecimal() else value
+    return found
+
+
+def parse_duration(name: str, value: str) -> float:
+    """Seconds out of a text like "90", "90s", "15m", "8h" or "7d".
+
+    Raises:
+        SettingError: the duration is invalid.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value, re.ASCII)
+    if match is None:
+        raise SettingError(f"{name}={value!r} is invalid: write a duration like 90s, 15m, 8h or 7d")
+    return float(match[1]) * UNITS[match[2] or "s"]
+
+
+# Printing
 
 
 def print_json(value: Any) -> None:
@@ -175,3 +202,36 @@ def ago(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
+
+
+# Bars
+
+ShowBars = Callable[[Mapping[str, tuple[int, int]]], None]
+"""Is given what is under way: by its name, how much is done, and of how much (0: unknown)."""
+
+
+@contextmanager
+def bars(*, as_json: bool, in_bytes: bool = False) -> Iterator[ShowBars]:
+    """Show how far something is, a bar for each name, and nothing of it at the end.
+
+    The bars are on standard error; there are none if that is no terminal, or with `--json`.
+    """
+    errors = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    hidden = as_json or not errors.is_terminal
+    with Progress(*columns, console=errors, disable=hidden, transient=True) as progress:
+
+        def show(under_way: Mapping[str, tuple[int, int]]) -> None:
+            tasks = {task.description: task.id for task in progress.tasks}
+            for name in tasks.keys() - under_way.keys():
+                progress.remove_task(tasks[name])
+            for name, (so_far, total) in under_way.items():
+                task = tasks[name] if name in tasks else progress.add_task(name, total=None)
+                progress.update(task, completed=so_far, total=total or None)
+
+        yield show

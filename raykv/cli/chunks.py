@@ -1,8 +1,9 @@
-"""Commands that look at chunks: ls, show, lookup."""
+"""Commands that look at chunks: chunk ls, show, lookup."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import raykv
-from raykv.base import errors, tenants
+from raykv.base import tenants
+from raykv.base.errors import SettingError
 from raykv.cli.base import (
     Address,
     AsJson,
     ExitCode,
+    OnlyNamespace,
     ago,
     answer,
     answer_if_any,
-    app,
     console,
     say,
     table_of,
@@ -32,6 +34,7 @@ from raykv.protocol import descriptions, reader
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from raykv.client.cluster import Cluster
     from raykv.protocol.reader import Chunk, PromptLookup
     from raykv.protocol.status import NamespaceStatus
 
@@ -41,15 +44,10 @@ SHOWN_DIGITS = 24
 Order = StrEnum("Order", {name.upper(): name for name in reader.ORDERS})  # type: ignore[misc]
 Tier = StrEnum("Tier", {name.upper(): name for name in reader.TIERS})  # type: ignore[misc]
 
-Namespace = Annotated[
-    str | None, typer.Option(help="Only this namespace; its first digits suffice.")
-]
 
-
-@app.command()
 def ls(  # noqa: PLR0913 - a command's options
     *,
-    namespace: Namespace = None,
+    namespace: OnlyNamespace = "",
     node: Annotated[
         str | None, typer.Option(help="Only on this node; its first digits suffice.")
     ] = None,
@@ -62,7 +60,7 @@ def ls(  # noqa: PLR0913 - a command's options
         Tier | None, typer.Option(help="Only in pools (ram), or on disks (disk).")
     ] = None,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """List chunks: where they are, how old, when last used, how often.
 
@@ -70,9 +68,9 @@ def ls(  # noqa: PLR0913 - a command's options
 
     Exit code 1 if there are no such chunks.
 
-    Example: raykv ls --namespace 5f0c --sort hits --limit 20
+    Example: raykv chunk ls --namespace 5f0c --sort hits --limit 20
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = list(
             cluster.chunks(
                 namespace=namespace,
@@ -116,23 +114,22 @@ def _chunk_table(chunks: Sequence[Chunk]) -> Table:
     )
 
 
-@app.command()
 def show(
     key: Annotated[str, typer.Argument(help="The hexadecimal digits of a key, or the first few.")],
     *,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Show a chunk: what it is, and each node that has it, in its pool or on its disk.
 
     Exit code 1 if no node has it.
 
-    Example: raykv show 9d01c7a4
+    Example: raykv chunk show 9d01c7a4
     """
     from raykv.client.listing import whole_bytes
 
     whole_bytes(key)
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = cluster.chunk(key)
         spaces = {each.namespace: each for each in cluster.status().spaces} if found else {}
     nothing = f"no node has a chunk whose key begins with {key}"
@@ -179,7 +176,6 @@ class Form(StrEnum):
     CHAT = "chat"
 
 
-@app.command()
 def lookup(
     prompt: Annotated[
         str, typer.Argument(help='The prompt; "@FILE" reads a file; "-" reads standard input.')
@@ -206,18 +202,18 @@ def lookup(
         ),
     ] = None,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Say which chunks of a prompt are cached, in RAM or on disks, and how much each node could
     load.
 
     Exit code 1 if no part of it is cached.
 
-    Example: raykv lookup @document.txt --model SmolLM2-135M
+    Example: raykv chunk lookup @document.txt --model SmolLM2-135M
     """
     given = read_prompt(prompt, form)
     of_request = _traits(traits or [])
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = cluster.lookup(**given, model=model, namespace=namespace, traits=of_request)
     answer(found, _print_lookup, as_json=as_json)
     raise typer.Exit(ExitCode.OK if found.cached_tokens else ExitCode.NOT_WELL)
@@ -245,7 +241,7 @@ def read_prompt(prompt: str, form: Form) -> dict[str, Any]:
                 messages = read["messages"] if isinstance(read, dict) else read
                 return {"messages": [dict(message) for message in messages]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise errors.SettingError(
+        raise SettingError(
             f"the prompt can't be read as {form}: {type(error).__name__}: {error}"
         ) from error
 
@@ -260,7 +256,7 @@ def _traits(given: Sequence[str]) -> PromptTraits:
         elif kind == "lora" and "=" in value:
             name, _, path = value.partition("=")
         else:
-            raise errors.SettingError(f"--trait {trait!r}: give cache_salt=TEXT or lora=NAME=PATH")
+            raise SettingError(f"--trait {trait!r}: give cache_salt=TEXT or lora=NAME=PATH")
     return PromptTraits(salt, name, path)
 
 
@@ -302,3 +298,58 @@ def _print_lookup(found: PromptLookup) -> None:
     if len(told) < len(found.chunks):
         left_out = len(found.chunks) - len(told)
         say(f"{left_out:,} chunks of windows and states are nowhere, and not needed", "dim")
+
+
+# Keys that are given to other commands
+
+Keys = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY...",
+        help="Keys of chunks in hexadecimal, a prefix's first chunks first; @FILE reads them from "
+        "a file, split by white space; - from standard input. Or a prompt, as for `raykv chunk "
+        "lookup`: text:PROMPT, text:@FILE, tokens:1,2,3 or chat:@FILE.",
+    ),
+]
+
+
+def read_keys(arguments: Sequence[str]) -> list[bytes | dict[str, Any]]:
+    """The keys that were given, and prompts as arguments of `Cluster.lookup`.
+
+    Raises:
+        SettingError: a key is invalid; or a file, or a prompt, can't be read.
+    """
+    from raykv.client.pins import raw_keys
+
+    given: list[bytes | dict[str, Any]] = []
+    for argument in arguments:
+        form, colon, prompt = argument.partition(":")
+        if argument == "-":
+            given += raw_keys(sys.stdin.read().split())
+        elif argument.startswith("@"):
+            try:
+                given += raw_keys(Path(argument[1:]).read_text().split())
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingError(f"the keys in {argument[1:]} can't be read: {error}") from error
+        elif colon and form in set(Form):
+            given.append(read_prompt(prompt, Form(form)))
+        else:
+            given += raw_keys([argument])
+    return given
+
+
+def all_keys(
+    cluster: Cluster, given: Sequence[bytes | dict[str, Any]], namespace: str
+) -> list[bytes | str]:
+    """The keys among what was given, and the keys of the prompts.
+
+    Raises:
+        ClusterError: as for `Cluster.lookup`.
+    """
+    keys: list[bytes | str] = []
+    for each in given:
+        if isinstance(each, bytes):
+            keys.append(each)
+        else:
+            keys += cluster.lookup(**each, namespace=namespace or None).keys
+    return keys

@@ -1,28 +1,32 @@
-"""The command `plan`: sizes for a model before anything is started."""
+"""Commands about settings: plan, which says what they mean for a model, and settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 
 import raykv
-from raykv.base.errors import SettingError
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.settings import ENV_PREFIX, Settings, load_settings
 from raykv.cli.base import (
     Address,
     AsJson,
     ExitCode,
     ago,
     answer,
-    app,
+    bars,
     console,
+    pairs,
     print_json,
     say,
     table,
+    table_of,
 )
 from raykv.memory.room import human_bytes
 
@@ -37,7 +41,6 @@ if TYPE_CHECKING:
     from raykv.protocol.status import MoreRoom
 
 
-@app.command()
 def plan(
     model: Annotated[str | None, typer.Argument(help="As for `raykv serve`.")] = None,
     *,
@@ -61,7 +64,7 @@ def plan(
         typer.Option(help="Length of a prompt, to say what is stored of it; repeatable.", min=1),
     ] = None,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Say how large a model's KV cache is, what pools hold of it, and whether settings fit.
 
@@ -74,20 +77,97 @@ def plan(
     if live == (model is not None):
         raise SettingError("give either a model, or --live for the running cluster")
     if model is None:
-        _live(ray_address, as_json=as_json)
+        _live(address, as_json=as_json)
         return
     from raykv.serve.plan import PROMPTS
     from raykv.serve.plan import plan as make_plan
 
-    given = _pairs("--set", settings or []), _pairs("--engine", engine or [])
-    with Console(stderr=True).status("asking vLLM how it would plan the KV cache"):
+    given = pairs("--set", settings or []), pairs("--engine", engine or [])
+    with bars(as_json=as_json) as show:
+        show({"asking vLLM how it would plan the KV cache": (0, 0)})
         found = make_plan(model, *given, tokens or PROMPTS)
     answer(found, _print, as_json=as_json)
     raise typer.Exit(ExitCode.NOT_WELL if found.problems else ExitCode.OK)
 
 
-def _live(ray_address: str | None, *, as_json: bool) -> None:
-    with raykv.connect(ray_address) as cluster:
+class Setting(NamedTuple):
+    """A setting in force, and where its value comes from."""
+
+    name: str
+    value: object
+    source: str
+
+
+def settings(
+    *,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of RayKV, like pool_bytes=32GiB; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+    address: Address = None,
+) -> None:
+    """Show each setting that is in force here, its value, and where it comes from.
+
+    That is --set, else a RAYKV_ variable, else the default. What the NodeActor of this host has
+    settled already comes from there.
+
+    Example: raykv settings --set pool_bytes=32GiB
+    """
+    chosen = pairs("--set", given or [])
+    # Unknown names and invalid values are refused before a cluster is looked for.
+    known = load_settings(chosen)
+    found = [_setting(known, each.name, chosen) for each in fields(known)]
+    node, settled = _settled(address)
+    for at, each in enumerate(found):
+        if each.name in settled:
+            others = f", not {each.source}" * (each.source not in ("default", ""))
+            is_other = settled[each.name] != each.value
+            found[at] = Setting(each.name, settled[each.name], node + others * is_other)
+    answer([each._asdict() for each in found], lambda _: _print_settings(found), as_json=as_json)
+
+
+def _setting(known: Settings, name: str, chosen: Mapping[str, object]) -> Setting:
+    variable = f"{ENV_PREFIX}{name.upper()}"
+    is_default = "default" if variable not in os.environ else variable
+    return Setting(name, getattr(known, name), "--set" if name in chosen else is_default)
+
+
+def _settled(address: str | None) -> tuple[str, dict[str, object]]:
+    """What the NodeActor of this host has settled, and its node; nothing where there is none."""
+    from raykv.cluster.join import find_cluster, resolve_node_id
+
+    try:
+        if find_cluster(address) is None:
+            return "", {}
+        with raykv.connect(address) as cluster:
+            here = resolve_node_id("")
+            nodes = [node for node in cluster.status().nodes if node.node_id == here]
+    except ClusterError as error:
+        if address is not None:
+            raise
+        typer.echo(f"raykv: not asked for what this host's node has settled: {error}", err=True)
+        return "", {}
+    settled: dict[str, object] = {}
+    for node in nodes:
+        settled = {"pool_bytes": node.pool_bytes, "disk_path": node.disk.path}
+        if node.disk.path:
+            settled["disk_bytes"] = node.disk.most_bytes
+    return f"node {here[:12]}", settled
+
+
+def _print_settings(found: Sequence[Setting]) -> None:
+    def value(each: Setting) -> str:
+        if isinstance(each.value, int) and each.name.endswith("_bytes"):
+            return human_bytes(each.value)
+        return "-" if each.value in (None, "") else str(each.value)
+
+    columns = {"setting": lambda each: each.name, "value": value, "from": lambda each: each.source}
+    console().print(table_of(found, columns))
+
+
+def _live(address: str | None, *, as_json: bool) -> None:
+    with raykv.connect(address) as cluster:
         found = cluster.more_room()
     if as_json:
         rates = [found.per_hour(tokens) for tokens in found.saved_tokens]
@@ -116,20 +196,6 @@ def _print_live(found: MoreRoom) -> None:
     say(f"one more GiB in each pool would save {found.per_hour(one):,} computed tokens per hour")
     if found.window_s < _SHORT_S:
         say("hint: that is little to go by: ask again when the cluster has worked longer", "yellow")
-
-
-def _pairs(option: str, given: Sequence[str]) -> dict[str, str | int | bool]:
-    """Split each NAME=VALUE; anything else is a SettingError."""
-    found: dict[str, str | int | bool] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals or not name:
-            raise SettingError(f"{option} {each!r}: give NAME=VALUE")
-        if value.lower() in ("true", "false"):
-            found[name.replace("-", "_")] = value.lower() == "true"
-        else:
-            found[name.replace("-", "_")] = int(value) if value.isdecimal() else value
-    return found
 
 
 def _print(found: Plan) -> None:

@@ -1,4 +1,4 @@
-"""The command `quota`: tenants, and their shares of pools and disks."""
+"""Tenants, and their shares of pools and disks: quota set, rm, ls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 import raykv
 from raykv.base import errors, tenants
-from raykv.cli.base import Address, AsJson, answer, app, console, done, print_json, table_of
+from raykv.cli.base import Address, AsJson, answer, console, done, print_json, table_of
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
     from raykv.protocol import operator, status
 
-quotas = typer.Typer(
-    help="Set, list and remove tenants' shares of pools and disks.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(quotas, name="quota")
 
-
-@quotas.command("set")
 def set_quota(
     name: Annotated[
         str, typer.Argument(help='The tenant; "others" are all without a quota, together.')
@@ -48,10 +40,10 @@ def set_quota(
         ),
     ] = "",
     tenant: Annotated[
-        str, typer.Option(help="Its label, as `raykv quota list` shows it, if that is not NAME.")
+        str, typer.Option(help="Its label, as `raykv quota ls` shows it, if that is not NAME.")
     ] = "",
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Give a tenant a share of every pool and disk, in place of the one that it had.
 
@@ -63,7 +55,7 @@ def set_quota(
 
     salt = _salt(salt_file)
     label = quota_of(name, guaranteed, most, salt, tenant).tenant
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         cluster.quotas.set(name, guaranteed=guaranteed, most=most, salt=salt, tenant=tenant)
         with contextlib.suppress(errors.ClusterError):
             # It is set, whoever answers after that.
@@ -104,18 +96,17 @@ def _salt(path: str) -> str:
     return text.rstrip("\r\n")
 
 
-@quotas.command("remove")
-def remove_quota(
-    names: Annotated[list[str], typer.Argument(help="As `raykv quota list` shows them.")],
+def rm(
+    names: Annotated[list[str], typer.Argument(help="As `raykv quota ls` shows them.")],
     *,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """End quotas: their tenants are among the others again.
 
-    Example: raykv quota remove acme
+    Example: raykv quota rm acme
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         for name in names:
             cluster.quotas.remove(name)
             if not as_json:
@@ -124,13 +115,12 @@ def remove_quota(
         print_json({"removed": names})
 
 
-@quotas.command("list")
-def list_quotas(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+def ls(*, as_json: AsJson = False, address: Address = None) -> None:
     """Show tenants with a quota, and others that have chunks in pools.
 
-    Example: raykv quota list --json
+    Example: raykv quota ls --json
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         known = cluster.quotas.tenants()
     answer(known, lambda known: console().print(tenant_table(known)), as_json=as_json)
 

@@ -1,4 +1,6 @@
-"""`raykv session`: sessions of requests, which say in `kv_transfer_params` to which they belong."""
+"""Sessions of requests, which say in `kv_transfer_params` to which they belong: session ls, show,
+over, pause, prefetch.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,20 @@ import raykv
 from raykv.cli.base import (
     Address,
     AsJson,
+    OnlyNamespace,
+    Timeout,
     ago,
     answer,
     answer_if_any,
     console,
+    parse_duration,
     say,
     table_of,
 )
-from raykv.cli.base import app as main_app
-from raykv.cli.operate import Timeout, counting, parse_duration, report
+from raykv.cli.transfers import counting, report
 
 if TYPE_CHECKING:
     from raykv.protocol.sessions import SessionStatus
-
-app = typer.Typer(
-    help="Look at sessions of requests, and say what becomes of their chunks.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-main_app.add_typer(app, name="session")
 
 
 def _checked_name(name: str) -> str:
@@ -44,23 +40,16 @@ Name = Annotated[
     str,
     typer.Argument(help="As raykv_session in the requests has it.", callback=_checked_name),
 ]
-Namespace = Annotated[
-    str,
-    typer.Option(help="As `raykv status` shows it, or its beginning. Default: any."),
-]
 
 
-@app.command("ls")
-def list_sessions(
-    *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
-) -> None:
+def ls(*, namespace: OnlyNamespace = "", as_json: AsJson = False, address: Address = None) -> None:
     """List the sessions that were used last, the latest first.
 
     Exit code 1 if there are no sessions.
 
     Example: raykv session ls
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = cluster.sessions(namespace=namespace)
     nothing = "no sessions: requests name theirs with raykv_session, where client_hints allows it"
     answer_if_any(found, _print_sessions, nothing, as_json=as_json)
@@ -87,33 +76,30 @@ def _stage(known: SessionStatus) -> str:
     return f"paused, {ago(known.left_s)} left" if known.left_s else str(known.stage)
 
 
-@app.command()
 def show(
-    name: Name, *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
+    name: Name, *, namespace: OnlyNamespace = "", as_json: AsJson = False, address: Address = None
 ) -> None:
     """Show a session, and where its chunks are.
 
     Example: raykv session show agent-7
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         known = cluster.session(name, namespace=namespace).status()
     answer(known, _print_session, as_json=as_json)
 
 
-@app.command()
 def over(
-    name: Name, *, namespace: Namespace = "", as_json: AsJson = False, ray_address: Address = None
+    name: Name, *, namespace: OnlyNamespace = "", as_json: AsJson = False, address: Address = None
 ) -> None:
     """Say that a session is over: what no other session has used is evicted next.
 
     Example: raykv session over agent-7
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         known = cluster.session(name, namespace=namespace).over()
     answer(known, _print_session, as_json=as_json)
 
 
-@app.command()
 def pause(
     name: Name,
     duration: Annotated[str, typer.Argument(help="How long it pauses, about: 90s or 15m.")],
@@ -122,9 +108,9 @@ def pause(
         int | None,
         typer.Option(help="1 to 9, among all that is kept by preference.", min=1, max=9),
     ] = None,
-    namespace: Namespace = "",
+    namespace: OnlyNamespace = "",
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Keep a session's chunks by preference for a time; give it up if it has not gone on by then.
 
@@ -134,12 +120,11 @@ def pause(
 
     seconds = parse_duration("the pause", duration)
     check_pause(seconds, priority)
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         known = cluster.session(name, namespace=namespace).pause(seconds, priority=priority)
     answer(known, _print_session, as_json=as_json)
 
 
-@app.command()
 def prefetch(
     name: Name,
     *,
@@ -151,10 +136,10 @@ def prefetch(
             "the session's latest request.",
         ),
     ] = "",
-    namespace: Namespace = "",
+    namespace: OnlyNamespace = "",
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Bring a session's chunks to a node's RAM before it goes on there, from other pools or disks.
 
@@ -162,7 +147,7 @@ def prefetch(
 
     Example: raykv session prefetch agent-7 --to 3f9a
     """
-    with raykv.connect(ray_address) as cluster, counting("prefetch") as watch:
+    with raykv.connect(address) as cluster, counting("prefetch", as_json=as_json) as watch:
         session = cluster.session(name, namespace=namespace)
         found = session.prefetch(to, deadline_s=timeout, watch=watch)
     report(found, as_json=as_json)

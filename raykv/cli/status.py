@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, ago, answer, app, console, table_of
+from raykv.cli.base import Address, AsJson, ago, answer, console, table_of
 from raykv.cli.quota import tenant_table
 from raykv.cli.rates import TokenSources, token_sources
 from raykv.cluster.breaker import sentences
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 
 
-@app.command()
-def status(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+def status(*, as_json: AsJson = False, address: Address = None) -> None:
     """Show nodes, pools, namespaces and engines.
 
     Counters are those since the start of each engine and NodeActor.
 
     Example: raykv status --json | jq .nodes[].used_bytes
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         answer(cluster.status(), _print_status, as_json=as_json)
 
 
@@ -173,7 +172,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
         if engine.counters.get("weights_changed"):
             what = (
                 "its weights have changed and can't be told from others: it neither loads nor "
-                "stores until they have a name (`raykv set-weights-version`)"
+                "stores until they have a name (`raykv engine weights`)"
             )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
         yield from _ignored(engine)
@@ -193,5 +192,5 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
 def _ignored(engine: EngineStatus) -> Iterator[Text]:
     """What requests ask for, and do not get."""
     if count := engine.counters.get("hints_ignored"):
-        what = f"ignored {count:,} keys of requests: `raykv why-miss` says which, and why"
+        what = f"ignored {count:,} keys of requests: `raykv explain` says which, and why"
         yield Text(f"engine {engine.engine_id[:12]}: {what}", "yellow")

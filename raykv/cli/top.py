@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, app, console, print_json, table, table_of
+from raykv.cli.base import Address, AsJson, console, print_json, table, table_of
 from raykv.cli.rates import Progress, progress, token_sources
 from raykv.cli.status import percent, troubles
 from raykv.memory.room import human_bytes
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus
 
 
-@app.command()
 def top(
     *,
     interval: Annotated[
@@ -30,7 +29,7 @@ def top(
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Show what happens: hit rates, tokens and transfers per second; Ctrl-C ends it.
 
@@ -39,18 +38,18 @@ def top(
     Example: raykv top --interval 1
     """
     out = console()
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         looks = _looks(cluster, interval)
         if as_json or once or not out.is_terminal:
             known, passed = next(looks)
             if as_json:
                 print_json({"status": known, "progress": passed})
             else:
-                out.print(_screen(known, passed))
+                out.print(screen(known, passed))
             return
         with contextlib.suppress(KeyboardInterrupt), Live(console=out, screen=True) as live:
             for known, passed in looks:
-                live.update(_screen(known, passed), refresh=True)
+                live.update(screen(known, passed), refresh=True)
 
 
 def _looks(cluster: raykv.Cluster, pause_s: float) -> Iterator[tuple[ClusterStatus, Progress]]:
@@ -63,7 +62,8 @@ def _looks(cluster: raykv.Cluster, pause_s: float) -> Iterator[tuple[ClusterStat
         before, looked_at = after, now
 
 
-def _screen(known: ClusterStatus, passed: Progress) -> RenderableType:
+def screen(known: ClusterStatus, passed: Progress) -> RenderableType:
+    """What `top` shows of a state, and of what has happened since the one before."""
     state = "PAUSED" if known.paused else "running"
     tokens, ever = passed.tokens, token_sources(known.engines)
     head = Text(

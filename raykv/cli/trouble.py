@@ -1,4 +1,4 @@
-"""Commands for when something is wrong: doctor, why-miss."""
+"""Commands for when something is wrong: doctor, explain, logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.ids import MissReason
-from raykv.cli.base import Address, AsJson, answer, app, print_json
+from raykv.cli.base import Address, AsJson, answer, print_json
 from raykv.prompts.tokens import text_of_tokens
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.findings import Finding, Severity
@@ -28,49 +28,50 @@ _MARKS = {
 }
 
 ADVICE = {
-    MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: what is left over from whole chunks is always "
-    "computed. A smaller blocks_per_chunk makes it shorter.",
+    MissReason.INCOMPLETE_CHUNK: "Nothing is wrong: tokens after the last whole chunk are "
+    "always computed. A smaller blocks_per_chunk leaves fewer.",
     MissReason.OPTED_OUT: "The request asked for this: raykv_load or max_load_tokens in its "
     "kv_transfer_params, or prompt_logprobs, which only computing gives.",
     MissReason.ADAPTER_UNKNOWN: "The files of its LoRA adapter can't be read, or have changed "
     "since the engine loaded them: give a local folder, and load it in place after a change.",
-    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), which says "
-    "nothing of their content: leave the names out. Otherwise the engine's log says why.",
+    MissReason.MEDIA_UNKNOWN: "The client named its images or sound itself (uuid), so their "
+    "content is unknown: leave the names out. Otherwise the engine's log says why.",
     MissReason.WEIGHTS_CHANGED: "The engine's weights were changed while it ran (reload_weights, "
     "update_weights, sleep of level 2), and this prefix was not computed with the new ones. If "
     "`raykv status` says that they have no name, nothing is loaded or stored.",
     MissReason.PAUSED: "The cache is switched off: `raykv resume` switches it on.",
     MissReason.NOT_ATTACHED: "The engine had not reached its NodeActor: its log says why, and "
     "`raykv status` shows whether it has since.",
-    MissReason.NEVER_STORED: "No engine had stored this prefix, or RayKV forgot it long ago: if "
-    "you expect it to be known, compare the prompts from their first token on, and cache_salt.",
+    MissReason.NEVER_STORED: "No engine had stored this prefix, or it went long ago. If you expect "
+    "it to be cached, compare the prompts from their first token on, and cache_salt.",
     MissReason.STORES_OFF: "The request that computed it did not store it: raykv_store in its "
-    "kv_transfer_params, a pause, or stop_unused_stores=True while hardly anything is reused.",
+    "kv_transfer_params, a pause, or stop_unused_stores=true while hardly anything is reused.",
     MissReason.STORE_FAILED: "Its store failed: look for NodeActor failures in the engine's log, "
-    "and at store_deadline_s.",
-    MissReason.POOL_FULL: "All of the pool was pinned, in use or just found: set a larger "
-    "pool_bytes, or give the node fewer engines.",
-    MissReason.EVICTED: "The pool is too small for what is reused: set a larger pool_bytes.",
+    "and at how busy the node is.",
+    MissReason.POOL_FULL: "The whole pool was pinned, in use or just found: set a larger "
+    "pool_bytes, or run fewer engines on the node.",
+    MissReason.EVICTED: "The pool is too small for the prompts that come again: set a larger "
+    "pool_bytes.",
     MissReason.QUOTA: "Its tenant had more than its share: `raykv quota set` gives it more, `raykv "
-    "quota list` shows who has what.",
+    "quota ls` lists all shares.",
     MissReason.CLEARED: "The cache was cleared; it fills again by itself.",
-    MissReason.CLEARING: "The engine cleared its cache, which takes the scheduler actor: if this "
-    "lasts, `raykv status` shows whether that is away.",
+    MissReason.CLEARING: "The engine cleared its cache, for which it needs the scheduler actor. If "
+    "this lasts, `raykv status` shows whether that is away.",
     MissReason.OTHER_NAMESPACE: "Engines of another namespace have it: give all engines the same "
     "model, dtype, block_size, blocks_per_chunk and parallel sizes; `raykv status` lists them.",
-    MissReason.PENDING_TOO_LONG: "It was still being stored: raise lookup_deadline_s if "
+    MissReason.PENDING_TOO_LONG: "It was still being stored: raise request_deadline_s if "
     "waiting is better than computing.",
-    MissReason.UNANSWERED: "The scheduler actor was too slow: see how busy its host is, or raise "
-    "query_deadline_s.",
+    MissReason.UNANSWERED: "The scheduler actor was too slow: look at the load of its host, or "
+    "raise request_deadline_s.",
     MissReason.FETCH_SLOWER: "Nothing is wrong: computing is faster than this network. "
-    "fetch_bytes_per_s and prefill_tokens_per_s replace what was measured.",
+    "always_fetch=true fetches all the same.",
     MissReason.WINDOW_MISSING: "The prefix is known, but not the sliding windows or states at its "
     "end: they are stored now, for the next prompt; a larger window_share stores more of them.",
     MissReason.FETCH_FAILED: "The transfer from another node failed or was too slow: look at that "
-    "node's load and at fetch_deadline_s.",
+    "node's load and at request_deadline_s.",
     MissReason.NODE_LOST: "A NodeActor ended: its log says why. With pool_path a pool survives it.",
     MissReason.LOAD_FAILED: "The copy into the engine failed: its log says why; if it was late, "
-    "raise load_deadline_s.",
+    "raise step_deadline_s.",
     MissReason.BREAKER_OPEN: "An actor had failed too often, so it was not asked: `raykv status` "
     "and the engine's log name it.",
     MissReason.ABORTED: "The request ended before its tokens were needed.",
@@ -79,8 +80,7 @@ ADVICE = {
 """What to do about each reason, in one sentence."""
 
 
-@app.command()
-def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
+def doctor(*, as_json: AsJson = False, address: Address = None) -> None:
     """Check the cluster: what is wrong, and how to mend it.
 
     Exit code 0 when all is well (warnings are allowed), 1 when something is wrong, 2 when no
@@ -88,26 +88,25 @@ def doctor(*, as_json: AsJson = False, ray_address: Address = None) -> None:
 
     Example: raykv doctor && echo all well
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         findings = cluster.doctor()
     answer(findings, print_findings, as_json=as_json)
     raise typer.Exit(exit_code(findings))
 
 
-@app.command("why-miss")
-def why_miss(
+def explain(
     request_id: Annotated[
         str, typer.Argument(help="The id in the answer or in X-Request-Id, or its beginning.")
     ],
     *,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Say where the prompt tokens of a request came from, and why some were not loaded.
 
-    Example: raykv why-miss chatcmpl-9f2c
+    Example: raykv explain chatcmpl-9f2c
     """
-    with raykv.connect(ray_address) as cluster:
+    with raykv.connect(address) as cluster:
         found = cluster.why_miss(request_id)
     if as_json:
         print_json([_row(each) for each in found])
@@ -115,7 +114,6 @@ def why_miss(
     print_explanations(found, Console())
 
 
-@app.command()
 def logs(
     whose: Annotated[
         str,
@@ -129,7 +127,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Wait for more, until interrupted.")
     ] = False,
     as_json: AsJson = False,
-    ray_address: Address = None,
+    address: Address = None,
 ) -> None:
     """Print the end of an actor's log: what it has written in this life.
 
@@ -137,7 +135,7 @@ def logs(
     """
     if follow and as_json:
         raise SettingError("--follow writes text, without end: leave --json out")
-    with raykv.connect(ray_address) as cluster, contextlib.suppress(KeyboardInterrupt):
+    with raykv.connect(address) as cluster, contextlib.suppress(KeyboardInterrupt):
         node_id = "" if whose == "scheduler" else whose
         for piece in cluster.log(node_id, follow=follow):
             if as_json:
@@ -212,7 +210,7 @@ def print_explanations(found: Sequence[Explanation], console: Console) -> None:
             write(f"What was missing first had been {each.hint}.")
         write(advice(record))
         for name, why in record.ignored.items():
-            write(f"It asked for {name} in vain: {why}.")
+            write(f"It asked for {name}, which had no effect: {why}.")
         if record.parting is not None:
             write(parting_sentence(each, record.parting))
 

@@ -1,4 +1,4 @@
-"""The public API for people and programs beside the engines: look into the cache, switch it.
+"""The public API, for people and programs outside the engines: look into the cache, control it.
 
 import raykv
 cluster = raykv.connect()
@@ -37,11 +37,11 @@ from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers, replay
 
-# For a person or a program to join the cluster: tenths of a second, or many where all cores of the
-# host are busy. They are told after `CLIENT_S`; a part that hangs is found within `CLIENT_PROBE_S`.
+# For a person or a program to join the cluster: tenths of a second, or many if all cores of the
+# host are busy. After `CLIENT_S` it says so; a part that hangs is found within `CLIENT_PROBE_S`.
 CLIENT_JOIN_S = 30.0
 
-# For leaving it again; also for somebody who has pressed Ctrl-C because it hangs.
+# For leaving it again, also after Ctrl-C because it hangs.
 CLIENT_LEAVE_S = 2.0
 
 
@@ -56,7 +56,7 @@ R = TypeVar("R")
 def _method(
     function: Callable[Concatenate[scheduler.Scheduler, P], R],
 ) -> Callable[Concatenate[Cluster, P], R]:
-    """What is asked of a cluster's scheduler as a method of the cluster, docstring and all."""
+    """Make a function of the scheduler a method of the cluster, with its docstring."""
 
     @wraps(function)
     def call(self: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +79,7 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """Nodes, engines and what they hold, as of now. `silent` NodeActors do not answer: their
-        numbers are the last that they have reported.
+        numbers are the last ones that they reported.
 
         Raises:
             ClusterError: RayKV does not run in this cluster, or its scheduler actor does not
@@ -93,8 +93,8 @@ class Cluster:
         return scheduler.with_answers(known, answers)
 
     def doctor(self) -> list[findings.Finding]:
-        """What is wrong with the cluster, and how to mend it; takes seconds if an actor does not
-        answer.
+        """Find what is wrong with the cluster, and how to mend it; takes seconds if an actor does
+        not answer.
 
         Raises:
             ClusterError: Ray itself does not answer.
@@ -119,13 +119,13 @@ class Cluster:
         self._scheduler.order(operator.PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=False))
 
     def set_weights_version(self, engine: str, version: str) -> list[str]:
-        """Give the weights that engines have now a name; the ids of those that have heard it.
+        """Name the weights that engines have now; returns the ids of engines that have heard it.
 
-        It is needed where RayKV can't tell weights by their content (`status` says so), and may be
-        used where it can: it counts beside the content. It takes the place of the setting
-        `weights_version` until the weights change the next time. Engines that say the same of the
-        same model share their chunks. From its next request on an engine goes by it; those that
-        are under way then neither load nor store any more.
+        A name is needed if RayKV can't read the weights' content (`status` says so). Otherwise it
+        counts together with the content. It replaces the setting `weights_version` until the
+        weights change again. Engines with the same name for the same model share their chunks. An
+        engine uses it from its next request on; requests that are under way then neither load nor
+        store any more.
 
         Args:
             engine: its id as `status` shows it, or the beginning of it; the ranks of data
@@ -162,10 +162,10 @@ class Cluster:
     ) -> None:
         """Empty the cache, of one model's namespace or of all: one step, whatever it holds.
 
-        Engines see misses as soon as their nodes have heard of it, and store anew; nothing that was
-        stored or begun before is ever loaded after that, nor what a node or a disk has that is away
-        now and comes later. `watch` is given the ids of nodes that have not shown it after a
-        second, if there are any: they are waited for, 8 s at most.
+        Engines see misses as soon as their nodes have heard of it, and store anew. Nothing that was
+        stored or begun before is ever loaded after that, not even from a node or a disk that is
+        away now and comes back later. The call waits up to 8 s for all nodes, and after a second
+        gives `watch` the ids of those that have not shown the order.
 
         Args:
             namespace: as `status` shows it, or the beginning of it; a whole name (32 digits) need
@@ -203,11 +203,11 @@ class Cluster:
     def events(
         self, since: int | tuple[int, int] | None = None, *, follow: bool = True
     ) -> Iterator[Event]:
-        """All that happens to the directory, in order and without gaps.
+        """Read all changes of the directory, in order and without gaps.
 
-        When events before the next one are not kept any more, an `EventsMissed` comes first: what
-        is known from earlier may be wrong then, and `snapshot` gives it anew. After a restart of
-        the scheduler actor its new life is told from its beginning, `LifeBegan`.
+        If events before the next one are not kept any more, an `EventsMissed` comes first: earlier
+        knowledge may be wrong then, and `snapshot` gives it anew. After a restart of the scheduler
+        actor, the events of its new life begin with `LifeBegan`.
 
         Args:
             since: the number of the last event that is known (0: from the beginning of this life),
@@ -222,7 +222,7 @@ class Cluster:
         return readers.read_events(self._scheduler.find, since, follow=follow)
 
     def snapshot(self) -> replay.Replay:
-        """What is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
+        """Say what is where now; go on with `events(since=snapshot.place)` and `snapshot.apply`.
 
         Raises:
             ClusterError: RayKV does not run here, or does not answer.
@@ -232,9 +232,9 @@ class Cluster:
     def tokens_of(
         self, keys: Iterable[bytes], namespace: str | None = None
     ) -> dict[bytes, descriptions.Description]:
-        """What is inside of chunks, by offload key, where an engine has said so.
+        """Describe the contents of chunks, by offload key, as far as engines have done so.
 
-        Engines say it under the setting `describe_chunks`, or with `events_endpoint`. A chunk of a
+        Engines do so with the setting `describe_chunks`, or with `events_endpoint`. A chunk of a
         prompt with a `cache_salt` is never described.
 
         Args:
@@ -247,9 +247,9 @@ class Cluster:
         return readers.Insides(ask.node_actors).describe(keys, namespace)
 
     def publish(self, settings: PublisherSettings) -> PublisherStatus:
-        """Have all events published in vLLM's format, from Ray's head node, until `down`.
+        """Publish all events in vLLM's format, from Ray's head node, until `down`.
 
-        Subscribers can place chunks of engines with `describe_chunks`; of others they get bare
+        Chunks of engines with `describe_chunks` have their tokens and parents; others have bare
         hashes.
 
         Raises:
@@ -260,7 +260,7 @@ class Cluster:
         return publishing.publish(settings)
 
     def publisher(self) -> PublisherStatus | None:
-        """What the publisher of events does; None: there is none.
+        """Say what the publisher of events does, or None if there is none.
 
         Raises:
             ClusterError: it does not answer.
@@ -268,17 +268,17 @@ class Cluster:
         return publishing.publisher_status()
 
     def stop_publishing(self) -> bool:
-        """End the publisher; False: there was none. An engine that attaches may start it again."""
+        """End the publisher; False if there was none. An attaching engine may start it again."""
         return publishing.stop_publisher()
 
     def hidden_states(
         self, request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
     ) -> Any:
-        """The hidden states of a request that has ended, as a Ray object reference.
+        """Return the hidden states of a request that has ended, as a Ray object reference.
 
         `ray.get` of it gives `HiddenStates`; on the node where they are, without a copy. The states
         stay in that node's memory until `hidden_states_ttl_s` is over or others need the room
-        (`hidden_states_bytes`); what the reference stands for stays as long as the reference.
+        (`hidden_states_bytes`). The object stays as long as the reference.
 
         Args:
             request_id: as the engine's answer has it, or `hidden_states_request` in its
@@ -305,8 +305,8 @@ class Cluster:
     # Sessions
 
     def session(self, name: str, *, namespace: str = "") -> ClientSession:
-        """A session of requests, by the name that they give it: look at it, say that it is over or
-        pauses, bring its chunks to where it goes on. Asks nobody yet.
+        """Return a session of requests, by the name that they give it: look at it, end or pause it,
+        bring its chunks to where it goes on. The call itself asks no actor.
 
         Args:
             name: as `raykv_session` in `kv_transfer_params` has it.
@@ -318,7 +318,7 @@ class Cluster:
         return ClientSession(name, namespace, self._scheduler)
 
     def sessions(self, *, namespace: str = "") -> list[SessionStatus]:
-        """The sessions that were used last, 256 of them at most, the latest first.
+        """List the sessions that were used last, at most 256, the latest first.
 
         Args:
             namespace: of this one only; as for `pin`.
@@ -343,10 +343,10 @@ class Cluster:
     up = _method(pools.up)
 
     def keep(self, deadline_s: float = pools.KEEP_S) -> list[Kept]:
-        """Have all that the pools hold where it outlives the actors: on disks, in pool files.
+        """Write all that the pools hold to where it outlives the actors: disks and pool files.
 
         Returns:
-            A row for each node; what a node does not answer is a problem in its row.
+            A row for each node; a node that does not answer has a problem in its row.
 
         Raises:
             ClusterError: Ray does not answer.
@@ -392,7 +392,7 @@ def connect(ray_address: str | None = None) -> Cluster:
     address = cluster.find_cluster(ray_address)
     if address is None:
         raise ClusterError(
-            "no Ray cluster runs on this host under this user; name one with --ray-address"
+            "no Ray cluster runs on this host under this user; name one with --address"
         )
     cluster.join_within(address, CLIENT_JOIN_S)
     return Cluster(cluster.current_address(), joined_here=True)

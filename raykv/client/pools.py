@@ -90,7 +90,7 @@ def up(  # noqa: PLR0913 - what pools may be asked for
         pool_bytes=pool_bytes or settings.pool_bytes,
         pool_path=settings.pool_path if pool_path is None else pool_path,
         slab_bytes=slab_bytes,
-        metrics=(settings.metrics_port, settings.metrics_address, settings.metrics_sd_path),
+        metrics=(settings.metrics_port, settings.metrics_address),
         disk=(settings.disk_path, settings.disk_bytes, settings.disk_free_bytes),
         transport=settings.transport,
         pin_share=settings.pin_share,

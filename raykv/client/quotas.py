@@ -87,5 +87,5 @@ def quota_of(name: str, guaranteed: float, most: float, salt: str, tenant: str) 
         )
     label = salt_label(salt) or tenant or ("" if name == OTHERS else name)
     if label and not is_label(label):
-        raise SettingError(f"{label!r} is no tenant's label: see `raykv quota list`")
+        raise SettingError(f"{label!r} is no tenant's label: see `raykv quota ls`")
     return Quota(PROTOCOL_VERSION, uuid.uuid4().hex, name, label, guaranteed, most)

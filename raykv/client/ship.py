@@ -44,6 +44,9 @@ logger = logging.getLogger("raykv")
 
 T = TypeVar("T")
 
+WatchRead = Callable[[int, int], None]
+"""Is given how many chunks have been read, and how many are wanted."""
+
 
 def export_chunks(
     scheduler: Scheduler,
@@ -53,6 +56,7 @@ def export_chunks(
     pin_id: str = "",
     namespace: str = "",
     most_bytes: int | None = None,
+    watch: WatchRead = lambda _read, _wanted: None,
 ) -> operator.Exported:
     """Write chunks of one namespace, in pools and on disks, to files that another cluster can
     import.
@@ -65,6 +69,7 @@ def export_chunks(
         namespace: as `status` shows it, or the beginning of it; may be left out if there is one
             only.
         most_bytes: no more than so many; the most used chunks are taken then.
+        watch: called after every read.
 
     Raises:
         ClusterError: RayKV does not run here, or does not answer, or there is no such pin.
@@ -85,8 +90,15 @@ def export_chunks(
     refuse_used(target)
     written = operator.Exported(str(target), space, asked=len(wanted or found))
     limit = sum(each[0].num_bytes for each in found) if is_file else FILE_BYTES
+    num_read = 0
+
+    def count(came: int) -> None:
+        nonlocal num_read
+        num_read += came
+        watch(num_read, len(found))
+
     for part in _parts(found, lambda copies: copies[0].num_bytes, limit):
-        chunks = _read(scheduler, space, part)
+        chunks = _read(space, part, count)
         if not chunks:
             continue
         name = target if is_file else target / f"{written.files:06d}{SUFFIX}"
@@ -143,8 +155,10 @@ def _facts(scheduler: Scheduler, space: str) -> dict[str, str]:
     }
 
 
-def _read(scheduler: Scheduler, space: str, part: Iterable[list[Chunk]]) -> list[ChunkBytes]:
-    """The bytes of chunks, from whichever node still has them."""
+def _read(
+    space: str, part: Iterable[list[Chunk]], count: Callable[[int], None]
+) -> list[ChunkBytes]:
+    """The bytes of chunks, from whichever node still has them; `count` hears of each piece."""
     read: list[ChunkBytes] = []
     waiting = [list(each) for each in part]
     while waiting:
@@ -154,7 +168,7 @@ def _read(scheduler: Scheduler, space: str, part: Iterable[list[Chunk]]) -> list
         waiting = []
         for (node_id, tier), chunks in by_source.items():
             sizes = {Key(copies[0].key): copies[0].num_bytes for copies in chunks}
-            came = _read_from(node_id, space, sizes, is_disk=tier == DISK)
+            came = _read_from(node_id, space, sizes, count, is_disk=tier == DISK)
             read += came.values()
             missed = [copies[1:] for copies in chunks if copies[0].key not in came]
             waiting += [copies for copies in missed if copies]
@@ -262,13 +276,20 @@ def _parts(found: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> 
 
 
 def _read_from(
-    node_id: str, space: str, sizes: dict[Key, int], *, is_disk: bool
+    node_id: str,
+    space: str,
+    sizes: dict[Key, int],
+    count: Callable[[int], None],
+    *,
+    is_disk: bool,
 ) -> dict[Key, ChunkBytes]:
     """What a node still has of chunks, all in its pool or all on its disk."""
     came: dict[Key, ChunkBytes] = {}
     try:
         for piece in _parts(sizes.items(), lambda each: each[1], PIECE_BYTES):
-            came |= read_from(node_id, space, dict(piece), from_disk=is_disk)[0]
+            read = read_from(node_id, space, dict(piece), from_disk=is_disk)[0]
+            count(len(read))
+            came |= read
     except ClusterError as error:
         # Another node may have them.
         logger.warning("node %s can't be read: %s", node_id[:12], error)

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -74,7 +73,7 @@ class SchedulerActor:
         self._metrics = server = MetricsServer(
             place, ray.util.get_node_ip_address(), lambda: _collected(here)
         )
-        path = Path(place.sd_path) if place.sd_path else default_path()
+        path = default_path()
         if place.port != "off" and path is not None:
             own = [server.address] if server.address else []
             TargetsFile(path, self._address, lambda: own + _targets(here)).start()

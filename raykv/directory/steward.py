@@ -92,7 +92,7 @@ class Steward:
             try:
                 self._inherit(name, value, inherited)
             except (msgspec.MsgspecError, ValueError) as error:
-                logger.warning("what is left as %s can't be read: %s", name, error)
+                logger.warning("the stored %s can't be read: %s", name, error)
         start_thread("raykv-steward", self._run, OnFailure.END_PROCESS)
         return inherited
 

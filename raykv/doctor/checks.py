@@ -48,7 +48,7 @@ def diagnose(facts: ClusterFacts) -> list[Finding]:
         complaints = list(check.look(facts))
         missing = _missing(name, facts)
         if missing and not any(each.severity is Severity.FAIL for each in complaints):
-            complaints.append(_warn(f"not all is known: {missing}", "mend that first"))
+            complaints.append(_warn(f"incomplete: {missing}", "mend that first"))
         found = [Finding(name, *each) for each in complaints]
         findings += found or [Finding(name, Severity.OK, check.fine)]
     return findings
@@ -64,7 +64,7 @@ def _missing(check: str, facts: ClusterFacts) -> str:
         if node.is_alive and node.actor is not None and node.host is None
     ]
     if check in ("memory", "shm", "ports", "clocks", "threads") and silent:
-        return f"the NodeActor of {_some(silent)} tells nothing of its host"
+        return f"the NodeActor of {_some(silent)} does not describe its host"
     return ""
 
 
@@ -93,8 +93,8 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
         if any(node.actor is not None for node in facts.nodes):
             yield _fail(
                 "there are NodeActors, but no scheduler actor",
-                "engines that run make a new one within seconds; if none does, see why in their "
-                "logs, or end what is left with `raykv down`",
+                "running engines make a new one within seconds; if none does, their logs say why, "
+                "or end the rest with `raykv down`",
             )
         else:
             yield _warn(
@@ -104,8 +104,8 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
     elif actor.why and actor.ray_state in _UNPLACED:
         yield _fail(
             f"the scheduler actor is not placed{_state(actor)}: {actor.why}",
-            "it runs on Ray's head node; see whether that lives, and `ray list actors` for why "
-            "Ray does not start it",
+            "it runs on Ray's head node: check that this is alive; `ray list actors` says why Ray "
+            "does not start it",
         )
     elif actor.why:
         yield _fail(
@@ -133,8 +133,8 @@ def _placement(facts: ClusterFacts) -> Iterator[Complaint]:
             yield _fail(
                 f"{_engine(engine)} is attached at node {_short(engine.node_id)}, which has no "
                 "NodeActor: it can neither load nor store",
-                "the engine makes one within seconds; if that does not happen, see its log and "
-                "whether Ray can start an actor on that node",
+                "the engine makes one within seconds; if it does not, read its log and check that "
+                "Ray can start an actor on that node",
             )
     for engine_id, node_id in facts.status.waiting.items() if facts.status else ():
         yield _waiting(engine_id, node_id, facts)
@@ -143,7 +143,7 @@ def _placement(facts: ClusterFacts) -> Iterator[Complaint]:
             yield _fail(
                 f"{_engine(engine)} is attached, but the NodeActor of its node "
                 f"{_short(engine.node_id)} does not report",
-                "see the log of that node's NodeActor (`ray logs`)",
+                "read the log of that node's NodeActor (`raykv logs NODE`)",
             )
 
 
@@ -153,8 +153,8 @@ def _waiting(engine_id: str, node_id: str, facts: ClusterFacts) -> Complaint:
     if any(each.node_id == node_id and each.is_alive for each in facts.nodes):
         return _fail(
             f"engine {_short(engine_id)} has no cache: the NodeActor of its {node} does not report",
-            "a new one reports within seconds; if it does not, see the engine's log and whether "
-            "Ray can start an actor on that node",
+            "a new one reports within seconds; if it does not, read the engine's log and check "
+            "that Ray can start an actor on that node",
         )
     return _fail(
         f"engine {_short(engine_id)} has no cache: its Ray {node} is gone",
@@ -171,13 +171,13 @@ def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Complaint]:
     if not node.is_alive:
         yield _warn(
             f"a NodeActor waits for node {_short(node.node_id)}, which is gone",
-            "nothing is lost by ending it: `raykv down` ends all, the engines make theirs again",
+            "ending it loses nothing: `raykv down` ends all, and the engines make theirs again",
         )
     elif actor.why:
         yield _fail(
             f"the NodeActor of {_node(node)} does not answer{_state(actor)}: {actor.why}",
             "engines there compute everything; if its process hangs, end it (Ray starts another); "
-            "if Ray has not placed it, see `ray list actors` for why",
+            "if Ray has not placed it, `ray list actors` says why",
         )
     elif facts.status is not None and not (node.description and node.description.refusal):
         report = facts.reports.get(node.node_id)
@@ -186,8 +186,8 @@ def _placed(node: NodeFacts, facts: ClusterFacts) -> Iterator[Complaint]:
             yield _fail(
                 f"the NodeActor of {_node(node)} answers, but does not report to the scheduler "
                 f"actor: it {since}",
-                "see its log for 'no report to the scheduler actor'; the two can't reach each "
-                "other, or are of different versions",
+                "look in its log for 'no report to the scheduler actor'; the two can't reach each "
+                "other, or have different versions",
             )
 
 
@@ -196,11 +196,11 @@ def _orders(facts: ClusterFacts) -> Iterator[Complaint]:
     for node in facts.reports.values():
         if status and node.orders < status.orders and node.age_s <= SILENT_S:
             yield _warn(
-                f"node {_short(node.node_id)} goes by orders number {node.orders.number} of "
+                f"node {_short(node.node_id)} follows orders number {node.orders.number} of "
                 f"operators, and number {status.orders.number} is in force: what was cleared, "
                 "pinned or switched since does not hold there yet",
-                "a node hears within a second; if this stays, see its log, and whether its disk "
-                "can be written: it shows an order when its disk has noted it",
+                "a node hears of orders within a second; if this lasts, read its log and check "
+                "that its disk can be written: a node shows an order once its disk has noted it",
             )
 
 
@@ -241,7 +241,7 @@ def _several(of_what: str, versions: dict[str, str]) -> Iterator[Complaint]:
     if len(set(known.values())) > 1:
         yield _warn(
             f"{of_what} versions differ: {_who_has_what(known.items())}",
-            "install the same version everywhere; an upgrade that is under way may take its time",
+            "install the same version everywhere, or wait for an upgrade that is under way",
         )
 
 
@@ -292,7 +292,7 @@ def _difference(model: str, name: str, engines: list[EngineStatus]) -> Complaint
     if name == "hash_algorithm":
         return _fail(what, "give every engine the same --prefix-caching-hash-algo")
     if name in MEANT:
-        mend = "they serve different weights, and must not share; if not so, start them alike"
+        mend = "they serve different weights, and must not share; otherwise start them alike"
         return _warn(what, mend)
     return _warn(what, "give every engine the same configuration, if they should share")
 
@@ -308,7 +308,7 @@ def _memory(facts: ClusterFacts) -> Iterator[Complaint]:
         if refusal:
             yield _fail(
                 f"{_node(node)} gives no pool: {refusal}",
-                "free the memory (the NodeActor looks again every few seconds), or name a size "
+                "free the memory (the NodeActor tries again every few seconds), or name a size "
                 "that fits with `raykv up --pool-bytes`",
             )
         elif node.host is not None:
@@ -375,7 +375,7 @@ def _shared_memory(facts: ClusterFacts) -> Iterator[Complaint]:
             continue
         yield _warn(
             f"Ray keeps the objects of {_node(node)} in {host.plasma_folder}, not in /dev/shm, "
-            f"which has {human_bytes(host.shm_bytes)}: what is fetched goes through a disk",
+            f"which has {human_bytes(host.shm_bytes)}: fetched chunks go through a disk",
             "give the container a larger /dev/shm (docker: --shm-size), or start Ray there with an "
             "--object-store-memory below it: 512 MiB are plenty for RayKV",
         )
@@ -393,7 +393,7 @@ def _disks(facts: ClusterFacts) -> Iterator[Complaint]:
             yield _warn(
                 f"node {_short(status.node_id)} writes nothing to {status.disk.path}: "
                 f"{status.disk.problem}",
-                "it is tried again every 15 s; what its pool evicts meanwhile is forgotten",
+                "it tries again every 15 s; what its pool evicts meanwhile is lost",
             )
     # Nodes that share a disk see the same.
     seen: dict[tuple[tuple[str, int], ...], list[str]] = {}
@@ -406,8 +406,8 @@ def _disks(facts: ClusterFacts) -> Iterator[Complaint]:
         yield _warn(
             f"{_some(nodes)} sees {human_bytes(num_bytes)} that no node holds, in "
             f"{_some([path for path, _ in folders])}",
-            "a node that starts takes over the first one; delete them, if they are of no cluster "
-            "that is to find its chunks again",
+            "a node that starts takes over the first one; delete them, unless a cluster should "
+            "find its chunks there again",
         )
 
 
@@ -432,7 +432,7 @@ def _clocks(facts: ClusterFacts) -> Iterator[Complaint]:
             yield Complaint(
                 Severity.FAIL if skew > MAX_SKEW_S[1] else Severity.WARN,
                 f"the clock of {_node(node)} is {abs(node.skew_s):.1f} s {way} this host's",
-                "have both set by NTP (chrony, systemd-timesyncd)",
+                "set both by NTP (chrony, systemd-timesyncd)",
             )
 
 
@@ -445,8 +445,8 @@ def _breakers(facts: ClusterFacts) -> Iterator[Complaint]:
             yield Complaint(
                 Severity.FAIL if row.state == "open" else Severity.WARN,
                 f"{owner} does not ask {row.peer}, its breaker is {row.state}{why}",
-                "see what is wrong with the peer; the breaker closes by itself when it answers "
-                "again",
+                "find out what is wrong with the peer; the breaker closes by itself when it "
+                "answers again",
             )
 
 
@@ -455,9 +455,9 @@ def _threads(facts: ClusterFacts) -> Iterator[Complaint]:
         if host.threads_failed:
             yield _warn(
                 f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
-                f"{host.threads_failed} times; they were begun anew",
-                "see in its log why: a limit of processes (`ulimit -u`, pids.max of the container) "
-                "is to be raised, anything else is a defect to report",
+                f"{host.threads_failed} times; they were restarted",
+                "its log says why: raise a limit of processes (`ulimit -u`, pids.max of the "
+                "container); report any other cause as a defect",
             )
 
 
@@ -479,7 +479,7 @@ def _use(facts: ClusterFacts) -> Iterator[Complaint]:
         elif missed >= MANY_MISSED and missed > counters["loaded_tokens"]:
             yield _warn(
                 f"{names} have loaded {counters['loaded_tokens']:,} prompt tokens, and {missed:,} "
-                "that are known not, since no window or state is stored with which they could be",
+                "known ones were computed, because no window or state to go on from was stored",
                 _MORE_WINDOWS,
             )
 
@@ -506,7 +506,7 @@ def _never_loaded(names: str, stored: int, counters: Counter[str]) -> Complaint:
     most = max(reasons, key=lambda each: reasons[each], default="")
     why = f"; {reasons[most]:,} prompt tokens were computed for the reason {most}" if most else ""
     mend = (
-        "`raykv why-miss` of a request says why its tokens were computed: evicted or "
+        "`raykv explain` of a request says why its tokens were computed: evicted or "
         "pool_full need a larger pool_bytes; never_stored means that no two prompts begin alike"
     )
     what = f"{names} have stored {stored:,} chunks and loaded none{why}"
@@ -523,22 +523,20 @@ class Check(NamedTuple):
 CHECKS = {
     "scheduler": Check(_scheduler, "the scheduler actor answers"),
     "placement": Check(_placement, "every engine has its NodeActor, and all of them report"),
-    "orders": Check(_orders, "every node goes by the operators' latest orders"),
-    "versions": Check(_versions, "all parts are of one version"),
+    "orders": Check(_orders, "every node follows the operators' latest orders"),
+    "versions": Check(_versions, "all parts have one version"),
     "hashes": Check(_hashes, "engines of the same model share their chunks"),
     "memory": Check(_memory, "every pool fits into what limits its node"),
     "shm": Check(
         _shared_memory,
         "/dev/shm is large enough for vLLM, and no fetch goes through a disk for want of it",
     ),
-    "disks": Check(
-        _disks, "every disk tier that there is can be written, and all of its folders are held"
-    ),
+    "disks": Check(_disks, "every disk tier can be written, and nodes hold all of its folders"),
     "ports": Check(_ports, "every node reaches the others"),
     "clocks": Check(_clocks, "all clocks agree"),
     "breakers": Check(_breakers, "no breaker is open"),
     "threads": Check(_threads, "no thread of a NodeActor has failed"),
-    "use": Check(_use, "what engines have stored is loaded again, or is too little to tell"),
+    "use": Check(_use, "stored chunks are loaded again, or are too few to tell"),
 }
 """Each by its name, in the order in which they are said."""
 

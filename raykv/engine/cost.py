@@ -24,32 +24,18 @@ EXPLORE_EVERY = 32
 
 
 class FetchCost:
-    """See the module's docstring. What it is given stands in place of measured rates."""
+    """See the module's docstring; each rate is None while it is unknown."""
 
-    def __init__(
-        self, fetch_bytes_per_s: float | None = None, prefill_tokens_per_s: float | None = None
-    ) -> None:
-        self._given_fetch, self._given_prefill = fetch_bytes_per_s, prefill_tokens_per_s
-        self._measured_fetch: float | None = None
-        # None while it is unknown.
+    def __init__(self) -> None:
+        self.fetch_bytes_per_s: float | None = None
         self.disk_bytes_per_s: float | None = None
-        self._measured_prefill: float | None = None
+        self.prefill_tokens_per_s: float | None = None
         self._refusals = 0
-
-    @property
-    def fetch_bytes_per_s(self) -> float | None:
-        """The rate that is counted with; None while it is unknown."""
-        return self._given_fetch or self._measured_fetch
-
-    @property
-    def prefill_tokens_per_s(self) -> float | None:
-        """The rate that is counted with; None while it is unknown."""
-        return self._given_prefill or self._measured_prefill
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """A fetch has ended."""
         if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
-            self._measured_fetch = _mean(self._measured_fetch, num_bytes / seconds)
+            self.fetch_bytes_per_s = _mean(self.fetch_bytes_per_s, num_bytes / seconds)
 
     def came_from_disk(self, num_bytes: int, seconds: float) -> None:
         """A fetch has ended, of which all came from a disk."""
@@ -59,7 +45,7 @@ class FetchCost:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """An engine step has ended that computed so many tokens."""
         if num_tokens >= MIN_PREFILL_TOKENS and seconds > 0:
-            self._measured_prefill = _mean(self._measured_prefill, num_tokens / seconds)
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens / seconds)
 
     def prefers_fetch(
         self, num_bytes: int, num_tokens: int, queued_bytes: int, disk_bytes: int = 0

@@ -66,7 +66,7 @@ class Fetches:
 
     def submit(self, orders: list[FetchOrder], life: int, namespace: str, now: float) -> None:
         """Have chunks fetched for an engine of that life."""
-        overdue_at = now + self._settings.fetch_deadline_s + deadlines.FETCH_GRACE_S
+        overdue_at = now + self._settings.request_deadline_s + deadlines.FETCH_GRACE_S
         for part in split(orders):
             number = next(self._numbers)
             request = partial(self._request, number, part, life, namespace)
@@ -99,8 +99,7 @@ class Fetches:
             keys=columns.Keys.of(order.key for order in orders),
             slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
             tenant=orders[0].tenant,
-            deadline_s=self._settings.fetch_deadline_s,
-            with_checksums=self._settings.fetch_checksums,
+            deadline_s=self._settings.request_deadline_s,
         ).reading(order.sources for order in orders)
 
     def came(self, result: CopyResult) -> None:

@@ -79,7 +79,7 @@ class RemoteChunks:
     def __init__(self, settings: ViewSettings, sizes: Mapping[int, ChunkSize]) -> None:
         self._settings = settings
         self._sizes = sizes
-        self.cost = FetchCost(settings.fetch_bytes_per_s, settings.prefill_tokens_per_s)
+        self.cost = FetchCost()
         # Whether there is anybody else who may have chunks of this namespace.
         self.has_peers = False
         # Whether calls to the scheduler actor fail; set by the thread that makes them.
@@ -236,7 +236,7 @@ class RemoteChunks:
         """
         if key in self._fetching:
             request.awaits_fetch(now)
-            may_wait = request.may_wait(now, self._settings.fetch_deadline_s)
+            may_wait = request.may_wait(now, self._settings.request_deadline_s)
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, _LATE)
         if key in request.found:
             if not request.is_decided:
@@ -248,11 +248,11 @@ class RemoteChunks:
         if key not in request.asked:
             self.ask(request, [key])
         if key in request.pending:
-            may_wait = request.may_wait(now, self._settings.lookup_deadline_s)
+            may_wait = request.may_wait(now, self._settings.lookup_s)
             too_long = MissReason.PENDING_TOO_LONG
             return Lookup.HIT_PENDING if may_wait else self._give_up(request, key, too_long)
         if key in request.unanswered:
-            may_ask = request.may_ask(now, self._settings.query_deadline_s)
+            may_ask = request.may_ask(now, self._settings.query_s)
             silent = MissReason.BREAKER_OPEN if self.is_cut_off else MissReason.UNANSWERED
             return Lookup.RETRY if may_ask else self._give_up(request, key, silent)
         return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
@@ -265,7 +265,7 @@ class RemoteChunks:
     def _fetch(self, request: RequestState, key: Key, now: float) -> Lookup:
         if request.declined:
             return request.missed(key, request.declined)
-        if request.has_waited(now, self._settings.fetch_deadline_s):
+        if request.has_waited(now, self._settings.request_deadline_s):
             return request.missed(key, _LATE)
         size = self.size_of(key).num_bytes
         order = FetchOrder(key, size, request.found[key], request.options.tenant)
@@ -273,7 +273,7 @@ class RemoteChunks:
         self._orders.append(order)
         self.fetching_bytes += size
         request.awaits_fetch(now)
-        request.may_wait(now, self._settings.fetch_deadline_s)
+        request.may_wait(now, self._settings.request_deadline_s)
         return Lookup.HIT_PENDING
 
     def _objection(
@@ -285,7 +285,7 @@ class RemoteChunks:
         needed, num_tokens = self._needed(request, key, is_here)
         if not num_tokens:
             return MissReason.WINDOW_MISSING
-        if request.options.prefilled:
+        if request.options.prefilled or self._settings.always_fetch:
             return None
         num_bytes: Counter[TokenSource] = Counter()
         for each in needed:

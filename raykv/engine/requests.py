@@ -25,32 +25,24 @@ class ViewSettings(Protocol):
     """Of an engine's settings what pure code reads, which gets them as an argument."""
 
     @property
-    def lookup_deadline_s(self) -> float:
-        """Longest wait for chunks that are being stored."""
-
-    @property
-    def query_deadline_s(self) -> float:
-        """Longest wait to learn what other nodes have."""
-
-    @property
-    def fetch_deadline_s(self) -> float:
+    def request_deadline_s(self) -> float:
         """Longest wait for chunks of other nodes."""
 
     @property
-    def fetch_checksums(self) -> bool:
-        """Whether what arrives is checked."""
+    def lookup_s(self) -> float:
+        """Longest wait for chunks that are being stored."""
+
+    @property
+    def query_s(self) -> float:
+        """Longest wait to learn what other nodes have."""
 
     @property
     def stop_unused_stores(self) -> bool:
         """Whether only some requests store where that does not pay."""
 
     @property
-    def fetch_bytes_per_s(self) -> float | None:
-        """In place of what is measured."""
-
-    @property
-    def prefill_tokens_per_s(self) -> float | None:
-        """In place of what is measured."""
+    def always_fetch(self) -> bool:
+        """Whether chunks are fetched also where computing them is faster."""
 
 
 class Tier(NamedTuple):

@@ -38,6 +38,9 @@ from raykv.stream import descriptions, publishing
 
 logger = logging.getLogger("raykv")
 
+# For one answer of an actor, in background threads only.
+ANSWER_S = 5.0
+
 # For the session's thread at the engine's end; it may be waiting for an answer of Ray.
 SESSION_STOP_S = 2.0
 
@@ -47,7 +50,7 @@ LEAVE_S = 5.0
 # An engine that waits longer for the actors says so; new ones take 2 s.
 ATTACH_SAY_S = 4.0
 
-# What is left of the attach deadline for a step when the steps before it have used it up.
+# What is left of the start deadline for a step when the steps before it have used it up.
 LEAST_ATTACH_S = 1.0
 
 # For Ray to forget the name of an actor that was ended.
@@ -101,7 +104,7 @@ class EngineRuntime:
             view,
             hello,
             NodeId(self.node_id),
-            partial(self._place.call, self._find_scheduler, settings.rpc_deadline_s),
+            partial(self._place.call, self._find_scheduler, ANSWER_S),
             self._locate,
             hints,
             described,
@@ -178,7 +181,7 @@ class EngineRuntime:
             with contextlib.suppress(Exception):
                 ask.end_node_actor(before)
         self._find_actors()
-        give_up_at = time.monotonic() + self.settings.rpc_deadline_s
+        give_up_at = time.monotonic() + ANSWER_S
         self.node = self._describe_node(give_up_at)
         return self.node
 
@@ -205,12 +208,12 @@ class EngineRuntime:
         return scheduler
 
     def start(self) -> None:
-        """Hear what the node has within the attach deadline; else go on trying in the background.
+        """Hear what the node has within the start deadline; else go on trying in the background.
 
         Raises:
             SettingError: this node's NodeActor can't have the pool.
         """
-        give_up_at = time.monotonic() + self.settings.attach_deadline_s
+        give_up_at = time.monotonic() + self.settings.start_deadline_s
         try:
             with self._said_if_slow():
                 self._find_actors()
@@ -233,7 +236,7 @@ class EngineRuntime:
 
         def say() -> None:
             if not done.wait(ATTACH_SAY_S):
-                logger.info(text, self.settings.attach_deadline_s)
+                logger.info(text, self.settings.start_deadline_s)
 
         SupervisedThread("raykv-slow", say, OnFailure.GIVE_UP).revive()
         try:

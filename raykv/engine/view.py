@@ -329,7 +329,7 @@ class EngineView:
             self.hits += 1
             return Lookup.HIT
         if self._is_being_stored(key):
-            if request.may_wait(now, self.settings.lookup_deadline_s):
+            if request.may_wait(now, self.settings.lookup_s):
                 return Lookup.HIT_PENDING
             self.counters["lookups_timed_out"] += 1
             self.counters["misses"] += 1
@@ -349,7 +349,7 @@ class EngineView:
         """Whether places have chunks that are not known yet, and a request may wait for that."""
         is_behind = not self.is_whole or any(each.has_more for each in self._places)
         may_wait = request.is_known and is_behind
-        return may_wait and request.may_ask(now, self.settings.query_deadline_s)
+        return may_wait and request.may_ask(now, self.settings.query_s)
 
     def _is_being_stored(self, key: Key) -> bool:
         """Whether an engine stores a chunk; one that is fetched is coming, too."""

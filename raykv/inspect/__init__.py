@@ -12,7 +12,7 @@ the cache: chunks are copied out, and engines are not asked.
 
 from __future__ import annotations
 
-from raykv.base.extras import attach_stub
+import lazy_loader
 
 # Ray, pandas and matplotlib are imported only when a part that needs them is asked for.
-__getattr__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -31,7 +31,7 @@ def demo(
     pool_bytes: Annotated[
         str | None, typer.Option("--pool-bytes", help='Size of a pool, like "2GiB".')
     ] = None,
-    ray_address: Annotated[
+    address: Annotated[
         str | None,
         typer.Option(
             help="The Ray cluster. Default: RAY_ADDRESS, else this user's one on this host."
@@ -53,7 +53,7 @@ def demo(
             json_path=json_path,
             rounds=rounds or (2 if tiny else 3),
             nodes=nodes,
-            ray_address=ray_address,
+            ray_address=address,
             pool_bytes=pool_bytes,
             console=None,
             note_actors=warden.note_actors,

@@ -240,7 +240,7 @@ def _take_down(address: str) -> None:
     command = "from raykv.cli import main; main()"
     with contextlib.suppress(subprocess.SubprocessError):
         subprocess.run(
-            [sys.executable, "-P", "-c", command, "down", "--ray-address", address],
+            [sys.executable, "-P", "-c", command, "down", "--address", address],
             timeout=WARDEN_DOWN_S,
             check=False,
         )

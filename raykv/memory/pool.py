@@ -102,17 +102,17 @@ class Journal:
         """Read what an earlier life left, the oldest first, and start a compact journal with it.
 
         Raises:
-            HandleError: it can't be written, or one that is not believed is in the way.
+            HandleError: it can't be written, or an invalid one is in the way.
         """
         try:
             self._entries = self._read()
         except (ValueError, msgspec.MsgspecError, PermissionError, RecursionError) as error:
-            logger.warning("the journal %s is not believed: %s", self._path, error)
+            logger.warning("the journal %s is invalid: %s", self._path, error)
             try:
                 self._set_aside()
             except OSError as failure:
                 raise errors.HandleError(
-                    f"the journal {self._path} is not believed ({error}) and can't be set aside: "
+                    f"the journal {self._path} is invalid ({error}) and can't be set aside: "
                     f"{failure.strerror}. Remove it, or set another pool_path"
                 ) from failure
         try:

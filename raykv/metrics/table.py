@@ -120,22 +120,22 @@ NODE = (
         "direction",
     ),
     _counter(
-        "raykv_copied_chunks_total", "Chunks of those copies; parts of ranks count.", "direction"
+        "raykv_copied_chunks_total", "Chunks of those copies; each rank's part counts.", "direction"
     ),
     _counter("raykv_fetched_bytes_total", "Bytes that came from other nodes."),
     _counter("raykv_fetched_chunks_total", "Chunks that came from other nodes."),
-    _counter("raykv_failed_fetches_total", "Chunks that did not come from other nodes."),
+    _counter("raykv_failed_fetches_total", "Chunks that a fetch from other nodes did not bring."),
     _counter("raykv_sent_bytes_total", "Bytes that went to other nodes."),
     _counter(
         "raykv_refused_chunks_total",
-        "Chunks of copy jobs that did not happen, by reason; an engine computes those tokens.",
+        "Chunks of copy jobs that were refused, by reason; an engine computes those tokens.",
         "reason",
     ),
     _counter("raykv_cancelled_jobs_total", "Copy jobs that an engine has given up."),
-    _counter("raykv_failed_threads_total", "Threads that failed, or that the system did not give."),
+    _counter("raykv_failed_threads_total", "Threads that failed, or that could not be started."),
     _counter(
         "raykv_quarantined_chunks_total",
-        "Chunks set aside since their bytes had changed, and journals that were not believed.",
+        "Chunks set aside because their bytes had changed, and journals that were invalid.",
     ),
     _gauge("raykv_disk_limit_bytes", "What this node's disk tier may take; 0 without one."),
     _gauge("raykv_disk_used_bytes", "What its files take."),
@@ -145,11 +145,11 @@ NODE = (
         "Bytes of chunks that were written to the disk tier, or read from it.",
         "direction",
     ),
-    _counter("raykv_disk_evicted_files_total", "Files of it that had to go for others."),
+    _counter("raykv_disk_evicted_files_total", "Files of it that were evicted for others."),
     _counter("raykv_disk_failed_writes_total", "Attempts to write that failed."),
     _counter(
         "raykv_disk_damaged_total",
-        "Files that were not believed, and chunks whose bytes had changed; none of it is served.",
+        "Files that were invalid, and chunks whose bytes had changed; none of them is served.",
         "kind",
     ),
     _gauge("raykv_hidden_states_bytes", "Hidden states of requests in this node's memory."),
@@ -196,7 +196,7 @@ NODE = (
     ),
     _gauge(
         "raykv_distinct_wanted_chunks",
-        "How many different chunks those were; an estimate (standard error 0.8 %).",
+        "How many different chunks these were; an estimate (standard error 0.8 %).",
         "namespace",
     ),
     _gauge(
@@ -210,20 +210,20 @@ NODE = (
     ),
     _counter(
         "raykv_declined_fetches_total",
-        "Chunks of other nodes that were computed since that was measured to be faster.",
+        "Chunks of other nodes that were computed because that was measured to be faster.",
         "namespace",
     ),
     _counter("raykv_timed_out_waits_total", "Lookups that gave up waiting.", "namespace"),
     _gauge(
         "raykv_tenant_bytes",
         "Bytes of a tenant's chunks in the pool (ram) and of its files on the disk (disk); only "
-        "where tenants have quotas, and of those that have none together (others).",
+        "if tenants have quotas; tenants without one count together (others).",
         "tenant",
         "tier",
     ),
     _counter(
         "raykv_tenant_evicted_chunks_total",
-        "Chunks of a tenant with a quota that were evicted since it had more than its share.",
+        "Chunks of a tenant with a quota that were evicted because it had more than its share.",
         "tenant",
     ),
     _counter(
@@ -236,15 +236,15 @@ NODE = (
     Metric(
         "raykv_removed_chunk_age_seconds",
         MetricKind.HISTOGRAM,
-        "Age of chunks when they were evicted, since they came into this pool or, where older, "
-        "since this actor's start. Chunks that went for another reason are left out.",
+        "Age of chunks when they were evicted, since they came into this pool or, if older, since "
+        "this actor's start. Chunks that left for another reason do not count.",
         (),
         AGE_BOUNDS,
     ),
     _gauge("raykv_sessions", "Sessions of requests that this node knows.", "stage"),
     _counter(
         "raykv_session_chunks_released_total",
-        "Chunks that became the next to be evicted, since their session was over or given up.",
+        "Chunks that became the next to be evicted, because their session ended or expired.",
     ),
     _latency(
         "raykv_lookup_seconds",
@@ -269,21 +269,24 @@ CLUSTER = (
         "namespace",
         "tier",
     ),
-    _gauge("raykv_known_sessions", "Sessions of requests of which it is known who has used them."),
-    _gauge("raykv_orders_number", "Of the latest document of operators' orders; 0 before one."),
+    _gauge("raykv_known_sessions", "Sessions of requests whose nodes the scheduler actor knows."),
+    _gauge(
+        "raykv_orders_number",
+        "Number of the latest document of operators' orders; 0 before the first.",
+    ),
     _gauge(
         "raykv_report_pause_seconds",
-        "So long nodes wait between two reports: longer, the more the scheduler actor has to do.",
+        "Pause of nodes between two reports: longer the busier the scheduler actor is.",
     ),
     _counter("raykv_events_total", "Events of the cluster's event log.", "kind"),
     _gauge(
         "raykv_event_reader_lag_events",
         "How many events behind the newest the slowest reader of the last minute was.",
     ),
-    _counter("raykv_event_gaps_total", "Times that a reader asked for events that were forgotten."),
-    _gauge(
-        "raykv_oldest_node_report_age_seconds", "Since the node that is silent longest reported."
+    _counter(
+        "raykv_event_gaps_total", "Times that a reader asked for events that are not kept any more."
     ),
+    _gauge("raykv_oldest_node_report_age_seconds", "Age of the oldest of the nodes' last reports."),
     _latency("raykv_call_seconds", "How long the scheduler actor took to answer a call.", "call"),
 )
 

@@ -321,8 +321,8 @@ class PoolKeeper:
             self.owner.expire(now)
             if self._restored and now >= self._restored_until:
                 logger.warning(
-                    "%d chunks of the pool file are given up: no orders have come for %.0f s, "
-                    "so that nobody knows what of them was cleared",
+                    "%d chunks of the pool file are dropped: no orders have come for %.0f s, "
+                    "so it is unknown what of them was cleared",
                     *(len(self._restored), POOL_FILE_ORDERS_S),
                 )
                 for record in self._restored:

@@ -170,7 +170,7 @@ class Reports:
             if kept is not None:
                 self._take(kept)
         except Exception as error:
-            logger.warning("Ray's head node does not say what is ordered: %s", first_line(error))
+            logger.warning("can't read the orders from Ray's head node: %s", first_line(error))
 
     def _ask_for_orders(self) -> None:
         raw = self._call("orders")

@@ -76,7 +76,7 @@ def scheme_of(space: status.NamespaceStatus, seeds: Sequence[str] = ()) -> Promp
     if digest == block_hashes.RANDOM:
         raise SettingError(
             f"the engines of namespace {space.namespace[:12]} hash with {algorithm} and a random "
-            "seed, so nobody else can say what they call a prompt's chunks: start them with "
+            "seed, so no other process can name a prompt's chunks: start them with "
             "PYTHONHASHSEED=0, or with --prefix-caching-hash-algo sha256"
         )
     for seed in (block_hashes.DEFAULT_SEED, *seeds):

@@ -202,7 +202,12 @@ def _event(
 
 @dataclass(frozen=True)
 class PublisherSettings:
-    """See the settings `events_...`; `endpoint` and `replay_endpoint` are ZMQ's."""
+    """What is published, and where: what `raykv publish start` is given.
+
+    `endpoint` and `replay_endpoint` are ZMQ's. `form` is how vLLM writes events now (`map`), or
+    did before June 2026 (`array`); `hashes` are the low 64 bits of block hashes (`int`) or whole
+    (`bytes`).
+    """
 
     endpoint: str
     replay_endpoint: str = ""

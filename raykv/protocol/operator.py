@@ -274,7 +274,7 @@ class PoolWish(framing.Versioned, frozen=True):
 
     `on`: "all", a Ray resource like "GPU", or a label as "key=value". `node_ids` names nodes
     instead. `pool_bytes` None: a quarter of what the node has free. `slab_bytes` None: of the size
-    that fits the pool. `metrics`: port, address and file, as the settings of these names; `disk`:
+    that fits the pool. `metrics`: port and address, as the settings of these names; `disk`:
     path, bytes, and bytes that stay free; `transport` and `pin_share`: as the settings.
     """
 
@@ -283,7 +283,7 @@ class PoolWish(framing.Versioned, frozen=True):
     pool_bytes: PoolBytes | None = None
     pool_path: columns.Text = ""
     slab_bytes: PoolBytes | None = None
-    metrics: tuple[columns.Text, columns.Text, columns.Text] = ("auto", "", "")
+    metrics: tuple[columns.Text, columns.Text] = ("auto", "")
     disk: tuple[str, int | None, int] = ("", None, 0)
     transport: columns.Text = "ray"
     pin_share: Part = 0.25

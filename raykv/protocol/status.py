@@ -73,7 +73,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     `metrics`: where the scheduler actor shows its metrics and writes which targets there are.
     `disk_chunks`: by namespace, the chunks on the disks of all nodes. `waiting` engines ask, but
     no node introduces them: by id, the node that each is at, which may be gone. `tenants`: as
-    `raykv quota list`. `orders`: the number of the operators' orders that are in force.
+    `raykv quota ls`. `orders`: the number of the operators' orders that are in force.
     """
 
     address: str

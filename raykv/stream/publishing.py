@@ -22,19 +22,6 @@ logger = logging.getLogger("raykv.publisher")
 PUBLISH_BIND_S = 5.0
 
 
-def publisher_settings(settings: Settings) -> PublisherSettings | None:
-    """What an engine's settings say of the publisher; None: there shall be none."""
-    if not settings.events_endpoint:
-        return None
-    return PublisherSettings(
-        endpoint=settings.events_endpoint,
-        replay_endpoint=settings.events_replay_endpoint,
-        topic=settings.events_topic,
-        form=settings.events_format,
-        hashes=settings.events_hashes,
-    )
-
-
 def publisher_actor(settings: PublisherSettings) -> Any:
     """The publisher, created on Ray's head node if there is none; its settings stay as they are.
 
@@ -54,11 +41,10 @@ def publisher_actor(settings: PublisherSettings) -> Any:
 
 def ensure_publisher(settings: Settings) -> None:
     """Have the publisher that an engine's settings want; the engine does not depend on it."""
-    wanted = publisher_settings(settings)
-    if wanted is None:
+    if not settings.events_endpoint:
         return
     try:
-        publisher_actor(wanted)
+        publisher_actor(PublisherSettings(settings.events_endpoint))
     except Exception as error:
         logger.warning("no events are published: %s", first_line(error))
 

@@ -102,7 +102,7 @@ def _against_model(vllm_config: Any, kv_cache_config: Any) -> str:
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype not in PLAIN_DTYPES:
         return (
-            f"kv_cache_dtype={dtype} keeps scales beside its numbers, and the last token of a "
+            f"kv_cache_dtype={dtype} keeps scales with its numbers, and the last token of a "
             f"prompt is both loaded and computed: only {', '.join(PLAIN_DTYPES)}"
         )
     parallel = vllm_config.parallel_config
@@ -118,8 +118,8 @@ def _against_rest(settings: Settings, vllm_config: Any) -> str:
         return f"kv_load_failure_policy={policy} ends requests: only recompute computes them"
     if settings.durable_stores:
         return (
-            "with durable_stores a step is to end with its chunks in the pool, and what is "
-            "computed beside a load is stored one step later: leave one of them out"
+            "with durable_stores a step ends with its chunks in the pool, and chunks that are "
+            "computed along with a load are stored one step later: leave out one of the two"
         )
     return ""
 

@@ -287,7 +287,7 @@ class RayOffloadingManager(OffloadingManager):
                     self.view.sampler.share,
                 )
             else:
-                logger.info("what is stored is loaded again: all requests store")
+                logger.info("stored chunks are loaded again: all requests store")
 
     def reset_cache(self) -> None:
         """Empty this view at once, and the namespace in the whole cluster with the next exchange.

@@ -230,13 +230,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
 
     def link_settings(self) -> LinkSettings:
         """Deadlines of the worker's line to its NodeActor."""
-        settings = self.settings
-        return LinkSettings(
-            load_deadline_s=settings.load_deadline_s,
-            store_deadline_s=settings.store_deadline_s,
-            flush_deadline_s=settings.flush_deadline_s,
-            cancel_grace_s=settings.cancel_grace_s,
-        )
+        return LinkSettings(self.settings.step_deadline_s)
 
 
 def stores_prompts_alone(kv_cache_config: Any) -> bool:

@@ -173,7 +173,7 @@ class WeightChanges:
             return
         logger.warning(
             "RayKV can't tell this engine's weights from others: it neither loads nor stores until "
-            "they have a name (raykv set-weights-version)"
+            "they have a name (raykv engine weights)"
         )
 
 

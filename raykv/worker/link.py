@@ -45,6 +45,13 @@ from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
 
+# A store that takes longer is given up; no request waits for it.
+STORE_DEADLINE_S = 30.0
+
+# For the NodeActor to confirm that it gave up a copy; then it is ended, since a late copy could
+# write into another request's blocks.
+CANCEL_GRACE_S = 2.0
+
 # For connecting and attaching: mapping a KV cache takes milliseconds, prefaulting may delay it.
 LINK_CONNECT_S = 5.0
 
@@ -80,12 +87,11 @@ _NEVER_FAILED = measures.BreakerReport()
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Deadlines in seconds; `raykv.base.settings` documents them."""
+    """Deadlines in seconds. `step_deadline_s` is that of loads, and of a wait for stores."""
 
-    load_deadline_s: float = Settings.load_deadline_s
-    store_deadline_s: float = Settings.store_deadline_s
-    flush_deadline_s: float = Settings.flush_deadline_s
-    cancel_grace_s: float = Settings.cancel_grace_s
+    step_deadline_s: float = Settings.step_deadline_s
+    store_deadline_s: float = STORE_DEADLINE_S
+    cancel_grace_s: float = CANCEL_GRACE_S
     connect_deadline_s: float = LINK_CONNECT_S
 
 
@@ -173,7 +179,7 @@ class WorkerLink:
         jobs = {}
         for request in requests:
             is_load = request.direction is Direction.LOAD
-            allowed_s = settings.load_deadline_s if is_load else settings.store_deadline_s
+            allowed_s = settings.step_deadline_s if is_load else settings.store_deadline_s
             jobs[request.job_id] = PendingJob(request, now + allowed_s)
         with self._lock:
             assert jobs.keys().isdisjoint(self._pending), jobs.keys()
@@ -204,9 +210,9 @@ class WorkerLink:
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when none of the jobs touches the KV cache any more; unknown ids are ignored.
 
-        The flush deadline is the jobs' deadline from now on, so that the wait has an end.
+        The step's deadline is the jobs' deadline from now on, so that the wait has an end.
         """
-        latest = time.monotonic() + self._settings.flush_deadline_s
+        latest = time.monotonic() + self._settings.step_deadline_s
         with self._lock:
             for job_id in job_ids:
                 pending = self._pending.get(job_id)

@@ -218,7 +218,7 @@ class StagedLink(WorkerLink):
                 self._ended.append(failed)
 
     def _begin(self, request: JobRequest) -> None:
-        deadline = time.monotonic() + self._settings.load_deadline_s
+        deadline = time.monotonic() + self._settings.step_deadline_s
         job = self._jobs[request.job_id] = _Staged(request.job, deadline)
         self._submit_more(job)
         if job.is_store:

@@ -65,7 +65,7 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 def stored_and_loaded(node_id: str) -> bool:
     """Store chunks and load them into other blocks; whether the bytes are the same."""
-    view, sizes = EngineView(Settings(lookup_deadline_s=10.0)), {0: CHUNK_BYTES}
+    view, sizes = EngineView(Settings(request_deadline_s=50.0)), {0: CHUNK_BYTES}
     life = new_life()
     hello = EngineHello(PROTOCOL_VERSION, "bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
     described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)

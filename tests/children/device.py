@@ -27,7 +27,7 @@ from tests.fixtures.waiting import wait_until
 NUM_BLOCKS = 8
 LIFE = 77
 """Of its engine."""
-SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
+SETTINGS = LinkSettings(step_deadline_s=30.0, store_deadline_s=30.0)
 
 
 def main() -> None:

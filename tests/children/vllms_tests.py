@@ -24,7 +24,7 @@ class Tracker(ChunkTracker):
     """Made with the arguments of vLLM's."""
 
     def __init__(self, config: Any, group_specs: Any = None) -> None:
-        super().__init__(config, EngineView(Settings(lookup_deadline_s=1.0)), "tiny", None)
+        super().__init__(config, EngineView(Settings(request_deadline_s=5.0)), "tiny", None)
         self._group_specs = group_specs or {}
 
 

@@ -28,7 +28,7 @@ NUM_BLOCKS = 8
 KV_NAME = "orphaned-kv"
 LIFE = 77
 """Of its engine, if that has several ranks."""
-SETTINGS = LinkSettings(load_deadline_s=30.0, store_deadline_s=30.0)
+SETTINGS = LinkSettings(step_deadline_s=30.0, store_deadline_s=30.0)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
+from raykv.protocol.events import PublisherSettings
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e
@@ -61,12 +62,9 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def ours() -> dict[str, Any]:
-    """Settings of RayKV's own publisher."""
-    return {
-        "events_endpoint": f"tcp://*:{free_port()}",
-        "events_replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
-    }
+def ours() -> PublisherSettings:
+    """Where RayKV's own publisher is."""
+    return PublisherSettings(f"tcp://*:{free_port()}", f"tcp://127.0.0.1:{free_port()}")
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +83,11 @@ def first_run(
     fresh_cluster: Cluster,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    ours: dict[str, Any],
+    ours: PublisherSettings,
 ) -> list[list[int]]:
     """An engine computes and stores the prompts, then ends; gives vLLM's own tokens."""
     log = tmp_path_factory.mktemp("first") / "log"
-    engine = start(fresh_cluster, tiny_model, log, 4, **ours)
+    engine = start(fresh_cluster, tiny_model, log, 4, events_endpoint=ours.endpoint)
     engine.tokens(PROMPTS)
     reference = engine.tokens(PROMPTS)
 
@@ -178,7 +176,7 @@ def stored_blocks(events: list[dict[str, Any]]) -> list[tuple[list[int], int | N
 
 
 def test_published_chunks_are_those_of_the_prompts(
-    first_run: list[list[int]], fresh_cluster: Cluster, ours: dict[str, Any]
+    first_run: list[list[int]], fresh_cluster: Cluster, ours: PublisherSettings
 ) -> None:
     """With vLLM's hashes of their blocks, the prompts' tokens, and each after the one before it."""
     expected = [chunk for tokens in PROMPTS for chunk in chunk_blocks(tokens)]
@@ -188,8 +186,11 @@ def test_published_chunks_are_those_of_the_prompts(
         status = fresh_cluster.publisher()
         return status is not None and status.held == held
 
-    wait_until(is_told, 20.0, "all chunks are published")
-    told = stored_blocks(replayed(ours["events_replay_endpoint"]))
+    wait_until(is_told, 20.0, "all chunks are published for the engine's setting")
+    fresh_cluster.stop_publishing()
+    fresh_cluster.publish(ours)
+    wait_until(is_told, 20.0, "all chunks are published again, with a replay")
+    told = stored_blocks(replayed(ours.replay_endpoint))
     assert all(chunk in told for chunk in expected)
     known = {block for hashes, _, _ in told for block in hashes}
     assert all(parent in known for _, parent, _ in told if parent is not None)

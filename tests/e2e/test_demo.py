@@ -36,7 +36,7 @@ def demo(cluster: Cluster, path: Path, *options: str) -> tuple[dict[str, Any], s
     pytest.importorskip("vllm")
     cluster.down()
     command = [str(Path(sys.executable).with_name("raykv")), "demo", "--tiny", "--rounds", "2"]
-    command += ["--json", str(path), "--ray-address", cluster.address, "--pool-bytes", "256MiB"]
+    command += ["--json", str(path), "--address", cluster.address, "--pool-bytes", "256MiB"]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, timeout=380, check=False
     )

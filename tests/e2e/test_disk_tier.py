@@ -46,9 +46,9 @@ def start(cluster: Cluster, model: Path, disk: Path, log: Path) -> EngineProcess
         "disk_bytes": "64MiB",
         "disk_free_bytes": "1MiB",
         "client_hints": "session",
-        "query_deadline_s": 10.0,
+        "request_deadline_s": 30.0,
         # However fast this small model computes on this machine.
-        "prefill_tokens_per_s": 1.0,
+        "always_fetch": True,
     }
     return EngineProcess(model, log, settings)
 
@@ -175,7 +175,7 @@ def test_restart_of_everything_finds_the_chunks_again_until_they_are_cleared(
     shipped: Path,
     tmp_path: Path,
 ) -> None:
-    told = CliRunner().invoke(app, ["down", "--keep", "--json", "--ray-address", cluster.address])
+    told = CliRunner().invoke(app, ["down", "--keep", "--json", "--address", cluster.address])
     (kept,) = json.loads(told.output)["kept"]
     assert (kept["place"], kept["left"], kept["problem"]) == (str(disk), 0, "")
     engine = start(cluster, tiny_model, disk, tmp_path / "log")

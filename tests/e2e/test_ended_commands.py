@@ -100,7 +100,7 @@ def test_killed_demo_takes_its_actors_out_of_a_cluster_that_stays(cluster: Clust
         return [each["name"] for each in named if each["namespace"] == RAY_NAMESPACE]
 
     cluster.down()
-    with running("demo", "--tiny", "--ray-address", cluster.address) as command:
+    with running("demo", "--tiny", "--address", cluster.address) as command:
         wait_until(lambda: len(actors()) == 2, STARTS_S, "the actors are there")
         command.kill()
         wait_until(lambda: not actors(), ENDS_S, "the actors are gone again")

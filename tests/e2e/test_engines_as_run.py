@@ -82,7 +82,7 @@ def test_load_beside_another_connector_that_fails_costs_no_request(
     start: Start, cluster: Cluster, tmp_path: Path
 ) -> None:
     """The policy of MultiConnector counts for both, and vLLM's default ends such requests."""
-    settings = {"ray_address": cluster.address, "pool_bytes": "64MiB", "load_deadline_s": 2.0}
+    settings = {"ray_address": cluster.address, "pool_bytes": "64MiB", "step_deadline_s": 2.0}
     ours = {
         "kv_connector": "RayKVConnector",
         "kv_role": "kv_both",

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 BLOCK = 32
 LEFT_TO_COMPUTE = 2
-LOAD_DEADLINE_S = 1.0
+STEP_DEADLINE_S = 1.0
 RECOVERY_DEADLINE_S = 60.0
 
 
@@ -44,9 +44,7 @@ def start(
             "ray_address": cluster.address,
             "pool_bytes": "256MiB",
             "layerwise_loads": True,
-            "load_deadline_s": LOAD_DEADLINE_S,
-            "flush_deadline_s": LOAD_DEADLINE_S,
-            "cancel_grace_s": 0.5,
+            "step_deadline_s": STEP_DEADLINE_S,
             **settings,
         },
         multiprocess=True,
@@ -198,7 +196,7 @@ def test_prompts_are_loaded_through_staging_memory_too(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
     """For 16 blocks: loads are made in parts, and all layers come together."""
-    staged = {"kv_handover": "staged", "staging_bytes": "4MiB", "load_deadline_s": 5.0}
+    staged = {"kv_handover": "staged", "staging_bytes": "4MiB", "step_deadline_s": 5.0}
     engine = start(cluster, tiny_model, tmp_path, staged)
     try:
         check_whole_hits(engine, cluster, [8 * BLOCK, 1000])

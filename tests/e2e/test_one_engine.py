@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 BLOCK = 32
 """Tokens per block, and with `blocks_per_chunk` 1 per chunk."""
 
-LOAD_DEADLINE_S = 1.0
+STEP_DEADLINE_S = 1.0
 
 RECOVERY_DEADLINE_S = 60.0
 """Ray starts a killed actor again after 1 to 4 s on a quiet machine."""
@@ -50,9 +50,7 @@ def engine(
     settings = {
         "ray_address": cluster.address,
         "pool_bytes": "256MiB",
-        "load_deadline_s": LOAD_DEADLINE_S,
-        "flush_deadline_s": LOAD_DEADLINE_S,
-        "cancel_grace_s": 0.5,
+        "step_deadline_s": STEP_DEADLINE_S,
     }
     log = tmp_path_factory.mktemp("engine") / "log"
     process = engine_in(request.param, tiny_model, log, settings, multiprocess=True)
@@ -257,7 +255,7 @@ def test_request_aborted_during_load_leaves_engine_in_order(
     assert node(cluster).pid == pid
 
 
-# What `raykv why-miss` says agrees with what vLLM counts
+# What `raykv explain` says agrees with what vLLM counts
 
 
 class Asker:
@@ -330,7 +328,7 @@ def test_whole_prompt_of_full_chunks_misses_nothing(asker: Asker) -> None:
     assert (record.loaded, record.missed) == (8 * BLOCK, {})
 
 
-@pytest.mark.support("why-miss", models=["llama"])
+@pytest.mark.support("explain", models=["llama"])
 def test_known_document_with_a_new_question_names_the_first_chunk_of_the_question(
     asker: Asker,
 ) -> None:
@@ -369,7 +367,7 @@ def test_cleared_cache_is_the_reason_after_it(asker: Asker, cluster: Cluster) ->
 
 def test_command_prints_it_and_status_has_the_sums(asker: Asker, cluster: Cluster) -> None:
     record = asker.ask(prompt(908, 4 * BLOCK))
-    arguments = ["why-miss", record.request_id[:-3], "--ray-address", cluster.address]
+    arguments = ["explain", record.request_id[:-3], "--address", cluster.address]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
     assert "computed: never_stored" in shown.output
@@ -439,7 +437,7 @@ def test_node_actor_frozen_for_a_moment_delays_load(
     pid = node(cluster).pid
     freeze(pid)
     engine.begin("generate", prompts=prompts)
-    signal_after(pid, signal.SIGCONT, LOAD_DEADLINE_S / 4)
+    signal_after(pid, signal.SIGCONT, STEP_DEADLINE_S / 4)
     outputs = engine.finish()
     assert [output["tokens"] for output in outputs] == reference
     engine.reset()

@@ -160,7 +160,7 @@ def test_live_plan_says_what_more_room_would_have_saved(
     assert computed / 3 < saved < computed
     assert found.saved_tokens == sorted(found.saved_tokens)
     assert (found.nodes, found.reach_bytes) == (1, None)
-    text = CliRunner().invoke(app, ["plan", "--live", "--ray-address", cluster.address]).output
+    text = CliRunner().invoke(app, ["plan", "--live", "--address", cluster.address]).output
     assert "one more GiB in each pool would save" in text
 
 

@@ -92,7 +92,7 @@ class Worker:
         tensors = [TensorLayout(x.data_ptr(), NUM_BLOCKS, PAGE_BYTES, PAGE_BYTES) for x in self.kv]
         groups = [list(range(num_layers))]
         self.exported = export_kv(cuda_driver.load(), tensors, BLOCKS_PER_CHUNK, [0], groups)
-        settings = LinkSettings(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
+        settings = LinkSettings(step_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
         self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
         slot_bytes = num_layers * BLOCKS_PER_CHUNK * PAGE_BYTES
         life = next(lives)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NUM_BLOCKS = 120
 """Of vLLM's own KV memory."""
 
-LOAD_DEADLINE_S = 1.0
+STEP_DEADLINE_S = 1.0
 RECOVERY_S = 90.0
 """A NodeActor with a pool that is page-locked takes seconds to end, and as long to start again."""
 
@@ -41,9 +41,7 @@ FRESH = [prompt(2000 + number, (6 + number) * BLOCK + 13) for number in range(6)
 def engine(platform: Platform, start_shared: StartShared) -> Iterator[Served]:
     """EngineCore is a process of its own, and waits a second for a load at most."""
     raykv = {
-        "load_deadline_s": LOAD_DEADLINE_S,
-        "flush_deadline_s": LOAD_DEADLINE_S,
-        "cancel_grace_s": 0.5,
+        "step_deadline_s": STEP_DEADLINE_S,
     }
     with start_shared(
         **platform.exact,
@@ -104,7 +102,7 @@ def test_node_actor_that_fails_during_loads_costs_no_answer(
         freeze(node.pid)
     engine.begin([*stored, fresh])
     if harm != "frozen":
-        delay_s = 0.01 if harm == "killed" else LOAD_DEADLINE_S / 3
+        delay_s = 0.01 if harm == "killed" else STEP_DEADLINE_S / 3
         signal_after(node.pid, signal.SIGKILL, delay_s)
     began = time.monotonic()
     pairs = zip(engine.finish(), [*expected, new], strict=True)

@@ -119,9 +119,9 @@ def test_host_whose_clock_is_wrong_stores_and_loads_as_any(world: World) -> None
 
 
 def test_fetch_over_a_slow_link_is_declined_and_the_prompt_is_computed(world: World) -> None:
-    """The engines measure what a fetch takes; that computing is slow they are told."""
+    """The engine measures what a fetch takes, and what computing does."""
     world.end_engine(world.b)
-    world.start_engines(world.b, prefill_tokens_per_s=200.0)
+    world.start_engines(world.b, always_fetch=False)
     wait_until(lambda: world.comes(world.a, world.b), BACK_S, "it fetches over a fast link")
     world.b.slow(50_000)
     try:

@@ -117,10 +117,10 @@ def test_request_that_has_ended_is_explained_by_the_beginning_of_its_id(running:
     record = MissRecord("cmpl-7-0-abcd", 100, 30, 20, {"evicted": 50}, b"key" + bytes(4))
     engine.tell(finished=[record])
     engine.hear()
-    (row,) = json.loads(run("why-miss", "cmpl-7", "--json"))
+    (row,) = json.loads(run("explain", "cmpl-7", "--json"))
     assert row["missed_tokens"] == {"evicted": 50}
     assert row["node_id"] == node_id
-    assert "computed: evicted" in run("why-miss", "cmpl-7-0-abcd")
+    assert "computed: evicted" in run("explain", "cmpl-7-0-abcd")
     with pytest.raises(ClusterError, match="among the latest 1 that have ended"):
         running.why_miss("cmpl-8")
     engine.end()
@@ -167,39 +167,39 @@ def played(running: Cluster) -> Iterator[LookedAt]:
 
 
 def test_ls_lists_what_is_held(played: LookedAt) -> None:
-    rows = json.loads(run("ls", "--json", "--node", played.node_id))
+    rows = json.loads(run("chunk", "ls", "--json", "--node", played.node_id))
     assert [row["key"] for row in rows] == [key.hex() for key in played.keys]
     assert {row["model"] for row in rows} == {"/m/tiny"}
     assert all(0 <= row["age_s"] < 60 for row in rows)
-    (first,) = json.loads(run("ls", "--json", "--sort", "hits", "--limit", "1"))
+    (first,) = json.loads(run("chunk", "ls", "--json", "--sort", "hits", "--limit", "1"))
     assert (first["key"], first["hits"]) == (played.keys[1].hex(), 1)
-    text = run("ls", "--namespace", "ab")
+    text = run("chunk", "ls", "--namespace", "ab")
     assert played.keys[3].hex()[:24] in text
     assert "4.0 KiB" in text
 
 
 def test_ls_of_nothing_ends_with_1(played: LookedAt) -> None:
-    assert run("ls", "--group", "3", code=1) == "no chunks\n"
-    assert json.loads(run("ls", "--group", "3", "--json", code=1)) == []
+    assert run("chunk", "ls", "--group", "3", code=1) == "no chunks\n"
+    assert json.loads(run("chunk", "ls", "--group", "3", "--json", code=1)) == []
 
 
 def test_show_tells_who_has_a_chunk(played: LookedAt) -> None:
     key = played.keys[1].hex()
-    (row,) = json.loads(run("show", key, "--json"))
+    (row,) = json.loads(run("chunk", "show", key, "--json"))
     assert (row["key"], row["node_id"], row["num_bytes"]) == (key, played.node_id, 4096)
-    assert f"node {played.node_id}: 4.0 KiB" in run("show", key[:10])
-    assert "no node has a chunk" in run("show", "ff" * 36, code=1)
+    assert f"node {played.node_id}: 4.0 KiB" in run("chunk", "show", key[:10])
+    assert "no node has a chunk" in run("chunk", "show", "ff" * 36, code=1)
 
 
 def test_lookup_says_how_much_of_a_prompt_is_where(played: LookedAt) -> None:
     tokens = ",".join(map(str, [*PROMPT[:40], *[7] * 50]))
     arguments = ("--form", "tokens", "--model", "tiny", "--trait", "cache_salt=tenant")
-    found = json.loads(run("lookup", tokens, *arguments, "--json"))
+    found = json.loads(run("chunk", "lookup", tokens, *arguments, "--json"))
     assert (found["prompt_tokens"], found["cached_tokens"]) == (90, 32)
     assert [(node["node_id"], node["tokens"]) for node in found["nodes"]] == [(played.node_id, 32)]
     assert [len(chunk["nodes"]) for chunk in found["chunks"]] == [1, 1, 0, 0, 0]
-    assert "32 of 90 tokens can be loaded" in run("lookup", tokens, *arguments)
-    plain = run("lookup", tokens, "--form", "tokens", "--namespace", "abcd", code=1)
+    assert "32 of 90 tokens can be loaded" in run("chunk", "lookup", tokens, *arguments)
+    plain = run("chunk", "lookup", tokens, "--form", "tokens", "--namespace", "abcd", code=1)
     assert "0 of 90 tokens can be loaded" in plain
 
 
@@ -242,10 +242,10 @@ def test_session_is_listed_shown_paused_and_ended(played: LookedAt) -> None:
     assert (shown["stage"], shown["in_pools"]) == ("active", {played.node_id: 3})
     assert f"node {played.node_id[:12]}: 3 of them in its pool" in run("session", "show", "agent")
     assert "paused, 30 s left" in run("session", "pause", "agent", "30s", "--priority", "3")
-    assert json.loads(run("pins", "--json"))["client_chunks"] == 3
+    assert json.loads(run("pin", "ls", "--json"))["client_chunks"] == 3
     ended = json.loads(run("session", "over", "agent", "--json"))
     assert ended["stage"] == "over"
-    assert json.loads(run("pins", "--json"))["client_chunks"] == 0
+    assert json.loads(run("pin", "ls", "--json"))["client_chunks"] == 0
     with pytest.raises(ClusterError, match="there is no session 'nobody'"):
         run("session", "show", "nobody")
     with pytest.raises(SettingError, match="at most 3600"):
@@ -265,7 +265,7 @@ def test_every_command_that_changes_something_tells_it_as_json(played: LookedAt)
     assert json.loads(run("pause", "--json")) == {"paused": True}
     assert json.loads(run("resume", "--json")) == {"paused": False}
     assert json.loads(run("clear", "abcd", "--json")) == {"cleared": "abcd"}
-    assert json.loads(run("ls", "--json", code=1)) == []
+    assert json.loads(run("chunk", "ls", "--json", code=1)) == []
 
 
 def test_what_ray_says_of_errors_goes_to_the_log_and_not_to_standard_output(

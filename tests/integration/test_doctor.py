@@ -218,14 +218,14 @@ def test_start_of_engine_stops_when_its_node_refuses_the_pool(
     sizes = {0: SLOT_ALIGNMENT}
     hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
     runtime = EngineRuntime(
-        Settings(pool_bytes=TOO_MUCH), EngineView(Settings(lookup_deadline_s=10.0)), hello
+        Settings(pool_bytes=TOO_MUCH), EngineView(Settings(request_deadline_s=50.0)), hello
     )
     with pytest.raises(SettingError, match=rf"gives no pool: pool_bytes={TOO_MUCH} .*would fit"):
         runtime.start()
     wait_until(lambda: ask.find_node_actor(runtime.node_id) is None, 20.0, "its NodeActor is gone")
     # The next engine, with a size that fits, starts.
     small = EngineRuntime(
-        Settings(pool_bytes=POOL_BYTES), EngineView(Settings(lookup_deadline_s=10.0)), hello
+        Settings(pool_bytes=POOL_BYTES), EngineView(Settings(request_deadline_s=50.0)), hello
     )
     small.start()
     assert small.node is not None

@@ -15,6 +15,7 @@ from raykv.base.settings import MetricsPlace, NodeOptions
 from raykv.client.cluster import Cluster
 from raykv.cluster import join as clusters
 from raykv.directory.actor import scheduler_actor
+from raykv.metrics.discovery import default_path
 from raykv.metrics.table import BREAKERS, BUILD, CLUSTER, METRICS, NODE
 from raykv.node.launch import node_actor
 from tests.fixtures.dashboard import metrics_of_all_panels
@@ -29,15 +30,19 @@ POOL_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="module")
-def sd_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("discovery") / "targets.json"
+def sd_path(cluster: Cluster) -> Path:
+    """In Ray's session directory, without what other actors have left there."""
+    cluster.down()
+    path = default_path()
+    assert path is not None
+    path.unlink(missing_ok=True)
+    return path
 
 
 @pytest.fixture(scope="module")
 def running(cluster: Cluster, sd_path: Path) -> Iterator[Cluster]:
-    """Both actors, told where the file of targets is."""
-    cluster.down()
-    place = MetricsPlace(sd_path=str(sd_path))
+    """Both actors, with the file of their targets."""
+    place = MetricsPlace()
     scheduler_actor(cluster.address, metrics=place)
     node_id = clusters.resolve_node_id("")
     node_actor(cluster.address, node_id, POOL_BYTES, 1 << 20, "", NodeOptions(place))

@@ -85,7 +85,7 @@ def up(cluster: Cluster) -> Iterator[str]:
     """`raykv up` on the one node; its id."""
     cluster.down()
     address = cluster.address
-    (made,) = json.loads(run("up", "--pool-bytes", "32MiB", "--json", "--ray-address", address))
+    (made,) = json.loads(run("up", "--pool-bytes", "32MiB", "--json", "--address", address))
     assert made["is_new"]
     assert made["prefaulted_bytes"] == made["pool_bytes"] == POOL_BYTES
     yield made["node_id"]
@@ -128,11 +128,11 @@ def bytes_on(node_id: str, number: int) -> bytes:
 
 def test_up_changes_nothing_the_second_time(cluster: Cluster, up: str) -> None:
     pid = ask.describe(ask.find_node_actor(up), 10.0).pid
-    output = run("up", "--pool-bytes", "64MiB", "--ray-address", cluster.address)
+    output = run("up", "--pool-bytes", "64MiB", "--address", cluster.address)
     assert "was there already" in output
     assert "has a pool of 32.0 MiB already" in output
     assert ask.describe(ask.find_node_actor(up), 10.0).pid == pid
-    run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
+    run("up", "--pool-bytes", "32MiB", "--address", cluster.address)
 
 
 def test_up_heeds_the_settings_of_metrics_on_later_nodes_too(nodes: Nodes) -> None:
@@ -184,7 +184,8 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
     cluster, engine = nodes.cluster, nodes.engine
     engine.put(20, 21, 22)
     wait_until(lambda: held_on(cluster, nodes.first) >= {20, 21, 22}, 10, "stored")
-    assert "2 of 3 chunks are stored and kept" in run("pin", *hexes(20, 21, 30), "--id", "kept")
+    said = run("pin", "add", *hexes(20, 21, 30), "--id", "kept")
+    assert "2 of 3 chunks are stored and kept" in said
     with pytest.raises(ClusterError, match=r"pins take 2.0 MiB of the 8.0 MiB"):
         cluster.pin(hexes(*range(6), 22))
     pressure(engine, 1000)
@@ -200,12 +201,12 @@ def test_pinned_chunks_outlive_eviction_and_the_scheduler_actor(nodes: Nodes) ->
         return status.life > life and held_on(cluster, nodes.first) >= {20, 21}
 
     wait_until(is_back, 60.0, "the scheduler actor is back and knows what the nodes have")
-    assert json.loads(run("pins", "--json"))["pins"][0]["held_chunks"] == 2
+    assert json.loads(run("pin", "ls", "--json"))["pins"][0]["held_chunks"] == 2
 
     pressure(engine, 2000)
     assert held_on(cluster, nodes.first) & {20, 21} == {20, 21}
-    assert "kept" in run("pins")
-    run("unpin", "kept")
+    assert "kept" in run("pin", "ls")
+    run("pin", "rm", "kept")
     with pytest.raises(ClusterError, match="there is no pin 'kept'"):
         cluster.unpin("kept")
 
@@ -230,11 +231,11 @@ def test_tenant_keeps_what_it_is_guaranteed_while_another_one_floods(nodes: Node
     wait_until(lambda: held_on(cluster, nodes.first) >= hers, 10, "stored")
     flood(engine, range(4000, 4120))
     assert held_on(cluster, nodes.first) >= hers
-    listed = {each["name"]: each for each in json.loads(run("quota", "list", "--json"))}
+    listed = {each["name"]: each for each in json.loads(run("quota", "ls", "--json"))}
     assert listed["quiet"]["pool_bytes"] == len(hers) * CHUNK_BYTES
     assert 0 < listed["noisy"]["pool_bytes"] <= POOL_BYTES // 2 + 4 * CHUNK_BYTES
     assert "quiet" in run("status")
-    assert "removed quiet" in run("quota", "remove", "quiet", "noisy")
+    assert "removed quiet" in run("quota", "rm", "quiet", "noisy")
     with pytest.raises(ClusterError, match="there is no quota 'quiet'; there are none"):
         cluster.quotas.remove("quiet")
     with pytest.raises(ClusterError, match=r"all together at most 0\.75"):
@@ -370,7 +371,7 @@ def test_down_that_keeps_ends_nothing_where_it_would_lose_chunks(nodes: Nodes) -
     wait_until_quiet(held, 10.0, "what was imported is reported")
     before = held()
     with pytest.raises(SettingError, match=r"nothing was ended.*neither disk_path nor pool_path"):
-        run("down", "--keep", "--ray-address", nodes.cluster.address)
+        run("down", "--keep", "--address", nodes.cluster.address)
     assert held() == before
     assert any(before.values())
 
@@ -384,7 +385,7 @@ def test_down_leaves_no_wish_behind(nodes: Nodes) -> None:
 def test_up_says_which_node_gives_no_pool(cluster: Cluster, second: LocalNode) -> None:
     """What no machine has."""
     arguments = ("--pool-bytes", "8TiB", "--node", second.node_id, "--json")
-    (node,) = json.loads(run("up", *arguments, "--ray-address", cluster.address, code=1))
+    (node,) = json.loads(run("up", *arguments, "--address", cluster.address, code=1))
     assert node["node_id"] == second.node_id
     assert "8.0 TiB" in node["error"] or str(8 << 40) in node["error"]
     cluster.down()
@@ -405,7 +406,7 @@ def test_node_actor_is_on_its_node_in_each_of_its_lives(
     def here(_actor: object) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    run("up", "--pool-bytes", "32MiB", "--ray-address", cluster.address)
+    run("up", "--pool-bytes", "32MiB", "--address", cluster.address)
     for life in range(2):
         for node in (up, second.node_id):
             actor = ask.find_node_actor(node)

@@ -40,7 +40,7 @@ def node_of_ranks():
 try:
     EngineRuntime(
         Settings(ray_address=sys.argv[1], pool_bytes=64 * SLOT_ALIGNMENT),
-        EngineView(Settings(lookup_deadline_s=10.0)),
+        EngineView(Settings(request_deadline_s=50.0)),
         EngineHello(
             PROTOCOL_VERSION, "e", new_life(), "ns", "tiny", slot_bytes={0: SLOT_ALIGNMENT}
         ),
@@ -74,7 +74,7 @@ def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
     )
     sizes = {0: SLOT_ALIGNMENT}
     hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
-    view = EngineView(Settings(lookup_deadline_s=10.0))
+    view = EngineView(Settings(request_deadline_s=50.0))
     runtime = EngineRuntime(settings, view, hello)
     third = None
     try:

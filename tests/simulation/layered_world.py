@@ -133,7 +133,7 @@ class World:
         self.rng = random.Random(seed)
         self.failing = failing
         self.kinds = kinds
-        self.view = EngineView(Settings(lookup_deadline_s=1.0))
+        self.view = EngineView(Settings(request_deadline_s=5.0))
         self.place = CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=len(kinds)))
         self.manager = RayOffloadingManager(self.view)

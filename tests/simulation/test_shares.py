@@ -43,7 +43,7 @@ class SharedNode:
         self.num_jobs = 0
         self.num_groups = num_groups
         self.place = CopyingPlace(num_slots, lambda: self.clock)
-        self.views = [EngineView(Settings(lookup_deadline_s=1.0)) for _ in range(num_engines)]
+        self.views = [EngineView(Settings(request_deadline_s=5.0)) for _ in range(num_engines)]
         for life, view in enumerate(self.views, 1):
             self.place.join(view, engine_hello(life=life, num_groups=num_groups))
 

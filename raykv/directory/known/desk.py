@@ -162,8 +162,8 @@ class OrderDesk:
         most = operator.MAX_TOLD_NAMINGS
         if len(weights) > most:
             raise OrderError(
-                f"these are {len(weights)} engines, and at most {most} can be told at once: give a "
-                "longer beginning of their ids"
+                f"these are {len(weights)} engines, and at most {most} can be named at once: give "
+                "a longer beginning of their ids"
             )
         stamp = Stamp(told.stamp.history, told.stamp.number + 1)
         # Names of engines that are not known any more go.

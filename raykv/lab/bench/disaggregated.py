@@ -208,7 +208,7 @@ def _model(bed: Bed, *, quick: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": 512 << 20,
             "skip_tokenizer_init": quick,
         },
-        "raykv": {"pool_bytes": str(bed.pool_bytes), "lookup_deadline_s": 10.0},
+        "raykv": {"pool_bytes": str(bed.pool_bytes), "request_deadline_s": 50.0},
     }
 
 

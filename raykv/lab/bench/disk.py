@@ -217,7 +217,7 @@ class _Worker:
         self._memory = Region.anonymous(size, "raykv-bench")
         tensor = TensorLayout(0, LOAD_CHUNKS, CHUNK_BYTES, CHUNK_BYTES)
         layout = KVLayout(MEMFD, size, 1, [tensor], [0], [[0]])
-        settings = LinkSettings(load_deadline_s=DEADLINE_S)
+        settings = LinkSettings(step_deadline_s=DEADLINE_S)
         self._link = WorkerLink(0, layout, [self._memory.fd], settings)
         self._link.set_target(LinkTarget(socket_name, "bench", ENGINE, SPACE, 1, {0: CHUNK_BYTES}))
         self._job_id = 0

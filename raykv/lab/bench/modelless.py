@@ -61,7 +61,7 @@ class ModellessEngine:
         hello = EngineHello(
             PROTOCOL_VERSION, self._name, self._life, namespace, slot_bytes=self._sizes
         )
-        self.view = EngineView(Settings(lookup_deadline_s=DEADLINE_S))
+        self.view = EngineView(Settings(request_deadline_s=5 * DEADLINE_S))
         settings = Settings(ray_address=address, node_id=node_id, pool_bytes=pool_bytes)
         self._runtime = EngineRuntime(settings, self.view, hello)
         self._runtime.start()

@@ -97,8 +97,7 @@ class Bed:
 
     def raykv_elsewhere(self, **config: Any) -> EngineProcess:
         """An engine with RayKV on another Ray node of this host, which always fetches."""
-        rates = {"fetch_bytes_per_s": 1e15, "prefill_tokens_per_s": 1.0}
-        return self.raykv(self.second_node(), settings=rates, **config)
+        return self.raykv(self.second_node(), settings={"always_fetch": True}, **config)
 
     def second_node(self) -> str:
         """One more Ray node on this host; its id."""

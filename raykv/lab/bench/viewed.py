@@ -27,7 +27,7 @@ class ViewedNode:
     """A node that lists what it is told to have; `view` has read all of it."""
 
     def __init__(self, slot_bytes: int = 4096) -> None:
-        self.view = EngineView(Settings(lookup_deadline_s=1.0))
+        self.view = EngineView(Settings(request_deadline_s=5.0))
         hello = EngineHello(PROTOCOL_VERSION, "bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
         self.view.begin(hello, [NodeId("node")], 0.0)
         self._number = 0

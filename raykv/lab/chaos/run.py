@@ -232,8 +232,7 @@ class _Chaos:
             "disk_bytes": DISK_CHUNKS * CHUNK_BYTES,
             "disk_free_bytes": 1,
             # However fast this model computes: what is wanted is that it fetches.
-            "fetch_bytes_per_s": 1e15,
-            "prefill_tokens_per_s": 1.0,
+            "always_fetch": True,
             "stop_unused_stores": False,
         }
         return self._parts.engine(

@@ -1,4 +1,4 @@
-"""What became of the latest requests of a node's engines, for `raykv why-miss`.
+"""What became of the latest requests of a node's engines, for `raykv explain`.
 
 Invariants:
 1. Requests are numbered from 1 without gaps in a NodeActor's life; the latest are remembered.

@@ -362,7 +362,7 @@ def _await_writer(path: str, timeout_s: float) -> str:
     except FileNotFoundError:
         if problem := _noted(path):
             return f"their folder could not be written to: {problem}"
-        return "nobody has promised any, or they have expired or been cleaned up"
+        return "no request has promised any, or they have expired or been cleaned up"
     except OSError as error:
         raise HiddenStatesError(f"the hidden states at {path} can't be waited for: {error}") from (
             error

@@ -178,7 +178,7 @@ class AskedDirectory:
         except Exception as error:  # noqa: BLE001 - the request may not fail
             self._learn_at = 0.0
             if self._breakers.failed(ask.SCHEDULER, call, time.monotonic(), first_line(error)):
-                logger.warning("the directory is left alone for a while: %s", first_line(error))
+                logger.warning("the directory is not asked for a while: %s", first_line(error))
             return None
         if self._breakers.worked(ask.SCHEDULER):
             logger.info("the directory answers again")

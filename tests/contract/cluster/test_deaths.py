@@ -25,7 +25,6 @@ from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import DeathWatch
 from raykv.memory.region import Region
 from raykv.protocol import wire
-from raykv.worker.link import LinkSettings
 from tests.children.worker import KV_NAME, LIFE
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Worker, failures
@@ -164,12 +163,11 @@ def test_nothing_of_a_killed_worker_stays(world: World, stage: str) -> None:
 
 
 @endless
-@pytest.mark.parametrize("stage", ["storing"])
 def test_killed_workers_copy_is_given_up_and_its_slots_are_not_ready(
-    world: World, workers: list[Worker], stage: str
+    world: World, workers: list[Worker]
 ) -> None:
     num_fds = count_fds(world.node.process.pid)
-    orphan = world.spawn(stage)
+    orphan = world.spawn("storing")
     world.expect_line("copying")
     orphan.kill_worker()
     world.wait_until_gone(num_fds)
@@ -431,11 +429,3 @@ def test_without_pidfds_the_socket_has_to_do_and_that_is_said_once(
     assert caplog.text.count("can't be watched (Operation not permitted)") == 1
     for watch in watches:
         deaths.unwatch(watch)
-
-
-def test_settings_of_the_killed_workers_outlast_the_test() -> None:
-    """What ends their copies is their death, not a deadline of their own."""
-    from tests.children.worker import SETTINGS
-
-    assert min(SETTINGS.load_deadline_s, SETTINGS.store_deadline_s) > GONE_S + NOISE_S
-    assert LinkSettings() != SETTINGS

@@ -69,13 +69,9 @@ def layout(blocks_per_chunk: int, groups: dict[int, list[tuple[int, int, int]]])
 
 
 LAYOUTS = {
-    "one layer": layout(1, {0: [(0, 64, 64)]}),
     "gaps between blocks": layout(1, {0: [(32, 100, 64)]}),
     "layers of several page sizes": layout(4, {0: [(0, 64, 64), (1024, 48, 32), (2048, 17, 1)]}),
-    "woven layers": layout(4, {0: [(5, 96, 64), (69, 96, 32)]}),
-    "two groups": layout(2, {0: [(0, 64, 64), (1024, 64, 64)], 3: [(4000, 40, 40)]}),
 }
-every_layout = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def part_bytes(of: KVLayout, group: int) -> int:
@@ -147,55 +143,6 @@ def filled(kind: str, of: KVLayout, seed: int = 1) -> Iterator[Memory]:
         yield memory
 
 
-@every_layout
-@every_backend
-@pytest.mark.parametrize("rank", [0, 1])
-def test_store_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: int) -> None:
-    of = LAYOUTS[name]
-    parts = some_parts(of)
-    runs = runs_of(of, parts, rank, STORE)
-    with filled(kind, of) as memory:
-        kv, pool = copied(of, parts, rank, STORE, memory.kvs[rank], memory.pool)
-        assert not np.array_equal(pool, memory.pool)
-        assert carried_out(memory.backend(rank), STORE, runs, NEVER)
-        assert np.array_equal(memory.pool, pool)
-        assert np.array_equal(memory.kvs[rank], kv)
-
-
-@every_layout
-@every_backend
-@pytest.mark.parametrize("rank", [0, 1])
-def test_load_writes_the_blocks_and_nothing_else(kind: str, name: str, rank: int) -> None:
-    of = LAYOUTS[name]
-    parts = some_parts(of)
-    runs = runs_of(of, parts, rank, LOAD)
-    with filled(kind, of) as memory:
-        kv, pool = copied(of, parts, rank, LOAD, memory.kvs[rank], memory.pool)
-        assert not np.array_equal(kv, memory.kvs[rank])
-        assert carried_out(memory.backend(rank), LOAD, runs, NEVER)
-        assert np.array_equal(memory.pool, pool)
-        assert np.array_equal(memory.kvs[rank], kv)
-
-
-@every_layout
-@every_backend
-def test_load_brings_back_what_both_ranks_have_stored(kind: str, name: str) -> None:
-    of = LAYOUTS[name]
-    parts = some_parts(of)
-    with filled(kind, of) as memory:
-        before = [kv.copy() for kv in memory.kvs]
-        for rank in (0, 1):
-            runs = runs_of(of, parts, rank, STORE)
-            assert carried_out(memory.backend(rank), STORE, runs, NEVER)
-        for rank in (0, 1):
-            for kv, _, size in pages(of, parts, rank):
-                memory.kvs[rank][kv : kv + size] = 0
-            assert not np.array_equal(memory.kvs[rank], before[rank])
-            runs = runs_of(of, parts, rank, LOAD)
-            assert carried_out(memory.backend(rank), LOAD, runs, NEVER)
-            assert np.array_equal(memory.kvs[rank], before[rank])
-
-
 def after_rows(
     memory: Memory, direction: Direction, runs: CopyRuns, first: int, last: int
 ) -> tuple[Bytes, Bytes]:
@@ -209,26 +156,6 @@ def after_rows(
         else:
             kv[here] = pool[there]
     return kv, pool
-
-
-@every_backend
-@pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_copy_carries_out_the_rows_that_are_named_and_no_others(
-    kind: str, direction: Direction
-) -> None:
-    of = LAYOUTS["layers of several page sizes"]
-    runs = runs_of(of, some_parts(of), 0, direction)
-    count = len(runs.size)
-    assert count > 4
-    for first in range(count + 1):
-        for last in range(first, count + 1):
-            with filled(kind, of, seed=first) as memory:
-                kv, pool = after_rows(memory, direction, runs, first, last)
-                assert carried_out(
-                    memory.backend(0), direction, runs.some(slice(first, last)), NEVER
-                )
-                assert np.array_equal(memory.kvs[0], kv)
-                assert np.array_equal(memory.pool, pool)
 
 
 def set_by_row(memory: Memory, direction: Direction, runs: CopyRuns, first: int, row: int) -> Word:

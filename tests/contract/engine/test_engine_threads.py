@@ -62,7 +62,7 @@ def test_engine_goes_on_after_the_thread_of_its_line_has_failed(place: PlayedPla
             fail()
             return super().query(place)
 
-    view = Faulty(Settings(lookup_deadline_s=1.0))
+    view = Faulty(Settings(request_deadline_s=5.0))
     place.store(key(1))
     session = session_at(place, PlayedScheduler(), view)
     try:
@@ -77,7 +77,7 @@ def test_engine_asks_after_the_thread_that_asks_has_failed(
     place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, fail = PlayedScheduler(), Failing()
-    view = EngineView(Settings(lookup_deadline_s=1.0))
+    view = EngineView(Settings(request_deadline_s=5.0))
     session = session_at(place, scheduler, view)
     take_questions = view.remote.take_questions
 

@@ -36,7 +36,7 @@ class Engine:
     """A session at a place, and how its fetches have ended."""
 
     def __init__(self, place: PlayedPlace, deadline_s: float = LONG_S) -> None:
-        settings = Settings(lookup_deadline_s=1.0, fetch_deadline_s=deadline_s)
+        settings = Settings(request_deadline_s=deadline_s)
         self.view = EngineView(settings)
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
         self.session: Session = session_at(place, PlayedScheduler(), self.view)

@@ -54,7 +54,7 @@ def place() -> Iterator[PlayedPlace]:
 
 @pytest.fixture
 def view() -> EngineView:
-    return EngineView(Settings(lookup_deadline_s=1.0))
+    return EngineView(Settings(request_deadline_s=5.0))
 
 
 @pytest.fixture

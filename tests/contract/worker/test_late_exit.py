@@ -24,7 +24,7 @@ from tests.fixtures.waiting import wait_until
 PTRACE_CONT, PTRACE_SEIZE = 7, 0x4206
 PTRACE_O_TRACEEXIT, PTRACE_EVENT_EXIT = 0x40, 6
 DEADLINE_S = (
-    SETTINGS.load_deadline_s
+    SETTINGS.step_deadline_s
     + SETTINGS.cancel_grace_s
     + LINK_EXIT_S
     + LINK_EXIT_LOOK_S

@@ -494,7 +494,7 @@ def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(
     node: Node, lines: list[Line]
 ) -> None:
     freeze(node.process.pid)
-    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.3)))
+    lines.append(Line(node, replace(PATIENT, step_deadline_s=0.3)))
     lines[0].submit()
     assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
 
@@ -543,7 +543,7 @@ def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
     """The job is not reported: its copy may still be made."""
     killed = threading.Event()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
-    lines.append(Line(node, replace(PATIENT, load_deadline_s=0.2, cancel_grace_s=0.2)))
+    lines.append(Line(node, replace(PATIENT, step_deadline_s=0.2, cancel_grace_s=0.2)))
     wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
     freeze(node.process.pid)
     lines[0].submit()

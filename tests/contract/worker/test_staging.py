@@ -151,7 +151,7 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
     service: NodeService, link: Any
 ) -> None:
     taken = link._memory.take(STAGING_BLOCKS)
-    link._settings = LinkSettings(load_deadline_s=0.05)
+    link._settings = LinkSettings(step_deadline_s=0.05)
     link.submit(request(Direction.LOAD, [0], [4, 5], 1))
     assert link.wait_layers([1], 1)
     link._memory.give_back(taken)

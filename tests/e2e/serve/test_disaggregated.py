@@ -138,10 +138,8 @@ def arguments(model: Path) -> dict[str, Any]:
         },
         "raykv": {
             "pool_bytes": "128MiB",
-            "fetch_deadline_s": 10.0,
-            "query_deadline_s": 10.0,
-            "lookup_deadline_s": 10.0,
-            "load_deadline_s": 20.0,
+            "request_deadline_s": 30.0,
+            "step_deadline_s": 20.0,
         },
         "prefill": {"deployment": deployment({"raykv_prefill": 0.01}, cores="1")},
         "decode": {"deployment": deployment(HEAD_NODE, cores="0")},

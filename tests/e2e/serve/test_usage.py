@@ -1,5 +1,5 @@
 """Over HTTP, the usage of each answer says where the tokens of its prompt came from, the spans of
-its trace what it waited for, and `why-miss` where the prompt leaves those before it.
+its trace what it waited for, and `raykv explain` where the prompt leaves those before it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ SMALL_POOL = str(6 * PROMPT_BLOCKS * CHUNK_BYTES)
 """Of the first node, which has a disk too: a few prompts fill it."""
 
 ALWAYS_FETCH = {
-    "fetch_bytes_per_s": 1e15,
-    "prefill_tokens_per_s": 1.0,
-    "query_deadline_s": 10.0,
-    "load_deadline_s": 20.0,
-    "fetch_deadline_s": 10.0,
+    "always_fetch": True,
+    "request_deadline_s": 30.0,
+    "step_deadline_s": 20.0,
 }
 """However fast this small model computes on this machine."""
 

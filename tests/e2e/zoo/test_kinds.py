@@ -29,7 +29,7 @@ PLANNED = 1890
 
 @pytest.fixture(scope="module", params=kinds(ZOO, QUICK))
 def engine(request: pytest.FixtureRequest, start_zoo: StartZoo) -> ZooEngine:
-    return start_zoo(request.param, raykv={"load_deadline_s": 2.0, "cancel_grace_s": 0.5})
+    return start_zoo(request.param, raykv={"step_deadline_s": 2.0})
 
 
 def question(number: int, document: int = 7) -> list[int]:

@@ -39,7 +39,7 @@ FIRST_PROMPT = {"llama4": 50}
 """Tokens. vLLM reserves chunked attention's blocks for a whole prompt and gives back all but the
 last chunk: an engine runs out of them where prompts are shorter than one."""
 
-NEVER_COMPUTES = {"prefill_tokens_per_s": 1.0, "query_deadline_s": 10.0}
+NEVER_COMPUTES = {"always_fetch": True, "request_deadline_s": 30.0}
 """However fast a model computes, what others have is fetched."""
 
 

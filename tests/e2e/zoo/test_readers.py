@@ -247,7 +247,7 @@ def test_chunks_of_full_attention_are_described_with_their_tokens(engine: ZooEng
             assert each.key not in described
 
 
-@pytest.mark.support("why-miss")
+@pytest.mark.support("explain")
 def test_known_prefix_without_its_window_is_missed_for_that_reason(engine: ZooEngine) -> None:
     generate(engine, question(8, 0, length=1200))
     tokens = question(8, 1)

@@ -39,10 +39,10 @@ from tests.simulation.nodes.talk import EngineTalk
 if TYPE_CHECKING:
     from tests.simulation.nodes.cluster import Cluster
 
-SETTINGS = Settings(query_deadline_s=1.0, fetch_deadline_s=10.0, lookup_deadline_s=2.0)
+SETTINGS = Settings(request_deadline_s=10.0)
 LONGEST_WAIT_S = {
-    Lookup.RETRY: SETTINGS.query_deadline_s,
-    Lookup.HIT_PENDING: max(SETTINGS.lookup_deadline_s, SETTINGS.fetch_deadline_s),
+    Lookup.RETRY: SETTINGS.query_s,
+    Lookup.HIT_PENDING: SETTINGS.request_deadline_s,
 }
 """From the first such answer that a request gets to the last one."""
 

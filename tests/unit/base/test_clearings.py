@@ -8,20 +8,12 @@ from raykv.base.ids import EVERY_NAMESPACE, Namespace
 A, B = Namespace("a"), Namespace("b")
 
 
-def test_nothing_is_void_before_anything_was_cleared() -> None:
-    clearings = Clearings()
-    assert clearings.of(A) == 0
-    assert clearings.told == {}
-
-
-def test_floor_of_a_namespace_is_its_own() -> None:
-    clearings = Clearings()
-    assert clearings.take({"a": 5}) == {A}
-    assert (clearings.of(A), clearings.of(B)) == (5, 0)
-
-
 def test_floor_of_all_is_that_of_every_namespace() -> None:
-    clearings = Clearings({"": 5, "a": 7})
+    clearings = Clearings()
+    assert (clearings.of(A), clearings.told) == (0, {})
+    assert clearings.take({"a": 7}) == {A}
+    assert (clearings.of(A), clearings.of(B)) == (7, 0)
+    clearings.take({"": 5})
     assert (clearings.of(A), clearings.of(B)) == (7, 5)
 
 

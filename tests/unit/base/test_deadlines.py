@@ -386,7 +386,7 @@ def test_named_time_without_a_reason_is_found(source: str) -> None:
 
 def test_deadlines_that_users_count_on_are_named() -> None:
     """Sync, fetch, copy job, attach, flush, shutdown."""
-    for setting in ("rpc", "fetch", "load", "store", "attach", "flush"):
+    for setting in ("request", "step", "start"):
         assert getattr(raykv.base.settings.Settings, f"{setting}_deadline_s") > 0
     times = {
         name: ast.literal_eval(node.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,32 +26,21 @@ def pools(draw: st.DrawFn) -> PoolGeometry:
 
 @settings(deadline=None)
 @given(pool=pools(), pages=page_counts)
-def test_slots_of_one_size_never_overlap(pool: PoolGeometry, pages: int) -> None:
+def test_slots_of_one_size_lie_in_their_slabs_without_overlap(
+    pool: PoolGeometry, pages: int
+) -> None:
     size = pages * PAGE
-    slots = [slot for slab in range(pool.num_slabs) for slot in pool.slots_of(slab, size)]
-    ends = [0, *(slot * PAGE + size for slot in slots)]
-    assert all(slot * PAGE >= end for slot, end in zip(slots, ends, strict=False))
-    assert ends[-1] <= pool.pool_bytes
-    assert len(slots) == pool.capacity(size)
-
-
-@settings(deadline=None)
-@given(pool=pools(), pages=page_counts)
-def test_slots_lie_inside_the_slab_that_they_name(pool: PoolGeometry, pages: int) -> None:
+    slots = []
     for slab in range(pool.num_slabs):
-        for slot in pool.slots_of(slab, pages * PAGE):
+        for slot in pool.slots_of(slab, size):
             assert pool.slab_of(slot) == slab
             assert slab * pool.slab_bytes <= slot * PAGE
-            assert slot * PAGE + pages * PAGE <= (slab + 1) * pool.slab_bytes
-
-
-@settings(deadline=None)
-@given(pool=pools(), pages=page_counts)
-def test_is_place_agrees_with_slots_of(pool: PoolGeometry, pages: int) -> None:
-    size = pages * PAGE
-    places = {slot for slab in range(pool.num_slabs) for slot in pool.slots_of(slab, size)}
+            assert slot * PAGE + size <= (slab + 1) * pool.slab_bytes <= pool.pool_bytes
+            slots.append(slot)
+    assert all(after * PAGE >= before * PAGE + size for before, after in pairwise(slots))
+    assert len(slots) == pool.capacity(size)
     tried = range(-2, pool.pool_bytes // PAGE + 2)
-    assert {slot for slot in tried if pool.is_place(Slot(slot), size)} == places
+    assert [slot for slot in tried if pool.is_place(Slot(slot), size)] == slots
 
 
 @pytest.mark.parametrize("size", [0, -PAGE, 1, PAGE - 1, PAGE + 1])

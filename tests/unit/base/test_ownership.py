@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 from collections.abc import Callable
@@ -302,10 +301,3 @@ def test_file_for_prometheus_is_not_written_through_a_link(tmp_path: Path) -> No
     TargetsFile(tmp_path / "targets", "10.0.0.1:6379", lambda: ["10.0.0.2:9000"]).look()
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert not (tmp_path / "targets").is_symlink()
-
-
-def test_lock_that_is_this_users_own_is_taken(tmp_path: Path) -> None:
-    folder = TierFolder(tmp_path)
-    with (folder.path / "lock").open() as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    folder.close()

@@ -14,7 +14,7 @@ from raykv.base.errors import SettingError
 from raykv.base.parsing import MAX_COUNT, MAX_SIZE, parse_size
 from raykv.base.settings import VLLM_KEYS, Settings, load_settings
 
-SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s") and "_per_s" not in f.name]
+SECONDS = [f.name for f in fields(Settings) if f.name.endswith("_s")]
 
 
 @pytest.mark.parametrize(
@@ -59,39 +59,20 @@ def test_size_is_refused_with_name_and_value(value: Any) -> None:
     assert f"pool_bytes={value!r}" in str(caught.value)
 
 
-def test_settings_have_their_defaults_when_nothing_is_said() -> None:
-    settings = load_settings({}, {})
-    assert settings == Settings()
-    assert settings.pool_bytes is None
-    assert settings.staging_bytes == 256 << 20
-
-
-def test_settings_come_from_the_extra_config() -> None:
-    settings = load_settings(
-        {"pool_bytes": "1GiB", "staging_bytes": "7", "rpc_deadline_s": 0.5}, {}
-    )
-    assert (settings.pool_bytes, settings.staging_bytes, settings.rpc_deadline_s) == (
-        1 << 30,
-        7,
-        0.5,
-    )
-
-
-def test_settings_come_from_the_environment() -> None:
+def test_settings_come_from_the_extra_config_then_the_environment_then_their_defaults() -> None:
     environment = {
         "RAYKV_POOL_BYTES": "2GiB",
-        "RAYKV_NODE_ID": "abc",
-        "RAYKV_LOAD_DEADLINE_S": "3",
+        "RAYKV_STAGING_BYTES": "6",
+        "RAYKV_STEP_DEADLINE_S": "3",
         "RAYKV_LOG_LEVEL": "debug",
         "PATH": "/bin",
     }
-    settings = load_settings({}, environment)
-    assert (settings.pool_bytes, settings.node_id, settings.load_deadline_s) == (2 << 30, "abc", 3)
-
-
-def test_extra_config_goes_before_the_environment() -> None:
-    settings = load_settings({"staging_bytes": 5}, {"RAYKV_STAGING_BYTES": "6"})
-    assert settings.staging_bytes == 5
+    settings = load_settings({"staging_bytes": "7", "node_id": "abc"}, environment)
+    assert settings == Settings(
+        pool_bytes=2 << 30, staging_bytes=7, step_deadline_s=3.0, node_id="abc"
+    )
+    assert load_settings({}, {}) == Settings()
+    assert Settings().pool_bytes is None
 
 
 def test_keys_of_vllm_are_left_alone() -> None:
@@ -111,7 +92,7 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
         load_settings({"zzz": 1}, {})
     text = str(caught.value)
     assert all(
-        name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "rpc_deadline_s")
+        name in text for name in ("'zzz'", "pool_bytes", "blocks_per_chunk", "step_deadline_s")
     )
 
 
@@ -122,13 +103,33 @@ def test_unknown_key_is_refused_with_all_that_are_known_when_none_is_near() -> N
         ("cpu_bytes_to_use", "pool_bytes"),
         ("secondary_tiers", "disk_path"),
         ("store_threshold", "stop_unused_stores"),
+        ("load_deadline_s", "step_deadline_s"),
+        ("flush_deadline_s", "step_deadline_s"),
+        ("store_deadline_s", "half a minute"),
+        ("cancel_grace_s", "two seconds"),
+        ("fetch_deadline_s", "request_deadline_s"),
+        ("lookup_deadline_s", "a fifth"),
+        ("query_deadline_s", "a tenth"),
+        ("attach_deadline_s", "start_deadline_s"),
+        ("rpc_deadline_s", "five seconds"),
+        ("fetch_bytes_per_s", "always_fetch"),
+        ("prefill_tokens_per_s", "always_fetch"),
+        ("fetch_checksums", "is checked"),
+        ("metrics_sd_path", "session directory"),
+        ("events_replay_endpoint", "raykv publish start"),
+        ("events_topic", "raykv publish start"),
+        ("events_format", "raykv publish start"),
+        ("events_hashes", "raykv publish start"),
     ],
 )
-def test_setting_of_vllms_own_offloading_is_refused_with_the_one_to_use(
+def test_setting_of_vllms_own_or_of_earlier_is_refused_with_what_takes_its_place(
     key: str, answer: str
 ) -> None:
-    with pytest.raises(SettingError, match=f"{key} is not a setting of RayKV: .*{answer}"):
-        load_settings({key: 1}, {})
+    assert key not in {f.name for f in fields(Settings)}
+    variable = f"RAYKV_{key.upper()}"
+    for given_as, extra, environment in ((key, {key: 1}, {}), (variable, {}, {variable: "1"})):
+        with pytest.raises(SettingError, match=f"{given_as} is not a setting of RayKV: .*{answer}"):
+            load_settings(extra, environment)
 
 
 def test_unknown_variable_is_refused_with_the_one_that_was_meant() -> None:
@@ -192,7 +193,7 @@ BAD = [
     ("staging_bytes", -3),
     ("staging_bytes", "many"),
     ("staging_bytes", True),
-    ("fetch_checksums", "perhaps"),
+    ("always_fetch", "perhaps"),
     ("metrics_port", 0),
     ("metrics_port", 65536),
     ("metrics_port", "111111"),
@@ -200,7 +201,6 @@ BAD = [
     ("metrics_port", True),
     ("metrics_port", -1),
     ("metrics_address", 1),
-    ("metrics_sd_path", None),
     ("stop_unused_stores", "sometimes"),
     ("pin_share", 0.8),
     ("pin_share", -0.1),
@@ -209,11 +209,6 @@ BAD = [
     ("client_hints", "everything"),
     ("tenant_source", "client"),
     ("client_hints", True),
-    ("fetch_bytes_per_s", 0),
-    ("fetch_bytes_per_s", "fast"),
-    ("fetch_bytes_per_s", "nan"),
-    ("prefill_tokens_per_s", float("inf")),
-    ("prefill_tokens_per_s", True),
     ("layerwise_loads", "some"),
     ("durable_stores", 2),
     ("hidden_states_path", 7),
@@ -224,14 +219,7 @@ BAD = [
     ("describe_chunks", "partly"),
     ("events_endpoint", "localhost:5557"),
     ("events_endpoint", 5557),
-    ("events_replay_endpoint", "tcp://"),
-    ("events_topic", "kv@{pod}"),
-    ("events_topic", "kv@{node!r}"),
-    ("events_topic", "kv@{"),
-    ("events_topic", "kv@{}"),
-    ("events_topic", 1),
-    ("events_format", "json"),
-    ("events_hashes", "hex"),
+    ("events_endpoint", "tcp://"),
     *[(name, bad) for name in SECONDS for bad in (0, -1, "soon", 3600.1, "nan", "inf", None, True)],
 ]
 
@@ -241,16 +229,6 @@ def test_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
     with pytest.raises(SettingError) as caught:
         load_settings({key: value}, {})
     assert f"{key}={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize("value", ["auto", "ipc", "staged"])
-def test_ways_to_hand_the_kv_cache_over_are_accepted(value: str) -> None:
-    assert load_settings({"kv_handover": value}, {}).kv_handover == value
-
-
-@pytest.mark.parametrize("value", ["auto", "ray", "nixl"])
-def test_ways_between_nodes_are_accepted(value: str) -> None:
-    assert load_settings({"transport": value}, {}).node_options.transport == value
 
 
 def test_every_setting_refuses_some_value() -> None:
@@ -264,7 +242,7 @@ def test_bad_variable_is_refused_with_its_own_name() -> None:
 
 @pytest.mark.parametrize("seconds", [0.001, "2.5", 3600])
 def test_seconds_are_accepted_up_to_an_hour(seconds: Any) -> None:
-    assert load_settings({"load_deadline_s": seconds}, {}).load_deadline_s == float(seconds)
+    assert load_settings({"step_deadline_s": seconds}, {}).step_deadline_s == float(seconds)
 
 
 def test_every_setting_has_a_text_for_its_page() -> None:
@@ -303,25 +281,10 @@ HARD: list[Any] = [
 ]
 
 
-WRITABLE = [value for value in HARD if value != 10**5000]
-"""Hypothesis wants to show them."""
-
-
 TEXTS = st.one_of(
     st.text(max_size=20),
     st.from_regex(r"[0-9.]{1,12}\s?[kKmMgGtTiIbB]{0,3}", fullmatch=True),
     st.sampled_from([value for value in HARD if isinstance(value, str)]),
-)
-
-
-JSON = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.sampled_from(WRITABLE)
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
 )
 
 
@@ -336,7 +299,7 @@ def assert_possible(loaded: Settings) -> None:
             assert "\0" not in value
         else:
             assert math.isfinite(value)
-            assert 0 < value <= max(MAX_SIZE, MAX_COUNT) or f.name.endswith(("_per_s", "_share"))
+            assert 0 < value <= max(MAX_SIZE, MAX_COUNT) or f.name.endswith("_share")
 
 
 def assert_one_sentence(error: SettingError, *named: str) -> None:
@@ -348,22 +311,13 @@ def assert_one_sentence(error: SettingError, *named: str) -> None:
         assert name in text
 
 
-@settings(max_examples=150, deadline=None)
-@given(name=st.sampled_from(NAMES), value=JSON)
-def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
-    try:
-        assert_possible(load_settings({name: value}, {}))
-    except SettingError as error:
-        assert_one_sentence(error, f"{name}=")
-
-
-@pytest.mark.parametrize("value", HARD, ids=lambda value: repr(type(value)))
 @pytest.mark.parametrize("name", NAMES)
-def test_hard_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
-    try:
-        assert_possible(load_settings({name: value}, {}))
-    except SettingError as error:
-        assert_one_sentence(error, f"{name}=")
+def test_hard_value_is_taken_or_refused_by_name(name: str) -> None:
+    for value in HARD:
+        try:
+            assert_possible(load_settings({name: value}, {}))
+        except SettingError as error:
+            assert_one_sentence(error, f"{name}=")
 
 
 @settings(max_examples=100, deadline=None)

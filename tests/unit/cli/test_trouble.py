@@ -1,19 +1,14 @@
-"""The commands `raykv why-miss` and `raykv doctor`, without a cluster."""
+"""What `raykv explain` says, and how `raykv doctor` ends without a cluster."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from types import TracebackType
 
-import msgspec
 import pytest
-from typer.testing import CliRunner
+from msgspec.structs import replace
 
-import raykv
-import raykv.client.cluster
 from raykv import cli
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import MissReason
@@ -22,75 +17,36 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.reader import Explanation, Explanations
+from tests.fixtures.commands import PlayedCluster, run
 
 RECORD = MissRecord(
     "cmpl-7-0-abcd", 1000, 96, 640, {"incomplete_chunk": 8, "evicted": 256}, b"\xab\xcd"
 )
+EXPLANATION = Explanation(RECORD, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456)
 
 
-def explanation(record: MissRecord, hint: str = "") -> Explanation:
-    return Explanation(
-        record, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456, hint=hint
-    )
+def explained(cluster: PlayedCluster, *records: MissRecord, hint: str = "") -> str:
+    """What is said of requests, in words that are one space apart."""
+    cluster.answers["why_miss"] = [replace(EXPLANATION, record=r, hint=hint) for r in records]
+    return " ".join(run("explain", "cmpl-7").split())
 
 
-class PlayedCluster:
-    """Knows some requests; raises where `Cluster` would."""
-
-    def __init__(self, found: Sequence[Explanation]) -> None:
-        self.found = found
-        self.asked: list[str] = []
-
-    def why_miss(self, request_id: str) -> list[Explanation]:
-        self.asked.append(request_id)
-        if not self.found:
-            raise NotFoundError(f"no request whose id begins with {request_id!r}")
-        return list(self.found)
-
-    def __enter__(self) -> PlayedCluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
+def row_of(cluster: PlayedCluster) -> dict[str, object]:
+    """The same of one request, as JSON."""
+    (row,) = json.loads(run("explain", "cmpl-7", "--json"))
+    assert isinstance(row, dict)
+    return row
 
 
-def play(patches: pytest.MonkeyPatch, *records: MissRecord, hint: str = "") -> PlayedCluster:
-    played = PlayedCluster([explanation(record, hint) for record in records])
-    patches.setattr(raykv, "connect", lambda _address: played)
-    return played
-
-
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, ["why-miss", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_table_has_every_source_and_reason_and_one_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = play(monkeypatch, RECORD)
-    text = run("cmpl-7")
-    assert played.asked == ["cmpl-7"]
-    rows = {" ".join(line.split()) for line in text.splitlines()}
-    assert "request cmpl-7-0-abcd: ended 12 s ago, tiny, engine engine-1 on node node-1" in rows
-    assert {
-        "in vLLM's own cache 96 10 %",
-        "loaded by RayKV 640 64 %",
-        "computed: evicted 256 26 %",
-        "computed: incomplete_chunk 8 1 %",
-        "all 1,000 100 %",
-        ADVICE[MissReason.EVICTED],
-    } <= rows
-
-
-def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, RECORD)
-    (row,) = json.loads(run("cmpl-7", "--json"))
-    assert row == {
+def test_explanation_has_every_source_and_reason_and_one_advice(cluster: PlayedCluster) -> None:
+    text = explained(cluster, RECORD)
+    assert cluster.asked == [("why_miss", ("cmpl-7",), {})]
+    assert "request cmpl-7-0-abcd: ended 12 s ago, tiny, engine engine-1 on node node-1" in text
+    assert (
+        "in vLLM's own cache 96 10 % loaded by RayKV 640 64 % computed: evicted 256 26 % "
+        f"computed: incomplete_chunk 8 1 % all 1,000 100 % {ADVICE[MissReason.EVICTED]}"
+    ) in text
+    assert row_of(cluster) == {
         "request_id": "cmpl-7-0-abcd",
         "prompt_tokens": 1000,
         "own_cache_tokens": 96,
@@ -110,7 +66,7 @@ def test_json_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-DATED = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
+PARTING = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +76,7 @@ DATED = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
             Parting(5, b"\x12"),
             "nearest prompt that was there before it at token 5 of 1,000: the 995 ",
         ),
-        (DATED, "Behind '1 2' it has '3', the other one '4'."),
+        (PARTING, "Behind '1 2' it has '3', the other one '4'."),
         (
             Parting(32, b"\x12", is_same=True),
             "the same first 32 tokens: cache_salt, the adapter or",
@@ -128,17 +84,13 @@ DATED = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
     ],
     ids=["place", "tokens", "salt"],
 )
-def test_parting_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, parting: Parting, expected: str
-) -> None:
-    play(monkeypatch, msgspec.structs.replace(RECORD, parting=parting))
-    assert expected in " ".join(run("cmpl-7").split())
+def test_parting_is_a_sentence(cluster: PlayedCluster, parting: Parting, expected: str) -> None:
+    assert expected in explained(cluster, replace(RECORD, parting=parting))
 
 
-def test_parting_comes_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, msgspec.structs.replace(RECORD, parting=DATED))
-    (row,) = json.loads(run("cmpl-7", "--json"))
-    assert row["parting"] == {
+def test_parting_comes_as_json(cluster: PlayedCluster) -> None:
+    explained(cluster, replace(RECORD, parting=PARTING))
+    assert row_of(cluster)["parting"] == {
         "at": 5,
         "tokens_behind": 995,
         "nearest_key": "12",
@@ -153,40 +105,33 @@ def test_parting_comes_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_what_a_hint_did_to_the_missing_chunk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hints_did_and_did_not_do_is_said(cluster: PlayedCluster) -> None:
     hint = "released: its session 'agent [7]' was over"
-    play(monkeypatch, RECORD, hint=hint)
-    assert f"What was missing first had been {hint}." in run("cmpl-7")
-    (row,) = json.loads(run("cmpl-7", "--json"))
-    assert row["hint"] == hint
-
-
-def test_what_was_asked_for_in_vain_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     why = {"raykv_sesion": "there is no such key: did you mean raykv_session?"}
-    play(monkeypatch, msgspec.structs.replace(RECORD, ignored=why))
-    assert f"It asked for raykv_sesion in vain: {why['raykv_sesion']}." in run("cmpl-7")
-    (row,) = json.loads(run("cmpl-7", "--json"))
-    assert row["ignored"] == why
+    text = explained(cluster, replace(RECORD, ignored=why), hint=hint)
+    assert f"What was missing first had been {hint}." in text
+    assert f"It asked for raykv_sesion, which had no effect: {why['raykv_sesion']}." in text
+    assert (row_of(cluster)["hint"], row_of(cluster)["ignored"]) == (hint, why)
 
 
-def test_id_that_looks_like_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, msgspec.structs.replace(RECORD, request_id="[red]a[/]b[/]", tenant="[b]"))
-    text = run("[red]")
+def test_id_that_looks_like_markup_is_shown_as_it_is(cluster: PlayedCluster) -> None:
+    text = explained(cluster, replace(RECORD, request_id="[red]a[/]b[/]", tenant="[b]"))
     assert "request [red]a[/]b[/]: ended" in text
     assert "of tenant [b]" in text
 
 
-def test_several_requests_come_in_the_order_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, MissRecord("newer", 1, 0, 1), MissRecord("older", 1, 0, 1))
-    text = run("x")
+def test_several_requests_come_in_the_order_of_the_answer(cluster: PlayedCluster) -> None:
+    text = explained(cluster, MissRecord("newer", 1, 0, 1), MissRecord("older", 1, 0, 1))
     assert 0 <= text.index("request newer") < text.index("request older")
 
 
 def test_unknown_request_is_one_sentence_and_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: PlayedCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    play(monkeypatch)
-    monkeypatch.setattr("sys.argv", ["raykv", "why-miss", "cmpl-9"])
+    cluster.answers["why_miss"] = NotFoundError("no request whose id begins with 'cmpl-9'")
+    monkeypatch.setattr("sys.argv", ["raykv", "explain", "cmpl-9"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
@@ -232,7 +177,7 @@ def test_doctor_ends_with_2_when_no_cluster_can_be_reached() -> None:
     # Port 1 of this host: nobody listens there.
     code = "import sys; from raykv.cli import main; sys.argv = ['raykv', *sys.argv[1:]]; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--ray-address", "127.0.0.1:1"],
+        [sys.executable, "-c", code, "doctor", "--address", "127.0.0.1:1"],
         capture_output=True,
         text=True,
         timeout=120.0,

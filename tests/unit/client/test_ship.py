@@ -12,7 +12,7 @@ import pytest
 from raykv.base.errors import ChunkFileError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
-from raykv.cli.switch import refuse_without_place
+from raykv.cli.pools import refuse_without_place
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkFile
 from raykv.node.pool.shelf import DiskChunk

@@ -6,12 +6,7 @@ import pytest
 
 import raykv.cluster.breaker
 from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
-from raykv.protocol.engine import Tell
-from raykv.protocol.framing import decode, encode
-from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
-from raykv.protocol.node import NodeStats
-from raykv.protocol.status import EngineStatus, NodeStatus
-from tests.fixtures.breakers import failures_of
+from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON
 
 PEER = "node:a"
 PAUSES = Pauses(1.0, 5.0, trial_s=10.0)
@@ -33,48 +28,15 @@ def fail(breakers: Breakers, now: float, peer: str = PEER) -> bool:
     return breakers.failed(peer, begin(breakers, now, peer), now, "it is dead")
 
 
-def test_stranger_may_be_called(breakers: Breakers) -> None:
-    assert breakers.state_of(PEER) is BreakerState.CLOSED
-    assert [begin(breakers, 0.0), begin(breakers, 0.0)]
-    assert breakers.report(0.0) == BreakerReport()
-
-
-def test_failure_opens_and_refuses_calls_until_the_pause_is_over(breakers: Breakers) -> None:
+def test_peer_that_failed_is_left_alone_and_then_tried_by_one_call(breakers: Breakers) -> None:
     assert fail(breakers, 100.0)
     assert breakers.state_of(PEER) is BreakerState.OPEN
     assert breakers.begin(PEER, 100.999) is None
-    assert breakers.begin(PEER, 101.0) is not None
-    assert breakers.num_refused == 1
-
-
-def test_other_peers_are_not_concerned(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    assert breakers.begin("node:b", 0.0) is not None
-
-
-def test_one_trial_is_under_way_at_a_time(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    begin(breakers, 1.0)
+    begin(breakers, 101.0)
     assert breakers.state_of(PEER) is BreakerState.HALF_OPEN
-    assert breakers.begin(PEER, 1.0) is None
-    assert breakers.begin(PEER, 10.9) is None
-
-
-def test_trial_that_never_ends_is_followed_by_another(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    lost = begin(breakers, 1.0)
-    assert begin(breakers, 11.0) != lost
-    assert not breakers.failed(PEER, lost, 11.5, "late")
-    assert breakers.state_of(PEER) is BreakerState.HALF_OPEN
-
-
-def test_answer_to_the_trial_closes_and_is_told_once(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    begin(breakers, 1.0)
+    assert breakers.begin(PEER, 101.0) is None
     assert breakers.worked(PEER)
-    assert not breakers.worked(PEER)
     assert breakers.state_of(PEER) is BreakerState.CLOSED
-    assert failures_of(breakers, PEER) == 0
 
 
 def test_failed_trials_double_the_pause_up_to_the_longest_and_open_it_no_second_time(
@@ -88,55 +50,6 @@ def test_failed_trials_double_the_pause_up_to_the_longest_and_open_it_no_second_
         assert not fail(breakers, now)
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert (breakers.num_opened, breakers.num_failed) == (1, 6)
-
-
-def test_pause_is_short_again_after_an_answer(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    fail(breakers, 1.0)
-    breakers.worked(PEER)
-    assert fail(breakers, 50.0)
-    assert breakers.wait_s(PEER, 50.0) == 1.0
-    assert breakers.num_opened == 2
-
-
-def test_calls_that_fail_together_count_as_one_death(breakers: Breakers) -> None:
-    calls = [begin(breakers, 0.0) for _ in range(3)]
-    assert [breakers.failed(PEER, call, 0.5, "dead") for call in calls] == [True, False, False]
-    assert failures_of(breakers, PEER) == 1
-    assert breakers.num_failed == 3
-
-
-def test_failure_from_before_the_answer_opens_nothing(breakers: Breakers) -> None:
-    old = begin(breakers, 0.0)
-    fail(breakers, 0.0)
-    begin(breakers, 1.0)
-    breakers.worked(PEER)
-    assert not breakers.failed(PEER, old, 2.0, "dead")
-    assert breakers.state_of(PEER) is BreakerState.CLOSED
-
-
-def test_late_answer_closes(breakers: Breakers) -> None:
-    begin(breakers, 0.0)
-    fail(breakers, 0.0)
-    assert breakers.worked(PEER)
-    assert breakers.begin(PEER, 0.0) is not None
-
-
-def test_trial_that_says_nothing_may_be_made_again_at_once(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    trial = begin(breakers, 1.0)
-    breakers.forget(PEER, trial, 2.0)
-    assert breakers.state_of(PEER) is BreakerState.OPEN
-    assert begin(breakers, 2.0) != trial
-    assert failures_of(breakers, PEER) == 1
-
-
-def test_forgetting_an_older_call_does_not_end_the_trial(breakers: Breakers) -> None:
-    old = begin(breakers, 0.0)
-    fail(breakers, 0.0)
-    begin(breakers, 1.0)
-    breakers.forget(PEER, old, 1.0)
-    assert breakers.begin(PEER, 1.0) is None
 
 
 def test_report_names_the_worst_and_counts_all(breakers: Breakers) -> None:
@@ -185,20 +98,3 @@ def test_sentences_say_who_since_when_and_why(breakers: Breakers) -> None:
     fail(breakers, 0.0)
     [sentence] = sentences(breakers.report(3.0))
     assert sentence == "node:a is open for 3 s, 1 failures in a row: it is dead"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        NodeStats(breakers=BreakerReport(["scheduler"], ["open"], [2], [1.5], ["dead"], 1, 2, 3)),
-        Tell(1, 1, "ns", breakers=BreakerReport(opened=4)),
-    ],
-    ids=["node", "engine"],
-)
-def test_report_crosses_processes(message: NodeStats | Tell) -> None:
-    assert decode(encode(message), type(message)) == message
-
-
-def test_status_of_nodes_and_engines_has_breakers() -> None:
-    assert BreakerReport() in NodeStatus.__struct_defaults__
-    assert BreakerReport() in EngineStatus.__struct_defaults__

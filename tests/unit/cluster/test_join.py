@@ -27,22 +27,15 @@ def running(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     monkeypatch.setattr(cluster, "running_clusters", lambda: list(addresses))
 
 
-def test_setting_wins_over_variable_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    running(monkeypatch, "host:1")
-    monkeypatch.setenv("RAY_ADDRESS", "variable:2")
-    assert cluster.find_cluster("setting:3") == "setting:3"
-    assert cluster.find_cluster(None) == "variable:2"
-
-
-def test_only_cluster_of_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_wins_over_variable_and_variable_over_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    running(monkeypatch)
+    assert cluster.find_cluster(None) is None
     running(monkeypatch, "host:1")
     assert cluster.find_cluster(None) == "host:1"
     assert cluster.find_cluster("auto") == "host:1"
-
-
-def test_none_is_found_on_empty_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    running(monkeypatch)
-    assert cluster.find_cluster(None) is None
+    monkeypatch.setenv("RAY_ADDRESS", "variable:2")
+    assert cluster.find_cluster(None) == "variable:2"
+    assert cluster.find_cluster("setting:3") == "setting:3"
 
 
 def test_several_clusters_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

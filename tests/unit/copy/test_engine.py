@@ -41,20 +41,16 @@ def test_each_lane_has_its_jobs_in_the_order_of_submission() -> None:
 
 
 def test_job_that_runs_holds_up_its_own_lane_only() -> None:
-    jobs = queue("s1 s2 l1")
+    jobs = queue("s1 s2")
+    assert jobs.begin(LOAD) is None
+    jobs.push(LOAD, "l1")
     assert jobs.begin(STORE) == "s1"
     with pytest.raises(AssertionError):
         jobs.begin(STORE)
     assert jobs.begin(LOAD) == "l1"
     jobs.end(STORE)
     assert jobs.begin(STORE) == "s2"
-
-
-def test_lane_without_jobs_has_none_and_does_not_run() -> None:
-    jobs = queue("s1")
-    assert jobs.begin(LOAD) is None
-    jobs.push(LOAD, "l1")
-    assert jobs.begin(LOAD) == "l1"
+    assert (len(jobs), jobs.is_idle) == (0, False)
 
 
 def test_full_lane_refuses_and_leaves_room_in_the_others() -> None:
@@ -64,6 +60,9 @@ def test_full_lane_refuses_and_leaves_room_in_the_others() -> None:
     assert jobs.push(LOAD, "l1")
     assert jobs.begin(STORE) == "s1"
     assert jobs.push(STORE, "s3")
+    assert jobs.take(lambda job: job == "s2") == ["s2"]
+    assert jobs.push(STORE, "s4")
+    assert not jobs.push(STORE, "s5")
     assert len(jobs) == 3
 
 
@@ -71,20 +70,8 @@ def test_take_removes_the_wanted_jobs_and_leaves_the_others_in_order() -> None:
     jobs = queue("s1 l1 s2 l2 s1x l1x")
     assert sorted(jobs.take(lambda job: "1" in job)) == ["l1", "l1x", "s1", "s1x"]
     assert len(jobs) == 2
-    assert [drained(jobs, LOAD), drained(jobs, STORE)] == [["l2"], ["s2"]]
-
-
-def test_take_makes_room() -> None:
-    jobs = queue("s1 s2", most=2)
-    assert jobs.take(lambda job: job == "s1") == ["s1"]
-    assert jobs.push(STORE, "s3")
-    assert not jobs.push(STORE, "s4")
-
-
-def test_take_of_nothing_changes_nothing() -> None:
-    jobs = queue("s1 l1")
     assert jobs.take(lambda _: False) == []
-    assert [drained(jobs, LOAD), drained(jobs, STORE)] == [["l1"], ["s1"]]
+    assert [drained(jobs, LOAD), drained(jobs, STORE)] == [["l2"], ["s2"]]
 
 
 def test_store_of_host_memory_gives_way_to_loads_that_wait_or_run() -> None:
@@ -103,17 +90,6 @@ def test_nobody_else_gives_way() -> None:
     assert [lane for lane in LANES.values() if jobs.must_give_way(lane)] == [STORE]
     only_gpu = queue("s1 gl1")
     assert not only_gpu.must_give_way(STORE)
-
-
-def test_queue_is_idle_when_nothing_waits_or_runs() -> None:
-    jobs = queue("")
-    assert jobs.is_idle
-    jobs.push(LOAD, "l1")
-    assert not jobs.is_idle
-    jobs.begin(LOAD)
-    assert (len(jobs), jobs.is_idle) == (0, False)
-    jobs.end(LOAD)
-    assert jobs.is_idle
 
 
 def test_sign_without_words_is_never_set() -> None:

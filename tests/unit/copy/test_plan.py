@@ -98,16 +98,6 @@ def plan(of: KVLayout, wanted: PlacedJob, rank: int = 0) -> list[Run]:
     return rows(runs_of(of, wanted, rank))
 
 
-def test_plan_copies_one_page_for_one_block_of_one_layer() -> None:
-    assert plan(layout((0, 10, PAGE, PAGE)), job((2, [3]))) == [
-        (3 * PAGE, 2 * SLOT_ALIGNMENT, PAGE)
-    ]
-
-
-def test_plan_begins_at_the_tensors_offset() -> None:
-    assert plan(layout((1000, 10, PAGE, PAGE)), job((0, [3]))) == [(1000 + 3 * PAGE, 0, PAGE)]
-
-
 def test_plan_joins_blocks_that_are_neighbours_on_both_sides() -> None:
     of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=4)
     assert plan(of, job((0, [2, 3, 4, 5]))) == [(2 * PAGE, 0, 4 * PAGE)]
@@ -118,48 +108,14 @@ def test_plan_joins_blocks_that_are_neighbours_on_both_sides() -> None:
     ]
 
 
-def test_plan_joins_nothing_when_blocks_run_backwards() -> None:
-    of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=3)
-    assert plan(of, job((0, [5, 4, 3]))) == [
-        (5 * PAGE, 0, PAGE),
-        (4 * PAGE, PAGE, PAGE),
-        (3 * PAGE, 2 * PAGE, PAGE),
-    ]
-
-
 def test_plan_joins_nothing_when_there_are_gaps_between_the_blocks() -> None:
     of = layout((0, 10, 100, PAGE), blocks_per_chunk=2)
     assert plan(of, job((0, [2, 3]))) == [(200, 0, PAGE), (300, PAGE, PAGE)]
 
 
-def test_plan_puts_layer_behind_layer_in_a_slot() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=4)
-    assert plan(of, job((1, [2, 3, 8, 9]))) == [
-        (2 * PAGE, SLOT_ALIGNMENT, 2 * PAGE),
-        (8 * PAGE, SLOT_ALIGNMENT + 2 * PAGE, 2 * PAGE),
-        (640 + 2 * 32, SLOT_ALIGNMENT + 4 * PAGE, 64),
-        (640 + 8 * 32, SLOT_ALIGNMENT + 4 * PAGE + 64, 64),
-    ]
-
-
-def test_plan_joins_nothing_when_layers_are_neighbours_in_the_kv_cache_only() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, PAGE, PAGE), blocks_per_chunk=4)
-    assert plan(of, job((0, [0, 9]))) == [
-        (0, 0, PAGE),
-        (9 * PAGE, PAGE, PAGE),
-        (640, 4 * PAGE, PAGE),
-        (640 + 9 * PAGE, 5 * PAGE, PAGE),
-    ]
-
-
 def test_plan_handles_layers_that_are_woven_into_each_other() -> None:
     of = layout((0, 4, 160, PAGE), (PAGE, 4, 160, 96))
     assert plan(of, job((0, [1]))) == [(160, 0, 160)]
-
-
-def test_plan_leaves_room_for_all_blocks_of_a_chunk_in_each_layer() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, PAGE, PAGE), blocks_per_chunk=4)
-    assert plan(of, job((0, [5]))) == [(5 * PAGE, 0, PAGE), (640 + 5 * PAGE, 4 * PAGE, PAGE)]
 
 
 def test_plan_puts_rank_behind_rank_in_a_slot() -> None:
@@ -247,18 +203,6 @@ def test_plan_says_where_the_bytes_of_each_chunk_end() -> None:
     assert plan.runs(range(3), SLAB).num_bytes == 8 * PAGE
 
 
-def test_plan_takes_each_chunks_group() -> None:
-    of = layout(
-        (0, 10, PAGE, PAGE), (640, 10, 32, 32), (960, 10, 16, 16), groups={0: [0], 5: [2, 1]}
-    )
-    assert plan(of, job((0, [1]), (1, [2]), groups=[5, 0])) == [
-        (960 + 16, 0, 16),
-        (640 + 32, 16, 32),
-        (2 * PAGE, SLOT_ALIGNMENT, PAGE),
-    ]
-    assert Planner(of, 0).part_bytes(5) == 48
-
-
 def test_plan_keeps_the_order_of_chunks_that_differ_in_group_and_number_of_blocks() -> None:
     of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=2, groups={0: [0], 5: [1]})
     wanted = job((0, [1, 3]), (1, [2]), (2, [5, 7]), (3, [6]), groups=[0, 5, 0, 0])
@@ -271,12 +215,6 @@ def test_plan_keeps_the_order_of_chunks_that_differ_in_group_and_number_of_block
         (6 * PAGE, 3 * SLOT_ALIGNMENT, PAGE),
     ]
     assert wanted.planned(Planner(of, 0)).ends == [128, 160, 288, 352]
-
-
-def test_plan_of_a_job_without_chunks_is_empty() -> None:
-    runs = runs_of(layout((0, 10, PAGE, PAGE)), job())
-    assert rows(runs) == []
-    assert runs.num_bytes == 0
 
 
 WHOLE = job((0, [1, 2]), (1, [3, 4]))
@@ -350,16 +288,6 @@ def test_layers_of_a_plan_together_are_the_plan() -> None:
         assert all(first <= kv < last for kv, _, _ in layer)
 
 
-def test_layers_of_some_chunks_leave_the_others_out() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32))
-    wanted = job((0, [1]), (2, [5]), (4, [7]))
-    layers = [rows(each) for each in wanted.planned(Planner(of, 0)).layers([0, 2], SLAB)]
-    assert layers == [
-        [(PAGE, 0, PAGE), (7 * PAGE, 4 * SLOT_ALIGNMENT, PAGE)],
-        [(640 + 32, PAGE, 32), (640 + 7 * 32, 4 * SLOT_ALIGNMENT + PAGE, 32)],
-    ]
-
-
 def test_layers_of_chunks_of_one_length_need_none_of_another_one() -> None:
     of = layout((0, 10, PAGE, PAGE), blocks_per_chunk=2)
     plan = job((0, [1, 3]), (2, [5])).planned(Planner(of, 0))
@@ -374,12 +302,3 @@ def test_layers_of_several_groups_are_refused() -> None:
     wanted.planned(Planner(of, 0))
     with pytest.raises(PlanError, match="several KV groups"):
         Planner(of, 0).plan(msgspec.structs.replace(wanted.job, by_layer=True))
-
-
-def test_bytes_of_a_chunk_are_those_of_its_blocks_in_all_layers() -> None:
-    of = layout((0, 10, PAGE, PAGE), (640, 10, 32, 32), blocks_per_chunk=2)
-    wanted = job((0, [1, 2]), (2, [5]))
-    assert [wanted.planned(Planner(of, 0)).bytes_of(chunk) for chunk in (0, 1)] == [
-        2 * (PAGE + 32),
-        PAGE + 32,
-    ]

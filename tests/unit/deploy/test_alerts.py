@@ -65,7 +65,7 @@ TROUBLES = {
     "RayKVBreakerOpen": Trouble(
         {"raykv_open_breakers{owner='node', peer='engine', state='open'}": "0x9 2x20"},
         22,
-        "node leaves engine alone",
+        "node has stopped calling engine",
         {"owner": "node", "peer": "engine"},
     ),
     "RayKVChunksQuarantined": Trouble(

@@ -105,9 +105,6 @@ report.seq = 0  # type: ignore[attr-defined]
 def test_life_is_above_the_last_one_whatever_the_clock_says(year: float) -> None:
     for last in (0, 5, 1 << 50):
         assert next_life(year * YEAR, last) > last
-
-
-def test_lives_that_nobody_remembers_are_below_by_the_clock() -> None:
     assert next_life(57 * YEAR, 0) > next_life(56 * YEAR, 0) > next_life(0, 0) >= 1
 
 

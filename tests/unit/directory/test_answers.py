@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import pytest
 
@@ -19,7 +17,6 @@ from raykv.directory.answers import (
     where_page,
 )
 from raykv.directory.known.directory import Directory
-from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.events import BlockStored, EventPage, LifeBegan, NodeJoined, events_of
@@ -31,25 +28,22 @@ from raykv.protocol.operator import OrderedShare, OrdersDocument
 from raykv.protocol.reader import WhereQuery, check_where_page
 from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.status import ClusterStatus
-from tests.fixtures.directory.reporting import SPACE, ReportingNode, engine_of, key_of, row_of
+from tests.fixtures.directory.reporting import (
+    LIFE,
+    SPACE,
+    TwoNodes,
+    engine_of,
+    key_of,
+    row_of,
+    two_nodes,
+)
 
-LIFE = 1000
 BASE = ClusterStatus("here", LIFE, "1.0", paused=False)
 
 
-class Cluster(NamedTuple):
-    directory: Directory
-    orders: Orders
-    one: ReportingNode
-    two: ReportingNode
-
-
 @pytest.fixture
-def cluster() -> Cluster:
-    orders = Orders(OrdersDocument(Stamp(7, 10)), 8, -MEMBERS_S)
-    directory = Directory(LIFE, orders)
-    nodes = [ReportingNode(directory, each) for each in ("one", "two")]
-    return Cluster(directory, orders, *nodes)
+def cluster() -> TwoNodes:
+    return two_nodes()
 
 
 # Events
@@ -59,7 +53,7 @@ def page_of(directory: Directory, life: int, after: int, now: float = 0.0) -> Ev
     return decode(encode(event_page(directory, life, after, now)), EventPage)
 
 
-def test_events_follow_on_the_place_that_a_reader_knows(cluster: Cluster) -> None:
+def test_events_follow_on_the_place_that_a_reader_knows(cluster: TwoNodes) -> None:
     directory, _, one, _ = cluster
     one.report(2.0, row_of(1))
     page = page_of(directory, LIFE, 0, now=5.0)
@@ -76,7 +70,7 @@ def test_events_follow_on_the_place_that_a_reader_knows(cluster: Cluster) -> Non
     assert (len(later), later.first_seq, later.is_gap) == (0, page.last_seq + 1, False)
 
 
-def test_reader_of_another_life_begins_anew(cluster: Cluster) -> None:
+def test_reader_of_another_life_begins_anew(cluster: TwoNodes) -> None:
     directory, _, one, _ = cluster
     one.report(0.0, row_of(1))
     for life, after in ((LIFE - 1, 2), (LIFE + 1, 0), (LIFE, 1 << 40)):
@@ -86,20 +80,11 @@ def test_reader_of_another_life_begins_anew(cluster: Cluster) -> None:
         assert not page.is_gap
 
 
-def test_reader_that_fell_behind_learns_it() -> None:
-    orders = Orders(OrdersDocument(Stamp(7, 10)), 8, -MEMBERS_S)
-    directory = Directory(LIFE, orders, most_events=4)
-    ReportingNode(directory, "one").report(0.0, *map(row_of, range(9)))
-    page = page_of(directory, LIFE, 1)
-    assert page.is_gap
-    assert (page.first_seq, len(page)) == (page.last_seq - 3, 4)
-
-
 # Chunks
 
 
 def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _, one, two = cluster
     one.report(0.0, row_of(1), row_of(2, Where.RAM | Where.DISK))
@@ -119,7 +104,7 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
     assert where_page(directory, query).answered == 2
 
 
-def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: Cluster) -> None:
+def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: TwoNodes) -> None:
     directory, _, one, two = cluster
     hello = EngineHello(PROTOCOL_VERSION, "e", 1, SPACE, "tiny", slot_bytes={0: 10, 1: 20})
     other = Namespace("other")
@@ -139,7 +124,7 @@ def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: Clus
 # Status
 
 
-def test_status_has_what_nodes_have_reported_last(cluster: Cluster) -> None:
+def test_status_has_what_nodes_have_reported_last(cluster: TwoNodes) -> None:
     directory, orders, one, two = cluster
     one.report(
         0.0,
@@ -169,7 +154,7 @@ def test_status_has_what_nodes_have_reported_last(cluster: Cluster) -> None:
     ("ranks", "age_s", "is_open"), [(1, 0.0, False), (0, 0.0, True), (1, NEWS_S + 1, True)]
 )
 def test_engine_is_said_to_be_cut_off_until_its_node_has_all_its_ranks(
-    cluster: Cluster, ranks: int, age_s: float, is_open: bool
+    cluster: TwoNodes, ranks: int, age_s: float, is_open: bool
 ) -> None:
     directory, orders, one, _ = cluster
     told = BreakerReport([OWN_NODE], ["open"], [3], [1.0], ["why"])
@@ -179,8 +164,10 @@ def test_engine_is_said_to_be_cut_off_until_its_node_has_all_its_ranks(
     assert (OWN_NODE in found.breakers.peers) == is_open
 
 
-def test_tenants_are_those_with_quotas_or_chunks(cluster: Cluster) -> None:
+def test_tenants_are_those_with_quotas_or_chunks(cluster: TwoNodes) -> None:
     directory, _, one, two = cluster
+    one.report(0.0, tenant_bytes={"": 5})
+    assert tenants(directory.members.values(), OrdersDocument(Stamp(7, 10))) == []
     one.report(0.0, tenant_bytes={"": 5, "acme": 10})
     two.report(
         0.0, tenant_bytes={"acme": 1}, stats=NodeStats(disk=DiskStats(tenant_bytes={"acme": 7}))
@@ -198,29 +185,10 @@ def test_tenants_are_those_with_quotas_or_chunks(cluster: Cluster) -> None:
     )
 
 
-def test_nobody_is_told_of_tenants_where_there_are_none(cluster: Cluster) -> None:
-    cluster.one.report(0.0, tenant_bytes={"": 5})
-    assert tenants(cluster.directory.members.values(), OrdersDocument(Stamp(7, 10))) == []
-
-
 # Sessions
 
 
-def test_order_of_a_session_goes_to_the_nodes_that_know_it(cluster: Cluster) -> None:
-    directory, _, one, two = cluster
-    for node in (one, two):
-        node.report(0.0, sessions=[SessionsWord(SPACE, SessionNews("chat", SessionWord.CAME))])
-        node.fields["sessions"] = []
-    order = SessionOrder(PROTOCOL_VERSION, "", "chat", SessionWord.OVER)
-    assert order_session(directory, order).nodes == ["one", "two"]
-    for node in (one, two):
-        (word,) = node.report(1.0).words
-        assert (word.namespace, word.news.word) == (SPACE, SessionWord.OVER)
-    strange = msgspec.structs.replace(order, session="other")
-    assert order_session(directory, msgspec.structs.replace(strange, namespace="")).nodes == []
-
-
-def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: Cluster) -> None:
+def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: TwoNodes) -> None:
     directory, _, one, two = cluster
     for node in (one, two):
         node.report(0.0)

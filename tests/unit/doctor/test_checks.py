@@ -199,7 +199,7 @@ PLANTED: list[tuple[str, ClusterFacts]] = [
     ("FAIL scheduler: .*no scheduler actor", replace(HEALTHY, scheduler=MISSING)),
     ("WARN scheduler: .*paused", with_status(paused=True)),
     (
-        "WARN orders: node two goes by orders number 3 .*number 4 is in force",
+        "WARN orders: node two follows orders number 3 .*number 4 is in force",
         with_second_status(orders=Stamp(1, 3)),
     ),
     (
@@ -257,7 +257,7 @@ PLANTED: list[tuple[str, ClusterFacts]] = [
         with_engines(counters=WITHOUT_WINDOWS, traits=WINDOWS),
     ),
     (
-        "WARN use: .*loaded 288 prompt tokens, and 65,536 that are known not, since no window",
+        "WARN use: .*loaded 288 prompt tokens, and 65,536 known ones were computed, because no window",
         with_engines(
             counters={**WITHOUT_WINDOWS, "chunks_loaded": 9, "loaded_tokens": 288}, traits=WINDOWS
         ),
@@ -302,7 +302,7 @@ PLANTED: list[tuple[str, ClusterFacts]] = [
 
 @pytest.mark.parametrize(("expected", "facts"), PLANTED)
 def test_planted_fault_is_found_and_named(expected: str, facts: ClusterFacts) -> None:
-    found = [each for each in wrong(facts) if "not all is known" not in each.what]
+    found = [each for each in wrong(facts) if "incomplete" not in each.what]
     (told,) = [f"{each.severity.name} {each.check}: {each.what}" for each in found]
     assert re.match(expected, told), told
     assert found[0].mend
@@ -376,7 +376,7 @@ def test_checks_that_need_a_silent_scheduler_actor_do_not_say_all_is_well() -> N
 
 def test_checks_that_need_a_silent_node_do_not_say_all_is_well() -> None:
     findings = diagnose(with_second(actor=SILENT, description=None, host=None))
-    unknown = {each.check for each in findings if "not all is known" in each.what}
+    unknown = {each.check for each in findings if "incomplete" in each.what}
     assert unknown == {"memory", "shm", "ports", "clocks", "threads"}
 
 
@@ -399,5 +399,5 @@ def test_findings_are_printed_with_what_to_do() -> None:
     )
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("FAIL  scheduler")
-    assert lines[1].strip().startswith("→ engines that run make a new one")
+    assert lines[1].strip().startswith("→ running engines make a new one")
     assert sum(line.startswith("ok ") for line in lines) == len(CHECKS) - 1

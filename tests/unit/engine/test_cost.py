@@ -10,18 +10,11 @@ from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS
 from raykv.engine.remote import ChunkSize, RemoteChunks
 from raykv.engine.requests import RequestOptions, RequestState
 from raykv.protocol.columns import Source
+from tests.fixtures.engine.views import measured
 from tests.fixtures.keys import named_key as key
 
 MB = 1 << 20
 TOKENS = 100
-
-
-def measured(bytes_per_s: float, tokens_per_s: float) -> FetchCost:
-    """One measurement of each rate."""
-    cost = FetchCost()
-    cost.fetched(16 * MB, 16 * MB / bytes_per_s)
-    cost.computed(1000, 1000 / tokens_per_s)
-    return cost
 
 
 def rates(cost: FetchCost) -> tuple[float | None, float | None]:
@@ -132,29 +125,6 @@ def test_step_that_is_small_or_took_no_time_is_not_measured(
     assert cost.prefill_tokens_per_s == MIN_PREFILL_TOKENS
 
 
-# What is given
-
-
-def test_given_rates_are_counted_with_whatever_is_measured() -> None:
-    cost = FetchCost(fetch_bytes_per_s=MB, prefill_tokens_per_s=10)
-    cost.fetched(1000 * MB, 1.0)
-    cost.computed(1_000_000, 1.0)
-    assert rates(cost) == (MB, 10)
-    assert cost.prefers_fetch(10 * MB, TOKENS, queued_bytes=0)
-    assert not cost.prefers_fetch(11 * MB, TOKENS, queued_bytes=0)
-
-
-def test_rate_that_is_not_given_is_measured() -> None:
-    cost = FetchCost(prefill_tokens_per_s=10)
-    assert rates(cost) == (None, 10)
-    cost.fetched(MB, 1.0)
-    assert rates(cost) == (MB, 10)
-    cost = FetchCost(fetch_bytes_per_s=MB)
-    assert rates(cost) == (MB, None)
-    cost.computed(1000, 1.0)
-    assert rates(cost) == (MB, 1000)
-
-
 # Who is asked: the chunks that a request has found
 
 
@@ -163,12 +133,10 @@ class Fetcher:
     16 tokens.
     """
 
-    def __init__(self, prefill_tokens_per_s: float, fetch_bytes_per_s: float | None = 1000) -> None:
+    def __init__(self, prefill_tokens_per_s: float, settings: Settings = Settings()) -> None:  # noqa: B008
         sizes = {0: ChunkSize(1000, 16), 1: ChunkSize(50, 16)}
-        settings = Settings(
-            fetch_bytes_per_s=fetch_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
-        )
         self.remote = RemoteChunks(settings, sizes)
+        self.remote.cost = measured(1000, prefill_tokens_per_s)
 
     def found(self, *keys: Key) -> RequestState:
         """A request that has asked for chunks and was told where each is."""
@@ -240,16 +208,22 @@ def test_fetches_that_have_ended_or_were_given_up_are_not_in_the_way_of_another_
     assert fetcher.remote.fetching_bytes == 1000
 
 
+def test_found_chunks_are_always_fetched_where_the_setting_says_so() -> None:
+    fetcher = Fetcher(prefill_tokens_per_s=17, settings=Settings(always_fetch=True))
+    assert fetcher.look(fetcher.found(A, B, C), A, B, C) == [HIT_PENDING] * 3
+    assert fetcher.remote.counters["fetches_declined"] == 0
+
+
 def test_fetches_are_measured() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=16, fetch_bytes_per_s=None)
+    fetcher = Fetcher(prefill_tokens_per_s=16)
+    fetcher.remote.cost = FetchCost()
     fetcher.look(fetcher.found(A), A)
     fetcher.finish_all(num_bytes=MB, seconds=0.5)
     assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
 
 
 def test_disk_has_a_rate_of_its_own() -> None:
-    cost = FetchCost(fetch_bytes_per_s=1e12)
-    cost.computed(1000, 1.0)
+    cost = measured(bytes_per_s=1e12, tokens_per_s=1000)
     # Nothing was read yet: that is how the rate becomes known.
     assert cost.prefers_fetch(0, 10, 0, disk_bytes=1 << 30)
     cost.came_from_disk(100 << 20, 1.0)

@@ -25,9 +25,9 @@ NAMESPACE = "ns"
 class Engine:
     """Orders, and how they have ended."""
 
-    def __init__(self, *, with_checksums: bool = True) -> None:
+    def __init__(self) -> None:
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
-        settings = Settings(fetch_deadline_s=DEADLINE_S, fetch_checksums=with_checksums)
+        settings = Settings(request_deadline_s=DEADLINE_S)
         self.fetches = Fetches(settings, lambda *end: self.ended.append(end))
 
     def submit(self, *orders: FetchOrder, now: float = 0.0) -> None:
@@ -116,11 +116,9 @@ def test_largest_request_is_a_small_message(engine: Engine) -> None:
     assert len(encode(request)) < 100 * 1024
 
 
-@pytest.mark.parametrize("with_checksums", [True, False])
-def test_request_carries_the_settings_of_the_engine(with_checksums: bool) -> None:
-    engine = Engine(with_checksums=with_checksums)
+def test_what_an_engine_asks_for_is_always_checked(engine: Engine) -> None:
     engine.submit(order(0, Source("a")))
-    assert [each.with_checksums for each in engine.sent()] == [with_checksums]
+    assert [each.with_checksums for each in engine.sent()] == [True]
 
 
 # Orders that end well

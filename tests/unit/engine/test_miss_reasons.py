@@ -14,7 +14,7 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers
 from raykv.protocol.engine import AskAnswer
 from raykv.protocol.listing import Reason, Where
-from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
+from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, measured, row, told
 from tests.fixtures.keys import named_key as key
 
 QUERY_S, PENDING_S, FETCH_S = 1.0, STORE_S, 10.0
@@ -121,7 +121,7 @@ def test_node_lost_with_all_that_it_had(alone: HeardPlace) -> None:
 
 
 def test_not_attached() -> None:
-    view = EngineView(Settings(lookup_deadline_s=STORE_S))
+    view = EngineView(Settings(request_deadline_s=5 * STORE_S))
     view.start_request("r", RequestOptions())
     assert why(view, A) is MissReason.NOT_ATTACHED
     assert view.prepare_store("r", [B]) == []
@@ -275,8 +275,8 @@ def test_breaker_open_while_the_scheduler_actor_is_left_alone(view: EngineView) 
 
 
 def test_fetch_slower() -> None:
-    rates = {"fetch_bytes_per_s": 1.0, "prefill_tokens_per_s": 1e9}
-    view, (place,) = made(HERE, sizes=SIZES, **rates)
+    view, (place,) = made(HERE, sizes=SIZES)
+    view.remote.cost = measured(1.0, 1e9)
     place.has_peers = True
     place.says()
     learn(view)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, Stamp, in_group
-from raykv.engine.cost import FetchCost
 from raykv.engine.remote import (
     MAX_WONDERED,
     ChunkSize,
@@ -24,6 +23,7 @@ from tests.fixtures.engine.views import (
     keys,
     look,
     made,
+    measured,
     reason,
     row,
     source_of,
@@ -249,7 +249,7 @@ def test_chunk_of_a_prefilled_request_whose_store_failed_is_asked_for_again(
 
 
 def test_prefilled_prompt_is_fetched_although_computing_is_faster(view: EngineView) -> None:
-    view.remote.cost = FetchCost(fetch_bytes_per_s=1.0, prefill_tokens_per_s=1e9)
+    view.remote.cost = measured(1.0, 1e9)
     prefilled(view, "a")
     view.ask("r", keys("b"))
     answer(view, "a:one b:one")
@@ -558,7 +558,8 @@ def mixed() -> EngineView:
     """A group of full attention and one with a window of two chunks."""
     sizes = {0: SIZE, 1: ChunkSize(num_bytes=1000, num_tokens=16, window=2)}
     own = NodeId("own")
-    view, (place,) = made(own, sizes=sizes, fetch_bytes_per_s=1000, prefill_tokens_per_s=9)
+    view, (place,) = made(own, sizes=sizes)
+    view.remote.cost = measured(1000, 9)
     place.has_peers = True
     place.says()
     return view

@@ -245,9 +245,9 @@ def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_com
     assert view.lookup("r", A, 0.0) is PENDING
     node.says(row(A, Where.COMING, Reason.COMING))
     settings = view.settings
-    assert settings.lookup_deadline_s < settings.fetch_deadline_s
-    assert view.lookup("r", A, settings.fetch_deadline_s - 0.1) is PENDING
-    assert view.lookup("r", A, settings.fetch_deadline_s) is MISS
+    assert settings.lookup_s < settings.request_deadline_s
+    assert view.lookup("r", A, settings.request_deadline_s - 0.1) is PENDING
+    assert view.lookup("r", A, settings.request_deadline_s) is MISS
     assert reason(view) is MissReason.FETCH_FAILED
 
 

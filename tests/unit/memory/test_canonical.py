@@ -90,14 +90,6 @@ def test_pages_of_one_rank_are_merged_as_ever() -> None:
     ]
 
 
-def test_chunk_is_as_large_for_any_number_of_ranks() -> None:
-    planner = Planner(LAYOUT, 1)
-    assert planner.chunk_bytes(0, 1) == planner.chunk_bytes(0, 8) == 2 * (128 + 128)
-    assert planner.part_bytes(0) == 2 * (64 + 80)
-    plain = Planner(replace(LAYOUT, canonical=NOT_CANONICAL), 1)
-    assert plain.chunk_bytes(0, 8) == 8 * 2 * (64 + 80)
-
-
 @pytest.mark.parametrize("num_writers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("sizes", [[64], [4096] * 3, [100, 7, 5000], [1] * 7])
 def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers: int) -> None:
@@ -139,16 +131,6 @@ def test_share_that_begins_inside_of_a_fragment_goes_to_its_own_place() -> None:
     assert [column.tolist() for column in (runs.kv, runs.pool, runs.size)] == [
         *([2 * 64 + 32], [128 + 32], [32])
     ]
-
-
-def test_store_has_a_share_and_load_all() -> None:
-    both = replace(ROWS, num_writers=2, writer=1)
-    of = replace(LAYOUT, canonical=CanonicalPages([both], [[0, 0]]))
-    planner = Planner(of, 1)
-    assert runs_of(planner, job(LOAD, 0, [0, 1])).num_bytes == 2 * 2 * 64
-    stored = runs_of(planner, job(STORE, 0, [0, 1]))
-    assert stored.num_bytes == 2 * 64
-    assert stored.kv.min() >= 1024, "the second layer is the second writer's"
 
 
 def test_honest_maps_are_believed_and_survive_the_wire() -> None:

@@ -13,7 +13,6 @@ from raykv.memory import pages
 from raykv.memory.pages import (
     HugePages,
     gpu_nodes,
-    huge_pages,
     memory_nodes,
     place_near_gpus,
     placement,
@@ -48,18 +47,23 @@ def gpu(root: Path, slot: str, node: int, vendor: str = "0x10de", kind: str = "0
 
 
 @pytest.mark.parametrize(
-    ("free", "claimed", "mode", "expected"),
+    ("pages", "free", "claimed", "mode", "expected"),
     [
-        (4, 0, "never", HugePages.RESERVED),
-        (4, 1, "never", HugePages.NONE),
-        (4, 1, "within_size", HugePages.TRANSPARENT),
-        (0, 0, "force", HugePages.TRANSPARENT),
+        (4, 4, 0, "never", HugePages.RESERVED),
+        # Those that others have claimed are left to them.
+        (4, 4, 1, "never", HugePages.NONE),
+        (4, 4, 1, "within_size", HugePages.TRANSPARENT),
+        (4, 3, 0, "advise", HugePages.TRANSPARENT),
+        (4, 0, 0, "force", HugePages.TRANSPARENT),
+        (4.5, 9, 0, "always", HugePages.TRANSPARENT),
+        (4.5, 9, 0, "deny", HugePages.NONE),
+        (4, 0, 0, "", HugePages.NONE),
     ],
 )
-def test_huge_pages_that_others_have_claimed_are_left_to_them(
-    tmp_path: Path, free: int, claimed: int, mode: str, expected: HugePages
+def test_pages_are_the_largest_that_all_of_the_pool_can_have(
+    tmp_path: Path, pages: float, free: int, claimed: int, mode: str, expected: HugePages
 ) -> None:
-    assert wanted_pages(4 * HUGE, machine(tmp_path, free, claimed, mode)) is expected
+    assert wanted_pages(int(pages * HUGE), machine(tmp_path, free, claimed, mode)) is expected
 
 
 def test_machine_that_says_nothing_has_small_pages(tmp_path: Path) -> None:
@@ -152,21 +156,3 @@ def test_huge_pages_that_are_not_there_are_refused() -> None:
 )
 def test_pool_is_near_the_gpus(gpus: list[int], memory: list[int], expected: list[int]) -> None:
     assert placement(gpus, memory) == expected
-
-
-@pytest.mark.parametrize(
-    ("pages", "free", "mode", "expected"),
-    [
-        (4, 4, "never", HugePages.RESERVED),
-        (4, 3, "never", HugePages.NONE),
-        (4, 3, "advise", HugePages.TRANSPARENT),
-        (4.5, 9, "always", HugePages.TRANSPARENT),
-        (4.5, 9, "deny", HugePages.NONE),
-        (4, 0, "", HugePages.NONE),
-    ],
-)
-def test_pages_are_the_largest_that_all_of_the_pool_can_have(
-    pages: float, free: int, mode: str, expected: HugePages
-) -> None:
-    size = 2 << 20
-    assert huge_pages(int(pages * size), size, free, mode) is expected

@@ -21,21 +21,11 @@ def allocated(region: Region) -> int:
     return os.fstat(region.fd).st_blocks * 512
 
 
-def test_anonymous_region_is_zero_and_of_the_wanted_size() -> None:
+def test_anonymous_region_is_zero_and_leaves_neither_a_file_nor_a_descriptor_to_children() -> None:
     region = Region.anonymous(SIZE, "test")
     assert bytes(region.array()) == bytes(SIZE)
-    region.close()
-
-
-def test_anonymous_region_leaves_no_file() -> None:
-    region = Region.anonymous(SIZE, "test")
     assert str(Path(f"/proc/self/fd/{region.fd}").readlink()).startswith("/memfd:raykv-test")
     assert os.fstat(region.fd).st_nlink == 0
-    region.close()
-
-
-def test_region_is_not_inherited_by_children() -> None:
-    region = Region.anonymous(SIZE, "test")
     assert not os.get_inheritable(region.fd)
     region.close()
 
@@ -157,12 +147,17 @@ def test_file_region_is_refused_when_the_disk_has_no_room(tmp_path: Path) -> Non
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_prefault_goes_on_from_where_it_is_told(tmp_path: Path) -> None:
-    region = Region.anonymous(2 * PREFAULT_PIECE_BYTES, "test")
+def test_prefault_goes_on_from_where_it_is_told_and_stops_when_it_is_told_to() -> None:
+    region = Region.anonymous(3 * PREFAULT_PIECE_BYTES, "test")
     done: list[int] = []
-    region.prefault(lambda so_far: not done.append(so_far), PREFAULT_PIECE_BYTES)  # type: ignore[func-returns-value]
+
+    def stop(so_far: int) -> bool:
+        done.append(so_far)
+        return False
+
+    region.prefault(stop, PREFAULT_PIECE_BYTES)
     assert done == [2 * PREFAULT_PIECE_BYTES]
-    assert allocated(region) < 2 * PREFAULT_PIECE_BYTES
+    assert PREFAULT_PIECE_BYTES <= allocated(region) < 2 * PREFAULT_PIECE_BYTES
     region.close()
 
 
@@ -186,13 +181,6 @@ def test_prefault_allocates_all_pages_and_says_how_far_it_is() -> None:
     assert done == [PREFAULT_PIECE_BYTES, 2 * PREFAULT_PIECE_BYTES, size]
     assert allocated(region) >= size
     assert region.array()[0] == 9
-    region.close()
-
-
-def test_prefault_stops_when_it_is_told_to() -> None:
-    region = Region.anonymous(3 * PREFAULT_PIECE_BYTES, "test")
-    region.prefault(lambda _: False)
-    assert PREFAULT_PIECE_BYTES <= allocated(region) < 2 * PREFAULT_PIECE_BYTES
     region.close()
 
 

@@ -34,16 +34,14 @@ def test_objection_names_limit_free_bytes_and_what_would_fit() -> None:
     assert f"pool_bytes='{FITS >> 20}MiB' would fit" in text
 
 
-def test_objection_is_that_of_the_tightest_limit() -> None:
+def test_objection_is_that_of_the_tightest_limit_and_says_so_when_no_pool_fits() -> None:
     tight = MemoryLimit(4 * GIB, 5 * GIB, "the group")
     text = objection(PoolNeeds(12 * GIB), [BOX, tight], None)
     assert "the group" in text
     assert "the box" not in text
-
-
-def test_objection_says_so_when_no_pool_fits() -> None:
     full = MemoryLimit(RESERVE_BYTES, 16 * GIB, "the box")
     assert "no pool fits now" in objection(PoolNeeds(GIB), [full], None)
+    assert objection(PoolNeeds(GIB, present_bytes=GIB), [full], None) == ""
 
 
 def test_pages_that_are_there_are_not_asked_for_again() -> None:
@@ -52,11 +50,6 @@ def test_pages_that_are_there_are_not_asked_for_again() -> None:
     text = objection(PoolNeeds(15 * GIB, present_bytes=3 * GIB), [BOX], None)
     assert "(3.0 GiB of it are there)" in text
     assert f"pool_bytes='{(FITS + 3 * GIB) >> 20}MiB' would fit" in text
-
-
-def test_pool_that_is_all_there_fits_whatever_is_free() -> None:
-    full = MemoryLimit(0, 16 * GIB, "the box")
-    assert objection(PoolNeeds(GIB, present_bytes=GIB), [full], None) == ""
 
 
 def test_pool_file_on_a_disk_needs_room_there_and_no_free_memory() -> None:
@@ -87,6 +80,10 @@ def test_ray_kills_above_its_threshold() -> None:
     assert limit is not None
     assert (limit.free_bytes, limit.total_bytes) == (91 * GIB, 95 * GIB)
     assert "RAY_memory_usage_threshold=0.95" in limit.source
+    full = monitor_limit(MonitorSettings(), 97 * GIB, 100 * GIB, "this")
+    assert full is not None
+    assert full.free_bytes == 0
+    assert monitor_limit(MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
 
 
 def test_higher_one_of_rays_two_thresholds_counts() -> None:
@@ -97,12 +94,6 @@ def test_higher_one_of_rays_two_thresholds_counts() -> None:
     limit = monitor_limit(MonitorSettings(min_free_bytes=9 * GIB), 0, 100 * GIB, "this")
     assert limit is not None
     assert limit.total_bytes == 95 * GIB
-
-
-def test_ray_leaves_nothing_above_its_threshold() -> None:
-    limit = monitor_limit(MonitorSettings(), 97 * GIB, 100 * GIB, "this")
-    assert limit is not None
-    assert limit.free_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -123,23 +114,10 @@ def test_settings_of_rays_monitor_are_read(
     assert monitor_settings(environment) == settings
 
 
-def test_monitor_that_is_off_does_not_limit() -> None:
-    assert monitor_limit(MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
-
-
-def test_pool_is_accepted_between_one_chunk_and_what_is_free() -> None:
+def test_pool_is_at_least_a_chunk_and_at_most_what_is_free() -> None:
     check_pool_bytes(100, chunk_bytes=100, free_bytes=100, limit="this machine's memory")
-
-
-def test_pool_is_refused_when_it_is_smaller_than_a_chunk() -> None:
     with pytest.raises(SettingError, match=r"pool_bytes=99 .*\(100 bytes\).*at least 100"):
         check_pool_bytes(99, chunk_bytes=100, free_bytes=1000, limit="x")
-
-
-def test_pool_is_refused_when_it_is_more_than_what_is_free() -> None:
     with pytest.raises(SettingError, match=r"pool_bytes=1001 .*the box can give.*1000 bytes"):
         check_pool_bytes(1001, chunk_bytes=100, free_bytes=1000, limit="the box")
-
-
-def test_default_pool_is_a_quarter_of_what_is_free() -> None:
     assert default_pool_bytes(4001) == 1000

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from raykv.base.errors import MessageError, SettingError
-from raykv.cli.operate import parse_duration
+from raykv.cli.base import parse_duration
 from raykv.client.pins import ordered
 from raykv.node.wishes import RayNode, geometry_of, usual_nodes, wants
 from raykv.protocol.columns import Keys
@@ -97,7 +97,7 @@ def test_other_orders_that_cannot_be_meant_are_refused() -> None:
         PoolWish(PROTOCOL_VERSION, pool_bytes=-1),
         PoolWish(PROTOCOL_VERSION, slab_bytes=0),
         PoolWish(PROTOCOL_VERSION, "x" * 5000),
-        PoolWish(PROTOCOL_VERSION, metrics=("auto", "x" * 5000, "")),
+        PoolWish(PROTOCOL_VERSION, metrics=("auto", "x" * 5000)),
     ):
         with pytest.raises(MessageError):
             received(wish)

@@ -6,7 +6,6 @@ A question ends: with events, with `EventsMissed`, or with an error that says wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 import raykv
 from raykv.base.errors import ClusterError, MessageError, VersionError
 from raykv.base.ids import EventKind
-from raykv.cluster.ask import Answer
 from raykv.directory.actor import SchedulerActor
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
@@ -30,25 +28,7 @@ from raykv.stream import readers
 from raykv.stream.readers import Insides, read_events, take_snapshot
 from raykv.stream.replay import Replay
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
-
-replace = msgspec.structs.replace
-
-
-class Remote:
-    """A method as a caller of a Ray actor sees it."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.remote = method
-
-
-class Handle:
-    """An actor as its caller sees it, in this process."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Remote:
-        return Remote(getattr(self._actor, name))
+from tests.fixtures.played_cluster import PlayedActor, play
 
 
 class Answers:
@@ -67,24 +47,16 @@ class Answers:
         return "9.9"
 
 
-def ask_all(
-    actors: Mapping[str, Any], questions: Mapping[str, Callable[[Any], Any]], _deadline_s: float
-) -> dict[str, Answer]:
-    """As `raykv.cluster.ask.ask_all`, of actors in this process."""
-    answers = {}
-    for name, question in questions.items():
-        try:
-            answers[name] = Answer(question(actors[name]))
-        except ConnectionError as error:
-            answers[name] = Answer(error=str(error), is_dead=str(error) == "dead")
-    return answers
-
-
 @pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is played answers at once, and nobody waits for a scheduler actor that fails."""
+    play(monkeypatch, {})
     monkeypatch.setattr(readers, "READER_PATIENCE_S", 0.0)
-    monkeypatch.setattr(readers, "ask_all", ask_all)
+
+
+def played(scheduler: SchedulerActor | Answers) -> PlayedActor:
+    names = ("events", "status") if isinstance(scheduler, SchedulerActor) else ("events", "ping")
+    return PlayedActor({name: getattr(scheduler, name) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +75,8 @@ def actor() -> SchedulerActor:
     return made
 
 
-def read(actor: Any, since: Any) -> list[Any]:
-    return list(islice(read_events(lambda: Handle(actor), since, follow=False), 10_000))
+def read(scheduler: SchedulerActor | Answers, since: Any) -> list[Any]:
+    return list(islice(read_events(lambda: played(scheduler), since, follow=False), 10_000))
 
 
 @settings(max_examples=200, deadline=None)
@@ -214,18 +186,17 @@ def test_answer_that_can_not_be_read_names_both_versions(raw: bytes) -> None:
 
 
 class Node:
-    """A NodeActor that tells its listing in the parts that a test wants."""
+    """A NodeActor that tells its listing in the parts that a test wants, or fails."""
 
-    def __init__(self, *parts: Any, gone: str = "") -> None:
+    def __init__(self, *parts: Any, error: Exception | None = None) -> None:
         self._parts = list(parts)
-        self._gone = gone
+        self._error = error
         self.num_asked = 0
 
-    def ask(self, question: str, raw: bytes) -> bytes:
-        assert question == "listing"
+    def listing(self, raw: bytes) -> bytes:
         decode(raw, ListingQuery)
-        if self._gone:
-            raise ConnectionError(self._gone)
+        if self._error is not None:
+            raise self._error
         self.num_asked += 1
         part = self._parts[min(self.num_asked, len(self._parts)) - 1]
         return part if isinstance(part, bytes) else encode(part)
@@ -238,15 +209,17 @@ def part(numbers: list[int], start: int, end: int, *, place: int = 0, **fields: 
 
 def snapshot(actor: SchedulerActor, **nodes: Node) -> Replay:
     return take_snapshot(
-        lambda: Handle(actor), lambda: {name: Handle(each) for name, each in nodes.items()}
+        lambda: played(actor),
+        lambda: {name: PlayedActor({"listing": each.listing}) for name, each in nodes.items()},
     )
 
 
 def test_snapshot_is_what_all_nodes_have_at_a_place_of_the_log(actor: SchedulerActor) -> None:
     one = Node(part([1, 2], 0, 5), part([3], 5, 6, place=ALL_READ))
     two = Node(part([1], 0, 2, place=ALL_READ))
-    refuses = Node(gone="it has no pool")
-    found = snapshot(actor, one=one, two=two, gone=Node(gone="dead"), no_member=refuses)
+    gone = Node(error=ray.exceptions.ActorDiedError())
+    refuses = Node(error=ConnectionError("it has no pool"))
+    found = snapshot(actor, one=one, two=two, gone=gone, no_member=refuses)
     assert found.place == (actor._directory.life, actor._directory.events.last_seq)
     names = {("one", 1), ("one", 2), ("one", 3), ("two", 1)}
     assert found.chunks == {(node, SPACE, key_of(number)) for node, number in names}
@@ -263,8 +236,8 @@ def test_chunk_that_went_or_is_only_coming_is_in_no_snapshot(actor: SchedulerAct
 
 
 def test_node_that_does_not_answer_is_named(actor: SchedulerActor) -> None:
-    with pytest.raises(ClusterError, match="node one does not tell what it has: too busy"):
-        snapshot(actor, one=Node(gone="too busy"))
+    with pytest.raises(ClusterError, match=r"node one does not tell what it has: .*too busy"):
+        snapshot(actor, one=Node(error=ConnectionError("too busy")))
 
 
 @pytest.mark.parametrize(
@@ -291,14 +264,15 @@ class Describer:
         self._rows = {row.key: row for row in rows}
         self._most = most
 
-    def ask(self, _question: str, keys: list[bytes], _namespace: str | None) -> bytes:
+    def descriptions(self, keys: list[bytes], _namespace: str | None) -> bytes:
         found = [self._rows[key] for key in keys if key in self._rows]
         return encode(Descriptions(found[: self._most]))
 
 
-class Silent:
-    def ask(self, _question: str, _keys: list[bytes], _namespace: str | None) -> bytes:
-        raise ConnectionError("busy")
+def insides(*nodes: Describer) -> Insides:
+    actors = {str(at): PlayedActor({"descriptions": n.descriptions}) for at, n in enumerate(nodes)}
+    # One more does not answer.
+    return Insides(lambda: {**actors, "silent": PlayedActor({})})
 
 
 def row(number: int, num_tokens: int = 4) -> Description:
@@ -308,9 +282,8 @@ def row(number: int, num_tokens: int = 4) -> Description:
 
 def test_what_any_node_knows_is_told_and_a_silent_one_costs_nothing() -> None:
     rows = [row(number) for number in range(4)]
-    nodes = {"a": Describer(rows[:2]), "b": Describer(rows[1:3]), "c": Silent()}
-    insides = Insides(lambda: {name: Handle(each) for name, each in nodes.items()})
-    assert sorted(insides.describe([*ALL_KEYS])) == [each.key for each in rows[:3]]
+    found = insides(Describer(rows[:2]), Describer(rows[1:3])).describe(ALL_KEYS)
+    assert sorted(found) == [each.key for each in rows[:3]]
 
 
 ALL_KEYS = [row(number).key for number in range(6)]
@@ -318,13 +291,4 @@ ALL_KEYS = [row(number).key for number in range(6)]
 
 def test_answer_that_was_cut_off_is_asked_for_again() -> None:
     rows = [row(number, 150_000) for number in range(3)]
-    node = Describer(rows, most=1)
-    assert len(Insides(lambda: {"a": Handle(node)}).describe(ALL_KEYS)) == 3
-
-
-def test_description_that_can_not_be_meant_is_left_out() -> None:
-    class Wrong:
-        def ask(self, _question: str, _keys: list[bytes], _namespace: str | None) -> bytes:
-            return encode(Descriptions([replace(row(1), block_size=0)]))
-
-    assert not Insides(lambda: {"a": Handle(Wrong())}).describe(ALL_KEYS)
+    assert len(insides(Describer(rows, most=1)).describe(ALL_KEYS)) == 3

@@ -163,13 +163,6 @@ def test_what_no_honest_peer_sends_is_refused(
         receive(raw, kind, "a peer", "this test")
 
 
-@pytest.mark.parametrize("kind", [EngineHello, Ask, Report, Fetch, Read])
-def test_message_of_another_version_is_refused_with_both(kind: type[msgspec.Struct]) -> None:
-    message = msgspec.structs.replace(of(kind), version=V + 1)
-    with pytest.raises(VersionError, match=str(V + 1)):
-        receive(encode(message), kind, "a peer", "this test")
-
-
 anything = st.recursive(
     st.one_of(
         st.none(),

@@ -32,10 +32,6 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def unique_name(what: str) -> str:
-    return f"raykv-test-{os.getpid()}-{what}"
-
-
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 300), max_size=6), data=st.data())
 def test_reader_gives_the_same_frames_however_the_stream_is_cut(
@@ -112,38 +108,6 @@ def test_descriptors_come_once_when_their_message_is_longer_than_one_read(
     assert len(received) == 1
     for each in (fd, *received):
         os.close(each)
-
-
-def test_receive_gives_no_bytes_at_the_end_of_the_stream(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
-    ours, theirs = pair
-    ours.close()
-    assert wire.receive_with_fds(theirs, 8) == ([b""], [])
-
-
-def test_peer_of_names_the_process(pair: tuple[socket.socket, socket.socket]) -> None:
-    assert wire.peer_of(pair[0]) == os.getpid()
-
-
-def test_connect_reaches_who_listens_under_the_name() -> None:
-    name = unique_name("listen")
-    with wire.listen(name) as listener, wire.connect(name, 5.0) as client:
-        server, _ = listener.accept()
-        with server:
-            client.sendall(b"x")
-            assert server.recv(1) == b"x"
-
-
-def test_listen_raises_when_the_name_is_taken() -> None:
-    name = unique_name("taken")
-    with wire.listen(name), pytest.raises(OSError, match="in use"):
-        wire.listen(name)
-
-
-def test_connect_raises_when_nobody_listens() -> None:
-    with pytest.raises(ConnectionRefusedError):
-        wire.connect(unique_name("nobody"), 5.0)
 
 
 def test_send_fails_when_the_peer_does_not_read(

@@ -175,14 +175,6 @@ def test_chunk_waits_until_the_one_before_it_is_told_or_gone() -> None:
     assert world.seen() == {block_hash(number) for number in (1, 2, 6)}
 
 
-def test_chunk_whose_parent_is_nowhere_is_told_at_once() -> None:
-    world = World()
-    world.say(described(2))
-    world.stored(2)
-    world.settle()
-    assert world.seen() == {block_hash(2)}
-
-
 def test_description_may_come_after_the_chunk() -> None:
     world = World()
     world.stored(1)
@@ -211,17 +203,6 @@ def test_chunk_that_nobody_describes_is_told_as_a_bare_hash_until_somebody_does(
     assert not world.seen()
 
 
-def test_removed_chunk_takes_all_its_blocks_along() -> None:
-    world = World()
-    world.say(described(1, inner=(100, 101)))
-    world.stored(1)
-    world.settle()
-    assert len(world.seen()) == 3
-    world.removed(1)
-    world.settle()
-    assert not world.seen()
-
-
 def test_chunk_that_goes_while_it_waits_is_never_told() -> None:
     world = World()
     world.stored(1)
@@ -229,21 +210,6 @@ def test_chunk_that_goes_while_it_waits_is_never_told() -> None:
     world.removed(1)
     assert not world.settle(UNDESCRIBED_S)
     assert world.publication.num_waiting == 0
-
-
-def test_nodes_have_streams_of_their_own() -> None:
-    world = World()
-    world.say(described(1, root=True), described(2))
-    world.stored(1, A)
-    world.stored(1, B)
-    world.stored(2, B)
-    world.settle()
-    assert world.seen("kv@a@tiny") == {block_hash(1)}
-    assert world.seen("kv@b@tiny") == {block_hash(1), block_hash(2)}
-    world.event(NodeLost, node_id=B, node_life=1, number=0)
-    world.settle()
-    assert world.seen("kv@a@tiny") == {block_hash(1)}
-    assert not world.seen("kv@b@tiny")
 
 
 def test_block_is_stored_with_its_first_copy_and_removed_with_its_last_in_a_shared_stream() -> None:
@@ -259,19 +225,6 @@ def test_block_is_stored_with_its_first_copy_and_removed_with_its_last_in_a_shar
     world.removed(1, B)
     world.settle()
     assert not world.seen("all")
-
-
-def test_block_of_two_models_in_one_stream_goes_with_the_last() -> None:
-    world = World(topic="all")
-    other = Namespace("other")
-    world.say(described(1), described(1, other, inner=(100,)))
-    world.stored(1)
-    world.stored(1, namespace=other)
-    world.settle()
-    assert world.seen("all") == {block_hash(1), block_hash(100)}
-    world.cleared(other, [(A, 1)])
-    world.settle()
-    assert world.seen("all") == {block_hash(1)}
 
 
 @pytest.mark.parametrize(

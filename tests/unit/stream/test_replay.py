@@ -77,11 +77,6 @@ def test_chunks_come_and_go_with_their_nodes() -> None:
     assert stream.replay.chunks == set()
     assert stream.replay.nodes == {A: 1}
     assert stream.replay.place == (3, stream.seq)
-
-
-def test_new_life_of_the_scheduler_actor_begins_with_nothing() -> None:
-    stream = Stream()
-    stream.joined()
     stream.stored(1)
     assert stream(LifeBegan).went == [place(1)]
     assert (stream.replay.nodes, stream.replay.chunks) == ({}, set())

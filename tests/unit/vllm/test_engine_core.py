@@ -46,7 +46,7 @@ class Scheduler:
 
 @pytest.fixture
 def view() -> EngineView:
-    view, place = EngineView(Settings(lookup_deadline_s=1.0)), CopyingPlace()
+    view, place = EngineView(Settings(request_deadline_s=5.0)), CopyingPlace()
     place.join(view, engine_hello())
     place.hold(view, [CHUNK])
     return view

@@ -51,7 +51,7 @@ class PlayedRequest:
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(Settings(lookup_deadline_s=1.0))
+    made = EngineView(Settings(request_deadline_s=5.0))
     made.accounts.tokens_per_chunk = CHUNK
     CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())

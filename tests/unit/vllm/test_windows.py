@@ -36,7 +36,7 @@ class World:
     """An engine with full attention and a window of two chunks."""
 
     def __init__(self, share: float, *kinds: Any) -> None:
-        self.view, self.place = EngineView(Settings(lookup_deadline_s=1.0)), CopyingPlace()
+        self.view, self.place = EngineView(Settings(request_deadline_s=5.0)), CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=2))
         self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
         # vLLM's default.

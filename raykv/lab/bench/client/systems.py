@@ -99,7 +99,7 @@ class Site:
         """`raykv serve`."""
         return [
             *(sys.executable, "-P", "-c", "from raykv.cli import main; main()", "serve"),
-            *(self.model, "--pool-bytes", f"{self.pool_bytes}", "--ray-address", ray_address),
+            *(self.model, "--pool-bytes", f"{self.pool_bytes}", "--address", ray_address),
             *self.flags(),
         ]
 

@@ -6,7 +6,6 @@ the tests marked `gpu`.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import subprocess
 import sys
@@ -30,9 +29,8 @@ from raykv.copy.cuda.lane import Device, Limits, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.words import Word
 from tests.fixtures.copy.memories import carried_out
-from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
+from tests.fixtures.cuda.copies import Compute, FakeDriver, always
 from tests.house import ROOT
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -159,23 +157,6 @@ def test_load_is_not_overwritten_by_the_step_before(route: Route, seed: int) -> 
     assert memory.copy(LOAD, SCATTERED)
     driver.run_all()
     assert np.array_equal(memory.kv.reshape(-1, PAGE)[SCATTERED.kv // PAGE], loaded)
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_missing_wait_for_compute_is_found_out(direction: Direction) -> None:
-    """The two tests above fail without the wait, with every seed."""
-    for seed in range(10):
-        driver = WithoutWait(seed)
-        compute = Compute(driver)
-        memory = Memory(driver, compute_event=compute.event)
-        compute.launch(lambda side=memory.kv: fill(side, 77))  # type: ignore[misc]
-        loaded = memory.pool[: SCATTERED.num_bytes].reshape(-1, PAGE).copy()
-        assert memory.copy(direction, SCATTERED)
-        if direction is STORE:
-            assert set(memory.pool[: SCATTERED.num_bytes]) != {77}
-        else:
-            driver.run_all()
-            assert not np.array_equal(memory.kv.reshape(-1, PAGE)[SCATTERED.kv // PAGE], loaded)
 
 
 def test_event_that_is_recorded_again_and_again_does_not_hold_up_a_copy() -> None:
@@ -323,29 +304,6 @@ def test_stop_between_parts_leaves_those_behind_without_a_true_answer() -> None:
     assert len(answers) < len(parts)
 
 
-def test_stop_sign_is_looked_at_between_batches_of_a_copy_that_runs() -> None:
-    """Another thread sets its word when the first bytes have arrived."""
-    driver = FakeDriver()
-    memory = Memory(driver, Limits(batch_runs=1))
-    memory.pool[:] = 0
-    memory.kv[:] = 1
-    word = ctypes.c_uint64(0)
-
-    def stop_it() -> None:
-        while not memory.pool[0]:
-            pass
-        word.value = 1
-
-    thread = threading.Thread(target=stop_it)
-    thread.start()
-    again = np.tile(np.arange(0, NUM_BLOCKS * PAGE, 2 * PAGE), 5000)
-    runs = CopyRuns(again, again, np.full(len(again), PAGE))
-    assert not memory.copy(STORE, runs, StopSign([Word(ctypes.addressof(word), 1)]))
-    thread.join()
-    assert driver.num_pending == 0
-    assert submissions(driver) < len(again)
-
-
 class Watching(FakeDriver):
     """Notes the most copies that were submitted and not carried out."""
 
@@ -428,15 +386,6 @@ def test_every_kind_of_call_was_made_to_fail() -> None:
         "record",
         "wait_event",
     }
-
-
-def test_memory_that_is_not_known_to_the_device_is_refused() -> None:
-    driver = FakeDriver()
-    memory = Memory(driver)
-    outside = runs_of([NUM_BLOCKS])
-    with pytest.raises(CUDAError, match="INVALID_VALUE"):
-        memory.copy(STORE, outside)
-    assert driver.num_pending == 0
 
 
 @pytest.mark.parametrize("route", Route)
@@ -574,17 +523,6 @@ def test_gathered_pages_cross_to_the_host_in_one_piece() -> None:
     (crossed,) = memory.driver.calls_of("copy_batch")
     assert (moved.num_copies, crossed.num_copies) == (len(SCATTERED.size), 1)
     assert moved.num_bytes == crossed.num_bytes == SCATTERED.num_bytes
-
-
-def test_loads_have_a_stream_of_their_own_above_the_stores() -> None:
-    memory = Memory(FakeDriver())
-    for direction in (STORE, LOAD):
-        memory.driver.calls.clear()
-        assert memory.copy(direction, SCATTERED)
-        used = {call.stream for call in memory.driver.calls_of("copy_batch")}
-        (stream,) = used
-        assert stream is not None
-        assert memory.driver.streams[stream].direction is direction
 
 
 def test_load_passes_a_store_that_is_on_its_way() -> None:

@@ -200,8 +200,3 @@ def test_answer_says_that_another_namespace_has_a_key(
     assert ask(directory, 1, 3, 2, 7).other == [2]
     monkeypatch.setattr(raykv.directory.known.asks, "MOST_SPACES", 2)
     assert ask(directory, 2).other == []
-
-
-def test_engine_that_nobody_has_introduced_is_answered(directory: Directory) -> None:
-    answer = ask(directory, 1, 2)
-    assert answer == AskAnswer(1000)

@@ -17,8 +17,6 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import (
     MAX_TOLD_NAMINGS,
-    MAX_TOLD_PINS,
-    ClearOrder,
     EndQuota,
     NameWeights,
     OperatorOrder,
@@ -118,17 +116,6 @@ def test_order_that_is_being_kept_and_comes_again_is_not_carried_out_twice(store
     assert store.desk.next(store.now) is None
 
 
-def test_order_is_done_when_all_nodes_have_shown_its_number(store: Store) -> None:
-    store.order(ClearOrder(V, "a", "space"))
-    stamp = store.document.stamp
-    assert store.document.floors == {"space": stamp.number}
-    store.orders.show(NodeId("one"), Stamp(stamp.history, stamp.number - 1))
-    store.orders.show(NodeId("two"), stamp)
-    assert store.state("a").behind == ["one"]
-    store.orders.show(NodeId("one"), stamp)
-    assert store.state("a").behind == []
-
-
 def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     store.order(pin("p", b"k1", b"k2", b"k1"))
     document = store.orders.told(store.now + 10.0)
@@ -146,15 +133,6 @@ def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     assert store.desk.pin_keys(told_pin.digest) == b""
     assert "no pin 'q'" in store.order(UnpinOrder(V, "d", "q"))
     assert not store.order(UnpinOrder(V, "c", "q"))
-
-
-def test_document_that_would_be_too_large_is_refused_and_nothing_has_changed(store: Store) -> None:
-    for number in range(MAX_TOLD_PINS):
-        assert not store.order(pin(str(number), b"k"))
-    stamp = store.document.stamp
-    assert store.order(pin("too much", b"k"))
-    assert store.document.stamp == stamp
-    assert not store.order(PauseOrder(V, "a", paused=True))
 
 
 def test_quotas_that_guarantee_too_much_together_are_refused(store: Store) -> None:
@@ -234,16 +212,6 @@ def test_nobody_knows_whether_an_order_is_done_before_members_had_time_to_report
     assert later.desk.has_heard("v1", later.now)
 
 
-def test_orders_of_many_that_come_at_once_are_all_known_to_be_done(store: Store) -> None:
-    stamps = {}
-    for number in range(100):
-        assert not store.order(ClearOrder(V, str(number), f"space {number}"))
-        stamps[str(number)] = store.document.stamp
-    assert {each: store.state(each).orders for each in stamps} == stamps
-    assert not store.order(ClearOrder(V, "0", "space 0"))
-    assert store.document.stamp == stamps["99"]
-
-
 def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,16 +221,6 @@ def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
     assert [str(n) for n in range(100) if store.state(str(n)).is_known] == list(
         map(str, range(20, 100))
     )
-
-
-def test_document_that_a_node_shows_is_met_and_kept(store: Store) -> None:
-    mine = store.document
-    shown = OrdersDocument(Stamp(mine.stamp.history, 9), {"space": 5}, is_paused=True)
-    store.desk.show(shown)
-    assert store.keep()
-    assert not store.keep()
-    assert store.document.is_paused
-    assert store.document.stamp > shown.stamp
 
 
 def test_no_more_orders_wait_than_there_is_room_for() -> None:

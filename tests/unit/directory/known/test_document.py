@@ -12,7 +12,7 @@ import pytest
 from raykv.base.clearings import MAX_NAMESPACES
 from raykv.base.ids import NodeId, Stamp
 from raykv.directory.known.document import MEMBERS_S, OrderError, Orders
-from raykv.protocol.engine import NOTHING_ORDERED, Naming
+from raykv.protocol.engine import Naming
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import (
     MAX_TOLD_DONE,
@@ -27,6 +27,12 @@ ONE, TWO = NodeId("one"), NodeId("two")
 PIN = OrderedPin("n", b"digest", 3, 60.0)
 
 
+def in_force(orders: Orders, now: float) -> OrdersDocument:
+    told = orders.told(now)
+    assert told is not None
+    return told
+
+
 @pytest.fixture
 def orders() -> Orders:
     """Members have had their time at 0."""
@@ -35,22 +41,19 @@ def orders() -> Orders:
 
 def test_order_is_in_force_once_it_is_kept_and_not_before(orders: Orders) -> None:
     draft = orders.draft("x", 1.0, is_paused=True)
-    told = orders.told(1.0)
-    assert told is not None
+    told = in_force(orders, 1.0)
     assert (told.stamp, told.is_paused, orders.number_of("x")) == (Stamp(7, 10), False, None)
     again = orders.draft("y", 2.0)
     assert again.stamp == draft.stamp == Stamp(7, 11)
     orders.confirm(draft, 2.0)
-    told = orders.told(2.0)
-    assert told is not None
+    told = in_force(orders, 2.0)
     assert (told.stamp, told.is_paused, orders.number_of("x")) == (Stamp(7, 11), True, Stamp(7, 11))
 
 
 def test_clearing_makes_void_what_was_stored_before_its_number(orders: Orders) -> None:
     orders.confirm(orders.clear("x", "b", 0.0), 0.0)
     orders.confirm(orders.clear("y", "", 0.0), 0.0)
-    told = orders.told(0.0)
-    assert told is not None
+    told = in_force(orders, 0.0)
     # That of all covers those before it.
     assert (told.stamp.number, told.floors) == (12, {"": 12})
 
@@ -68,17 +71,14 @@ def test_ids_of_the_latest_orders_are_known_in_the_next_life(orders: Orders) -> 
 
 def test_pins_are_told_by_the_time_that_they_have_left(orders: Orders) -> None:
     orders.confirm(orders.draft("x", 100.0, pins={"p": PIN}), 100.0)
-    told = orders.told(145.0)
-    assert told is not None
+    told = in_force(orders, 145.0)
     assert told.pins["p"].left_s == 15.0
     # Each later document says what is left then, and a later life counts from that.
     orders.confirm(orders.draft("y", 150.0), 150.0)
     later = Orders(orders.told(155.0), 9, 1000.0)
-    told = later.told(1004.0)
-    assert told is not None
+    told = in_force(later, 1004.0)
     assert told.pins["p"].left_s == 1.0
-    told = later.told(1005.0)
-    assert told is not None
+    told = in_force(later, 1005.0)
     assert not told.pins
 
 
@@ -108,8 +108,7 @@ def test_clear_of_all_is_possible_when_those_of_some_fill_the_document(orders: O
     with pytest.raises(OrderError, match="65,536"):
         orders.clear("x", "y" * 4000, 0.0)
     orders.confirm(orders.clear("all", "", 0.0), 0.0)
-    told = orders.told(0.0)
-    assert told is not None
+    told = in_force(orders, 0.0)
     assert set(told.floors) == {""}
 
 
@@ -122,8 +121,7 @@ def test_cache_can_be_cleared_when_pins_take_all_the_room_that_they_may(orders: 
     orders.confirm(orders.draft("pins", 0.0, pins=pins), 0.0)
     for number in range(MAX_NAMESPACES):
         orders.confirm(orders.clear(f"{number:032}", f"{number:032}", 0.0), 0.0)
-    told = orders.told(0.0)
-    assert told is not None
+    told = in_force(orders, 0.0)
     assert len(told.floors) == MAX_NAMESPACES + 1
     orders.confirm(orders.draft("unpin", 0.0, pins={}), 0.0)
 
@@ -151,14 +149,6 @@ def test_order_that_a_store_has_lost_is_not_known_to_be_done(orders: Orders) -> 
     assert orders.number_of("x") is None
 
 
-def test_nothing_is_ordered_before_members_had_their_time() -> None:
-    orders = Orders(OrdersDocument(Stamp(7, 10)), 8, 100.0)
-    assert orders.stamp == Stamp(7, 10)
-    with pytest.raises(OrderError, match="has just begun"):
-        orders.draft("x", 104.9)
-    assert orders.draft("x", 105.0).stamp == Stamp(7, 11)
-
-
 def test_without_a_store_the_latest_document_of_the_members_goes_on_in_a_new_history() -> None:
     """What was cleared in any of them is void in those before."""
     orders = Orders(None, 8, 100.0)
@@ -183,19 +173,6 @@ def test_without_a_store_the_latest_document_of_the_members_goes_on_in_a_new_his
     orders.confirm(draft, 105.0)
     assert orders.first(106.0) is None
     assert orders.draft("x", 106.0).stamp == Stamp(4 << 32 | 8, 2)
-
-
-def test_history_begins_where_nobody_has_any() -> None:
-    orders = Orders(None, 8, 100.0)
-    assert orders.first(104.9) is None
-    first = orders.first(105.0)
-    assert first == OrdersDocument(Stamp(1 << 32 | 8, 1))
-    assert orders.stamp == NOTHING_ORDERED
-    orders.confirm(first, 105.0)
-    assert orders.stamp == first.stamp
-    # What is ours is no news when a member shows it.
-    assert not orders.show(ONE, first.stamp)
-    assert orders.meet(first, 106.0) is None
 
 
 @pytest.mark.parametrize("history", [4 << 32, 7])

@@ -31,12 +31,6 @@ def seqs(ring: EventRing, after: int, most: int = 100) -> list[int]:
     return [each.seq for each in ring.after(after, most)[0]]
 
 
-def test_life_begins_with_its_beginning(ring: EventRing) -> None:
-    (event,), is_gap = ring.after(0, 9)
-    assert (event.seq, event.kind, is_gap) == (1, EventKind.LIFE_BEGAN, False)
-    assert ring.after(1, 9) == ([], False)
-
-
 def test_pages_follow_each_other(ring: EventRing) -> None:
     ring.moved(NODE, 1, 3, came(*range(4)), 1.0)
     ring.moved(NODE, 1, 5, came(8, 9), 2.0)

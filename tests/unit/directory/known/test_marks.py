@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 import raykv.directory.known.marks
@@ -76,6 +74,12 @@ class Nodes:
     def drop(self, node_id: NodeId, *names: Name) -> None:
         self.put(node_id, *names, where=Where.NOWHERE)
 
+    def share(self, count: int) -> None:
+        """The first two have so many names, and have heard of it."""
+        for node_id in ALL[:2]:
+            self.put(node_id, *map(name, range(count)))
+        self.hear_all()
+
     def hear(self, node_id: NodeId, *, is_lost: bool = False) -> Marks:
         """An answer, and the next report, which shows what was heard."""
         marks = self.marks.marks(node_id, KNOWN)
@@ -120,9 +124,8 @@ def nodes() -> Nodes:
 
 
 def test_of_several_copies_all_but_one_are_spare(nodes: Nodes) -> None:
-    for number in range(60):
-        for node_id in ALL:
-            nodes.put(node_id, name(number))
+    nodes.share(60)
+    nodes.put(THREE, *map(name, range(60)))
     nodes.hear_all()
     keepers = [nodes.one_keeper(name(number)) for number in range(60)]
     # Nobody has to keep all of them.
@@ -142,13 +145,9 @@ def test_keeper_is_told_nothing_and_marks_are_of_what_was_read(nodes: Nodes) -> 
 
 
 def test_better_keeper_that_comes_makes_the_former_one_spare(nodes: Nodes) -> None:
-    for number in range(20):
-        nodes.put(ONE, name(number))
-        nodes.put(TWO, name(number))
-    nodes.hear_all()
+    nodes.share(20)
     before = [nodes.one_keeper(name(number)) for number in range(20)]
-    for number in range(20):
-        nodes.put(THREE, name(number))
+    nodes.put(THREE, *map(name, range(20)))
     nodes.hear_all()
     after = [nodes.one_keeper(name(number)) for number in range(20)]
     # It changes only to the one that came.
@@ -167,19 +166,20 @@ def test_last_copy_is_kept_when_the_keeper_gives_up_its_own(nodes: Nodes) -> Non
 
 
 def test_copy_on_a_disk_keeps_nothing(nodes: Nodes) -> None:
-    nodes.put(ONE, name(1))
-    nodes.put(TWO, name(1))
+    nodes.share(1)
+    keeper = nodes.one_keeper(name(0))
+    nodes.put(keeper, name(0), where=Where.DISK)
     nodes.hear_all()
-    keeper = nodes.one_keeper(name(1))
-    nodes.put(keeper, name(1), where=Where.DISK)
-    nodes.hear_all()
-    assert nodes.one_keeper(name(1)) != keeper
+    assert nodes.one_keeper(name(0)) != keeper
 
 
 def test_marks_come_again_until_they_are_heard(nodes: Nodes) -> None:
     for node_id in ALL[:2]:
         nodes.put(node_id, name(1))
     first = [nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]]
+    for node_id in ALL[:2]:
+        # The number of another life of the directory.
+        nodes.marks.hear(node_id, 1 << 40)
     assert [nodes.hear(node_id) for node_id in ALL[:2]] == first
     assert not any(nodes.hear(node_id).number for node_id in ALL[:2])
     nodes.one_keeper(name(1))
@@ -198,57 +198,30 @@ def test_mark_that_does_not_hold_any_more_is_not_sent(nodes: Nodes) -> None:
         assert not set(nodes.hear(node_id).spare)
 
 
-def test_number_of_another_life_of_the_directory_is_nothing_heard(nodes: Nodes) -> None:
-    for node_id in ALL[:2]:
-        nodes.put(node_id, name(1))
-    told = {node_id: nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]}
-    for node_id, marks in told.items():
-        nodes.marks.hear(node_id, 1 << 40)
-        assert nodes.marks.marks(node_id, KNOWN) == marks
-
-
-def test_who_was_spared_by_a_lost_node_forgets(nodes: Nodes) -> None:
-    for number in range(20):
-        nodes.put(ONE, name(number))
-        nodes.put(TWO, name(number))
-    nodes.hear_all()
-    assert nodes.spare[TWO]
+def test_who_was_spared_by_a_lost_node_forgets_and_nobody_else(nodes: Nodes) -> None:
+    nodes.share(20)
+    believed = set(nodes.spare[TWO])
+    nodes.lose(THREE)
+    assert not nodes.hear(TWO).number
+    assert nodes.spare[TWO] == believed != set()
     nodes.lose(ONE)
-    marks = nodes.hear(TWO)
-    assert marks.forget
+    assert nodes.hear(TWO).forget
     assert not nodes.spare[TWO]
     # What comes later is marked anew.
     nodes.join(ONE)
-    for number in range(20):
-        nodes.put(ONE, name(number))
+    nodes.put(ONE, *map(name, range(20)))
     nodes.hear_all()
     assert {nodes.one_keeper(name(number)) for number in range(20)} == {ONE, TWO}
 
 
-def test_who_was_not_spared_by_a_lost_node_forgets_nothing(nodes: Nodes) -> None:
-    for number in range(20):
-        nodes.put(ONE, name(number))
-        nodes.put(TWO, name(number))
-    nodes.hear_all()
-    believed = set(nodes.spare[TWO])
-    nodes.lose(THREE)
-    assert not nodes.hear(TWO).number
-    assert nodes.spare[TWO] == believed
-
-
 def test_node_that_leaves_keeps_nothing_for_others(nodes: Nodes) -> None:
-    for number in range(20):
-        nodes.put(ONE, name(number))
-        nodes.put(TWO, name(number))
-    nodes.hear_all()
+    nodes.share(20)
     nodes.turn(ONE, leaves=True)
     nodes.hear_all()
     assert all(nodes.one_keeper(name(number)) == TWO for number in range(20))
     # Its copies are spare as soon as others come.
-    nodes.put(ONE, name(30))
-    nodes.put(TWO, name(30))
-    nodes.hear_all()
-    assert name(30) in nodes.spare[ONE]
+    nodes.share(30)
+    assert name(29) in nodes.spare[ONE]
 
 
 @pytest.mark.parametrize("each", [name(number) for number in range(12)])
@@ -269,9 +242,7 @@ def test_node_that_stays_after_all_is_a_keeper_of_what_it_has(nodes: Nodes, each
 
 
 def test_node_that_joins_again_forgets_what_it_was_told(nodes: Nodes) -> None:
-    for node_id in ALL[:2]:
-        nodes.put(node_id, *map(name, range(20)))
-    nodes.hear_all()
+    nodes.share(20)
     assert nodes.spare[ONE]
     nodes.lose(ONE)
     # It is the only one now, and nobody knows that it has them.
@@ -316,9 +287,7 @@ def test_beyond_the_bound_spare_ones_are_lost_first(
 def test_node_forgets_all_if_too_many_are_kept(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for node_id in ALL[:2]:
-        nodes.put(node_id, *map(name, range(40)))
-    nodes.hear_all()
+    nodes.share(40)
     spare = list(nodes.spare[TWO])
     monkeypatch.setattr(raykv.directory.known.marks, "MOST_WAITING", 4)
     assert len(spare) > 4
@@ -326,44 +295,3 @@ def test_node_forgets_all_if_too_many_are_kept(
     assert nodes.hear(TWO).forget
     nodes.hear_all()
     assert not nodes.spare[TWO]
-
-
-def test_no_two_copies_are_spare_whatever_happens_to_nodes() -> None:
-    for seed in range(150):
-        source = random.Random(seed)
-        nodes = Nodes(*ALL, "four")
-        everybody = list(nodes.ram)
-        for _ in range(120):
-            step(nodes, source.choice(everybody), name(source.randrange(6)), source)
-            nodes.marks.check()
-        nodes.hear_all()
-        for number in range(6):
-            is_spare = any(name(number) in nodes.spare[n] for n in nodes.holders(name(number)))
-            assert nodes.keepers(name(number)) or not is_spare, (seed, number)
-
-
-def step(nodes: Nodes, node_id: NodeId, each: Name, source: random.Random) -> None:
-    if node_id not in nodes.ram:
-        nodes.leaving.discard(node_id)
-        nodes.join(node_id)
-    match source.randrange(16):
-        case 0:
-            nodes.lose(node_id)
-        case 1:
-            leaves = source.randrange(3) == 0
-            if nodes.is_staying(node_id) == leaves:
-                nodes.turn(node_id, leaves=leaves)
-        case 2 | 3 | 4 | 5 | 6 | 7:
-            nodes.put(node_id, each)
-        case 8:
-            nodes.drop(node_id, each)
-        case 9 if len(nodes.keepers(each)) == 1:
-            nodes.drop(nodes.one_keeper(each), each)
-        case 10:
-            nodes.put(node_id, each, where=source.choice([Where.DISK, Where(3)]))
-        case 11:
-            nodes.hear(node_id, is_lost=True)
-        case 12 | 13:
-            nodes.hear(node_id)
-        case _:
-            nodes.hear_all()

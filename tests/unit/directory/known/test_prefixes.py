@@ -91,12 +91,6 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
     assert page.anywhere == expected([any(some) for some in zip(*has, strict=True)])
 
 
-def test_empty_directory_has_nothing_of_any_prompt() -> None:
-    page = prefix_page(query(), [()] * 5)
-    assert (page.nodes, page.tokens, page.anywhere) == ([], [], [0, 0])
-    check_prefix_page(page, 2)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -23,9 +23,9 @@ def use() -> NamespaceUse:
 
 
 def test_namespace_is_left_for_a_while_after_its_last_engine(use: NamespaceUse) -> None:
-    use.take(A, spaces(1), spaces(1, 2), 0.0)
+    use.take(A, spaces(1), spaces(1, 2, 3), 0.0)
     use.take(B, spaces(1), NONE, 0.0)
-    use.take(A, spaces(2), spaces(1, 2), 5.0)
+    use.take(A, spaces(2), spaces(1, 2, 3), 5.0)
     assert not use.left(A, 5.0 + LEFT_S)
     use.lose(B, 6.0)
     assert not use.left(A, 5.9 + LEFT_S)
@@ -36,21 +36,6 @@ def test_namespace_is_left_for_a_while_after_its_last_engine(use: NamespaceUse) 
     use.lose(A, 20.0)
     use.lose(B, 20.0)
     use.check()
-
-
-def test_namespace_that_never_had_engines_is_not_left(use: NamespaceUse) -> None:
-    use.take(A, NONE, spaces(1), 0.0)
-    assert not use.left(A, 99.0)
-
-
-def test_node_is_alone_with_what_no_other_has(use: NamespaceUse) -> None:
-    use.take(A, spaces(1, 2, 3), spaces(4), 0.0)
-    use.take(B, spaces(1), spaces(2), 0.0)
-    assert use.alone(A) == ["0003"]
-    assert use.alone(B) == []
-    use.lose(A, 1.0)
-    assert use.alone(A) == []
-    assert use.alone(B) == ["0001"]
 
 
 def test_so_many_namespaces_are_remembered_and_told(

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
-from raykv.cli.base import app
+from raykv.cli import app
 from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import ClusterOptions, Options
 from raykv.lab.bench.routing_simulation import MEASURES, ROUTERS

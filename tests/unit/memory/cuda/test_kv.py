@@ -53,12 +53,6 @@ def opened(cuda: FakeCuda, exported: ExportedKV) -> DeviceKV:
     return kv
 
 
-def fill(tensor: TensorLayout, seed: int) -> None:
-    for block in range(tensor.num_blocks):
-        page = bytes([(seed + block) % 256]) * tensor.page_bytes
-        ctypes.memmove(tensor.offset + block * tensor.block_stride, page, tensor.page_bytes)
-
-
 def page_at(kv: DeviceKV, index: int, block: int) -> bytes:
     tensor = kv.layout.tensors[index]
     return ctypes.string_at(
@@ -66,65 +60,31 @@ def page_at(kv: DeviceKV, index: int, block: int) -> bytes:
     )
 
 
-def check_bytes(kv: DeviceKV, tensors: list[TensorLayout]) -> None:
-    for index, tensor in enumerate(tensors):
-        for block in range(tensor.num_blocks):
-            expected = bytes([(index + block) % 256]) * tensor.page_bytes
-            assert page_at(kv, index, block) == expected, (index, block)
-
-
 def test_layers_in_one_allocation_go_by_one_handle_and_offsets(cuda: FakeCuda) -> None:
     base = cuda.allocate(8 * PAGE)
-    layers = [TensorLayout(base + 64 + layer * 2 * PAGE, 4, 512, 512) for layer in range(3)]
-    exported = export(cuda, *layers)
-    assert exported.layout.kind == CUDA_IPC
-    assert exported.layout.device == GPU
-    assert exported.layout.piece_bytes == [8 * PAGE]
-    assert len(exported.layout.handles) == 1
-    assert [tensor.offset for tensor in exported.layout.tensors] == [
-        64,
-        64 + 2 * PAGE,
-        64 + 4 * PAGE,
-    ]
-    for index, layer in enumerate(layers):
-        fill(layer, index)
+    places = [64 + layer * 2 * PAGE for layer in range(3)]
+    exported = export(cuda, *(TensorLayout(base + place, 4, 512, 512) for place in places))
+    layout = exported.layout
+    assert (layout.kind, layout.device, layout.piece_bytes) == (CUDA_IPC, GPU, [8 * PAGE])
+    assert len(layout.handles) == 1
+    assert [tensor.offset for tensor in layout.tensors] == places
     kv = opened(cuda, exported)
     assert kv.address != base
-    check_bytes(kv, layers)
     # What is loaded arrives where the worker computes.
-    ctypes.memset(kv.address + kv.layout.tensors[1].offset, 0xEE, 512)
-    assert ctypes.string_at(layers[1].offset, 512) == b"\xee" * 512
+    ctypes.memset(kv.address + places[1], 0xEE, 512)
+    assert ctypes.string_at(base + places[1], 512) == b"\xee" * 512
     kv.close()
     exported.close()
     assert cuda.num_open == 0
 
 
-def test_layers_in_several_allocations_have_offsets_from_one_address(cuda: FakeCuda) -> None:
-    bases = [cuda.allocate(2 * PAGE) for _ in range(3)]
-    layers = [TensorLayout(base, 4, 1024, 1000) for base in (bases[2], bases[0], bases[1])]
-    exported = export(cuda, *layers)
-    assert exported.layout.piece_bytes == [2 * PAGE] * 3
-    for index, layer in enumerate(layers):
-        fill(layer, index)
-    kv = opened(cuda, exported)
-    assert min(tensor.offset for tensor in kv.layout.tensors) >= 0
-    check_bytes(kv, layers)
-    kv.close()
-    exported.close()
-    assert cuda.num_open == 0
-
-
-def test_mapped_memory_goes_by_descriptors_and_tensors_may_cross_its_pieces(cuda: FakeCuda) -> None:
+def test_mapped_memory_goes_by_descriptors_of_its_pieces(cuda: FakeCuda) -> None:
     before = num_fds()
     base = cuda.allocate(4 * PAGE, pieces=[PAGE, 2 * PAGE, PAGE])
-    layers = [TensorLayout(base, 4, 1024, 1024), TensorLayout(base + PAGE - 100, 5, 2000, 2000)]
-    exported = export(cuda, *layers)
+    exported = export(cuda, TensorLayout(base + PAGE - 100, 5, 2000, 2000))
     assert exported.layout.kind == CUDA_FD
     assert (exported.layout.piece_bytes, len(exported.fds)) == ([PAGE, 2 * PAGE, PAGE], 3)
-    fill(layers[1], 1)
-    kv = opened(cuda, exported)
-    assert page_at(kv, 1, 3) == bytes([4]) * 2000
-    kv.close()
+    opened(cuda, exported).close()
     exported.close()
     assert cuda.num_open == 0
     cuda.end()

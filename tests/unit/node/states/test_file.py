@@ -156,7 +156,7 @@ def test_what_nobody_has_promised_is_an_error_and_a_file_without_lock_is_read(
     tmp_path: Path,
 ) -> None:
     path = str(tmp_path / "r.safetensors")
-    with pytest.raises(HiddenStatesError, match="nobody has promised"):
+    with pytest.raises(HiddenStatesError, match="no request has promised"):
         load_hidden_states(path, 5.0)
     write_states(path, some_states())
     assert load_hidden_states(path, 5.0)["token_ids"].tolist() == [0, 1, 2, 3]
@@ -182,7 +182,7 @@ def test_reader_hears_why_there_can_be_no_file(temporary: Path) -> None:
     # One note for the folder, however many files there were to be.
     (notes,) = temporary.iterdir()
     assert len(list(notes.iterdir())) == 1
-    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+    with pytest.raises(HiddenStatesError, match="no request has promised any"):
         load_hidden_states(str(temporary / "elsewhere" / "r.safetensors"), 5.0)
 
 
@@ -196,7 +196,7 @@ def test_note_goes_when_the_folder_can_be_written_to(temporary: Path) -> None:
         load_hidden_states(str(path), 5.0)
     os.close(promise(str(path)))
     cleanup_hidden_states(str(path))
-    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+    with pytest.raises(HiddenStatesError, match="no request has promised any"):
         load_hidden_states(str(path), 5.0)
 
 
@@ -209,7 +209,7 @@ def test_only_a_folder_that_is_the_problem_is_noted(temporary: Path) -> None:
     (folder / f"r.safetensors{LOCK_SUFFIX}").mkdir()
     with pytest.raises(IsADirectoryError):
         promise(str(folder / "r.safetensors"))
-    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+    with pytest.raises(HiddenStatesError, match="no request has promised any"):
         load_hidden_states(str(folder / "other.safetensors"), 5.0)
     assert list(temporary.iterdir()) == [folder]
 
@@ -245,7 +245,7 @@ def test_reader_without_a_temporary_folder_hears_what_is_known(
         raise FileNotFoundError("no usable temporary directory")
 
     monkeypatch.setattr(tempfile, "gettempdir", fail)
-    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+    with pytest.raises(HiddenStatesError, match="no request has promised any"):
         load_hidden_states(NO_FOLDER, 5.0)
     with pytest.raises(FileNotFoundError, match="No such file"):
         promise(NO_FOLDER)
@@ -256,7 +256,7 @@ def test_note_that_others_could_have_written_is_not_believed(temporary: Path) ->
         promise(NO_FOLDER)
     (notes,) = temporary.iterdir()
     notes.chmod(0o777)
-    with pytest.raises(HiddenStatesError, match="nobody has promised any"):
+    with pytest.raises(HiddenStatesError, match="no request has promised any"):
         load_hidden_states(NO_FOLDER, 5.0)
 
 

@@ -47,7 +47,7 @@ OF_ALL = {"computed": 19, "own_cache": 16, "same_node": 16, "other_node": 16, "d
 @pytest.fixture
 def view() -> EngineView:
     """Attached, alone, with the request "r"."""
-    made = EngineView(Settings(lookup_deadline_s=1.0))
+    made = EngineView(Settings(request_deadline_s=5.0))
     made.accounts.tokens_per_chunk = CHUNK
     CopyingPlace().join(made, engine_hello())
     made.start_request("r", RequestOptions())

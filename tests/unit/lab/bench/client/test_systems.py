@@ -70,7 +70,7 @@ def test_lmcache_runs_in_its_own_python_and_starts_its_server() -> None:
 def test_raykv_is_served_with_its_pool_in_its_cluster() -> None:
     command = SITE.raykv("127.0.0.1:6379")
     flags = " ".join(command)
-    assert "--pool-bytes 2147483648 --ray-address 127.0.0.1:6379" in flags
+    assert "--pool-bytes 2147483648 --address 127.0.0.1:6379" in flags
     plan = plan_serve(SITE.model, SITE.flags(), ray_address="127.0.0.1:6379", pool_bytes="2GiB")
     assert plan.transfer["kv_connector"] == "RayKVConnector"
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import typer
 
-from raykv.cli.operate import report
+from raykv.cli.transfers import report
 from raykv.protocol.operator import TransferResult
 
 PART = TransferResult(
