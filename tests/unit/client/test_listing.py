@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.errors import ClusterError, MessageError
+from raykv.base.ids import Key
 from raykv.client import listing
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -56,7 +57,7 @@ class PlayedPools:
         return ChunkPage(PROTOCOL_VERSION, chunks, cursor="" if is_last else str(first + PAGE))
 
     def _where(self, raw: bytes) -> bytes:
-        places: dict[bytes, list[Source]] = {}
+        places: dict[Key, list[Source]] = {}
         for name, held in self.held.items():
             for number, where in held.items():
                 pool = [Source(name)] if where & Where.RAM else []

@@ -257,7 +257,7 @@ PLANTED: list[tuple[str, ClusterFacts]] = [
         with_engines(counters=WITHOUT_WINDOWS, traits=WINDOWS),
     ),
     (
-        "WARN use: .*loaded 288 prompt tokens, and 65,536 known ones were computed, because no window",
+        "WARN use: .*loaded 288 prompt tokens, and 65,536 known ones were computed",
         with_engines(
             counters={**WITHOUT_WINDOWS, "chunks_loaded": 9, "loaded_tokens": 288}, traits=WINDOWS
         ),

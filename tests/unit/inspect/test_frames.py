@@ -281,10 +281,12 @@ def test_every_plot_draws_what_its_frame_has_and_says_in_which_unit(
 
 
 def test_plots_of_nothing_say_so_instead_of_empty_axes() -> None:
-    chunks, events, requests, transfers = (
-        frame(table, []) for table in ("chunks", "events", "requests", "transfers")
-    )
-    for axes in plots(chunks, events, requests, transfers, Trace([], [], 32)):
+    import matplotlib.pyplot as plt
+
+    nothing = [frame(table, []) for table in ("chunks", "events", "requests", "transfers")]
+    _, given = plt.subplots()
+    assert inspect.plot_sources(nothing[2], ax=given) is given
+    for axes in [given, *plots(*nothing, Trace([], [], 32))]:
         assert drawn(axes) == 0
         assert [text.get_text().partition(":")[0] for text in axes.texts] == ["nothing yet"]
         assert not axes.axison
@@ -305,13 +307,6 @@ def test_children_lie_within_their_parents_height() -> None:
     found = {(left, low): high - low for left, low, _, high in corners}
     # Chunk 0 was used twice, 1 and 2 follow it once each; 4 is a head of its own.
     assert found == {(0, 0): 2, (1, 0): 1, (1, 1): 1, (0, 2): 1}
-
-
-def test_plot_draws_on_given_axes() -> None:
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots()
-    assert inspect.plot_sources(frame("requests", []), ax=axes) is axes
 
 
 # Imports

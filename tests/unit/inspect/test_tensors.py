@@ -65,7 +65,7 @@ class PlayedPools:
 
     def hold(self, node: str, name: bytes, number: int, namespace: str = "space") -> None:
         self.numbers[node, name] = number
-        stored = {"node_id": node, "node_life": 5, "namespace": namespace, "key": name}
+        stored: dict[str, Any] = {"node_id": node, "node_life": 5, "namespace": namespace, "key": name}
         self.directory.apply(BlockStored(life=1, seq=2, number=number, **stored))
 
     def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:

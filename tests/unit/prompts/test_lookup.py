@@ -217,7 +217,7 @@ def looked_up(
         for key, letter in zip(keys[group], there[group.group], strict=True)
     }
     found = look_up(
-        SPACE, scheme, tokens, PromptTraits(), lambda asked: [held[key] for key in asked]
+        SPACE, scheme, tokens, PromptTraits(), lambda asked: [held[Key(key)] for key in asked]
     )
     return found, keys
 

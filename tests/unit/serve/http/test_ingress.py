@@ -245,15 +245,20 @@ def test_metrics_of_replicas_with_keys_are_shown_to_who_has_one() -> None:
     assert ask(app, basic).status == 401
 
 
-async def test_replicas_are_asked_once_for_metrics_however_many_ask_the_ingress() -> None:
+async def test_replicas_are_asked_once_for_metrics_however_many_ask_until_they_are_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = Metered(keyed("r1", "first"))
     app = ingress(backend)
-
     async with asyncio.TaskGroup() as group:
         for key in ("first", "", "other", "first"):
             group.create_task(scraper(key).ask(app))
     await scraper("other").ask(app)
     assert backend.times_asked == 1
+    monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
+    for _ in range(2):
+        await scraper("first").ask(app)
+    assert backend.times_asked == 3
 
 
 async def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
@@ -272,22 +277,6 @@ async def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
     await asyncio.wait([leaving])
     told.set()
     assert b'replica="r1"' in await staying
-
-
-async def test_metrics_are_collected_again_when_they_are_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
-    times: list[int] = []
-
-    async def collect() -> list[ReplicaMetrics]:
-        times.append(0)
-        return [keyed("r1")]
-
-    shared = SharedMetrics(collect)
-    for _ in range(3):
-        await shared.page(b"")
-    assert len(times) == 3
 
 
 # Replicas that die
@@ -483,16 +472,7 @@ async def test_request_that_no_replica_takes_in_time_is_withdrawn() -> None:
     assert pieces.is_cancelled
 
 
-async def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
-    pieces = Pieces(Head(200, []), b"well")
-    pieces.is_taken.set()
-    client = asking()
-    await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.001)))
-    assert client.text == "well"
-    assert not pieces.is_cancelled
-
-
-async def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
+async def test_taken_request_is_not_withdrawn_and_who_placed_it_hears_of_its_answer() -> None:
     heard: list[str] = []
 
     class Watching(Handle):
@@ -503,9 +483,10 @@ async def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
     pieces = Pieces(Head(200, []), b"well", b"done")
     pieces.is_taken.set()
     client = asking()
-    await client.ask(ingress(ReplicaBackend(Watching(pieces))))
+    await client.ask(ingress(ReplicaBackend(Watching(pieces), wait_s=0.001)))
     assert client.text == "welldone"
     assert heard == ["begun"]
+    assert not pieces.is_cancelled
 
 
 async def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,8 +86,7 @@ def planner(
 
 def test_request_goes_to_the_node_that_has_its_prompt() -> None:
     made = planner(PlayedDirectory(n2=64), [prompt(1, 100)])
-    placed = asyncio.run(made.place(request()))
-    assert isinstance(placed, PlacedRequest)
+    placed = placed_at(made, request())
     assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
 
 
@@ -176,8 +176,9 @@ def test_reason_for_falling_back_is_told() -> None:
     assert asyncio.run(told.place(request(path="/tokenize"))) is Fallback.NO_PROMPT
     assert placed_at(told, request()).silence is Fallback.NOT_LOADED
     directory.hasher = None
-    silent = planner(directory, [prompt(1, 100)])
-    assert placed_at(silent, request()).silence is Fallback.NO_NAMESPACE
+    assert (
+        placed_at(planner(directory, [prompt(1, 100)]), request()).silence is Fallback.NO_NAMESPACE
+    )
 
 
 TURN = "Vronsky's horse has fallen at the last fence but one. " * 60
@@ -316,9 +317,9 @@ def loaded(load: Callable[[], Any]) -> PromptRenderer:
 # The directory
 
 
-class _Method:
-    def __init__(self, call: Callable[..., Awaitable[bytes]]) -> None:
-        self.remote = call
+def method(call: Callable[..., Awaitable[bytes]]) -> SimpleNamespace:
+    """As Ray's actors have them."""
+    return SimpleNamespace(remote=call)
 
 
 class PlayedActor:
@@ -328,8 +329,8 @@ class PlayedActor:
         self.known = [SPACE]
         self.hangs = False
         self.asked: list[PrefixQuery] = []
-        self.prefixes = _Method(self._prefixes)
-        self.spaces = _Method(self._say_spaces)
+        self.prefixes = method(self._prefixes)
+        self.spaces = method(self._say_spaces)
 
     async def _say_spaces(self) -> bytes:
         nodes = [["n1", "n2"]] * len(self.known)
