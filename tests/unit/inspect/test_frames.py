@@ -283,10 +283,12 @@ def test_every_plot_draws_what_its_frame_has_and_says_in_which_unit(
 def test_plots_of_nothing_say_so_instead_of_empty_axes() -> None:
     import matplotlib.pyplot as plt
 
-    nothing = [frame(table, []) for table in ("chunks", "events", "requests", "transfers")]
+    chunks, events, requests, transfers = (
+        frame(table, []) for table in ("chunks", "events", "requests", "transfers")
+    )
     _, given = plt.subplots()
-    assert inspect.plot_sources(nothing[2], ax=given) is given
-    for axes in [given, *plots(*nothing, Trace([], [], 32))]:
+    assert inspect.plot_sources(requests, ax=given) is given
+    for axes in [given, *plots(chunks, events, requests, transfers, Trace([], [], 32))]:
         assert drawn(axes) == 0
         assert [text.get_text().partition(":")[0] for text in axes.texts] == ["nothing yet"]
         assert not axes.axison
