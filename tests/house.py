@@ -68,7 +68,7 @@ HOUSE = {
         "cuda llvmlite msgspec numba numpy torch triton",
         "kernel rows cuda.backend cuda.driver cuda.kernel cuda.lane cuda.pages",
     ),
-    "stream": Room(4, "msgspec numpy ray zmq", "connections publisher publishing readers"),
+    "stream": Room(4, "msgspec numpy ray zmq", "publisher publishing readers"),
     "doctor": Room(4, "ray", "gather"),
     "memory": Room(
         3,

@@ -30,5 +30,5 @@ def end_with_parent(pid: int, signum: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def _end_after(pidfd: int, signum: signal.Signals) -> None:
-    select.select([pidfd], [], [])
+    select.select([pidfd], [], [])  # bounded: a daemon thread, until the parent has ended
     os.kill(os.getpid(), signum)

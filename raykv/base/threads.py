@@ -23,18 +23,13 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NoReturn, TypeVar
 
+from raykv.base import deadlines
 from raykv.base.errors import ThreadError
 
 logger = logging.getLogger("raykv.threads")
 
-# Before a failed thread is started again, first and longest: whatever it looks after waits.
-THREAD_PAUSES_S = (0.1, 1.0)
-
 # A thread that has run for so long has recovered from its last failure.
 THREAD_WELL_S = 60.0
-
-# Between two attempts to start a thread that the system refused: another one must end first.
-THREAD_REVIVE_S = 1.0
 
 T = TypeVar("T")
 
@@ -118,7 +113,7 @@ class SupervisedThread:
     def revive(self) -> bool:
         """Begin if `start` was in vain or not called; True if it lives. Tried with pauses."""
         if self._thread is None and time.monotonic() >= self._revive_at:
-            self._revive_at = time.monotonic() + THREAD_REVIVE_S
+            self._revive_at = time.monotonic() + deadlines.AGAIN_S
             try:
                 self.start()
             except ThreadError as error:
@@ -135,7 +130,7 @@ class SupervisedThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        pause_s, longest_s = THREAD_PAUSES_S
+        pause_s, longest_s = deadlines.RETRY_PAUSES_S
         num_failures = 0
         while True:
             began = time.monotonic()
@@ -145,7 +140,7 @@ class SupervisedThread:
             except BaseException as error:
                 _count()
                 if time.monotonic() - began >= THREAD_WELL_S:
-                    num_failures, pause_s = 0, THREAD_PAUSES_S[0]
+                    num_failures, pause_s = 0, deadlines.RETRY_PAUSES_S[0]
                 num_failures += 1
                 self._say(error, num_failures)
                 if self._on_failure is OnFailure.GIVE_UP:

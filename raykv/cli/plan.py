@@ -13,7 +13,7 @@ import typer
 
 import raykv
 from raykv.base.errors import ClusterError, SettingError
-from raykv.base.settings import ENV_PREFIX, Settings, load_settings
+from raykv.base.settings import ENV_PREFIX, load_settings
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -117,20 +117,23 @@ def settings(
     chosen = pairs("--set", given or [])
     # Unknown names and invalid values are refused before a cluster is looked for.
     known = load_settings(chosen)
-    found = [_setting(known, each.name, chosen) for each in fields(known)]
     node, settled = _settled(address)
-    for at, each in enumerate(found):
-        if each.name in settled:
-            others = f", not {each.source}" * (each.source not in ("default", ""))
-            is_other = settled[each.name] != each.value
-            found[at] = Setting(each.name, settled[each.name], node + others * is_other)
+    found = []
+    for name in (each.name for each in fields(known)):
+        value, source = getattr(known, name), _source(name, chosen)
+        if name in settled:
+            is_other = source != "default" and value != settled[name]
+            value, source = settled[name], f"{node}, not {source}" if is_other else node
+        found.append(Setting(name, value, source))
     answer([each._asdict() for each in found], lambda _: _print_settings(found), as_json=as_json)
 
 
-def _setting(known: Settings, name: str, chosen: Mapping[str, object]) -> Setting:
+def _source(name: str, chosen: Mapping[str, object]) -> str:
+    """Where this process has a setting from."""
+    if name in chosen:
+        return "--set"
     variable = f"{ENV_PREFIX}{name.upper()}"
-    is_default = "default" if variable not in os.environ else variable
-    return Setting(name, getattr(known, name), "--set" if name in chosen else is_default)
+    return variable if variable in os.environ else "default"
 
 
 def _settled(address: str | None) -> tuple[str, dict[str, object]]:
@@ -260,7 +263,8 @@ def _prompts(found: Plan) -> Table:
 def _pools(found: Plan) -> Table:
     lengths = [f"prompts of {size.tokens:,}" for size in found.prompts]
     rows = table("pool_bytes", "chunks", "tokens", *lengths)
-    for size in sorted([found.pool, *found.pools], key=lambda size: size.pool_bytes):
+    others = [size for size in found.pools if size.pool_bytes != found.pool.pool_bytes]
+    for size in sorted([found.pool, *others], key=lambda size: size.pool_bytes):
         mark = " (this one)" if size is found.pool else ""
         rows.add_row(
             f"{human_bytes(size.pool_bytes)}{mark}",

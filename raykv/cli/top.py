@@ -14,8 +14,7 @@ from rich.text import Text
 
 import raykv
 from raykv.cli.base import Address, AsJson, console, print_json, table, table_of
-from raykv.cli.rates import Progress, progress, token_sources
-from raykv.cli.status import percent, troubles
+from raykv.cli.status import Progress, percent, progress, token_sources, troubles
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:

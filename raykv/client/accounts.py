@@ -6,15 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raykv.base.deadlines import CLIENT_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, HiddenStatesError, NotFoundError
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.protocol.reader import EndedRequests, Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
-
-# Between two rounds of asking which node has a request's states.
-STATES_FIND_PAUSE_S = 0.05
 
 
 def why_miss(scheduler: Scheduler, request_id: str) -> list[Explanation]:
@@ -145,7 +142,9 @@ def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> An
         questions = {
             name: lambda actor: actor.has_hidden_states.remote(request_id) for name in actors
         }
-        answers = ask.ask_all(actors, questions, min(CLIENT_S, max(left, STATES_FIND_PAUSE_S)))
+        answers = ask.ask_all(
+            actors, questions, min(deadlines.CLIENT_S, max(left, deadlines.LOOK_S))
+        )
         for name, answer in answers.items():
             if answer.value is True:
                 return actors[name].hidden_states.remote(request_id, max(left, 0.0))
@@ -156,4 +155,4 @@ def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> An
                 "has not ended, its engine has no RayKVHiddenStatesConnector, or they have expired "
                 "or made room for others (hidden_states_ttl_s, hidden_states_bytes)"
             )
-        time.sleep(STATES_FIND_PAUSE_S)
+        time.sleep(deadlines.LOOK_S)

@@ -11,6 +11,7 @@ import numpy as np
 import ray
 import xxhash
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Blocks, Key, Refusal, Stamp
 from raykv.cluster import ask
@@ -19,11 +20,6 @@ from raykv.node import peers, read
 from raykv.node.disk.chunk_file import ChunkBytes
 from raykv.protocol import columns, copies, worker
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
-
-# For chunks of at most 64 MiB that a person looks at: from another node at 3 MB/s, or behind four
-# fetches that run there.
-CHUNK_READ_S = 30.0
-
 
 MAX_READ_BYTES = 64 << 20
 """Bytes of chunks in one read, unless one alone is larger."""
@@ -89,7 +85,7 @@ def read_from(
     keys, slot_bytes = columns.Keys.of(sizes), columns.Numbers.of(sizes.values())
     request = copies.Read(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
     with ask.answering(ask.NODE_ACTOR):
-        raw, data = ray.get(actor.read.remote(encode(request)), timeout=CHUNK_READ_S)
+        raw, data = ray.get(actor.read.remote(encode(request)), timeout=deadlines.READ_S)
         reply = receive(raw, copies.ReadReply, ask.NODE_ACTOR, ask.HERE)
         copies.check_read_reply(reply, len(data), list(sizes.values()))
         blocks = read.blocks_in(reply)

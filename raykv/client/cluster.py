@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, LOOK_S, STATES_READ_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.client import accounts, listing, pools, quotas, scheduler, ship, transfers
 from raykv.client import pins as pinning
@@ -36,14 +36,6 @@ from raykv.protocol.node import Kept
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers, replay
-
-# For a person or a program to join the cluster: tenths of a second, or many if all cores of the
-# host are busy. After `CLIENT_S` it says so; a part that hangs is found within `CLIENT_PROBE_S`.
-CLIENT_JOIN_S = 30.0
-
-# For leaving it again, also after Ctrl-C because it hangs.
-CLIENT_LEAVE_S = 2.0
-
 
 WHOLE_NAMESPACE = re.compile("[0-9a-f]{32}")
 """All digits of a namespace."""
@@ -144,14 +136,14 @@ class Cluster:
             )
         order = operator.NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
         told = self._scheduler.order(order)
-        give_up_at = time.monotonic() + CLIENT_S
+        give_up_at = time.monotonic() + deadlines.CLIENT_S
         while not self._scheduler.ask("has_heard", order.order_id):
             if time.monotonic() > give_up_at:
                 raise ClusterError(
                     f"not all of {', '.join(told)} have heard of it: they do not talk to their "
                     "NodeActors (`raykv status` says why); say it again when they do"
                 )
-            time.sleep(LOOK_S)
+            time.sleep(deadlines.LOOK_S)
         return told
 
     def clear(
@@ -272,7 +264,7 @@ class Cluster:
         return publishing.stop_publisher()
 
     def hidden_states(
-        self, request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+        self, request_id: str, *, node_id: str | None = None, timeout_s: float = deadlines.READ_S
     ) -> Any:
         """Return the hidden states of a request that has ended, as a Ray object reference.
 
@@ -342,7 +334,7 @@ class Cluster:
 
     up = _method(pools.up)
 
-    def keep(self, deadline_s: float = pools.KEEP_S) -> list[Kept]:
+    def keep(self, deadline_s: float = deadlines.BULK_S) -> list[Kept]:
         """Write all that the pools hold to where it outlives the actors: disks and pool files.
 
         Returns:
@@ -361,12 +353,12 @@ class Cluster:
         Raises:
             ClusterError: Ray does not answer.
         """
-        return ask.ask_ray(pools.stop_actors, CLIENT_S / 2, deadline_s=CLIENT_S)
+        return ask.ask_ray(pools.stop_actors, deadlines.CLIENT_S / 2, deadline_s=deadlines.CLIENT_S)
 
     def close(self) -> None:
         """Leave the cluster, if `connect` joined it."""
         if self._joined_here:
-            cluster.leave_ray(ray.shutdown, CLIENT_LEAVE_S)
+            cluster.leave_ray(ray.shutdown, deadlines.STOP_S)
 
     def __enter__(self) -> Cluster:
         return self
@@ -394,7 +386,7 @@ def connect(ray_address: str | None = None) -> Cluster:
         raise ClusterError(
             "no Ray cluster runs on this host under this user; name one with --address"
         )
-    cluster.join_within(address, CLIENT_JOIN_S)
+    cluster.join_within(address, deadlines.JOIN_S)
     return Cluster(cluster.current_address(), joined_here=True)
 
 
@@ -410,7 +402,7 @@ def events(
 
 
 def hidden_states(
-    request_id: str, *, node_id: str | None = None, timeout_s: float = STATES_READ_S
+    request_id: str, *, node_id: str | None = None, timeout_s: float = deadlines.READ_S
 ) -> Any:
     """`Cluster.hidden_states` of the Ray cluster that this process is in, else of this host's.
 

@@ -24,9 +24,6 @@ from raykv.node.pool.shelf import DiskChunk
 from raykv.node.read import ChunkRead, answer
 from raykv.protocol import columns, copies, framing
 
-# For all chunks of an import, unless a caller says more.
-IMPORT_S = 600.0
-
 # For the process that reads the files: Ray starts it, and it reads their headers.
 IMPORT_START_S = 60.0
 
@@ -91,4 +88,4 @@ def import_source(name: str, paths: Sequence[Path], node_id: str) -> Iterator[co
             raise ClusterError(f"the files can't be read: {first_line(cause_of(error))}") from error
         yield source
     finally:
-        ray.kill(actor)
+        ray.kill(actor)  # bounded: Ray's own deadline; for a person

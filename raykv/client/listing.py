@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import MAX_KEY_BYTES, Key, group_of
 from raykv.base.tenants import OTHERS
@@ -20,11 +21,6 @@ from raykv.prompts import adapters, block_hashes
 from raykv.prompts import lookup as prompts
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
 from raykv.protocol import columns, framing, listing, reader
-
-# Between two pages of a listing, each of which holds the lock of a pool for milliseconds: copies
-# come in between.
-LISTING_PAUSE_S = 0.005
-
 
 LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""
@@ -107,7 +103,7 @@ def _listed(
             raise MessageError("a NodeActor sent a page of a listing again and again")
         cursors = {node_id: page.cursor for node_id, page in pages.items() if page.cursor}
         if cursors:
-            time.sleep(LISTING_PAUSE_S)
+            time.sleep(deadlines.BRIEF_S)
 
 
 def _chunks_of(

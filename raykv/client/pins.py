@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from raykv.base.deadlines import LOOK_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.scheduler import Scheduler
@@ -16,10 +16,6 @@ from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
 from raykv.memory.room import human_bytes
 from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
-
-# For all nodes to have the keys of a pin, which they ask for once they have heard of it.
-PIN_HEARD_S = 2.0
-
 
 PIN_S = 3600.0
 """How long a pin lasts if nobody says it."""
@@ -69,10 +65,12 @@ def pin(
 
 def _made(scheduler: Scheduler, order: operator.PinOrder) -> operator.PinStatus:
     """A pin as soon as all nodes have its keys, or what is known then."""
-    give_up_at = time.monotonic() + PIN_HEARD_S
+    give_up_at = time.monotonic() + deadlines.PROBE_S
     asked: Collection[str] | None = None
     while True:
-        nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), asked, PIN_HEARD_S)
+        nodes, silent = ask.ask_nodes(
+            operator.PinsHere, ask.asking("pins"), asked, deadlines.PROBE_S
+        )
         warn_of(silent)
         asked = nodes.keys()
         is_done = all(order.pin_id in node.held for node in nodes.values())
@@ -81,7 +79,7 @@ def _made(scheduler: Scheduler, order: operator.PinOrder) -> operator.PinStatus:
             num_keys = len(order.keys)
             pin = operator.OrderedPin(order.namespace, b"", num_keys, order.ttl_s, order.priority)
             return _status(order.pin_id, pin, nodes.values())
-        time.sleep(LOOK_S)
+        time.sleep(deadlines.LOOK_S)
 
 
 def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
@@ -101,7 +99,7 @@ def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
     for key, sources in zip(order.keys, found, strict=True):
         if key not in pinned:
             needed.update(source.node_id for source in sources if not source.is_disk)
-    nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), needed, PIN_HEARD_S)
+    nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), needed, deadlines.PROBE_S)
     warn_of(silent)
     for node_id, node in nodes.items():
         earlier = node.held.get(order.pin_id, operator.PinHere())

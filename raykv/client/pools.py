@@ -25,19 +25,6 @@ from raykv.protocol.operator import NodeUp, PoolWish
 # For the pools of all nodes to be there, prefaulted: 2 GB/s, so 256 GiB take two minutes.
 UP_S = 300.0
 
-# For all that the pools hold to be on the disks: 200 GiB at 400 MB/s, unless the caller says more.
-KEEP_S = 600.0
-
-# For the NodeActors' answers after that.
-KEEP_GRACE_S = 5.0
-
-# Between two looks at how far pools or disks are.
-UP_LOOK_S = 0.2
-
-# For the answers of one look.
-UP_ANSWER_S = 2.0
-
-
 MAX_STARTING = 32
 """Nodes whose actors are made at the same time."""
 
@@ -141,7 +128,7 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
             return list(states.values())
         if time.monotonic() > give_up_at:
             return [_late(state, deadline_s) for state in states.values()]
-        time.sleep(UP_LOOK_S)
+        time.sleep(deadlines.LOOK_S)
 
 
 def _make(
@@ -165,7 +152,7 @@ def _look(address: str, actors: dict[str, Any], states: dict[str, NodeUp], wish:
     """
     asked = {node_id: actor for node_id, actor in actors.items() if not states[node_id].is_ready}
     questions = dict.fromkeys(asked, lambda actor: actor.describe.remote())
-    for node_id, answer in ask.ask_all(asked, questions, UP_ANSWER_S).items():
+    for node_id, answer in ask.ask_all(asked, questions, deadlines.PROBE_S).items():
         if answer.is_dead:
             _make(address, node_id, wish, actors, states)
         if answer.error:
@@ -210,7 +197,9 @@ def keep_pools(deadline_s: float) -> list[Kept]:
         ClusterError: Ray does not answer.
     """
     found, silent = ask.ask_nodes(
-        Kept, lambda _, actor: actor.keep.remote(deadline_s), deadline_s=deadline_s + KEEP_GRACE_S
+        Kept,
+        lambda _, actor: actor.keep.remote(deadline_s),
+        deadline_s=deadline_s + deadlines.LEAVE_S,
     )
     problems = {node_id: Kept(node_id, problem=why) for node_id, why in silent.items()}
     return [kept for _, kept in sorted({**found, **problems}.items())]
@@ -226,7 +215,7 @@ def stop_actors(timeout_s: float) -> int:
     bequest.delete(bequest.WISH)
     for name in ours:
         if (actor := ask.find(name)) is not None:
-            ray.kill(actor, no_restart=True)
+            ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; for a person
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at and ask.named_actors():
         time.sleep(deadlines.LOOK_S)

@@ -108,7 +108,7 @@ class Scheduler:
             if not follow:
                 return
             if not piece:
-                time.sleep(deadlines.READER_PAUSE_S)
+                time.sleep(deadlines.IDLE_LOOK_S)
 
     def node(self, beginning: str) -> str:
         """The one node with a pool whose id begins so."""

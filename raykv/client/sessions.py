@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from raykv.base.deadlines import CLIENT_S, LOOK_S, TRANSFER_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
@@ -119,7 +119,7 @@ class ClientSession:
         self,
         to: str = "",
         *,
-        deadline_s: float = TRANSFER_S,
+        deadline_s: float = deadlines.TRANSFER_S,
         watch: Watch = lambda _: None,
     ) -> operator.TransferResult:
         """Bring its chunks to a node's pool, from other pools or from disks, before it goes on
@@ -167,14 +167,14 @@ class ClientSession:
             if word is sessions.SessionWord.PAUSED
             else sessions.SessionStage.OVER
         )
-        give_up_at = time.monotonic() + CLIENT_S
+        give_up_at = time.monotonic() + deadlines.CLIENT_S
         while (known := self._known({asked.node_id})).stage != stage:
             if time.monotonic() > give_up_at:
                 raise ClusterError(
                     f"the session {self.name!r} is {known.stage} at node {known.node_id[:12]}: it "
                     "has gone on meanwhile, or that node does not hear (`raykv status`)"
                 )
-            time.sleep(LOOK_S)
+            time.sleep(deadlines.LOOK_S)
         return _placed(self._scheduler, msgspec.structs.replace(known, requests=asked.requests))
 
     def _node(self, beginning: str) -> str:

@@ -22,17 +22,13 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Key, Namespace
 from raykv.client import listing, pins, transfers
 from raykv.client.chunks import read_from
-from raykv.client.import_source import IMPORT_S, import_source
+from raykv.client.import_source import import_source
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.node.disk.chunk_file import SUFFIX, ChunkBytes, ChunkFile, read_header, write_chunks
 from raykv.protocol import operator, status
 from raykv.protocol.reader import DISK, Chunk
-
-# For a node to report, if none has: those that were just made do so within a second.
-IMPORT_NODE_S = 3.0
-
 
 FILE_BYTES = 256 << 20
 """Bytes of chunks in one file of a folder."""
@@ -183,7 +179,7 @@ def import_chunks(
     path: str | Path,
     node_id: str = "",
     *,
-    deadline_s: float = IMPORT_S,
+    deadline_s: float = deadlines.BULK_S,
     watch: transfers.Watch = lambda _: None,
 ) -> operator.TransferResult:
     """Bring the chunks of files into a node's pool, the first ones of as many as it has room
@@ -230,7 +226,7 @@ def _geometry(scheduler: Scheduler, node_id: str) -> PoolGeometry | None:
 
 
 def _roomiest(scheduler: Scheduler) -> str:
-    give_up_at = time.monotonic() + IMPORT_NODE_S
+    give_up_at = time.monotonic() + deadlines.PROBE_S
     while not (nodes := scheduler.status().nodes):
         if time.monotonic() > give_up_at:
             raise ClusterError("no node has a pool: `raykv up` makes them")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base.deadlines import CLIENT_S, FETCH_GRACE_S, LOOK_S, TRANSFER_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, RayKVError, cause_of, first_line
 from raykv.base.ids import Blocks, Key, Refusal, group_of
 from raykv.client import pins
@@ -41,7 +41,7 @@ def prefetch(
     node_id: str,
     *,
     namespace: str = "",
-    deadline_s: float = TRANSFER_S,
+    deadline_s: float = deadlines.TRANSFER_S,
     watch: Watch = lambda _: None,
 ) -> operator.TransferResult:
     """Bring chunks to a node's pool, from any node or disk, before a request needs them there:
@@ -70,7 +70,7 @@ def move(
     node_id: str,
     *,
     namespace: str = "",
-    deadline_s: float = TRANSFER_S,
+    deadline_s: float = deadlines.TRANSFER_S,
     watch: Watch = lambda _: None,
 ) -> operator.TransferResult:
     """`prefetch`, then give up the copies that other nodes have of what is there now.
@@ -107,7 +107,7 @@ def bring(
     silent: set[str] = set()
     if not all(scheduler.sources_of(transfer.namespace, keys)):
         # What was just stored is reported within milliseconds.
-        time.sleep(LOOK_S)
+        time.sleep(deadlines.LOOK_S)
     for start in range(0, len(keys), PAGE_CHUNKS):
         page = keys[start : start + PAGE_CHUNKS]
         found = scheduler.sources_of(transfer.namespace, page)
@@ -202,7 +202,7 @@ class Transfer:
         """Have chunks fetched, of these sizes, each from one of its sources; the node is believed
         to have some already.
         """
-        left_s = min(self._give_up_at - time.monotonic(), TRANSFER_S)
+        left_s = min(self._give_up_at - time.monotonic(), deadlines.TRANSFER_S)
         if sizes and left_s <= 0:
             self.refusals[Refusal.TOO_LATE.name] += len(sizes)
         elif sizes:
@@ -235,7 +235,9 @@ class Transfer:
         actor = ask.ask_ray(ask.find_node_actor, self.node_id)
         if actor is None:
             raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")
-        raw = ray.get(actor.fetch.remote(framing.encode(order)), timeout=deadline_s + FETCH_GRACE_S)
+        raw = ray.get(
+            actor.fetch.remote(framing.encode(order)), timeout=deadline_s + deadlines.GRACE_S
+        )
         return framing.receive(raw, copies.CopyResult, ask.NODE_ACTOR, ask.HERE)
 
     def _take(self, keys: list[bytes], here: Collection[bytes], fetched: copies.CopyResult) -> None:
@@ -257,7 +259,7 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
         query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
         question = ask.asking("chunks", framing.encode(query))
         of = {source.node_id for source in some} - silent
-        found, lost = ask.ask_nodes(reader.ChunkPage, question, of, CLIENT_S)
+        found, lost = ask.ask_nodes(reader.ChunkPage, question, of, deadlines.CLIENT_S)
         ask.warn_of(lost)
         silent |= lost.keys()
         for row in chain.from_iterable(page.chunks for page in found.values()):

@@ -21,10 +21,6 @@ from raykv.protocol.node import NodeDescription
 # For what a person or a program asks Ray itself.
 ASK_RAY_S = 4.0
 
-# For taking an answer that has arrived.
-DOCTOR_TAKE_S = 1.0
-
-
 logger = logging.getLogger("raykv")
 
 T = TypeVar("T")
@@ -58,6 +54,7 @@ def detached(kind: Any, name: str, environment: Mapping[str, str], **where: Any)
 def find(name: str) -> Any | None:
     """The actor of that name, one of `names`, if there is one."""
     try:
+        # bounded: Ray's own deadline; off vLLM's threads
         return ray.get_actor(name, namespace=names.RAY_NAMESPACE)
     except ValueError:
         return None
@@ -77,7 +74,7 @@ def end_node_actor(node_id: str) -> None:
     """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
     actor = find_node_actor(node_id)
     if actor is not None:
-        ray.kill(actor, no_restart=True)
+        ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; off vLLM's threads
 
 
 def describe(actor: Any, timeout_s: float) -> NodeDescription:
@@ -99,7 +96,7 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
     )
     if known.num_workers:
         raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
-    ray.kill(actor, no_restart=True)
+    ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; off vLLM's threads
     raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
 
 
@@ -144,6 +141,7 @@ def answer_as(kind: type[S], scheduler: Any, method: str, *arguments: Any, timeo
 
 def named_actors() -> list[str]:
     """Names of RayKV's actors in the cluster."""
+    # bounded: Ray's own deadline; off vLLM's threads
     found = ray.util.list_named_actors(all_namespaces=True)
     return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
 
@@ -193,7 +191,9 @@ def ask_all(
         came_at = time.time()
         for ref in done:
             try:
-                answers[refs[ref]] = Answer(ray.get(ref, timeout=DOCTOR_TAKE_S), came_at=came_at)
+                answers[refs[ref]] = Answer(
+                    ray.get(ref, timeout=deadlines.PROMPT_S), came_at=came_at
+                )
             except Exception as error:
                 is_dead = isinstance(error, ray.exceptions.ActorDiedError)
                 answers[refs[ref]] = Answer(error=first_line(error), is_dead=is_dead)

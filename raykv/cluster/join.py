@@ -30,27 +30,13 @@ from typing import IO, Any
 import psutil
 import ray
 
-from raykv.base import parsing, threads
-from raykv.base.deadlines import CLIENT_S, LOOK_S
+from raykv.base import deadlines, parsing, threads
 from raykv.base.errors import ClusterError, ThreadError, first_line
 from raykv.base.ownership import open_own
 from raykv.cluster import names, processes
 
 # For `ray start`, which takes 6 to 10 s on a quiet machine.
 RAY_START_S = 90.0
-
-# For reaching a cluster's port at all. Joining takes 0.1 to 0.6 s when all is well; without the
-# cluster's authentication token Ray itself gives up after about 20 s.
-RAY_CONNECT_S = 5.0
-
-# For leaving a cluster whose raylet is dead, in order to join it again: tenths of a second, unless
-# its GCS is away as well.
-RAY_LEAVE_S = 30.0
-
-# For the first word of Ray's gcs_server or raylet to a person or a program, a millisecond: their
-# threads for the network say it, however busy they are.
-CLIENT_PROBE_S = 3.0
-
 
 GCS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
@@ -205,7 +191,7 @@ def _start_lock() -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
                     raise ClusterError(f"another process holds {path} and does not end") from None
-                time.sleep(LOOK_S)
+                time.sleep(deadlines.LOOK_S)
         yield
 
 
@@ -371,6 +357,7 @@ def join(address: str) -> None:
     log_errors()
     try:
         with _fresh_randomness(), _outliving_the_cluster(), _keeping_handlers():
+            # bounded: Ray gives up by itself; the cluster was reachable
             ray.init(
                 address=address,
                 namespace=names.RAY_NAMESPACE,
@@ -402,10 +389,10 @@ def join_within(address: str, deadline_s: float) -> None:
     joining = threads.begun(lambda: join(address))
     try:
         try:
-            joining.result(CLIENT_S)
+            joining.result(deadlines.CLIENT_S)
         except TimeoutError:
             logger.warning("joining Ray at %s takes long: it is given %.0f s", address, deadline_s)
-            joining.result(deadline_s - CLIENT_S)
+            joining.result(deadline_s - deadlines.CLIENT_S)
     except TimeoutError as error:
         atexit.unregister(ray.shutdown)
         raise _silence(address, "cluster", deadline_s) from error
@@ -425,7 +412,7 @@ def check_answers(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not _speaks(host.strip("[]"), int(port)):
-        raise _silence(address, "gcs_server", CLIENT_PROBE_S)
+        raise _silence(address, "gcs_server", deadlines.PROBE_S)
     heard = []
     for raylet, _ in _raylets_at(address):
         with contextlib.suppress(psutil.Error):
@@ -437,16 +424,16 @@ def check_answers(address: str) -> None:
             ]
             heard += [_speaks(each.ip, each.port) for each in own[:1]]
     if heard and not any(heard):
-        raise _silence(address, "raylet of this host", CLIENT_PROBE_S)
+        raise _silence(address, "raylet of this host", deadlines.PROBE_S)
 
 
 def _speaks(host: str, port: int) -> bool:
     """Whether a server of gRPC says its first word, the settings of HTTP/2."""
     try:
-        with socket.create_connection((host, port), CLIENT_PROBE_S) as connection:
-            connection.settimeout(CLIENT_PROBE_S)
-            connection.sendall(HTTP2_HELLO)
-            return bool(connection.recv(1))
+        with socket.create_connection((host, port), deadlines.PROBE_S) as connection:
+            connection.settimeout(deadlines.PROBE_S)
+            connection.sendall(HTTP2_HELLO)  # bounded: the socket's time-out
+            return bool(connection.recv(1))  # bounded: the socket's time-out
     except OSError:
         return False
 
@@ -507,9 +494,11 @@ def rejoin(address: str) -> None:
     """
     check_reachable(address)
     try:
-        threads.within(RAY_LEAVE_S, ray.shutdown)
+        threads.within(deadlines.JOIN_S, ray.shutdown)
     except TimeoutError:
-        raise ClusterError(f"Ray does not let go of this process in {RAY_LEAVE_S:.0f} s") from None
+        raise ClusterError(
+            f"Ray does not let go of this process in {deadlines.JOIN_S:.0f} s"
+        ) from None
     join(address)
 
 
@@ -573,7 +562,7 @@ def check_reachable(address: str) -> None:
     try:
         if not port.isdigit():
             raise ValueError("it is not of the form host:port")
-        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), deadlines.ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"no Ray cluster can be reached at {address!r}: {error}. Check ray_address, or "
@@ -594,6 +583,7 @@ def resolve_node_id(node_id: str) -> str:
     """
     if not node_id:
         return str(ray.get_runtime_context().get_node_id())
+    # bounded: Ray's own deadline; at the start
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     if node_id not in alive:
         raise ClusterError(f"node_id={node_id!r} is no live node of the cluster: {sorted(alive)}")

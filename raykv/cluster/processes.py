@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil
 
-# For processes to end by themselves, then once more after SIGKILL.
-RAY_STOP_S = 3.0
+from raykv.base import deadlines
 
 
 def stop_group(group: int) -> None:
@@ -29,10 +28,10 @@ def stop_group(group: int) -> None:
         everyone |= {child.pid: child for child in _children(process)}
     for process in everyone.values():
         _quietly(process.terminate)
-    _, alive = psutil.wait_procs(list(everyone.values()), timeout=RAY_STOP_S)
+    _, alive = psutil.wait_procs(list(everyone.values()), timeout=deadlines.LEAVE_S)
     for process in alive:
         _quietly(process.kill)
-    psutil.wait_procs(alive, timeout=RAY_STOP_S)
+    psutil.wait_procs(alive, timeout=deadlines.LEAVE_S)
 
 
 def group_of(process: psutil.Process) -> int:

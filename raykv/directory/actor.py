@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from raykv.base import settings, version
+from raykv.base import deadlines, settings, version
 from raykv.base.ids import Key, Namespace
 from raykv.cluster import ask, names
 from raykv.cluster.logs import read_log, set_up_logging
@@ -34,15 +34,7 @@ from raykv.protocol.framing import decode, encode, receive
 
 logger = logging.getLogger("raykv.scheduler")
 
-# For the scheduler actor's own metrics, which wait their turn among its calls. Prometheus gives up
-# after 10 s.
-METRICS_COLLECT_S = 5.0
-
-
 HERE, NODE, OPERATOR = "the scheduler actor", "the NodeActor", "the operator"
-
-EXPIRY_PAUSE_S = 0.25
-"""Looking for what has been silent too long takes a while in a large cluster."""
 
 
 class SchedulerActor:
@@ -215,7 +207,7 @@ class SchedulerActor:
     def _tick(self) -> float:
         now = time.monotonic()
         if now >= self._expires_at:
-            self._expires_at = now + EXPIRY_PAUSE_S
+            self._expires_at = now + deadlines.IDLE_LOOK_S
             self._directory.expire(now)
         self._work(now)
         return now
@@ -242,13 +234,13 @@ def scheduler_actor(address: str, metrics: settings.MetricsPlace = settings.ANY_
 
 def _collected(here: Any) -> list[measures.MetricFamily]:
     """Runs in threads of this actor: what it shows, collected when its turn comes."""
-    raw: bytes = ray.get(here.metrics.remote(), timeout=METRICS_COLLECT_S)
+    raw: bytes = ray.get(here.metrics.remote(), timeout=deadlines.ANSWER_S)
     return decode(raw, measures.ClusterMetrics).families
 
 
 def _targets(here: Any) -> list[str]:
     """Called in a thread of this actor, like `_collected`."""
-    found: list[str] = ray.get(here.targets.remote(), timeout=METRICS_COLLECT_S)
+    found: list[str] = ray.get(here.targets.remote(), timeout=deadlines.ANSWER_S)
     return found
 
 

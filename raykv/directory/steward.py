@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 import ray
 
-from raykv.base.deadlines import GCS_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, end_process, start_thread, within
 from raykv.cluster import ask, bequest
@@ -165,8 +165,10 @@ class Steward:
             return
         try:
             if draft.keys:
-                within(GCS_S, partial(bequest.put, _pin_name(draft.digest), draft.keys))
-            within(GCS_S, partial(bequest.put_orders, draft.document))
+                within(
+                    deadlines.ANSWER_S, partial(bequest.put, _pin_name(draft.digest), draft.keys)
+                )
+            within(deadlines.ANSWER_S, partial(bequest.put_orders, draft.document))
         except Exception as error:
             # It may be kept later, over what is ordered next.
             end_process(f"it is not known whether orders were kept: {first_line(error)}")
@@ -175,20 +177,20 @@ class Steward:
     def _keep_wish(self) -> None:
         wish = self._wish
         if wish is not None and wish is not self._kept_wish:
-            within(GCS_S, partial(bequest.put, bequest.WISH, encode(wish)))
+            within(deadlines.ANSWER_S, partial(bequest.put, bequest.WISH, encode(wish)))
             self._kept_wish = wish
 
     def _forget(self) -> None:
         while self._unused:
-            within(GCS_S, partial(bequest.delete, _pin_name(self._unused.pop())))
+            within(deadlines.ANSWER_S, partial(bequest.delete, _pin_name(self._unused.pop())))
 
     def _look(self) -> None:
         """Make the NodeActors that are missing."""
         wish = self._wish
         if wish is None:
             return
-        there = set(within(GCS_S, ask.named_actors))
-        for node in within(GCS_S, ray.nodes):
+        there = set(within(deadlines.ANSWER_S, ask.named_actors))
+        for node in within(deadlines.ANSWER_S, ray.nodes):
             facts = launch.facts_of(node)
             if not node["Alive"] or not wishes.wants(wish, facts) or launch.name_of(facts) in there:
                 continue
@@ -212,7 +214,7 @@ def _patiently(call: Callable[[], T]) -> T:
     give_up_at = time.monotonic() + INHERIT_S
     while True:
         try:
-            return within(GCS_S, call)
+            return within(deadlines.ANSWER_S, call)
         except Exception as error:
             what = f"what an earlier life has left can't be read: {first_line(error)}"
             if time.monotonic() > give_up_at:

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from raykv.base import deadlines
 from raykv.base.version import __version__
 from raykv.cluster import names
 from raykv.cluster.ask import Answer, ask_all, ask_ray, find, named_actors
@@ -22,15 +23,8 @@ from raykv.protocol.status import ClusterStatus
 
 logger = logging.getLogger("raykv.doctor")
 
-# For each round of questions to all actors, which are asked at once; the second one goes to those
-# that have answered the first.
-DOCTOR_S = 3.0
 
-# For one port.
-DOCTOR_REACH_S = 1.0
-
-
-def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
+def gather(deadline_s: float = deadlines.PROBE_S) -> ClusterFacts:
     """Look at the cluster that this process has joined.
 
     Raises:
@@ -75,7 +69,7 @@ def gather(deadline_s: float = DOCTOR_S) -> ClusterFacts:
     )
 
 
-def node_answers(deadline_s: float = DOCTOR_S) -> dict[str, NodeDescription | str]:
+def node_answers(deadline_s: float = deadlines.PROBE_S) -> dict[str, NodeDescription | str]:
     """What all NodeActors say of themselves, asked at once, or why one says nothing; by node.
 
     Those of another version are left out.
@@ -137,7 +131,7 @@ def _host_questions(
     questions: dict[str, Callable[[Any], Any]] = {}
     for node_id, name in node_ids.items():
         others = [place for other, mine in places.items() if other != node_id for place in mine]
-        raw = encode(HostQuestion(others, DOCTOR_REACH_S))
+        raw = encode(HostQuestion(others, deadlines.PROMPT_S))
         questions[name] = lambda actor, raw=raw: actor.host.remote(raw)  # type: ignore[misc]
     return questions
 

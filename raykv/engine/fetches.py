@@ -66,7 +66,7 @@ class Fetches:
 
     def submit(self, orders: list[FetchOrder], life: int, namespace: str, now: float) -> None:
         """Have chunks fetched for an engine of that life."""
-        overdue_at = now + self._settings.request_deadline_s + deadlines.FETCH_GRACE_S
+        overdue_at = now + self._settings.request_deadline_s + deadlines.GRACE_S
         for part in split(orders):
             number = next(self._numbers)
             request = partial(self._request, number, part, life, namespace)

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import msgspec
 
+from raykv.base import deadlines
 from raykv.base.errors import AttachError, cause_of, first_line
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -34,25 +35,8 @@ from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
 
-# For a NodeActor to let an engine in, which it does in milliseconds.
-PLACE_CONNECT_S = 5.0
-
-# After a line to a NodeActor that broke, first and longest: Ray starts another one within seconds,
-# and until then nothing is found.
-PLACE_PAUSES_S = (0.05, 1.0)
-
 # A NodeActor that answers nothing for so long is connected to anew: it answers each second.
 PLACE_LOST_S = 4.0
-
-# How often the line's thread looks whether something is due.
-PLACE_LOOK_S = 0.25
-
-# For a message to a NodeActor to make progress.
-PLACE_SEND_S = 1.0
-
-# Between two messages of an engine to its node: news of some steps travel together.
-TELL_PAUSE_S = 0.01
-
 
 OWN_PLACE = "own node (changes)"
 """How an engine calls its NodeActor in reports of its breakers, when it follows what that has."""
@@ -104,7 +88,7 @@ class PlaceLine:
         self._locate = locate
         self.refusal = ""
         """Why the NodeActor does not let the engine in, as it said last; else empty."""
-        self.breakers = Breakers(Pauses(*PLACE_PAUSES_S))
+        self.breakers = Breakers(Pauses(*deadlines.RETRY_PAUSES_S))
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = threading.Event()
         # All else is the thread's.
@@ -157,7 +141,7 @@ class PlaceLine:
         now = time.monotonic()
         call = self.breakers.begin(OWN_PLACE, now)
         if call is None:
-            self._stopped.wait(min(PLACE_LOOK_S, self.breakers.wait_s(OWN_PLACE, now)))
+            self._stopped.wait(min(deadlines.IDLE_LOOK_S, self.breakers.wait_s(OWN_PLACE, now)))
             return False
         self._call = call
         try:
@@ -181,17 +165,17 @@ class PlaceLine:
         if node.node_id != self._node_id:
             self._node_id = NodeId(node.node_id)
             self._owner.moved(self._node_id)
-        sock = wire.connect(node.socket_name, PLACE_CONNECT_S)
+        sock = wire.connect(node.socket_name, deadlines.ANSWER_S)
         self._sock, self._reader = sock, wire.FrameReader()
         wire.peer_of(sock)
-        wire.limit_sends(sock, PLACE_SEND_S)
+        wire.limit_sends(sock, deadlines.SEND_S)
         self._introduce()
 
     def _introduce(self) -> None:
         """Say who the engine is; returns when it has been let in."""
         self._hello = hello = self._owner.hello()
         self._send(hello)
-        give_up_at = time.monotonic() + PLACE_CONNECT_S
+        give_up_at = time.monotonic() + deadlines.ANSWER_S
         welcome = None
         while welcome is None:
             left = give_up_at - time.monotonic()
@@ -236,12 +220,12 @@ class PlaceLine:
         tell = self._owner.next_tell()
         if tell is not None:
             self._send(tell)
-            self._tell_at = time.monotonic() + TELL_PAUSE_S
+            self._tell_at = time.monotonic() + deadlines.BRIEF_S
 
     def _time_to_next(self) -> float:
         """Until a tell may go out; then until something comes."""
         left = self._tell_at - time.monotonic()
-        return left if left > 0 else PLACE_LOOK_S
+        return left if left > 0 else deadlines.IDLE_LOOK_S
 
     def _listen(self, timeout_s: float) -> engine.Welcome | None:
         """Take what comes, for so long at most; the answer to a hello."""
@@ -278,4 +262,4 @@ class PlaceLine:
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self._sock is not None
-        self._sock.sendall(wire.frame(message))
+        self._sock.sendall(wire.frame(message))  # bounded: SO_SNDTIMEO, set when it is connected

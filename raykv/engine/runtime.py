@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, RayKVError, SettingError, VersionError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
@@ -38,23 +39,8 @@ from raykv.stream import descriptions, publishing
 
 logger = logging.getLogger("raykv")
 
-# For one answer of an actor, in background threads only.
-ANSWER_S = 5.0
-
-# For the session's thread at the engine's end; it may be waiting for an answer of Ray.
-SESSION_STOP_S = 2.0
-
-# For leaving the Ray cluster at the engine's end: Ray itself waits for a dead GCS for a minute.
-LEAVE_S = 5.0
-
 # An engine that waits longer for the actors says so; new ones take 2 s.
 ATTACH_SAY_S = 4.0
-
-# What is left of the start deadline for a step when the steps before it have used it up.
-LEAST_ATTACH_S = 1.0
-
-# For Ray to forget the name of an actor that was ended.
-REPLACE_PAUSE_S = 0.5
 
 
 def new_life() -> int:
@@ -104,7 +90,7 @@ class EngineRuntime:
             view,
             hello,
             NodeId(self.node_id),
-            partial(self._place.call, self._find_scheduler, ANSWER_S),
+            partial(self._place.call, self._find_scheduler, deadlines.ANSWER_S),
             self._locate,
             hints,
             described,
@@ -181,7 +167,7 @@ class EngineRuntime:
             with contextlib.suppress(Exception):
                 ask.end_node_actor(before)
         self._find_actors()
-        give_up_at = time.monotonic() + ANSWER_S
+        give_up_at = time.monotonic() + deadlines.ANSWER_S
         self.node = self._describe_node(give_up_at)
         return self.node
 
@@ -219,7 +205,7 @@ class EngineRuntime:
                 self._find_actors()
                 self.node = self._describe_node(give_up_at)
                 self._warn_of_other_size(self.node)
-                self.session.attach(max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+                self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
             self._announce(self.node)
         except SettingError:
             self._leave()
@@ -260,19 +246,19 @@ class EngineRuntime:
             if actor is None:
                 raise ClusterError(f"there is no NodeActor on node {self.node_id}")
             try:
-                node = ask.describe(actor, max(LEAST_ATTACH_S, give_up_at - time.monotonic()))
+                node = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
                 if not node.refusal:
                     return node
                 if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
                     raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
                 # Another engine asked for that size; ours may fit.
                 ask.end_node_actor(self.node_id)
-                self._stopped.wait(REPLACE_PAUSE_S)
+                self._stopped.wait(deadlines.IDLE_LOOK_S)
             except VersionError as error:
                 if not error.is_mended or time.monotonic() > give_up_at:
                     raise
                 logger.warning("%s", error)
-                self._stopped.wait(REPLACE_PAUSE_S)
+                self._stopped.wait(deadlines.IDLE_LOOK_S)
 
     def _warn_of_other_size(self, node: NodeDescription) -> None:
         wanted = self.settings.pool_bytes
@@ -301,9 +287,9 @@ class EngineRuntime:
     def stop(self) -> None:
         """End the session; leave the cluster if we joined it. Ends within seconds."""
         self._stopped.set()
-        self.session.stop(SESSION_STOP_S)
+        self.session.stop(deadlines.STOP_S)
         with _signal_handlers_kept():
-            self._place.leave(LEAVE_S)
+            self._place.leave(deadlines.LEAVE_S)
 
 
 @contextmanager

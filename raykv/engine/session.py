@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
 from raykv.base.ids import Namespace, NodeId, Refusal, Stamp
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -38,33 +39,12 @@ from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")
 
-# At least so often an engine says how it is.
-TELL_S = 1.0
-
 # After a question without an answer, first and longest: a new scheduler actor is there within
 # seconds, and only new requests wait for it.
 SCHEDULER_PAUSES_S = (0.1, 2.0)
 
-# Until what is known of a namespace has come, after the call that has changed an engine's weights;
-# else requests find it little by little.
-ENTER_S = 1.0
-
-# Between two looks of an engine that waits for what its node has.
-ATTACH_LOOK_S = 0.005
-
-# Between two questions under load: those of some requests travel together.
-ASK_PAUSE_S = 0.002
-
-# How often the thread that asks looks whether something is due.
-ASK_LOOK_S = 1.0
-
 # Between two questions about chunks that are being stored elsewhere.
 REPEAT_PAUSE_S = 0.02
-
-# Between two looks whether what an engine has cleared is ordered: the store of Ray's head takes
-# milliseconds.
-CLEAR_LOOK_S = 0.02
-
 
 SENDER = "the scheduler actor"
 
@@ -183,7 +163,7 @@ class Session:
         while not self._view.is_whole and time.monotonic() < give_up_at:
             if self._line.refusal:
                 raise ClusterError(self._line.refusal)
-            time.sleep(ATTACH_LOOK_S)
+            time.sleep(deadlines.BRIEF_S)
             self.drain()
         if not self._view.life_of(THE_PLACE):
             raise ClusterError("cannot attach: the NodeActor does not answer")
@@ -258,14 +238,14 @@ class Session:
     def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
         self._next = space
-        give_up_at = time.monotonic() + ENTER_S
+        give_up_at = time.monotonic() + deadlines.PROMPT_S
         while True:
             self.drain()
             is_there = self._next is None and self._view.is_whole
             is_hopeless = not self._is_started or self._line.is_left_alone
             if is_there or is_hopeless or time.monotonic() > give_up_at:
                 return
-            time.sleep(ATTACH_LOOK_S)
+            time.sleep(deadlines.BRIEF_S)
 
     def take_naming(self) -> engine.Naming | None:
         """What the user has called the weights since this was asked the last time."""
@@ -404,7 +384,7 @@ class Session:
         has_described = self.described is not None and self.described.has_news
         if not (self._has_news or has_described or knows != self._said or now >= self._tell_at):
             return None
-        self._tell_at, self._said = now + TELL_S, knows
+        self._tell_at, self._said = now + deadlines.HEARTBEAT_S, knows
         self._seq += 1
         found = view.found.take()
         return engine.Tell(
@@ -449,7 +429,7 @@ class Session:
             if self._stopped.is_set():
                 return
             self._say_quietly()
-            self._stopped.wait(ASK_PAUSE_S)
+            self._stopped.wait(deadlines.INSTANT_S)
 
     def _pause(self) -> float:
         """How long to wait for news."""
@@ -457,9 +437,9 @@ class Session:
         if not self._breakers.is_closed(names.SCHEDULER):
             self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, now))
             return 0.0
-        pause = ASK_LOOK_S
+        pause = deadlines.WAKE_S
         if self._wants_clear:
-            pause = CLEAR_LOOK_S
+            pause = deadlines.BRIEF_S
         if self._view.remote.has_repeats and not self._has_answer:
             pause = min(pause, self._repeat_at - now)
         return max(0.0, pause)

@@ -282,7 +282,7 @@ class Pool:
         self.prefaulted_bytes = 0
         self.is_short = False
         self._has_said_so = False
-        self.room_poll_s = deadlines.NODE_ROOM_LOOK_S
+        self.room_poll_s = deadlines.SELDOM_S
         # Slot size of each slab of a pool file that has been stored into.
         self._slab_sizes: dict[int, int] = {}
         if pool_path:

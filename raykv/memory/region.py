@@ -17,16 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from raykv.base import deadlines
 from raykv.base.errors import HandleError
 from raykv.base.ownership import open_own
 from raykv.memory.limits import is_in_memory
-
-# How long a new NodeActor waits for its predecessor to release the file of its pool. If it is still
-# held after that, another NodeActor has it.
-POOL_FILE_S = 10.0
-
-# Between two attempts.
-POOL_FILE_LOOK_S = 0.1
 
 PREFAULT_PIECE_BYTES = 4 << 20
 """A millisecond or two of page faults: how long others that map or close something wait for it. On
@@ -90,14 +84,14 @@ def _claim(fd: int, path: Path) -> None:
     Raises:
         HandleError: another process has it.
     """
-    give_up_at = time.monotonic() + POOL_FILE_S
+    give_up_at = time.monotonic() + deadlines.PREDECESSOR_S
     while not _lock(fd):
         if time.monotonic() > give_up_at:
             raise HandleError(
                 f"the pool file {path} is in use by another process: each NodeActor needs a "
                 "pool_path of its own, also where two Ray nodes are on one machine"
             )
-        time.sleep(POOL_FILE_LOOK_S)
+        time.sleep(deadlines.LOOK_S)
 
 
 def _lock(fd: int) -> bool:

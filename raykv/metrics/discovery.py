@@ -14,13 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raykv.base import errors, ownership, threads
+from raykv.base import deadlines, errors, ownership, threads
 
 logger = logging.getLogger("raykv.metrics")
-
-# Between two looks at which nodes there are, for the file that Prometheus reads.
-METRICS_TARGETS_S = 2.0
-
 
 FILE_NAME = "raykv_metrics_sd.json"
 
@@ -48,7 +44,7 @@ class TargetsFile:
     def _run(self) -> None:
         while True:
             self.look()
-            time.sleep(METRICS_TARGETS_S)
+            time.sleep(deadlines.SELDOM_S)
 
     def look(self) -> None:
         """Write the file if the targets changed or it is gone; the next round retries a failure."""

@@ -28,6 +28,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
+from raykv.base import deadlines
 from raykv.base.errors import ThreadError, first_line
 from raykv.base.settings import MetricsPlace
 from raykv.base.threads import OnFailure, start_thread
@@ -35,13 +36,6 @@ from raykv.metrics.table import METRICS, MetricKind
 from raykv.protocol.measures import MetricFamily, MetricRow
 
 logger = logging.getLogger("raykv.metrics")
-
-# For a scraper to send its request, and to take each part of the answer.
-METRICS_CLIENT_S = 5.0
-
-# Between two looks of the metrics' server at whether it should end.
-METRICS_LOOK_S = 0.5
-
 
 MAX_CONNECTIONS = 8
 """Connections at a time; Prometheus keeps one open for each of its servers that scrape."""
@@ -96,7 +90,7 @@ def _buckets(row: MetricRow, bounds: tuple[float, ...]) -> list[tuple[str, float
 class _Handler(WSGIRequestHandler):
     """Logs nothing, and gives up on slow clients."""
 
-    timeout = METRICS_CLIENT_S
+    timeout = deadlines.ANSWER_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """See `BaseHTTPRequestHandler.log_message`."""
@@ -175,7 +169,7 @@ class MetricsServer:
         self._server = server
         is_any = bind_to in ("0.0.0.0", "::")
         self.address = _joined(self._host if is_any else bind_to, server.server_port)
-        serve = partial(server.serve_forever, METRICS_LOOK_S)
+        serve = partial(server.serve_forever, deadlines.IDLE_LOOK_S)
         start_thread("raykv-metrics", serve, OnFailure.RUN_AGAIN)
         if place.port not in ("auto", str(server.server_port)):
             logger.warning("port %s is taken: metrics are at %s", place.port, self.address)

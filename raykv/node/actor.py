@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 import ray
 
-from raykv.base import errors, settings, version
-from raykv.base.deadlines import GCS_S, NODE_ROOM_LOOK_S, STATES_READ_S
+from raykv.base import deadlines, errors, settings, version
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, end_process, start_thread
@@ -48,21 +47,8 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 
 logger = logging.getLogger("raykv.node")
 
-# How long a new NodeActor waits for its predecessor to release the socket's name: a killed process
-# with much memory takes seconds to exit.
-NODE_BIND_S = 10.0
-
-# Between two attempts.
-NODE_BIND_LOOK_S = 0.1
-
-# Between two looks at whether Ray drains the node.
-NODE_DRAIN_LOOK_S = 5.0
-
 # How long a new NodeActor waits for its predecessor's memory to be freed.
 NODE_ROOM_GRACE_S = 3.0
-
-# Between two looks at it.
-NODE_ROOM_GRACE_LOOK_S = 0.5
 
 # For a read on behalf of another node, which has a deadline of its own: a network's disk may hang,
 # and must not hold up reads of the pool for ever.
@@ -83,7 +69,9 @@ def is_draining(node_id: str) -> bool:
     try:
         from ray._private import worker
 
-        return node_id in worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_S)
+        return node_id in worker.global_worker.gcs_client.get_draining_nodes(
+            timeout=deadlines.ANSWER_S
+        )
     except Exception as error:
         logger.debug("Ray does not say which nodes drain: %s", errors.first_line(error))
         return False
@@ -134,12 +122,12 @@ class NodeActor:
     def _open_within(self, seconds: float) -> str:
         give_up_at = time.monotonic() + seconds
         while (refusal := self._open()) and time.monotonic() < give_up_at:
-            time.sleep(NODE_ROOM_GRACE_LOOK_S)
+            time.sleep(deadlines.IDLE_LOOK_S)
         return refusal
 
     def _open_later(self) -> None:
         while self._refusal:
-            time.sleep(NODE_ROOM_LOOK_S)
+            time.sleep(deadlines.SELDOM_S)
             try:
                 self._refusal = self._open()
             except Exception as error:
@@ -195,7 +183,7 @@ class NodeActor:
     def _watch_for_drain(self) -> None:
         """Until Ray drains this node: nothing more is stored here from then on."""
         while not is_draining(self._node_id):
-            time.sleep(NODE_DRAIN_LOOK_S)
+            time.sleep(deadlines.SELDOM_S)
         with self._keeper.lock:
             self._keeper.owner.is_leaving = True
             self._keeper.lock.notify_all()
@@ -218,7 +206,7 @@ class NodeActor:
         self._nixl = metadata
 
     def _start(self) -> None:
-        give_up_at = time.monotonic() + NODE_BIND_S
+        give_up_at = time.monotonic() + deadlines.PREDECESSOR_S
         while True:
             try:
                 self._service.start()
@@ -226,7 +214,7 @@ class NodeActor:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
                     raise
-                time.sleep(NODE_BIND_LOOK_S)
+                time.sleep(deadlines.LOOK_S)
 
     # Calls
 
@@ -302,7 +290,7 @@ class NodeActor:
     @ray.method(concurrency_group="states")
     def hidden_states(self, request_id: str, deadline_s: float) -> HiddenStates:
         self._refuse_without_pool()
-        return self._service.capturing.states(request_id, min(deadline_s, STATES_READ_S))
+        return self._service.capturing.states(request_id, min(deadline_s, deadlines.READ_S))
 
     def kv_form(self, namespace: str) -> bytes:
         """→ `KVForm`; without groups if no worker of the namespace has reported it in this life."""

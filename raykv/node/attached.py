@@ -83,6 +83,7 @@ class AttachedWorker:
             if not self.is_open:
                 return
             try:
+                # bounded: SO_SNDTIMEO, set when the worker has attached
                 self._sock.sendall(wire.frame(message))
             except OSError:
                 self.close_connection()
@@ -112,14 +113,14 @@ class AttachedWorker:
 
     def unmap(self) -> None:
         if self._populating is not None:
-            self._populating.join(deadlines.NODE_STOP_S)
+            self._populating.join(deadlines.STOP_S)
         if self._populating is not None and self._populating.is_alive():
             # It may be about to touch the next page. The memory goes with this process.
             logger.warning(
                 "the KV memory of engine %s, which has left, stays mapped: its pages are still "
                 "being touched after %.0f s",
                 self.hello.engine_id,
-                deadlines.NODE_STOP_S,
+                deadlines.STOP_S,
             )
         else:
             self._kv.close()

@@ -285,6 +285,7 @@ class FetchService:
             # Another piece has waited for this source already.
             left = 0.0
         try:
+            # bounded: what is left of the fetch's deadline, or half of it
             reply, data = piece.pending.wait(left / 2 if has_others else left)
             is_checked = fetch.order.with_checksums
             copies.check_read_reply(reply, len(data), piece.sizes, with_checksums=is_checked)

@@ -15,16 +15,12 @@ from pathlib import Path
 import psutil
 import ray
 
-from raykv.base import errors, threads, version
+from raykv.base import deadlines, errors, threads, version
 from raykv.memory import limits
 from raykv.node.disk.folder import unowned_folders
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion, UnownedFolder
 
 logger = logging.getLogger("raykv.doctor")
-
-# For a look at what lies under `disk_path`, for `raykv doctor`: a network's disk may hang.
-HOST_DISK_S = 1.0
-
 
 MAX_PLACES = 64
 """Ports that are tried for one question; of more, the first ones."""
@@ -57,7 +53,9 @@ def host_facts(question: HostQuestion, pool_path: str, disk_path: str) -> HostFa
 def _unowned(disk_path: str) -> list[UnownedFolder]:
     """Folders on the disk that no process holds, if the disk answers in time."""
     try:
-        return threads.within(HOST_DISK_S, lambda: unowned_folders(Path(disk_path), time.time()))
+        return threads.within(
+            deadlines.PROMPT_S, lambda: unowned_folders(Path(disk_path), time.time())
+        )
     except (OSError, TimeoutError, errors.ThreadError) as error:
         logger.warning("disk_path=%r can't be looked at: %s", disk_path, error)
         return []

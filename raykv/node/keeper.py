@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from raykv.base import deadlines
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
 from raykv.memory.pool import Pool, PoolEntry
@@ -29,9 +30,6 @@ from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk
 from raykv.protocol import engine, listing, operator
 
 logger = logging.getLogger("raykv.node")
-
-# How often is looked whether all chunks have their checksums, at the end of a NodeActor.
-SLOT_LOOK_S = 0.05
 
 # How long chunks of a pool file wait for the operators' orders, which say what of them is void.
 POOL_FILE_ORDERS_S = 30.0
@@ -261,7 +259,7 @@ class PoolKeeper:
                     self._unchecked.extend(left)
             if not left or time.monotonic() > give_up_at:
                 return len(left)
-            time.sleep(SLOT_LOOK_S)
+            time.sleep(deadlines.LOOK_S)
 
     @property
     def num_quarantined(self) -> int:

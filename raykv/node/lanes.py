@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from raykv.base.deadlines import WAKE_S
+from raykv.base import deadlines
 from raykv.base.errors import ThreadError
 from raykv.base.ids import Direction
 from raykv.base.threads import OnFailure, SupervisedThread, sleep_precisely, start_thread
@@ -108,7 +108,7 @@ class CopyLanes:
         with self._lock:
             dropped = self._queue.take(lambda queued: queued.worker is worker)
             while worker.running:
-                self._lock.wait(WAKE_S)
+                self._lock.wait(deadlines.WAKE_S)
             return dropped
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class CopyLanes:
                 if queued is not None:
                     queued.worker.running += 1
                     return queued
-                self._news[lane].wait(WAKE_S)
+                self._news[lane].wait(deadlines.WAKE_S)
         return None
 
     # Priorities
@@ -160,7 +160,7 @@ class CopyLanes:
             return self._stopping or not self._queue.is_idle
 
     def rest(self) -> None:
-        """Wait until there is time again, and at most `WAKE_S`."""
+        """Wait until there is time again, and at most `deadlines.WAKE_S`."""
         with self._lock:
             if not self._stopping:
-                self._rest.wait(WAKE_S)
+                self._rest.wait(deadlines.WAKE_S)

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.settings import USUAL_OPTIONS, DiskPlace, MetricsPlace, NodeOptions
 from raykv.cluster import ask, names
@@ -15,10 +16,6 @@ from raykv.memory.room import default_pool_bytes, tightest
 from raykv.node.actor import CONCURRENCY, NodeActor
 from raykv.node.wishes import RayNode, geometry_of
 from raykv.protocol.operator import PoolWish
-
-# For a node to say how much memory it has free: Ray starts a process there first.
-UP_MEMORY_S = 30.0
-
 
 KEEP_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
@@ -88,7 +85,7 @@ def _free_bytes_on(node_id: str) -> int:
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(_free_bytes).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
     try:
-        return int(ray.get(task.remote(), timeout=UP_MEMORY_S))
+        return int(ray.get(task.remote(), timeout=deadlines.JOIN_S))
     except Exception as error:
         raise ClusterError(
             f"node {node_id[:12]} does not say how much memory it has free "

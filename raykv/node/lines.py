@@ -39,13 +39,6 @@ from raykv.protocol.columns import require
 
 logger = logging.getLogger("raykv.node")
 
-# An EngineCore that asks what is new at a node hears so often that the node is there.
-LINE_SILENCE_S = 1.0
-
-# Between two answers with rows: what changes meanwhile goes with one message.
-LINE_PAUSE_S = 0.002
-
-
 MOST_QUERIES = 8
 """Of one line, that wait for an answer: an EngineCore has one."""
 
@@ -91,13 +84,14 @@ class EngineLine:
             while not watch.has_died:
                 for raw in frames:
                     self._take(raw)
+                # bounded: silence is fine; `DeathWatch` and `close` end it
                 data = self._sock.recv(1 << 18)
                 if not data:
                     return
                 frames = reader.feed(data)
         finally:
             self.close()
-            answering.join(deadlines.NODE_STOP_S)
+            answering.join(deadlines.STOP_S)
 
     def close(self) -> None:
         """End it; any thread may call."""
@@ -120,7 +114,7 @@ class EngineLine:
             now = self._keeper.now()
             if isinstance(message, engine.ChangesQuery):
                 require(len(self._queries) < MOST_QUERIES, "queries that do not wait for answers")
-                self._queries.append((message, now + LINE_SILENCE_S))
+                self._queries.append((message, now + deadlines.HEARTBEAT_S))
             elif isinstance(message, engine.Tell):
                 self._keeper.owner.tell(message, now)
             else:
@@ -140,6 +134,7 @@ class EngineLine:
         """Send, or end the line; frames of two threads do not mix."""
         with self._sending:
             try:
+                # bounded: SO_SNDTIMEO, set when the line has begun
                 self._sock.sendall(wire.frame(message))
             except OSError:
                 self.close()
@@ -155,7 +150,7 @@ class EngineLine:
                 self._is_blind = not query.most
             self.send(answer)
             if answer.part.rows.keys:
-                time.sleep(LINE_PAUSE_S)
+                time.sleep(deadlines.INSTANT_S)
 
     def _next(self) -> engine.ChangesQuery | None:
         """The next query that is to be answered now; None at the line's end. Waits with the lock,
@@ -163,7 +158,7 @@ class EngineLine:
         """
         while self.is_open:
             if not self._queries:
-                self._lock.wait(LINE_SILENCE_S)
+                self._lock.wait(deadlines.HEARTBEAT_S)
                 continue
             query, until = self._queries[0]
             left = until - self._keeper.now()
@@ -207,7 +202,7 @@ class EngineLines:
         """
         keeper, life = self._keeper, hello.life
         line = EngineLine(keeper, watch.sock, life, self._fetches)
-        wire.limit_sends(watch.sock, deadlines.NODE_SEND_S)
+        wire.limit_sends(watch.sock, deadlines.SEND_S)
         with keeper.lock:
             welcome = self._welcome(hello)
             if not welcome.error:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
-from raykv.base.deadlines import GCS_S
+from raykv.base import deadlines
 from raykv.base.errors import RayKVError, cause_of
 from raykv.base.threads import within
 from raykv.cluster import names
@@ -116,7 +117,8 @@ class RayPeers:
         with self._lock:
             handle = self._handles.get(name)
         if handle is None:
-            handle = within(GCS_S, lambda: ray.get_actor(name, namespace=names.RAY_NAMESPACE))
+            found = partial(ray.get_actor, name, namespace=names.RAY_NAMESPACE)
+            handle = within(deadlines.ANSWER_S, found)
             # An import comes once.
             if source.kind is not columns.SourceKind.IMPORT:
                 with self._lock:

@@ -13,12 +13,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import ray
 
-from raykv.base.deadlines import GCS_S
+from raykv.base import deadlines
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Stamp
 from raykv.base.threads import OnFailure, start_thread, within
@@ -29,21 +30,9 @@ from raykv.protocol.framing import encode, receive
 
 logger = logging.getLogger("raykv.node")
 
-# The scheduler actor forgets a node after ten missed ones.
-NODE_HEARTBEAT_S = 1.0
-
 # For one report, which is answered in milliseconds. A report to a scheduler actor that has just
 # died may wait in vain; the next one finds its successor.
 NODE_REPORT_S = 2.0
-
-# For the disk tier to keep what an order clears, which takes milliseconds; a disk that hangs is
-# asked again before each report.
-NODE_FLOORS_S = 1.0
-
-# After reports without an answer, first and longest: a new scheduler actor knows nothing until its
-# nodes have reported.
-NODE_REPORT_PAUSES_S = (0.2, 1.0)
-
 
 SCHEDULER, HERE = "the scheduler actor", "the NodeActor"
 
@@ -67,7 +56,7 @@ class Reports:
         self._stats = stats
         self._scheduler: Any = None
         # The thread opens and closes it.
-        self._breakers = breaker.Breakers(breaker.Pauses(*NODE_REPORT_PAUSES_S))
+        self._breakers = breaker.Breakers(breaker.Pauses(*deadlines.RETRY_PAUSES_S))
         self._sent_at = self._next_at = 0.0
         # The number of orders that is shown, and a document that is not kept yet.
         self._shown: Stamp = engine.NOTHING_ORDERED
@@ -101,7 +90,7 @@ class Reports:
         time.sleep(max(0.0, self._next_at - now, wait_s))
         lock, owner = self._keeper.lock, self._keeper.owner
         with lock:
-            left_s = self._sent_at + NODE_HEARTBEAT_S - time.monotonic()
+            left_s = self._sent_at + deadlines.HEARTBEAT_S - time.monotonic()
             lock.wait_for(lambda: owner.has_news, max(0.0, left_s))
 
     def _look(self) -> None:
@@ -155,9 +144,8 @@ class Reports:
 
     def _call(self, method: str, *arguments: bytes) -> Any:
         if self._scheduler is None:
-            self._scheduler = within(
-                GCS_S, lambda: ray.get_actor(names.SCHEDULER, namespace=names.RAY_NAMESPACE)
-            )
+            found = partial(ray.get_actor, names.SCHEDULER, namespace=names.RAY_NAMESPACE)
+            self._scheduler = within(deadlines.ANSWER_S, found)
         ref = getattr(self._scheduler, method).remote(*arguments)
         return ray.get(ref, timeout=NODE_REPORT_S)
 
@@ -166,7 +154,7 @@ class Reports:
     def _read_kept_orders(self) -> None:
         """Take what the store of Ray's head has; no scheduler actor is needed for that."""
         try:
-            kept = within(GCS_S, bequest.orders)
+            kept = within(deadlines.ANSWER_S, bequest.orders)
             if kept is not None:
                 self._take(kept)
         except Exception as error:
@@ -178,11 +166,11 @@ class Reports:
             self._take(receive(raw, operator.OrdersDocument, SCHEDULER, HERE))
         else:
             # An engine may have named orders that nobody has.
-            self._next_at = time.monotonic() + NODE_REPORT_PAUSES_S[0]
+            self._next_at = time.monotonic() + deadlines.RETRY_PAUSES_S[0]
 
     def _take(self, document: operator.OrdersDocument) -> None:
         """Do what a document says, and show its number from when what it clears is kept."""
-        is_kept = self._keeper.take_orders(document, NODE_FLOORS_S)
+        is_kept = self._keeper.take_orders(document, deadlines.PROMPT_S)
         self._document = None if is_kept else document
         if is_kept:
             self._shown = max(self._shown, document.stamp)

@@ -52,9 +52,6 @@ NODE_HELLO_S = 10.0
 # The same for a worker that cannot be served: the thread that tells it so holds up all others.
 NODE_TURN_AWAY_S = 0.5
 
-# After a connection could not be accepted: too many files are open.
-NODE_ACCEPT_PAUSE_S = 0.2
-
 
 def fetch_nothing(order: copies.Fetch) -> copies.CopyResult:
     """The answer to a fetch where there are no other nodes."""
@@ -161,10 +158,10 @@ class NodeService:
         self.keeper.pool.stop()
         self._deaths.stop()
         for thread in self._threads:
-            thread.join(deadlines.NODE_STOP_S)
-        if self._lanes.join(deadlines.NODE_STOP_S):
+            thread.join(deadlines.STOP_S)
+        if self._lanes.join(deadlines.STOP_S):
             # Else a copy may still be on its way to or from what is page-locked.
-            self.devices.close(deadlines.NODE_STOP_S)
+            self.devices.close(deadlines.STOP_S)
 
     # Connections
 
@@ -172,11 +169,12 @@ class NodeService:
         assert self._listener is not None
         while not self._stopping:
             try:
+                # bounded: strangers may never come; `stop` wakes it
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._stopping:
                     logger.warning("a connection can't be taken: %s", error)
-                    time.sleep(NODE_ACCEPT_PAUSE_S)
+                    time.sleep(deadlines.LOOK_S)
                 continue
             try:
                 threads.start_thread("raykv-line", partial(self._serve, sock))
@@ -195,6 +193,7 @@ class NodeService:
             self._refuse(sock, f"the NodeActor: {error}")
 
     def _refuse(self, sock: socket.socket, error: str, *, unsuited: bool = False) -> None:
+        # bounded: what is left of NODE_HELLO_S, or less
         sock.sendall(wire.frame(Welcome(self.keeper.life, error, unsuited)))
 
     def _serve(self, sock: socket.socket) -> None:
@@ -243,7 +242,7 @@ class NodeService:
         except RayKVError as error:
             self._refuse(sock, str(error), unsuited=isinstance(error, HandleError))
             raise
-        wire.limit_sends(sock, deadlines.NODE_SEND_S)
+        wire.limit_sends(sock, deadlines.SEND_S)
         with self._lock:
             self._workers.add(worker)
             self.forms.take(hello.namespace, hello.layout.form)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from raykv.base.deadlines import REPLICA_WAIT_S
+from raykv.base import deadlines
 from raykv.base.errors import SettingError
 from raykv.base.settings import load_settings
 from raykv.serve.command import plan_serve
@@ -84,7 +84,7 @@ class IngressArguments(Strict):
     """The ingress refuses a longer request with 413."""
     attempts: int = Field(default=3, ge=1)
     """How many replicas a request is given to if they die before the first byte of an answer."""
-    replica_wait_s: float = Field(default=REPLICA_WAIT_S, gt=0, le=86_400)
+    replica_wait_s: float = Field(default=deadlines.REPLICA_WAIT_S, gt=0, le=86_400)
     """A request that no replica takes within this time (all are busy, dead or not started yet)
     gets 503 and `Retry-After`. If `min_replicas` is 0, set more than a replica takes to start. This
     does not limit how long an answer takes."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from raykv.base import deadlines
 from raykv.base.errors import SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 
 # For `vllm serve` to end after SIGINT: it may be writing out its last answers.
 SERVE_GRACE_S = 20.0
-
-# For processes that a dead server has left behind, before and after SIGKILL.
-SERVE_LEFTOVER_S = 5.0
-
-# How often `raykv serve` looks whether it was asked to stop.
-SERVE_LOOK_S = 0.2
-
 
 CONNECTOR = "RayKVConnector"
 CONNECTORS = (CONNECTOR, "RayKVHiddenStatesConnector")
@@ -207,8 +201,8 @@ def run_server(
     try:
         _wait_for_exit(process.pid, stops, grace_s)
     finally:
-        _end_group(process.pid, min(grace_s, SERVE_LEFTOVER_S))
-    status = process.wait()
+        _end_group(process.pid, min(grace_s, deadlines.LEAVE_S))
+    status = process.wait()  # bounded: the process has ended, it is only reaped
     return status if status >= 0 else 128 - status
 
 
@@ -238,7 +232,7 @@ def _wait_for_exit(pid: int, stops: StopRequests, grace_s: float) -> None:
     seen, deadline = 0, math.inf
     pidfd = os.pidfd_open(pid)
     try:
-        while not select.select([pidfd], [], [], SERVE_LOOK_S)[0]:
+        while not select.select([pidfd], [], [], deadlines.LOOK_S)[0]:
             if stops.count == seen and time.monotonic() < deadline:
                 continue
             seen = stops.count
@@ -257,7 +251,7 @@ def _end_group(group: int, grace_s: float) -> None:
     """
     psutil.wait_procs(_members(group), timeout=grace_s)
     os.killpg(group, signal.SIGKILL)
-    psutil.wait_procs(_members(group), timeout=SERVE_LEFTOVER_S)
+    psutil.wait_procs(_members(group), timeout=deadlines.LEAVE_S)
 
 
 def _members(group: int) -> list[psutil.Process]:

@@ -14,6 +14,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from raykv.base import deadlines
 from raykv.cluster.processes import end_children
 from raykv.serve.arguments import ModelArguments, parse, plan_of
 from raykv.serve.http.exchange import HttpRequest, Pieces, drive
@@ -23,9 +24,6 @@ from raykv.vllm import command as vllm_command
 from raykv.vllm.plugin import REPLICA_VARIABLE
 
 logger = logging.getLogger("ray.serve")
-
-# How often a Serve replica looks whether its engine lives: a dead one takes requests as long.
-ENGINE_LOOK_S = 0.1
 
 
 class EngineReplica:
@@ -104,7 +102,7 @@ class EngineReplica:
         Serve's health checks take three periods, and meanwhile a dead replica answers fastest.
         """
         while not self._engine.errored:
-            await asyncio.sleep(ENGINE_LOOK_S)
+            await asyncio.sleep(deadlines.LOOK_S)
         logger.error("the engine of this replica has died: the replica ends, Serve starts another")
         end_children()
         os._exit(1)

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from queue import Empty, Full, Queue
 
 import msgspec
 import ray
 import zmq
 
-from raykv.base.deadlines import CLIENT_S, LOOK_S, READER_PAUSE_S
+from raykv.base import deadlines
 from raykv.base.errors import cause_of, first_line
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
@@ -28,29 +31,12 @@ from raykv.cluster import ask, logs
 from raykv.protocol import descriptions, framing
 from raykv.protocol.events import EventsMissed, PublisherSettings, PublisherStatus
 from raykv.protocol.status import ClusterStatus
-from raykv.stream import connections, readers
+from raykv.stream import readers
 from raykv.stream.format import WireFormat
 from raykv.stream.publication import Message, NodePlace, Publication
 from raykv.stream.wire import ChunkId
 
 logger = logging.getLogger("raykv.publisher")
-
-# Between two looks at how much each subscriber has sent: about 50 MB in between, from one that
-# floods the sockets, and 1 ms for a process with some hundred open files.
-PUBLISH_CUT_S = 0.25
-
-# For what nodes know of chunks' insides, which takes milliseconds: events wait meanwhile.
-PUBLISH_ASK_S = 1.0
-
-# For a batch to find room before the sockets; the log waits meanwhile.
-PUBLISH_PUT_S = 1.0
-
-# Between two tries to bind the publisher's sockets: an earlier life may still hold them.
-PUBLISH_BIND_PAUSE_S = 0.5
-
-# Pause after a reader's patience with the scheduler actor has run out.
-PUBLISH_FAILED_PAUSE_S = 1.0
-
 
 HIGH_WATER = 1000
 """Messages that wait for one subscriber; beyond it they are dropped for that one."""
@@ -88,6 +74,11 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
 _LIFE_BITS = 20
 """Messages of one life in a second, as a power of two, before its numbers could meet the next's."""
+
+_OWN = Path("/proc/self/fd")
+
+_RECEIVED = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
 
 _MOST_TIME = (1 << (62 - _LIFE_BITS)) - 1
@@ -143,7 +134,7 @@ class Sockets:
         """Hand a message over; waits while the queue is full, until `stop`."""
         while not self._stopped.is_set():
             try:
-                self._queue.put(message, timeout=PUBLISH_PUT_S)
+                self._queue.put(message, timeout=deadlines.PROMPT_S)
                 return
             except Full:
                 continue
@@ -158,15 +149,15 @@ class Sockets:
                     if not self.error:
                         logger.warning("publishing is interrupted: %s", first_line(error))
                     self.error = first_line(error)
-                    self._stopped.wait(PUBLISH_BIND_PAUSE_S)
+                    self._stopped.wait(deadlines.IDLE_LOOK_S)
         finally:
             context.destroy(linger=0)
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as questions:
-            for socket in (out, questions):
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            for sock in (out, questions):
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             out.set_hwm(HIGH_WATER)
             questions.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
             questions.setsockopt(zmq.RCVHWM, QUESTIONS_HIGH_WATER)
@@ -181,14 +172,14 @@ class Sockets:
             ports = {_port(each) for each in (self.endpoint, self.replay_endpoint)} - {0}
             looked_at = 0.0
             while not self._stopped.is_set():
-                if time.monotonic() - looked_at > PUBLISH_CUT_S:
-                    connections.cut_off(ports, MAX_RECEIVED_BYTES)
+                if time.monotonic() - looked_at > deadlines.IDLE_LOOK_S:
+                    _cut_off_floods(ports, MAX_RECEIVED_BYTES)
                     looked_at = time.monotonic()
                 if self._settings.replay_endpoint and questions.poll(0):
                     self._answer(questions)
                 try:
                     # Questions for what was missed, and the end, are looked for in between.
-                    message = self._queue.get(timeout=LOOK_S)
+                    message = self._queue.get(timeout=deadlines.LOOK_S)
                 except Empty:
                     continue
                 self._send(out, message)
@@ -226,7 +217,7 @@ class Sockets:
         self.num_replays += 1
 
 
-def place(socket: zmq.Socket[bytes], endpoint: str, host: str) -> str:
+def place(sock: zmq.Socket[bytes], endpoint: str, host: str) -> str:
     """Bind a socket to wildcards and files, connect it to anything else, as vLLM does.
 
     A `*` is the address `host`, not every interface: that has to be asked for, as 0.0.0.0 or [::].
@@ -234,16 +225,16 @@ def place(socket: zmq.Socket[bytes], endpoint: str, host: str) -> str:
     """
     wildcards = ("ipc://", "tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::")
     if endpoint.startswith(wildcards) or "*" in endpoint:
-        socket.bind(_on_node(socket, endpoint, host))
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    socket.connect(endpoint)
+        sock.bind(_on_node(sock, endpoint, host))
+        return sock.getsockopt_string(zmq.LAST_ENDPOINT)
+    sock.connect(endpoint)
     return endpoint
 
 
-def _on_node(socket: zmq.Socket[bytes], endpoint: str, host: str) -> str:
+def _on_node(sock: zmq.Socket[bytes], endpoint: str, host: str) -> str:
     """The endpoint with `host` in place of a `*`."""
     if ":" in host or "::" in endpoint:
-        socket.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.IPV6, 1)
     bracketed = f"[{host}]" if ":" in host else host
     return endpoint.replace("tcp://*:", f"tcp://{bracketed}:", 1)
 
@@ -273,7 +264,7 @@ class PublisherActor:
             first_number(time.time()),
             msgspec.msgpack.encode,
         )
-        self._insides = readers.Insides(ask.node_actors, PUBLISH_ASK_S)
+        self._insides = readers.Insides(ask.node_actors, deadlines.PROMPT_S)
         # Guards the publication: both threads use it, and `status`.
         self._lock = threading.Lock()
         self._sockets = Sockets(settings, ray.util.get_node_ip_address(), self._missed)
@@ -318,12 +309,12 @@ class PublisherActor:
                     self._take_names()
                     self._take_descriptions()
                     self._publish()
-                    time.sleep(READER_PAUSE_S)
+                    time.sleep(deadlines.IDLE_LOOK_S)
             except Exception as error:
                 if not self._error:
                     logger.warning("the event log can't be read: %s", first_line(cause_of(error)))
                 self._error = first_line(cause_of(error))
-                time.sleep(PUBLISH_FAILED_PAUSE_S)
+                time.sleep(deadlines.AGAIN_S)
 
     def _restart(self) -> None:
         snapshot = readers.take_snapshot(ask.find_scheduler_actor, ask.node_actors)
@@ -387,12 +378,54 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
         NodeId(node["NodeID"]): NodePlace(
             ip=str(node["NodeManagerAddress"]), host=str(node["NodeManagerHostname"])
         )
-        for node in ray.nodes()
+        for node in ray.nodes()  # bounded: Ray's own deadline; a thread of its own
     }
 
 
 def _models() -> Mapping[Namespace, str]:
     """The model that engines serve in each namespace."""
     scheduler = ask.find_scheduler_actor()
-    known = ask.answer_as(ClusterStatus, scheduler, "status", timeout_s=CLIENT_S)
+    known = ask.answer_as(ClusterStatus, scheduler, "status", timeout_s=deadlines.CLIENT_S)
     return {Namespace(engine.namespace): engine.model for engine in known.engines}
+
+
+def _cut_off_floods(ports: Collection[int], most_bytes: int) -> int:
+    """Cut off TCP connections of this process, to one of the ports, that have sent more than that.
+
+    ZMQ bounds a message's frames but not their number, nor a subscriber's subscriptions: all of
+    them are kept in memory until a message is whole. What the kernel has counted is a bound for
+    both. ZMQ sees a connection end, and gives up what was incomplete.
+
+    Returns:
+        How many there were.
+    """
+    return sum(_cut_off(int(each.name), ports, most_bytes) for each in _OWN.iterdir())
+
+
+def _cut_off(fd: int, ports: Collection[int], most_bytes: int) -> bool:
+    try:
+        # Its owner may close it meanwhile, and its number may go to another one.
+        own = os.dup(fd)
+    except OSError:
+        return False
+    try:
+        connection = socket.socket(fileno=own)
+    except OSError:
+        # A file.
+        os.close(own)
+        return False
+    with connection:
+        try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            if connection.type != socket.SOCK_STREAM or connection.getsockname()[1] not in ports:
+                return False
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+            if len(told) < _RECEIVED.size or _RECEIVED.unpack(told)[0] <= most_bytes:
+                return False
+            # The sender learns of it at once, not only when it has sent all.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True

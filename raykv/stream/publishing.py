@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raykv.base.deadlines import CLIENT_S, LOOK_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.extras import with_extra
 from raykv.base.settings import Settings
@@ -17,9 +17,6 @@ from raykv.protocol.events import PublisherSettings, PublisherStatus
 from raykv.protocol.framing import receive
 
 logger = logging.getLogger("raykv.publisher")
-
-# For a new publisher to say whether it could bind its sockets, to a person.
-PUBLISH_BIND_S = 5.0
 
 
 def publisher_actor(settings: PublisherSettings) -> Any:
@@ -63,7 +60,7 @@ def publisher_status() -> PublisherStatus | None:
     actor = ask.ask_ray(find_publisher)
     if actor is None:
         return None
-    raw = ask.answer(actor, "status", timeout_s=CLIENT_S, who="the publisher")
+    raw = ask.answer(actor, "status", timeout_s=deadlines.CLIENT_S, who="the publisher")
     return receive(raw, PublisherStatus, "the publisher", ask.HERE)
 
 
@@ -81,7 +78,7 @@ def publish(settings: PublisherSettings) -> PublisherStatus:
             "`raykv publish stop` ends it"
         )
     publisher_actor(settings)
-    give_up_at = time.monotonic() + PUBLISH_BIND_S + CLIENT_S
+    give_up_at = time.monotonic() + deadlines.ANSWER_S + deadlines.CLIENT_S
     while True:
         status = publisher_status()
         if status is not None and not status.error:
@@ -89,12 +86,12 @@ def publish(settings: PublisherSettings) -> PublisherStatus:
         if time.monotonic() > give_up_at:
             why = "it has ended" if status is None else status.error
             raise ClusterError(f"events can't be published at {settings.endpoint}: {why}")
-        time.sleep(LOOK_S)
+        time.sleep(deadlines.LOOK_S)
 
 
 def stop_publisher() -> bool:
     """End the publisher; False: there was none."""
     actor = ask.ask_ray(find_publisher)
     if actor is not None:
-        ray.kill(actor, no_restart=True)
+        ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; for a person
     return actor is not None

@@ -33,9 +33,6 @@ from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
 
-# For one page of events or of a snapshot.
-READER_S = 5.0
-
 # How long a reader of events asks a restarting scheduler actor again.
 READER_PATIENCE_S = 30.0
 
@@ -68,7 +65,7 @@ def read_events(
         if after >= page.last_seq:
             if not follow:
                 return
-            time.sleep(deadlines.READER_PAUSE_S)
+            time.sleep(deadlines.IDLE_LOOK_S)
 
 
 def whole_reports(log: Iterable[Event], most: int) -> Iterator[Event]:
@@ -152,7 +149,7 @@ def take_snapshot(find: Callable[[], Any], find_nodes: FindNodes) -> Replay:
     listings = {node_id: _Listing() for node_id in nodes}
     while listings:
         questions = {node_id: each.question for node_id, each in listings.items()}
-        for node_id, answer in ask_all(nodes, questions, READER_S).items():
+        for node_id, answer in ask_all(nodes, questions, deadlines.ANSWER_S).items():
             listing = listings[node_id]
             if answer.is_dead:
                 del listings[node_id]
@@ -198,7 +195,7 @@ class Insides:
         deadline_s: for one answer.
     """
 
-    def __init__(self, find_nodes: FindNodes, deadline_s: float = READER_S) -> None:
+    def __init__(self, find_nodes: FindNodes, deadline_s: float = deadlines.ANSWER_S) -> None:
         self._find_nodes = find_nodes
         self._deadline_s = deadline_s
         self._breakers = Breakers(Pauses(*deadlines.SOURCE_PAUSES_S))
@@ -274,11 +271,11 @@ def _ask(
         with answering(SCHEDULER):
             try:
                 ref = getattr(find(), method).remote(*arguments)
-                left_s = max(deadlines.READER_PAUSE_S, give_up_at - time.monotonic())
-                return ray.get(ref, timeout=min(READER_S, left_s))
+                left_s = max(deadlines.IDLE_LOOK_S, give_up_at - time.monotonic())
+                return ray.get(ref, timeout=min(deadlines.ANSWER_S, left_s))
             except Exception as error:
                 is_final = isinstance(error, RayKVError | ray.exceptions.RayTaskError)
                 is_final &= not isinstance(error.__cause__, TimeoutError)
                 if is_final or time.monotonic() > give_up_at:
                     raise
-        time.sleep(deadlines.READER_PAUSE_S)
+        time.sleep(deadlines.IDLE_LOOK_S)

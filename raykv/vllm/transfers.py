@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from raykv.base import deadlines
 from raykv.base.guard import guarded, report
 from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.engine.session import WorkerReport
@@ -33,9 +34,6 @@ from raykv.vllm.identity.adapters import AdapterUse
 from raykv.worker.handover import AutoLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget, WorkerLink
-
-# For the line's thread when the engine ends; it gives up all waits at once.
-LINK_CLOSE_S = 5.0
 
 
 @dataclass
@@ -436,7 +434,7 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def _give_up_line(self) -> None:
         """End the line, for good: then nobody reads or writes vLLM's blocks any more."""
-        self._link.close(LINK_CLOSE_S)
+        self._link.close(deadlines.LEAVE_S)
         self._is_given_up = True
         self._ended += map(distrusted, self._flying.values())
         self._flying.clear()
@@ -454,4 +452,4 @@ class RayOffloadingWorker(OffloadingWorker):
         return self.is_flying(job_id) or any(each.job_id == job_id for each in self._ended)
 
     def shutdown(self) -> None:
-        self._link.close(LINK_CLOSE_S)
+        self._link.close(deadlines.LEAVE_S)

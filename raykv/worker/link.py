@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from raykv.base import deadlines
 from raykv.base.errors import AttachError
 from raykv.base.ids import Direction, Refusal
 from raykv.base.settings import Settings
@@ -45,35 +46,9 @@ from raykv.worker.job import JobRequest, PendingJob, Stage, batches
 
 logger = logging.getLogger("raykv.worker")
 
-# A store that takes longer is given up; no request waits for it.
-STORE_DEADLINE_S = 30.0
-
-# For the NodeActor to confirm that it gave up a copy; then it is ended, since a late copy could
-# write into another request's blocks.
-CANCEL_GRACE_S = 2.0
-
-# For connecting and attaching: mapping a KV cache takes milliseconds, prefaulting may delay it.
-LINK_CONNECT_S = 5.0
-
-# Between attempts to reach the NodeActor, first and longest: Ray needs a second to start another
-# one; an attempt costs microseconds.
-LINK_PAUSES_S = (0.05, 2.0)
-
-# The line's thread wakes up at least this often.
-LINK_LOOK_S = 1.0
-
-# How often an engine that waits for jobs checks that the line's thread still lives.
-LINK_WAIT_LOOK_S = 0.5
-
 # For the exit of a NodeActor that was killed, which takes milliseconds on a quiet machine; then it
 # is enough that none of its threads runs any more, where only these could write.
 LINK_EXIT_S = 2.0
-
-# Between two checks of that.
-LINK_EXIT_LOOK_S = 0.5
-
-# For every core to have been in the kernel once, which takes some ticks of its clock.
-LINK_HALT_S = 1.0
 
 # For the exit of a killed NodeActor that a GPU may still copy for: a driver takes seconds to unlock
 # hundreds of GiB. After that the engine ends, since its memory is not its own any more.
@@ -90,9 +65,9 @@ class LinkSettings:
     """Deadlines in seconds. `step_deadline_s` is that of loads, and of a wait for stores."""
 
     step_deadline_s: float = Settings.step_deadline_s
-    store_deadline_s: float = STORE_DEADLINE_S
-    cancel_grace_s: float = CANCEL_GRACE_S
-    connect_deadline_s: float = LINK_CONNECT_S
+    store_deadline_s: float = deadlines.STORE_DEADLINE_S
+    cancel_grace_s: float = deadlines.GRACE_S
+    connect_deadline_s: float = deadlines.ANSWER_S
 
 
 @dataclass(frozen=True)
@@ -143,7 +118,7 @@ class WorkerLink:
         self._results: deque[copies.CopyResult] = deque()
         self._stopping = False
         self._node_life = 0
-        self._breakers = breaker.Breakers(breaker.Pauses(*LINK_PAUSES_S))
+        self._breakers = breaker.Breakers(breaker.Pauses(*deadlines.RETRY_PAUSES_S))
         # Why the NodeActor can't open the KV cache, as it said last; else empty.
         self.unsuited = ""
         # Only the link's own thread touches the rest.
@@ -220,7 +195,7 @@ class WorkerLink:
                     pending.deadline = min(pending.deadline, latest)
             self._nudge()
             while any(job_id in self._pending for job_id in job_ids) and not self._stopping:
-                self._lock.wait(LINK_WAIT_LOOK_S)
+                self._lock.wait(deadlines.IDLE_LOOK_S)
                 self._revive()
 
     def finish(self, job_ids: Collection[int]) -> None:
@@ -235,7 +210,7 @@ class WorkerLink:
         """
         with self._lock:
             while self._lacks(job_ids, count) and not self._stopping:
-                self._lock.wait(LINK_WAIT_LOOK_S)
+                self._lock.wait(deadlines.IDLE_LOOK_S)
                 self._revive()
             return not self._lacks(job_ids, count)
 
@@ -306,10 +281,10 @@ class WorkerLink:
         now = time.monotonic()
         with self._lock:
             times = [pending.deadline for pending in self._pending.values()]
-        return max(0.0, min(times, default=now + LINK_LOOK_S) - now)
+        return max(0.0, min(times, default=now + deadlines.WAKE_S) - now)
 
     def _time_to_next_event(self) -> float:
-        times = [LINK_LOOK_S, self._time_to_deadline()]
+        times = [deadlines.WAKE_S, self._time_to_deadline()]
         if self._sock is None and self._target is not None:
             with self._lock:
                 times.append(self._breakers.wait_s(measures.OWN_NODE, time.monotonic()))
@@ -391,7 +366,7 @@ class WorkerLink:
                 os.eventfd_read(self._wake)
             if sock.fileno() not in readable:
                 continue
-            data = sock.recv(1 << 16)
+            data = sock.recv(1 << 16)  # bounded: it is readable
             if not data:
                 raise AttachError("the NodeActor closed the connection while we attached")
             for raw in reader.feed(data):
@@ -433,6 +408,7 @@ class WorkerLink:
             if fds:
                 wire.send_with_fds(self._sock, batch, fds)
             else:
+                # bounded: SO_SNDTIMEO, set when the line is up
                 self._sock.sendall(wire.frame(batch))
         except OSError as error:
             self._disconnect(f"it does not take jobs: {error}")
@@ -540,12 +516,12 @@ class WorkerLink:
         is_killed = deaths.kill(self._pidfd)
         halted = False
         while not self._stopping:
-            readable = wire.wait_readable([self._pidfd, self._wake], LINK_EXIT_LOOK_S)
+            readable = wire.wait_readable([self._pidfd, self._wake], deadlines.IDLE_LOOK_S)
             if self._wake in readable:
                 os.eventfd_read(self._wake)
             since_s = time.monotonic() - killed_at
             if since_s >= LINK_EXIT_S and is_killed and not halted:
-                halted = deaths.has_halted(LINK_HALT_S)
+                halted = deaths.has_halted(deadlines.PROMPT_S)
             seen = Killed(since_s, self._pidfd in readable, halted, by_device)
             match aftermath(seen, LINK_EXIT_S, LINK_LAST_S):
                 case Aftermath.SAFE:

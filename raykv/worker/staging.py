@@ -22,18 +22,13 @@ from typing import Any
 import msgspec
 import torch
 
-from raykv.base import errors, guard
+from raykv.base import deadlines, errors, guard
 from raykv.base.ids import Direction, Key, Refusal, group_of
 from raykv.memory import handles, region
 from raykv.protocol import copies, listing, worker
 from raykv.protocol.columns import Numbers
 from raykv.worker.job import JobRequest
 from raykv.worker.link import ALL_LAYERS, LinkSettings, WorkerLink
-
-# While a load that the engine waits for has no room in the staging memory; its own deadline ends
-# it.
-STAGED_LOOK_S = 0.002
-
 
 FIRST_PART = 1 << 62
 """Parts of loads have numbers from here on; a store is one part, with its own number, under which
@@ -256,7 +251,7 @@ class StagedLink(WorkerLink):
             if not super().wait_layers(parts, ALL_LAYERS):
                 return False
             if not parts:
-                time.sleep(STAGED_LOOK_S)
+                time.sleep(deadlines.INSTANT_S)
             self._pump()
         return True
 

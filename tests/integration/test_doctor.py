@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import raykv
 import raykv.engine.runtime
 import raykv.node.actor
-from raykv.base.deadlines import NODE_ROOM_LOOK_S
+from raykv.base.deadlines import SELDOM_S
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import SLOT_ALIGNMENT
 from raykv.base.settings import Settings
@@ -171,7 +171,7 @@ def test_pool_that_no_limit_allows_is_refused_and_found(
     assert list(refused) == [second.node_id]
     assert "gives no pool" in CliRunner().invoke(app, ["status"]).output
     # It lives on: no storm of restarts.
-    time.sleep(NODE_ROOM_LOOK_S + 1.0)
+    time.sleep(SELDOM_S + 1.0)
     assert ask.describe(actor, 10.0).pid == pid
     ask.end_node_actor(second.node_id)
 

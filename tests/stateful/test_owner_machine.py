@@ -6,7 +6,6 @@ reader of the changes knows in the end what the pool has, and nothing is left of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import settings
@@ -22,10 +21,11 @@ from raykv.protocol.columns import Keys, NamedKeys, Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, FoundKeys, Hints, Tell
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
+from tests.fixtures.node.listing_reader import ListingReader
 from tests.fixtures.node.owned_pool import admit, land, num_open_jobs
 
 PAGE = 4096
@@ -46,22 +46,6 @@ ranks = st.sampled_from([0, 0, 1, 1, 2])
 stamps = st.builds(Stamp, st.sampled_from([0, 5, 6]), st.integers(0, 6))
 
 
-@dataclass
-class ChangesReader:
-    """What an engine believes of a namespace, whatever of its answers is lost."""
-
-    position: Position = field(default_factory=Position)
-    believed: dict[Key, Where] = field(default_factory=dict)
-
-    def take(self, part: ListingPart) -> None:
-        if not part.follows(self.position):
-            return
-        if part.begins:
-            self.believed.clear()
-        self.believed.update({row.key: row.where for row in part.rows})
-        self.position = part.end
-
-
 class OwnerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +56,7 @@ class OwnerMachine(RuleBasedStateMachine):
         self.reading: list[ChunkRecord] = []
         self.reports: list[Report] = []
         self.is_out = False
-        self.reader = ChangesReader()
+        self.reader = ListingReader()
         self.lines: list[tuple[int, int]] = []
         for life, num_ranks in LIVES.items():
             self.hello(life, NAMESPACES[0], num_ranks)
@@ -298,7 +282,7 @@ class OwnerMachine(RuleBasedStateMachine):
             self.read(5, is_lost=False)
             if self.reader.position == Position(7, index.listing.number, ALL_READ):
                 break
-        believed = {key for key, where in self.reader.believed.items() if where}
+        believed = {key for (_, key), where in self.reader.believed.items() if where}
         assert believed == {key for key in KEYS if index.find(NAMESPACES[0], key)}
 
 

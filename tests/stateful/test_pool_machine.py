@@ -7,7 +7,7 @@ in small steps, and knows in the end what the index has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
@@ -32,7 +32,8 @@ from raykv.node.pool.index import FRESH_S, OPEN_S, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.listing import ALL_READ, ListingPart, Position, Reason, Where
+from raykv.protocol.listing import ALL_READ, ListingPart, Reason, Where
+from tests.fixtures.node.listing_reader import ListingReader
 from tests.fixtures.node.owned_pool import end_store, num_open_jobs
 
 PAGE = 4096
@@ -85,21 +86,10 @@ class Reader:
 
 
 @dataclass
-class Follower:
-    """What a reader of the listing believes of some namespaces: where names are."""
+class Follower(ListingReader):
+    """It reads of some namespaces."""
 
-    position: Position = field(default_factory=Position)
-    believed: dict[Any, Where] = field(default_factory=dict)
     last: ListingPart | None = None
-
-    def take(self, part: ListingPart) -> None:
-        if not part.follows(self.position):
-            return
-        if part.begins:
-            self.believed.clear()
-        for row in part.rows:
-            self.believed[row.namespace, row.key] = row.where
-        self.position = part.end
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NoReturn
 
+from raykv.base import deadlines
 from raykv.base.ids import Direction
 from raykv.copy.cuda import batches, pages
 from raykv.copy.cuda.driver import CopyDriver, MoverError, SourceOrder
@@ -45,10 +46,6 @@ from raykv.copy.plan import CopyRuns
 from raykv.memory.cuda.driver import CUDAError
 
 logger = logging.getLogger("raykv.copy")
-
-# How long a copy waits for the GPU to finish what it was given before: a long step may take
-# seconds. As long as a store may take; a load is taken back earlier by its own deadline.
-CUDA_COMPUTE_S = 30.0
 
 # A batch of at most 32 MiB takes milliseconds: a device that has not carried it out by then hangs.
 # The batch cannot be taken back, so the process ends.
@@ -61,9 +58,6 @@ CUDA_SPIN_S = 0.0002
 # Between two polls of a device after that; in threads that `raykv.base.threads.sleep_precisely` was
 # called in, else Linux adds 50 µs to every sleep, also to one of no time.
 CUDA_POLL_S = 0.0001
-
-# How often a copy that waits for another one of its direction checks whether it was cancelled.
-CUDA_LANE_LOOK_S = 0.01
 
 OnLost = Callable[[CUDAError], NoReturn]
 
@@ -92,7 +86,7 @@ class Limits:
     staging_bytes: int = 32 << 20
     gather_runs: int = 8192
     in_flight: int = 4
-    compute_s: float = CUDA_COMPUTE_S
+    compute_s: float = deadlines.STORE_DEADLINE_S
     hang_s: float = CUDA_HANG_S
 
 
@@ -152,7 +146,7 @@ class Lane:
         Raises:
             CUDAError: the device refused; nothing is on its way.
         """
-        while not self._lock.acquire(timeout=CUDA_LANE_LOOK_S):
+        while not self._lock.acquire(timeout=deadlines.BRIEF_S):
             if stop():
                 yield False
                 return
@@ -213,7 +207,7 @@ class Lane:
         """Whether the device has done what was asked for; False: stopped meanwhile.
 
         Raises:
-            CUDAError: it has not for `CUDA_COMPUTE_S`.
+            CUDAError: it has not for `deadlines.STORE_DEADLINE_S`.
         """
         if event is None:
             return not stop()

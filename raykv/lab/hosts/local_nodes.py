@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import ray
 
-from raykv.base.deadlines import LOOK_S
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError
 from raykv.cluster.join import (
     AUTH_MODE,
@@ -73,7 +73,7 @@ def add_local_node(
             if new and starter.poll() == 0:
                 withdraw(address, others)
                 return LocalNode(new.pop(), starter.pid)
-            time.sleep(LOOK_S)
+            time.sleep(deadlines.LOOK_S)
         stop_group(starter.pid)
         output.seek(0)
         raise ClusterError(f"no further Ray node started: {output.read().strip()[-2000:]}")

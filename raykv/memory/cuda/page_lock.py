@@ -15,16 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 
+from raykv.base import deadlines
 from raykv.base.geometry import PoolGeometry
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver
 from raykv.memory.pool import Pool
 
 logger = logging.getLogger("raykv.node")
-
-# How often a piece of the pool that is to be page-locked is checked until it is prefaulted. A piece
-# of 1 GiB takes about half a second.
-NODE_LOCK_LOOK_S = 0.2
 
 MOST_PIECE_BYTES = 64 << 30
 """NVIDIA's drivers from 580 on refuse 512 GiB and more at once; far below it is safe."""
@@ -77,7 +74,7 @@ class PoolLocker:
     def _run(self) -> None:
         for piece in self._pieces:
             while self._pool.prefaulted_bytes < piece.end:
-                if self._stopped.wait(NODE_LOCK_LOOK_S):
+                if self._stopped.wait(deadlines.LOOK_S):
                     return
             if self._stopped.is_set():
                 return

@@ -30,16 +30,11 @@ from pathlib import Path
 
 import msgspec
 
-from raykv.base import errors, ownership
+from raykv.base import deadlines, errors, ownership
 from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
 from raykv.protocol import columns, findings
 
 logger = logging.getLogger("raykv.disk")
-
-# Before a folder of the disk tier that is held is tried once more: a process that only looks holds
-# it for less.
-DISK_CLAIM_LOOK_S = 0.01
-
 
 DAMAGED_SUFFIX = ".damaged"
 
@@ -238,7 +233,7 @@ def _claim(root: Path) -> tuple[Path, int]:
             is_ours = _try_lock(fd)
             if not is_ours:
                 # Perhaps another process only looks; its chunks are worth the wait.
-                time.sleep(DISK_CLAIM_LOOK_S)
+                time.sleep(deadlines.BRIEF_S)
                 is_ours = _try_lock(fd)
         except OSError:
             os.close(fd)

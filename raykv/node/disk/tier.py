@@ -47,9 +47,6 @@ DISK_BATCH_S = 0.5
 # How long a file waits for copies to end before it is written anyway.
 DISK_GIVE_WAY_S = 1.0
 
-# Between two checks of that.
-DISK_GIVE_WAY_LOOK_S = 0.02
-
 # After a failed write, or while there is no room, before the next attempt.
 DISK_RETRY_S = 15.0
 
@@ -132,7 +129,7 @@ class DiskTier:
             self._look_over()
         while not self._has_noted(floors) and time.monotonic() < give_up_at:
             self._poke()
-            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
+            self._stopped.wait(deadlines.BRIEF_S)
         return self._has_noted(floors)
 
     def _has_noted(self, floors: Mapping[int, Mapping[str, int]]) -> bool:
@@ -162,7 +159,7 @@ class DiskTier:
             if self.reads.problem not in ("", reads.OPENING):
                 break
             self._poke()
-            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
+            self._stopped.wait(deadlines.BRIEF_S)
         with self._lock:
             self._keep_at = None
             return len(self._shelf.unwritten(0, 1 << 62)[0])
@@ -355,7 +352,7 @@ class DiskTier:
         num_bytes = batch.num_bytes + HEADER_BYTES * (1 + len(batch.chunks))
         give_way_until = time.monotonic() + DISK_GIVE_WAY_S
         while self._is_busy() and time.monotonic() < give_way_until:
-            self._stopped.wait(DISK_GIVE_WAY_LOOK_S)
+            self._stopped.wait(deadlines.BRIEF_S)
         try:
             if not self._make_room(folder, num_bytes, tenant):
                 with self._lock:

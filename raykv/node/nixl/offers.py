@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 
+from raykv.base import deadlines
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
 from raykv.protocol.columns import Numbers
@@ -22,9 +23,6 @@ from raykv.protocol.copies import Offer, Read
 # For another node to take an offer's bytes, which no store may overwrite meanwhile; it may have
 # died.
 OFFER_S = 10.0
-
-# Between two looks for offers that are too old.
-OFFER_LOOK_S = 1.0
 
 
 class Offers:
@@ -76,7 +74,7 @@ class Offers:
     def expire_for_ever(self) -> None:
         """A thread's body: nobody waits long for a node that has died."""
         while True:
-            time.sleep(OFFER_LOOK_S)
+            time.sleep(deadlines.WAKE_S)
             self.expire()
 
     def __len__(self) -> int:

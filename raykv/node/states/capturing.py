@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raykv.base.deadlines import NODE_STOP_S, WAKE_S
+from raykv.base import deadlines
 from raykv.base.errors import HiddenStatesError, ThreadError, first_line
 from raykv.base.ids import Direction, Refusal, group_of
 from raykv.base.threads import OnFailure, SupervisedThread
@@ -45,13 +45,6 @@ logger = logging.getLogger("raykv.node")
 # For room in memory, while others are written to a disk: a request's blocks stay taken as long,
 # which keeps the engine from computing faster than can be written. The engine gives up earlier.
 STATES_ROOM_S = 60.0
-
-# Threads that wait for states wake up at least this often.
-STATES_LOOK_S = 0.5
-
-# Between two looks for states that have been kept long enough.
-STATES_EXPIRY_LOOK_S = 5.0
-
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,9 +141,9 @@ class Capturing:
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
-        self.lanes.join(NODE_STOP_S)
+        self.lanes.join(deadlines.STOP_S)
         for thread in self._threads:
-            thread.join(NODE_STOP_S)
+            thread.join(deadlines.STOP_S)
 
     # Readers
 
@@ -187,7 +180,7 @@ class Capturing:
                 left = give_up_at - time.monotonic()
                 if left <= 0 or self._stopping:
                     raise HiddenStatesError(_missing(name, is_known=bool(found)))
-                self._lock.wait(min(left, STATES_LOOK_S))
+                self._lock.wait(min(left, deadlines.IDLE_LOOK_S))
 
     def _of(self, request_id: str) -> file.HiddenStates | None:
         entry = self._index[request_id]
@@ -278,7 +271,7 @@ class Capturing:
                         f"hidden_states_bytes={most} has been full of states that are still being "
                         "written, for as long as a store may take",
                     )
-                self._lock.wait(STATES_LOOK_S)
+                self._lock.wait(deadlines.IDLE_LOOK_S)
 
     def _copy(self, queued: attached.QueuedJob, runs: CopyRuns) -> None:
         backend = queued.worker.backend(self._keeper.pool.address, self._rows)
@@ -319,7 +312,7 @@ class Capturing:
             while not self._stopping:
                 if self._unwritten:
                     return self._unwritten.popleft()
-                self._lock.wait(WAKE_S)
+                self._lock.wait(deadlines.WAKE_S)
         return None
 
     def _written(self, capture: copies.Capture, problem: str) -> None:
@@ -346,7 +339,7 @@ class Capturing:
                 self._lock.notify_all()
             for folder, ttl_s in folders.items():
                 delete_expired(folder, ttl_s, time.time())
-            give_up_at = time.monotonic() + STATES_EXPIRY_LOOK_S
+            give_up_at = time.monotonic() + deadlines.SELDOM_S
             with self._lock:
                 while (left := give_up_at - time.monotonic()) > 0 and not self._stopping:
                     self._lock.wait(left)

@@ -371,6 +371,7 @@ def _await_writer(path: str, timeout_s: float) -> str:
 
     def wait() -> None:
         with lock:
+            # bounded: a thread for it, which is waited for with a deadline
             fcntl.flock(lock, fcntl.LOCK_SH)
             texts.append(os.pread(lock.fileno(), _MOST_TEXT, 0))
 

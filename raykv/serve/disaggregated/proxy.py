@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
+from raykv.base import deadlines
 from raykv.serve.disaggregated.requests import Course, Handover, Split, probe, split
 from raykv.serve.http.exchange import Head, HttpRequest, Pieces, whole
 from raykv.serve.http.ingress import REPLICA_GONE, Backend, collected
@@ -28,10 +29,6 @@ logger = logging.getLogger("ray.serve")
 # For prefill engines that have failed to answer a prompt of one token: busy ones may have a few
 # long prompts before it. Meanwhile the decode engines compute all prompts.
 PREFILL_PROBE_S = 5.0
-
-# Between two such tries: Ray Serve takes 10 s or more to start another engine.
-PREFILL_PROBE_PAUSE_S = 1.0
-
 
 COURSE_HEADER = b"x-raykv-prefill"
 """In answers: a `Course`."""
@@ -117,7 +114,7 @@ class DisaggregatedBackend:
 
     async def _await_return(self) -> None:
         while not await self._answers():
-            await asyncio.sleep(PREFILL_PROBE_PAUSE_S)
+            await asyncio.sleep(deadlines.AGAIN_S)
         logger.warning("prefill engines of %s answer again", self._model)
         self._return = None
 

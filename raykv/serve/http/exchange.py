@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raykv.base import deadlines
+
 if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("ray.serve")
-
-# For vLLM's application to give a request up whose client has left: it tells the engine, no more.
-ASGI_END_S = 5.0
 
 # How long a client is asked to wait if no replica could take its request.
 REPLICA_RETRY_AFTER_S = 5
@@ -190,7 +189,7 @@ async def drive(app: ASGIApp, request: HttpRequest) -> Pieces:
     finally:
         exchange.end()
         task.cancel()
-        await asyncio.wait({task}, timeout=ASGI_END_S)
+        await asyncio.wait({task}, timeout=deadlines.LEAVE_S)
 
 
 class _Exchange:
@@ -225,7 +224,7 @@ class _Exchange:
         if not self._is_read:
             self._is_read = True
             return {"type": "http.request", "body": self._request.body, "more_body": False}
-        await self._is_over.wait()
+        await self._is_over.wait()  # bounded: until the client leaves; `drive` cancels it
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:

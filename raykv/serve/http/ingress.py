@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raykv.base.deadlines import REPLICA_WAIT_S
+from raykv.base import deadlines
 from raykv.serve.arguments import IngressArguments, parse
 from raykv.serve.http import exchange
 from raykv.serve.http.metrics import CONTENT_TYPE, ReplicaMetrics, SharedMetrics
@@ -31,13 +31,6 @@ logger = logging.getLogger("ray.serve")
 
 # For a client to send its request, at most 64 MiB: 10 Mbit/s.
 BODY_S = 60.0
-
-# Before a request whose replica has died is given to another one: the router learns of it first.
-REPLICA_RETRY_PAUSE_S = 0.05
-
-# For all replicas to write down their metrics. Prometheus gives up after 10 s.
-REPLICA_METRICS_S = 5.0
-
 
 REPLICA_GONE = RayActorError
 """What a call raises whose replica has died or cannot be reached."""
@@ -75,7 +68,7 @@ class ReplicaBackend:
     """
 
     handle: Any
-    wait_s: float = REPLICA_WAIT_S
+    wait_s: float = deadlines.REPLICA_WAIT_S
 
     async def answer(self, request: exchange.HttpRequest) -> exchange.Pieces:
         pieces = self.handle.handle_http.remote(request)
@@ -92,7 +85,7 @@ class ReplicaBackend:
 
     async def metrics(self) -> Sequence[ReplicaMetrics]:
         asked = self.handle.options(stream=False).broadcast("metrics")
-        results = await asked.results_async(timeout_s=REPLICA_METRICS_S, return_exceptions=True)
+        results = await asked.results_async(timeout_s=deadlines.ANSWER_S, return_exceptions=True)
         return [result for result in results if isinstance(result, ReplicaMetrics)]
 
     async def _taken(self, pieces: Any) -> None:
@@ -281,7 +274,7 @@ class Ingress:
                 assert isinstance(head, exchange.Head), "a body without a head"
             except REPLICA_GONE as error:
                 logger.warning("a replica has gone, attempt %d: %s", attempt, type(error).__name__)
-                await asyncio.sleep(REPLICA_RETRY_PAUSE_S)
+                await asyncio.sleep(deadlines.LOOK_S)
             except (NoReplicaError, *TOO_MANY) as error:
                 raise HTTPException(503, str(error)) from error
             except Exception as error:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raykv.base import deadlines
 from raykv.base.errors import ClusterError, first_line
 from raykv.cluster import ask, breaker
 from raykv.prompts import lookup, prompt_keys
@@ -31,9 +32,6 @@ ROUTE_ANSWER_S = 0.05
 # A directory that did not answer is not asked for so long, first and longest: each question in vain
 # costs a request its deadline.
 ROUTE_PAUSES_S = (0.5, 30.0)
-
-# For what the namespaces are; nobody waits for it.
-ROUTE_LEARN_S = 5.0
 
 # Between two looks at what the namespaces are: until the replicas' is known, and after that, since
 # an update of the application may give them another one.
@@ -99,7 +97,7 @@ class AskedDirectory:
 
     async def _learn(self, nodes: set[str]) -> None:
         try:
-            page = await asyncio.wait_for(self._spaces(), ROUTE_LEARN_S)
+            page = await asyncio.wait_for(self._spaces(), deadlines.ANSWER_S)
             self._take(_space_of(page, nodes, self._model, self._namespace))
             pause_s = ROUTE_LEARN_PAUSES_S[1]
         except Exception as error:  # noqa: BLE001 - the request may not fail

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import raykv.base.threads
 from raykv.base.settings import Settings
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
@@ -44,7 +43,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.0)
     return refused
 
 

@@ -81,7 +81,7 @@ def place() -> Iterator[PlayedPlace]:
 
 @pytest.fixture
 def engine(place: PlayedPlace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr("raykv.base.deadlines.FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
     made = Engine(place)
     yield made
     made.session.stop(LONG_S)
@@ -160,7 +160,7 @@ def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work
 def test_orders_without_an_answer_end_at_deadline_and_grace(
     place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.base.deadlines.FETCH_GRACE_S", GRACE_S)
+    monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
     engine = Engine(place, DEADLINE_S)
     try:
         engine.begin()

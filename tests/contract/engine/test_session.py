@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from raykv.base.deadlines import PROMPT_S
 from raykv.base.errors import ClusterError
 from raykv.base.settings import Settings
 from raykv.cluster import names
@@ -22,7 +23,7 @@ from raykv.cluster.join import leave_ray
 from raykv.engine.lines import OWN_PLACE
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
-from raykv.engine.session import ENTER_S, Session
+from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import Space
 from raykv.protocol.node import NodeDescription
@@ -219,7 +220,7 @@ def test_node_that_does_not_answer_is_left_alone_for_a_while(
             session.attach(0.2)
         session.start()
         session.enter(Space("next"))
-        assert time.monotonic() - started < ENTER_S
+        assert time.monotonic() - started < PROMPT_S
         assert view.namespace == "next"
         assert failures_of(session._line.breakers, OWN_PLACE) == 1
     finally:

@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 
 from raykv.base.errors import HiddenStatesError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, NodeId, Refusal
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService
+from raykv.base.ids import Direction, Refusal
 from raykv.node.states.capturing import delete_expired
 from raykv.node.states.file import HiddenStates, load_hidden_states, promise, write_states
 from raykv.protocol import wire
@@ -27,6 +24,7 @@ from raykv.worker.job import JobRequest
 from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.links import NUM_BLOCKS, PATIENT, Node, Worker, changed, failures
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.node.states_reader import DisappointedReader
 from tests.fixtures.waiting import wait_until
 
@@ -35,35 +33,25 @@ BLOCK, STATES, HIDDEN = 4, 3, 8
 PAGE = BLOCK * STATES * HIDDEN * 2
 MOST, TTL_S = 1 << 20, 60.0
 
-_names = itertools.count()
 _job_ids = itertools.count(1 << 48)
 
 
-class Here:
-    """A NodeService in this process."""
-
-    def __init__(self) -> None:
-        self.name = f"raykv-capture/{os.getpid()}/{next(_names)}"
-        self.slot_bytes = SLOT_BYTES
-        geometry = PoolGeometry(8 * SLOT_BYTES, 8 * SLOT_BYTES)
-        keeper = PoolKeeper(NodeId("here"), 1, geometry)
-        self.service = NodeService(self.name, keeper)
-        self.service.start()
-
+class Here(LocalNode):
     def states(self, name: str, deadline_s: float = 10.0) -> HiddenStates:
         return self.service.capturing.states(name, deadline_s)
 
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    node = Here()
+    node = Here(8)
+    node.start()
     yield node
     node.service.stop()
 
 
 @pytest.fixture
 def worker(here: Here) -> Iterator[Worker]:
-    attached = Worker(here, [PAGE], 1)  # type: ignore[arg-type]
+    attached = Worker(here, [PAGE], 1)
     yield attached
     attached.end()
 
@@ -97,6 +85,19 @@ def request(
     return changed(JobRequest(job, lock_fd), capture=capture)  # type: ignore[arg-type]
 
 
+def capture(
+    worker: Worker, name: str, blocks: list[int], num_tokens: int, path: str = "", **changes: object
+) -> list[Refusal]:
+    """Capture, to a file if it has a path; why that was refused."""
+    if path:
+        changes |= {"path": path, "lock_fd": promise(path)}
+    job = request(worker, name, blocks, num_tokens, **changes)
+    refused = failures(worker.run(job))
+    if path:
+        os.close(job.lock_fd)
+    return refused
+
+
 def numbers(worker: Worker, blocks: list[int]) -> np.ndarray:
     """What the blocks hold, token by token, [tokens, states, hidden]."""
     pages = b"".join(worker.block(number)[0] for number in blocks)
@@ -112,12 +113,8 @@ def test_states_are_those_of_the_blocks_in_memory_and_in_the_file(
 ) -> None:
     blocks, num_tokens = [5, 2, 9], 2 * BLOCK + 3
     path = str(tmp_path / "a.safetensors")
-    lock_fd = promise(path)
-    job = request(worker, "cmpl-1-0-0123abcd", blocks, num_tokens, path=path, lock_fd=lock_fd)
-    result = worker.run(job)
-    assert failures(result) == []
-    assert result.num_bytes == len(blocks) * PAGE
-    os.close(lock_fd)
+    assert capture(worker, "cmpl-1-0-0123abcd", blocks, num_tokens, path) == []
+    assert here.service.stats().states.bytes_captured == len(blocks) * PAGE
     expected = numbers(worker, blocks)[:num_tokens]
     states = here.states("cmpl-1-0")
     assert states.shape == (num_tokens, STATES, HIDDEN)
@@ -130,7 +127,7 @@ def test_states_are_those_of_the_blocks_in_memory_and_in_the_file(
 
 def test_states_that_lie_state_by_state_come_token_by_token(here: Here, worker: Worker) -> None:
     strides = [HIDDEN, BLOCK * HIDDEN, 1]
-    assert failures(worker.run(request(worker, "a", [3, 4], 2 * BLOCK, strides=strides))) == []
+    assert capture(worker, "a", [3, 4], 2 * BLOCK, strides=strides) == []
     pages = np.frombuffer(b"".join(worker.block(n)[0] for n in (3, 4)), np.uint16)
     expected = pages.reshape(2, STATES, BLOCK, HIDDEN).swapaxes(1, 2).reshape(-1, STATES, HIDDEN)
     assert np.array_equal(bits(here.states("a")), expected)
@@ -138,7 +135,7 @@ def test_states_that_lie_state_by_state_come_token_by_token(here: Here, worker: 
 
 def test_blocks_may_change_as_soon_as_the_capture_is_answered(here: Here, worker: Worker) -> None:
     expected = numbers(worker, [7]).copy()
-    assert failures(worker.run(request(worker, "a", [7], BLOCK))) == []
+    assert capture(worker, "a", [7], BLOCK) == []
     start = worker.offsets[0] + 7 * worker.strides[0]
     ctypes.memset(worker.kv.address + start, 0, PAGE)
     assert np.array_equal(bits(here.states("a")), expected)
@@ -162,29 +159,25 @@ def test_capture_that_cannot_be_meant_is_refused_and_the_reader_told(
     num_tokens: int,
 ) -> None:
     path = str(tmp_path / "a.safetensors")
-    lock_fd = promise(path)
-    job = request(worker, "a", blocks, num_tokens, path=path, lock_fd=lock_fd, **changes)
-    assert failures(worker.run(job)) == [Refusal.BAD_HANDLE]
-    os.close(lock_fd)
+    assert capture(worker, "a", blocks, num_tokens, path, **changes) == [Refusal.BAD_HANDLE]
     with pytest.raises(HiddenStatesError, match="invalid"):
         here.states("a")
     with pytest.raises(HiddenStatesError, match="invalid"):
         load_hidden_states(path, 10.0)
-    assert failures(worker.run(request(worker, "b", [0], BLOCK))) == []
+    assert capture(worker, "b", [0], BLOCK) == []
 
 
 def test_second_capture_of_a_name_is_refused_and_the_first_one_stays(
     here: Here, worker: Worker
 ) -> None:
-    assert failures(worker.run(request(worker, "a", [1], BLOCK))) == []
-    assert failures(worker.run(request(worker, "a", [2], BLOCK))) == [Refusal.BAD_HANDLE]
+    assert capture(worker, "a", [1], BLOCK) == []
+    assert capture(worker, "a", [2], BLOCK) == [Refusal.BAD_HANDLE]
     assert np.array_equal(bits(here.states("a")), numbers(worker, [1]))
 
 
 def test_oldest_states_make_room(here: Here, worker: Worker) -> None:
     for name in "abc":
-        job = request(worker, name, [1], BLOCK, most_bytes=2 * PAGE)
-        assert failures(worker.run(job)) == []
+        assert capture(worker, name, [1], BLOCK, most_bytes=2 * PAGE) == []
         here.states(name)
     with pytest.raises(HiddenStatesError, match="made room"):
         here.states("a", 0.0)
@@ -210,19 +203,15 @@ def test_captures_wait_while_what_is_written_fills_the_memory(
     here: Here, worker: Worker, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     path = str(tmp_path / "a.safetensors")
-    lock_fd = promise(path)
-    slow = request(worker, "a", [1], BLOCK, most_bytes=PAGE, path=path, lock_fd=lock_fd)
-    assert failures(worker.run(slow)) == []
-    os.close(lock_fd)
+    assert capture(worker, "a", [1], BLOCK, path, most_bytes=PAGE) == []
     assert np.array_equal(bits(here.states("a")), numbers(worker, [1]))
     # The link gives up after 0.3 s.
-    late = request(worker, "b", [1], BLOCK, most_bytes=PAGE)
-    assert failures(worker.run(late)) == [Refusal.CANCELLED]
+    assert capture(worker, "b", [1], BLOCK, most_bytes=PAGE) == [Refusal.CANCELLED]
     with pytest.raises(HiddenStatesError, match="hidden_states_bytes"):
         here.states("b")
     slow_disk.set()
     load_hidden_states(path, 10.0)
-    assert failures(worker.run(request(worker, "c", [1], BLOCK, most_bytes=PAGE))) == []
+    assert capture(worker, "c", [1], BLOCK, most_bytes=PAGE) == []
     assert not here.service.capturing.has("a")
 
 
@@ -259,7 +248,7 @@ def test_reader_hears_of_the_death_of_the_node(tmp_path: Path) -> None:
 def test_end_of_the_engine_ends_its_captures(
     here: Here, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
-    worker = Worker(here, [PAGE], 1)  # type: ignore[arg-type]
+    worker = Worker(here, [PAGE], 1)
     paths = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
     locks = [promise(path) for path in paths]
     jobs = [
@@ -283,10 +272,7 @@ def test_states_expire_with_their_files_unless_somebody_has_taken_these(
 ) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
     for path in paths:
-        lock_fd = promise(str(path))
-        job = request(worker, path.name, [1], BLOCK, path=str(path), lock_fd=lock_fd, ttl_s=0.2)
-        assert failures(worker.run(job)) == []
-        os.close(lock_fd)
+        assert capture(worker, path.name, [1], BLOCK, str(path), ttl_s=0.2) == []
         load_hidden_states(str(path), 10.0)
     Path(f"{paths[1]}.lock").unlink()
     delete_expired(tmp_path, 60.0, time.time())
@@ -301,23 +287,13 @@ def test_capture_that_fits_into_no_message_is_refused_and_the_node_lives(
     here: Here, worker: Worker
 ) -> None:
     num_tokens = wire.MAX_FRAME_BYTES // 8
-    assert failures(worker.run(request(worker, "a", [1], num_tokens))) == [Refusal.BAD_HANDLE]
-    assert failures(worker.run(request(worker, "b", [1], BLOCK))) == []
+    assert capture(worker, "a", [1], num_tokens) == [Refusal.BAD_HANDLE]
+    assert capture(worker, "b", [1], BLOCK) == []
     assert here.states("b").shape == (BLOCK, STATES, HIDDEN)
 
 
-@pytest.fixture
-def patient(here: Here) -> Iterator[Worker]:
-    """Whose captures may wait for many others."""
-    attached = Worker(here, [PAGE], 1, settings=PATIENT)  # type: ignore[arg-type]
-    yield attached
-    attached.end()
-
-
-def test_many_captures_at_once_come_through_with_their_locks(
-    patient: Worker, tmp_path: Path
-) -> None:
-    worker = patient
+def test_many_captures_at_once_come_through_with_their_locks(here: Here, tmp_path: Path) -> None:
+    worker = Worker(here, [PAGE], 1, settings=PATIENT)
     jobs, locks = [], []
     for number in range(200):
         path = str(tmp_path / f"{number}.safetensors")
@@ -333,10 +309,11 @@ def test_many_captures_at_once_come_through_with_their_locks(
         return len(found) == len(jobs)
 
     wait_until(have_ended, 20.0, "all captures end")
-    assert {tuple(failures(result)) for result in found.values()} == {()}
+    assert {(tuple(failures(each)), each.num_bytes) for each in found.values()} == {((), PAGE)}
     for number, (job, lock_fd) in enumerate(zip(jobs, locks, strict=True)):
         os.close(lock_fd)
         assert job.job.capture is not None
         loaded = load_hidden_states(job.job.capture.path, 10.0)["hidden_states"]
         expected = numbers(worker, [number % NUM_BLOCKS])
         assert np.array_equal(loaded.numpy().view(np.uint16), expected)
+    worker.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PendingRead
-from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.node.pool.records import ChunkRecord
 from raykv.node.pool.shelf import RESERVED_PART
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.copies import Read
@@ -97,6 +98,12 @@ def end(tier: DiskTier) -> None:
         folder.close()
 
 
+def folder_of(tier: DiskTier) -> TierFolder:
+    folder = tier.reads.folder
+    assert folder is not None
+    return folder
+
+
 def begin_life(here: Node, tier: DiskTier, number: int = 1) -> None:
     """Another NodeActor with an empty pool, which has no orders if `number` is 0."""
     end(tier)
@@ -125,6 +132,14 @@ def files(tmp_path: Path) -> list[Path]:
 def fill(here: Node, count: int = NUM_SLOTS) -> list[ChunkRecord]:
     """The first one goes first."""
     return [here.store(key(number)) for number in range(count)]
+
+
+def written(here: Node, tier: DiskTier, number: int = 1, **fields: Any) -> ChunkRecord:
+    """A chunk that is on the disk alone."""
+    record = here.store(key(number), **fields)
+    assert tier.keep(10.0) == 0
+    here.evict(record)
+    return record
 
 
 def from_disk(chunk: ChunkRecord, node_id: str = "here") -> Wanted:
@@ -166,41 +181,35 @@ def test_what_goes_next_is_written_before_it_goes_and_comes_back_as_it_was(
     assert tier.reads.stats().chunks_written == 2 * RESERVE
 
 
-def test_chunks_of_a_session_that_is_over_are_written_too(here: Node, make: Made) -> None:
-    make()
-    records = fill(here)
-    with here.keeper.lock:
-        here.keeper.owner.index.stand(records[-1], Standing.RELEASED)
-    wait_until(lambda: records[-1].key in on_disk(here), 10.0, "it is written")
+@dataclass
+class SlowDisk:
+    """It writes once it may go on."""
 
+    begun: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
 
-def test_chunk_that_goes_next_since_others_were_found_is_written(here: Node, make: Made) -> None:
-    make()
-    records = fill(here)
-    wait_until(lambda: len(on_disk(here)) == RESERVE, 10.0, "chunks are written")
-    with here.keeper.lock:
-        here.keeper.owner.index.touch(records[:RESERVE], here.keeper.now())
-    wait_until(lambda: records[RESERVE].key in on_disk(here), 10.0, "the next one is written")
-
-
-def test_slow_disk_holds_up_no_store(
-    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-
-    def slow(*arguments: Any) -> int:
-        goes_on.wait(20.0)
+    def write(self, *arguments: Any) -> int:
+        self.begun.set()
+        self.goes_on.wait(20.0)
         return write_chunks(*arguments)
 
-    monkeypatch.setattr("raykv.node.disk.chunk_file.write_chunks", slow)
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    made = SlowDisk()
+    monkeypatch.setattr("raykv.node.disk.chunk_file.write_chunks", made.write)
+    return made
+
+
+def test_slow_disk_holds_up_no_store(here: Node, make: Made, slow_disk: SlowDisk) -> None:
     tier = make()
     records = fill(here)
-    wait_until(lambda: bool(tier._batches), 10.0, "chunks were copied")
+    assert slow_disk.begun.wait(10.0)
     wait_until(lambda: records[0].readers == 0, 10.0, "they have no reader")
     # Their slots are free for others while the disk is at it.
     here.evict(records[0])
     assert here.store(key(100)).slot == records[0].slot
-    goes_on.set()
+    slow_disk.goes_on.set()
     wait_until(lambda: records[0].key in on_disk(here), 10.0, "it is written")
     here.evict(here.records()[0])
     assert fetch(here, tier, records[0]) == [NONE]
@@ -208,43 +217,20 @@ def test_slow_disk_holds_up_no_store(
 
 
 def test_chunk_that_is_cleared_while_it_is_written_does_not_count(
-    here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
+    here: Node, make: Made, slow_disk: SlowDisk
 ) -> None:
-    goes_on, begun = threading.Event(), threading.Event()
-
-    def slow(*arguments: Any) -> int:
-        begun.set()
-        goes_on.wait(20.0)
-        return write_chunks(*arguments)
-
-    monkeypatch.setattr("raykv.node.disk.chunk_file.write_chunks", slow)
     tier = make()
     here.store(key(0))
     here.store(key(1), stamp=Stamp(HISTORY, 2))
     keeping = threading.Thread(target=lambda: tier.keep(20.0))
     keeping.start()
-    assert begun.wait(10.0)
+    assert slow_disk.begun.wait(10.0)
     with here.keeper.lock:
         document = OrdersDocument(Stamp(HISTORY, 2), floors={NAMESPACE: 2})
         here.keeper.owner.take_orders(document, here.keeper.now())
-    goes_on.set()
+    slow_disk.goes_on.set()
     keeping.join(10.0)
     assert on_disk(here) == {key(1)}
-
-
-def test_wider_chunk_takes_the_place_of_the_narrower_one(here: Node, make: Made) -> None:
-    tier = make()
-    narrow = here.store(key(0), blocks=Blocks(1, 1))
-    assert tier.keep(10.0) == 0
-    here.evict(narrow)
-    wide = here.store(key(0))
-    assert tier.keep(10.0) == 0
-    here.evict(wide)
-    assert fetch(here, tier, wide) == [NONE]
-    arrived = here.find(wide)
-    assert arrived is not None
-    assert arrived.blocks == wide.blocks
-    assert tier.reads.stats().num_chunks == 1
 
 
 def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
@@ -255,8 +241,7 @@ def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
     wide = here.store(key(1), stamp=Stamp(HISTORY, 1))
     later = here.store(key(2), stamp=Stamp(HISTORY, 2))
     tier.keep(10.0)
-    folder = tier.reads.folder
-    assert folder is not None
+    folder = folder_of(tier)
     path = folder.new_path()
     data = np.zeros(PAGE, np.uint8)
     chunks = [
@@ -314,9 +299,7 @@ def test_another_node_reads_from_the_disk_through_the_node(
     here: Node, network: Network, make: Made
 ) -> None:
     tier, other = make(), network.node("other")
-    record = here.store(key(1), stamp=Stamp(HISTORY, 4))
-    tier.keep(10.0)
-    here.evict(record)
+    record = written(here, tier, stamp=Stamp(HISTORY, 4))
 
     class Remote:
         def start_read(self, source: Source, request: Read) -> PendingRead:
@@ -334,9 +317,7 @@ def test_another_node_reads_from_the_disk_through_the_node(
 
 def test_chunk_of_another_size_is_refused(here: Node, make: Made) -> None:
     tier = make()
-    record = here.store(key(1))
-    tier.keep(10.0)
-    here.evict(record)
+    record = written(here, tier)
     record.slot_bytes = 2 * PAGE
     assert fetch(here, tier, record) == [Refusal.BAD_HANDLE]
     record.slot_bytes = PAGE
@@ -347,9 +328,7 @@ def test_damaged_file_is_a_refusal_and_is_forgotten(
     here: Node, make: Made, tmp_path: Path, harm: str
 ) -> None:
     tier = make()
-    record = here.store(key(1))
-    tier.keep(10.0)
-    here.evict(record)
+    record = written(here, tier)
     (path,) = files(tmp_path)
     raw = bytearray(path.read_bytes())
     if harm == "delete":
@@ -367,31 +346,23 @@ def test_damaged_file_is_a_refusal_and_is_forgotten(
 # Lives
 
 
-def test_restart_finds_the_chunks_again(here: Node, make: Made) -> None:
+def test_restart_finds_the_chunks_again_once_there_are_orders(
+    here: Node, make: Made, tmp_path: Path
+) -> None:
     tier = make()
-    record = here.store(key(1))
-    tier.keep(10.0)
-    begin_life(here, tier)
-    again = make()
-    assert on_disk(here) == {key(1)}
-    assert fetch(here, again, record) == [NONE]
-    assert_right(here, [record])
-
-
-def test_nothing_is_found_before_there_are_orders(here: Node, make: Made, tmp_path: Path) -> None:
-    tier = make()
-    here.store(key(1))
-    here.store(key(2), stamp=Stamp(HISTORY, 2))
-    tier.keep(10.0)
+    written(here, tier, 1)
+    record = written(here, tier, 2, stamp=Stamp(HISTORY, 2))
     begin_life(here, tier, 0)
     again = make(is_open=False)
     wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
     assert on_disk(here) == set()
-    assert len(files(tmp_path)) == 1
+    assert len(files(tmp_path)) == 2
     # What was cleared while nobody had the folder does not come back.
     here.order(2, floors={NAMESPACE: 2})
     wait_until(lambda: not again.reads.stats().problem, 10.0, "the folder is read")
     assert on_disk(here) == {key(2)}
+    assert fetch(here, again, record) == [NONE]
+    assert_right(here, [record])
 
 
 def test_cleared_chunks_never_come_back(here: Node, make: Made, tmp_path: Path) -> None:
@@ -402,9 +373,7 @@ def test_cleared_chunks_never_come_back(here: Node, make: Made, tmp_path: Path) 
     assert on_disk(here) == set()
     assert fetch(here, tier, record) == [Refusal.NOT_HERE]
     wait_until(lambda: not files(tmp_path), 10.0, "the file is deleted")
-    folder = tier.reads.folder
-    assert folder is not None
-    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+    assert folder_of(tier).read_floors()[HISTORY] == {NAMESPACE: 2}
 
 
 def test_floors_of_earlier_histories_are_kept(here: Node, make: Made) -> None:
@@ -421,9 +390,7 @@ def test_floors_of_earlier_histories_are_kept(here: Node, make: Made) -> None:
     # It is of an earlier history, of which something is known.
     assert on_disk(here) == {old.key}
     assert here.keeper.owner.index.floors.told[HISTORY] == {EVERY_NAMESPACE: 2}
-    folder = again.reads.folder
-    assert folder is not None
-    assert folder.read_floors() == here.keeper.owner.index.floors.told
+    assert folder_of(again).read_floors() == here.keeper.owner.index.floors.told
 
 
 def test_file_that_outlived_its_clearing_is_not_believed(
@@ -433,8 +400,7 @@ def test_file_that_outlived_its_clearing_is_not_believed(
     tier = make()
     here.store(key(1))
     tier.keep(10.0)
-    folder = tier.reads.folder
-    assert folder is not None
+    folder = folder_of(tier)
     begin_life(here, tier)
     folder.write_floors({0: {}, HISTORY: {NAMESPACE: 2}})
     again = make()
@@ -446,8 +412,7 @@ def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: 
     tier = make()
     here.store(key(1))
     tier.keep(10.0)
-    folder = tier.reads.folder
-    assert folder is not None
+    folder = folder_of(tier)
     begin_life(here, tier)
     (folder.path / "floors.json").write_text(f'{{"3": {{"": {1 << 63}}}}}')
     again = make(is_open=False)
@@ -455,24 +420,6 @@ def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: 
     assert again.reads.stats().num_chunks == 0
     # It serves nothing, and holds up no orders.
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY, 2)), 0.0)
-
-
-def test_folder_of_the_format_before_is_left_as_it_is(
-    here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr(raykv.node.disk.chunk_file, "FORMAT", "raykv.chunks.2")
-        tier = make()
-        here.store(key(1))
-        tier.keep(10.0)
-        begin_life(here, tier)
-    (old,) = files(tmp_path)
-    again = make()
-    here.store(key(2))
-    again.keep(10.0)
-    assert on_disk(here) == {key(2)}
-    assert old.exists()
-    assert len({path.parent for path in files(tmp_path)}) == 2
 
 
 # Clears that meet a bad disk
@@ -488,9 +435,7 @@ def test_clearing_is_noted_while_nothing_can_be_written(
     full = make(floor_bytes=1 << 60, is_open=False)
     wait_until(lambda: "must stay free" in full.reads.stats().problem, 10.0, "it says why")
     here.order(2, floors={NAMESPACE: 2})
-    folder = full.reads.folder
-    assert folder is not None
-    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+    assert folder_of(full).read_floors()[HISTORY] == {NAMESPACE: 2}
     wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
 
 
@@ -510,9 +455,7 @@ def test_clearing_makes_room_where_it_can_not_be_noted(
         assert not here.keeper.take_orders(document, 0.2)
         wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
     assert here.keeper.take_orders(document, 10.0)
-    folder = tier.reads.folder
-    assert folder is not None
-    assert folder.read_floors()[HISTORY] == {NAMESPACE: 2}
+    assert folder_of(tier).read_floors()[HISTORY] == {NAMESPACE: 2}
 
 
 # Room
@@ -521,9 +464,7 @@ def test_clearing_makes_room_where_it_can_not_be_noted(
 def test_oldest_files_go_when_the_limit_is_reached(here: Node, make: Made, tmp_path: Path) -> None:
     tier = make(most_bytes=20 * PAGE)
     for number in range(8):
-        record = here.store(key(number), 4 * PAGE)
-        tier.keep(10.0)
-        here.evict(record)
+        written(here, tier, number, num_bytes=4 * PAGE)
     stats = tier.reads.stats()
     assert stats.is_full
     assert stats.used_bytes <= 20 * PAGE
@@ -541,15 +482,10 @@ def test_flood_of_others_leaves_a_tenant_what_it_is_guaranteed_of_the_disk(
     tier = make(most_bytes=most)
     here.order(2, shares=shares)
 
-    def write(number: int, tenant: str) -> None:
-        record = here.store(key(number), tenant=tenant)
-        assert tier.keep(10.0) == 0
-        here.evict(record)
-
     for number in range(6):
-        write(number, "quiet")
+        written(here, tier, number, tenant="quiet")
     for number in range(100, 140):
-        write(number, "greedy" if number % 2 else "")
+        written(here, tier, number, tenant="greedy" if number % 2 else "")
     stats = tier.reads.stats()
     assert stats.used_bytes <= stats.most_bytes
     assert stats.tenant_bytes["greedy"] <= 0.2 * stats.most_bytes

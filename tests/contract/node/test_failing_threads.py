@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import errno
 import os
 import socket
 import threading
@@ -12,35 +12,35 @@ from typing import Any
 
 import pytest
 
-import raykv.base.threads
 from raykv.base.errors import ThreadError
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, NodeId, Refusal
+from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import DeathWatch
 from raykv.node.integrity import Integrity
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
 from tests.fixtures.node.links import NUM_SLOTS, Line, Node, Worker, ended, failures
 from tests.fixtures.node.links import SETTINGS as LINK_SETTINGS
+from tests.fixtures.node.local import LocalNode
 from tests.fixtures.waiting import wait_until
 
 LONG_S = 10.0
 REFUSED_S = 3.0
 SLOT_BYTES = 4096
-_names = itertools.count()
+
+
+BUG = ValueError("a bug")
+NO_DESCRIPTORS = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 class Fault:
     """Raises the first few times that it is asked."""
 
-    def __init__(self, num_failures: int = 2) -> None:
-        self.left = num_failures
+    def __init__(self, num_failures: int = 2, error: Exception = BUG) -> None:
+        self.left, self.error = num_failures, error
 
     def __call__(self) -> None:
         if self.left:
             self.left -= 1
-            raise ValueError("a bug")
+            raise self.error
 
     @property
     def is_over(self) -> bool:
@@ -62,22 +62,11 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return refused
 
 
-class Service:
-    """A NodeService in this process, as a `Node` that workers connect to."""
-
-    def __init__(self) -> None:
-        self.name = f"raykv-threads/{os.getpid()}/{next(_names)}"
-        self.slot_bytes = SLOT_BYTES
-        geometry = PoolGeometry(NUM_SLOTS * SLOT_BYTES, NUM_SLOTS * SLOT_BYTES)
-        keeper = PoolKeeper(NodeId("node"), boot_life(), geometry)
-        self.service = NodeService(self.name, keeper)
-
-
 @pytest.fixture
-def made() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.service.stop()
+def made() -> Iterator[LocalNode]:
+    node = LocalNode(NUM_SLOTS)
+    yield node
+    node.service.stop()
 
 
 def works(worker: Worker) -> None:
@@ -90,10 +79,12 @@ def works(worker: Worker) -> None:
 # The NodeActor's
 
 
+@pytest.mark.parametrize("error", [BUG, NO_DESCRIPTORS], ids=str)
 def test_workers_are_served_after_the_thread_that_accepts_them_has_failed(
-    made: Service, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    made: LocalNode, workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    fault = Fault()
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.01)
+    fault = Fault(error=error)
 
     class Listener:
         def __init__(self, sock: socket.socket) -> None:
@@ -109,12 +100,12 @@ def test_workers_are_served_after_the_thread_that_accepts_them_has_failed(
     listen = wire.listen
     monkeypatch.setattr(wire, "listen", lambda name: Listener(listen(name)))
     made.service.start()
-    workers.append(Worker(made, [256], 1))  # type: ignore[arg-type]
+    workers.append(Worker(made, [256], 1))
     assert fault.is_over
     works(workers[0])
 
 
-def test_stores_expire_after_the_thread_that_looks_for_them_has_failed(made: Service) -> None:
+def test_stores_expire_after_the_thread_that_looks_for_them_has_failed(made: LocalNode) -> None:
     fault = Fault()
 
     class Faulty(Integrity):
@@ -128,11 +119,11 @@ def test_stores_expire_after_the_thread_that_looks_for_them_has_failed(made: Ser
 
 
 def test_lane_goes_on_after_a_job_that_it_failed_with(
-    made: Service, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    made: LocalNode, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What became of that job nobody knows: its worker finds out by the deadline that it has."""
     made.service.start()
-    workers.append(Worker(made, [256], 1))  # type: ignore[arg-type]
+    workers.append(Worker(made, [256], 1))
     fault = Fault(1)
     run = made.service._run
 
@@ -170,14 +161,14 @@ def test_deaths_are_noticed_after_the_thread_that_watches_has_failed(
 
 
 def test_worker_is_turned_away_at_once_while_there_is_no_thread_for_it_and_served_later(
-    made: Service,
+    made: LocalNode,
     workers: list[Worker],
     no_threads: set[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made.service.start()
     no_threads.add("raykv-line")
-    line = Line(made, LINK_SETTINGS)  # type: ignore[arg-type]
+    line = Line(made, LINK_SETTINGS)
     began = time.monotonic()
     wait_until(lambda: line.link.breaker_report().failed > 0, LONG_S, "it is told so")
     assert time.monotonic() - began < REFUSED_S
@@ -207,7 +198,7 @@ def test_worker_of_a_process_at_its_limit_of_threads_is_turned_away(
         limited.end()
 
 
-def test_lane_without_a_thread_is_none(made: Service, no_threads: set[str]) -> None:
+def test_lane_without_a_thread_is_none(made: LocalNode, no_threads: set[str]) -> None:
     made.service.start()
     no_threads.add("raykv-store")
     with pytest.raises(ThreadError, match="raykv-store"):
@@ -224,7 +215,7 @@ def test_lane_without_a_thread_is_none(made: Service, no_threads: set[str]) -> N
 def test_jobs_fail_at_once_while_there_is_no_thread_for_the_line_and_are_done_later(
     node: Node, lines: list[Line], no_threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_REVIVE_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.0)
     no_threads.add("raykv-link")
     lines.append(Line(node, LINK_SETTINGS))
     link = lines[0].link

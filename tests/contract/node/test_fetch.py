@@ -159,6 +159,15 @@ def test_answers_that_overtake_each_other_land_in_their_own_slots(
     assert_right(here, chunks)
 
 
+def begin(network: Network, here: Node, source: Node, *chunks: Wanted) -> Future[Fetched]:
+    """A fetch that reads from a source, whose answer waits for its gate."""
+    source.faults.gate = source.faults.gate or threading.Event()
+    num_reads = network.num_reads(source)
+    fetch = here.begin_fetch(chunks)
+    wait_until(lambda: network.num_reads(source) > num_reads, LONG_S, "the read begins")
+    return fetch
+
+
 # Sources that don't have it
 
 GONE: dict[str, tuple[Callable[[Node, ChunkRecord], None], Refusal]] = {
@@ -172,33 +181,22 @@ GONE: dict[str, tuple[Callable[[Node, ChunkRecord], None], Refusal]] = {
 """What is done to the source, and what it answers."""
 
 
-def gone(source: Node, case: str) -> ChunkRecord:
-    """A chunk that the source does not have, or not as it is asked for; there are others."""
-    record = source.store(key(0))
-    GONE[case][0](source, record)
-    source.store(key(98), namespace=Namespace("more"))
-    return record
-
-
 @pytest.mark.parametrize("case", GONE)
-def test_chunk_that_no_source_has_is_refused_and_takes_no_slot(
-    here: Node, source: Node, case: str
+def test_chunk_that_a_source_does_not_have_takes_no_slot_and_is_read_from_the_next_one(
+    here: Node, source: Node, other: Node, case: str
 ) -> None:
-    fetched = here.fetch([wanted(gone(source, case), source)])
-    assert fetched.refusals == [GONE[case][1]]
+    spoil, refusal = GONE[case]
+    record = source.store(key(0))
+    spoil(source, record)
+    source.store(key(98), namespace=Namespace("more"))
+    fetched = here.fetch([wanted(record, source)])
+    assert fetched.refusals == [refusal]
     assert fetched.result.num_bytes == here.fetcher.counters["chunks_fetched"] == 0
     assert here.fetcher.counters["fetches_failed"] == 1
     assert_nothing_there(here)
-
-
-@pytest.mark.parametrize("case", GONE)
-def test_next_source_is_read_when_the_first_does_not_have_the_chunk(
-    here: Node, source: Node, other: Node, case: str
-) -> None:
-    chunk = wanted(gone(source, case), source, other)
     other.store(key(0))
-    assert here.fetch([chunk]).refusals == [NONE]
-    assert_right(here, [chunk])
+    assert here.fetch([wanted(record, source, other)]).refusals == [NONE]
+    assert_right(here, [record])
 
 
 def test_one_chunk_that_is_gone_does_not_shift_its_neighbours(
@@ -239,12 +237,10 @@ def test_chunk_that_is_here_already_is_not_fetched_but_was_found(
 def test_chunk_that_an_engine_stores_meanwhile_counts_as_fetched(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
     record = source.store(key(0))
-    fetch = here.begin_fetch([wanted(record, source)])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
+    fetch = begin(network, here, source, wanted(record, source))
     own = here.store(key(0))
-    source.faults.gate.set()
+    network.open_gates()
     assert fetch.result(LONG_S).refusals == [NONE]
     assert here.find(record) is own
 
@@ -258,11 +254,9 @@ def test_chunk_that_an_engine_is_storing_is_left_to_it(here: Node, source: Node)
 def test_chunk_takes_a_slot_when_its_bytes_have_come(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
-    fetch = here.begin_fetch([wanted(source.store(key(0)), source)])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
+    fetch = begin(network, here, source, wanted(source.store(key(0)), source))
     assert here.records() == []
-    source.faults.gate.set()
+    network.open_gates()
     assert fetch.result(LONG_S).refusals == [NONE]
 
 
@@ -279,15 +273,13 @@ def test_fetch_into_a_pool_in_which_nothing_may_go_has_no_room(network: Network)
 def test_chunk_that_was_cleared_here_does_not_come_back(
     network: Network, here: Node, source: Node, when: str
 ) -> None:
-    source.faults.gate = threading.Event()
     chunk = wanted(source.store(key(0)), source)
     if when == "before":
         here.order(2, floors={NAMESPACE: 2})
-    fetch = here.begin_fetch([chunk])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the read begins")
+    fetch = begin(network, here, source, chunk)
     if when == "meanwhile":
         here.order(2, floors={NAMESPACE: 2})
-    source.faults.gate.set()
+    network.open_gates()
     assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
     assert_nothing_there(here)
 
@@ -315,12 +307,10 @@ def test_import_is_a_store_of_the_time_when_it_was_ordered(
     assert arrived is not None
     assert arrived.stamp == Stamp(HISTORY, 5)
     # What is cleared while it comes is cleared.
-    source.faults.gate = threading.Event()
     later = wanted(source.store(key(1), stamp=Stamp(0, 0)), source)
-    fetch = here.begin_fetch([later])
-    wait_until(lambda: network.num_reads(source) == 2, LONG_S, "the read begins")
+    fetch = begin(network, here, source, later)
     here.order(6, floors={NAMESPACE: 6})
-    source.faults.gate.set()
+    network.open_gates()
     assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
 
 
@@ -356,25 +346,12 @@ def test_chunks_of_a_series_stay_until_others_of_it_have_come(here: Node, source
 # Fetches of the same chunk
 
 
-def begin_second(network: Network, here: Node, source: Node) -> Future[Fetched]:
-    """Begin a fetch of key 0, which another one is reading, and of one more chunk.
-
-    The read of the latter shows that both were claimed.
-    """
-    chunks = [Wanted(key(0), (source.source,)), wanted(source.store(key(50)), source)]
-    num_reads = network.num_reads(source)
-    fetch = here.begin_fetch(chunks)
-    wait_until(lambda: network.num_reads(source) > num_reads, LONG_S, "the second fetch begins")
-    return fetch
-
-
 def test_two_fetches_of_a_chunk_share_one_read(network: Network, here: Node, source: Node) -> None:
-    source.faults.gate = threading.Event()
-    chunk = wanted(source.store(key(0)), source)
-    first = here.begin_fetch([chunk])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
-    second = begin_second(network, here, source)
-    source.faults.gate.set()
+    chunk, one_more = (wanted(source.store(key(number)), source) for number in (0, 50))
+    first = begin(network, here, source, chunk)
+    # Its read of the other one shows that both were claimed.
+    second = begin(network, here, source, chunk, one_more)
+    network.open_gates()
     assert first.result(LONG_S).refusals == [NONE]
     fetched = second.result(LONG_S)
     assert fetched.refusals == [NONE, NONE]
@@ -386,13 +363,11 @@ def test_two_fetches_of_a_chunk_share_one_read(network: Network, here: Node, sou
 def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
-    record = source.store(key(0))
+    record, one_more = source.store(key(0)), wanted(source.store(key(50)), source)
     source.evict(record)
-    first = here.begin_fetch([wanted(record, source)])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
-    second = begin_second(network, here, source)
-    source.faults.gate.set()
+    first = begin(network, here, source, wanted(record, source))
+    second = begin(network, here, source, wanted(record, source), one_more)
+    network.open_gates()
     assert first.result(LONG_S).refusals == [Refusal.NOT_HERE]
     assert second.result(LONG_S).refusals == [Refusal.NOT_HERE, NONE]
     source.store(key(0))
@@ -403,13 +378,11 @@ def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(
 def test_second_fetch_of_a_chunk_keeps_its_own_deadline(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
     chunk = wanted(source.store(key(0)), source)
-    first = here.begin_fetch([chunk])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
+    first = begin(network, here, source, chunk)
     with within(0.2, 0.2):
         assert here.fetch([chunk], 0.2).refusals == [Refusal.TOO_LATE]
-    source.faults.gate.set()
+    network.open_gates()
     assert first.result(LONG_S).refusals == [NONE]
     assert_right(here, [chunk])
 
@@ -436,10 +409,8 @@ def test_chunk_that_is_twice_in_an_order_is_read_once(here: Node, source: Node) 
 def test_same_key_of_another_namespace_is_another_chunk(
     network: Network, here: Node, source: Node
 ) -> None:
-    source.faults.gate = threading.Event()
     chunk = wanted(source.store(key(0)), source)
-    first = here.begin_fetch([chunk])
-    wait_until(lambda: network.num_reads(source) == 1, LONG_S, "the first fetch begins")
+    first = begin(network, here, source, chunk)
     source.faults = Faults()
     foreign = wanted(source.store(key(0), namespace=Namespace("other")), source)
     assert here.fetch([foreign]).refusals == [NONE]
@@ -536,14 +507,6 @@ def test_without_any_time_nothing_is_asked_and_nothing_stays_behind(
     assert fetched.refusals == [Refusal.TOO_LATE]
     assert network.reads == []
     assert_nothing_there(here)
-
-
-def test_repeated_order_gets_the_same_answer(here: Node, source: Node) -> None:
-    """All messages are idempotent."""
-    chunks = [wanted(source.store(key(0)), source)]
-    first, again = here.fetch(chunks), here.fetch(chunks)
-    assert first.refusals == again.refusals == [NONE]
-    assert {r.key: r.where for r in again.result.rows} == {key(0): Where.RAM}
 
 
 @pytest.mark.parametrize(

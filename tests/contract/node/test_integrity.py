@@ -62,6 +62,14 @@ def load(keeper: PoolKeeper, chunk: ChunkRecord | Wanted, loads_per_check: int) 
     return refusal
 
 
+def damaged(node: Node, number: int = 1) -> ChunkRecord:
+    """A chunk with a checksum that is not its own any more."""
+    record = node.store(key(number))
+    work_off(node.keeper)
+    flip_bit(node.keeper, record)
+    return record
+
+
 @pytest.fixture
 def node(network: Network) -> Node:
     return network.node("node")
@@ -71,60 +79,39 @@ def node(network: Network) -> Node:
 
 
 def test_chosen_load_of_a_damaged_chunk_is_refused_and_the_chunk_is_gone(node: Node) -> None:
-    good, bad = node.store(key(0)), node.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
+    good, bad = node.store(key(0)), damaged(node)
+    listing = node.keeper.owner.index.listing
+    number = listing.number
     assert load(node.keeper, good, loads_per_check=1) is NONE
     assert load(node.keeper, bad, loads_per_check=1) is CORRUPT
+    assert listing.since(number, 10) == ([(bad, Reason.DAMAGED)], number + 1)
+    (row,) = node.keeper.owner.state_of(NAMESPACE, [bad.key])[2]
+    assert row.where is Where.NOWHERE
     assert load(node.keeper, bad, loads_per_check=1) is Refusal.NOT_HERE
     assert node.ready() == {good.key}
     assert node.keeper.num_quarantined == 1
 
 
-def test_listing_says_that_a_chunk_was_damaged(node: Node) -> None:
-    bad = node.store(key(1), 2 * PAGE)
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
-    listing = node.keeper.owner.index.listing
-    number = listing.number
-    assert load(node.keeper, bad, 1) is CORRUPT
-    assert listing.since(number, 10) == ([(bad, Reason.DAMAGED)], number + 1)
-    (row,) = node.keeper.owner.state_of(NAMESPACE, [bad.key])[2]
-    assert row.where is Where.NOWHERE
-
-
-def test_slot_of_a_quarantined_chunk_takes_another_store(node: Node) -> None:
-    bad = node.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
-    assert load(node.keeper, bad, 1) is CORRUPT
-    later = node.store(key(2))
-    assert later.slot == bad.slot
-    work_off(node.keeper)
-    assert node.load(later) == content(later)
-    assert load(node.keeper, later, 1) is NONE
-
-
 def test_damaged_chunk_that_is_being_read_is_not_overwritten_before_its_reader_ends(
     node: Node,
 ) -> None:
-    bad = node.store(key(1))
-    work_off(node.keeper)
+    bad = damaged(node)
     node.keeper.begin_read(NAMESPACE, [bad.key], [PAGE])
-    flip_bit(node.keeper, bad)
     assert load(node.keeper, bad, 1) is CORRUPT
     assert node.store(key(2)).slot != bad.slot
     node.keeper.end_read(bad)
-    assert node.store(key(3)).slot == bad.slot
+    later = node.store(key(3))
+    assert later.slot == bad.slot
+    work_off(node.keeper)
+    assert load(node.keeper, later, 1) is NONE
 
 
 def test_one_load_of_so_many_is_compared(node: Node) -> None:
-    record = node.store(key(0))
-    work_off(node.keeper)
-    integrity = Integrity(node.keeper, loads_per_check=8)
-    integrity._random.seed(1)
-    compared = sum(integrity._must_compare(record) for _ in range(4000))
+    bad, integrity = damaged(node), Integrity(node.keeper, loads_per_check=8)
+    node.keeper.begin_read(NAMESPACE, [bad.key], [PAGE])
+    compared = sum(integrity.objection(bad, never) is CORRUPT for _ in range(4000))
     assert 400 < compared < 600
+    node.keeper.end_read(bad)
 
 
 def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
@@ -135,9 +122,7 @@ def test_load_without_a_checksum_is_not_compared(node: Node) -> None:
 
 def test_load_of_a_chunk_that_goes_meanwhile_is_compared_all_the_same(node: Node) -> None:
     """Its bytes stay as long as it has a reader."""
-    good, bad = node.store(key(0)), node.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
+    good, bad = node.store(key(0)), damaged(node)
     node.keeper.begin_read(NAMESPACE, [good.key, bad.key], [PAGE, PAGE])
     node.evict(good)
     node.evict(bad)
@@ -167,17 +152,6 @@ def test_checksum_is_made_later_when_something_is_more_urgent(node: Node) -> Non
     assert not integrity.work(never)
 
 
-def test_checksum_of_a_chunk_that_is_gone_is_not_made(node: Node) -> None:
-    record = node.store(key(0))
-    node.evict(record)
-    later = node.store(key(1))
-    assert node.keeper.check_bytes(record, 1) is Refusal.NOT_HERE
-    assert (record.checksum, later.checksum) == (None, None)
-    work_off(node.keeper)
-    assert record.checksum is None
-    assert node.keeper.num_quarantined == 0
-
-
 def test_checksum_of_a_chunk_that_is_gone_is_not_that_of_the_next_one_of_its_name(
     node: Node,
 ) -> None:
@@ -186,32 +160,27 @@ def test_checksum_of_a_chunk_that_is_gone_is_not_that_of_the_next_one_of_its_nam
     again = node.store(key(0))
     assert node.keeper.check_bytes(record, 1) is Refusal.NOT_HERE
     assert (record.checksum, again.checksum) == (None, None)
-    assert node.ready() == {key(0)}
     assert node.load(again) == content(again)
+    work_off(node.keeper)
+    assert record.checksum is None
+    assert node.keeper.num_quarantined == 0
 
 
 # Other nodes
 
 
-def test_damaged_chunk_does_not_leave_its_node(node: Node) -> None:
-    bad = node.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
-    reply, data = node.reader.read(question(bad))
-    assert (reply.refusals, reply.checksums, len(data)) == (bytes([CORRUPT]), [], 0)
-    assert node.keeper.num_quarantined == 1
-    reply, data = node.reader.read(question(bad))
-    assert (reply.refusals, len(data)) == (bytes([Refusal.NOT_HERE]), 0)
-
-
-def test_damaged_chunk_is_not_offered(node: Node) -> None:
-    bad, good = node.store(key(1)), node.store(key(2))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
+def test_damaged_chunk_is_neither_read_nor_offered(node: Node) -> None:
+    bad, good = damaged(node, 2), node.store(key(3))
     reply, held = node.reader.hold(question(bad, good))
     assert (reply.refusals, held) == (bytes([CORRUPT, NONE]), [good])
     assert (bad.readers, good.readers) == (0, 1)
-    node.reader.keeper.end_read(*held)
+    node.keeper.end_read(*held)
+    bad = damaged(node)
+    reply, data = node.reader.read(question(bad))
+    assert (reply.refusals, reply.checksums, len(data)) == (bytes([CORRUPT]), [], 0)
+    assert node.keeper.num_quarantined == 2
+    reply, data = node.reader.read(question(bad))
+    assert (reply.refusals, len(data)) == (bytes([Refusal.NOT_HERE]), 0)
 
 
 def test_read_makes_the_checksum_of_a_chunk_that_has_none(node: Node) -> None:
@@ -224,10 +193,8 @@ def test_fetch_goes_to_the_next_source_when_the_first_one_is_damaged(
     network: Network, node: Node
 ) -> None:
     other, here = network.node("other", life=8), network.node("here", life=9)
-    bad = node.store(key(1))
+    bad = damaged(node)
     other.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
     assert here.fetch([wanted(bad, node, other)]).refusals == [NONE]
     assert_right(here, [bad])
     assert (node.keeper.num_quarantined, here.keeper.num_quarantined) == (1, 0)
@@ -237,9 +204,7 @@ def test_fetch_of_a_damaged_chunk_fails_when_nobody_else_has_it(
     network: Network, node: Node
 ) -> None:
     here = network.node("here", life=9)
-    bad = node.store(key(1))
-    work_off(node.keeper)
-    flip_bit(node.keeper, bad)
+    bad = damaged(node)
     assert here.fetch([wanted(bad, node)]).refusals == [CORRUPT]
     assert here.ready() == set()
 
@@ -411,7 +376,9 @@ def test_damaged_journal_is_set_aside_or_tells_the_truth(
     assert quarantined == 0
 
 
-def test_pool_file_of_another_pool_is_not_served(original: Path, tmp_path: Path) -> None:
+def test_pool_file_of_another_pool_or_of_zeros_is_not_served(
+    original: Path, tmp_path: Path
+) -> None:
     path, _ = copy_of(original, tmp_path)
     other = tmp_path / "other"
     fill(
@@ -421,9 +388,6 @@ def test_pool_file_of_another_pool_is_not_served(original: Path, tmp_path: Path)
     )
     shutil.copy(other, path)
     assert served(path) == ({}, 3)
-
-
-def test_pool_file_of_zeros_is_not_served(original: Path, tmp_path: Path) -> None:
     path, _ = copy_of(original, tmp_path)
     path.write_bytes(bytes(GEOMETRY.pool_bytes))
     assert served(path) == ({}, 3)

@@ -7,8 +7,6 @@ test says so; in the second a driver does in memory what CUDA may do, late and i
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -18,8 +16,7 @@ import pytest
 import raykv.node.attached
 import raykv.node.copying
 import raykv.node.lanes
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Namespace, NodeId, Refusal
+from raykv.base.ids import Direction, Namespace, Refusal
 from raykv.copy.cuda.backend import CUDABackend
 from raykv.copy.cuda.batches import Route
 from raykv.copy.cuda.driver import Copies, SourceOrder
@@ -29,8 +26,7 @@ from raykv.copy.plan import CopyRuns
 from raykv.copy.rows import CPUBackend
 from raykv.memory.cuda.driver import CUDAError
 from raykv.node.integrity import Integrity
-from raykv.node.keeper import PoolKeeper
-from raykv.node.service import NodeService, boot_life
+from raykv.node.service import NodeService
 from raykv.protocol.listing import Where
 from tests.fixtures.cuda.copies import FakeDriver, always
 from tests.fixtures.cuda.memory import GPU, OTHER_GPU, mapped_ranges
@@ -42,6 +38,7 @@ pytest.importorskip("vllm")
 
 from tests.fixtures.node import honest_worker
 from tests.fixtures.node.device_links import LONG_S, NUM_LAYERS, PART_BYTES, World, make_world
+from tests.fixtures.node.local import LocalNode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 NOWHERE = Where(0)
@@ -61,7 +58,7 @@ def wait_until_all_run(service: NodeService) -> None:
 # Lanes
 
 
-def test_store_whose_event_never_comes_delays_no_load(world: World) -> None:
+def test_store_whose_event_never_comes_delays_no_load_and_no_store_elsewhere(world: World) -> None:
     slow, fast = world.worker(num_ranks=1, seed=1), world.worker(num_ranks=1, seed=2)
     assert fast.run(STORE, [0, 1], [1, 2, 3, 4]) == []
     slow.cuda.stream(7).submit(lambda: slow.overwrite(1, 0xAB))
@@ -70,6 +67,10 @@ def test_store_whose_event_never_comes_delays_no_load(world: World) -> None:
     for _ in range(3):
         assert fast.run(LOAD, [0, 1], [8, 9, 10, 11]) == []
     assert [fast.block(8), fast.block(11)] == [fast.block(1), fast.block(4)]
+    assert world.worker(OTHER_GPU, num_ranks=1, seed=3).run(STORE, [6], [1, 2]) == []
+    host_worker = honest_worker.Worker(world.service, 2 * PART_BYTES)
+    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
+    host_worker.close()
     assert slow.link.drain() == []
     slow.cuda.stream(7).run()
     assert slow.finish(store) == []
@@ -88,23 +89,6 @@ def test_load_whose_event_never_comes_delays_no_store(world: World) -> None:
     slow.cuda.stream(7).run()
     assert slow.finish(load) == []
     assert slow.block(9) == fast.block(2)
-
-
-def test_store_whose_event_never_comes_delays_no_store_of_another_gpu_or_of_the_host(
-    world: World,
-) -> None:
-    slow = world.worker(GPU, num_ranks=1, seed=1)
-    other = world.worker(OTHER_GPU, num_ranks=1, seed=2)
-    slow.cuda.stream(7).submit(lambda: None)
-    store = slow.submit(STORE, [5], [1, 2])
-    wait_until_all_run(world.service)
-    assert other.run(STORE, [0], [1, 2]) == []
-    host_worker = HostWorker(world.service, 2 * PART_BYTES)
-    assert host_worker.run(STORE, [9]) == [Refusal.NONE]
-    host_worker.close()
-    assert slow.link.drain() == []
-    slow.cuda.stream(7).run()
-    assert slow.finish(store) == []
 
 
 def test_store_that_waits_is_cancelled_and_its_lane_goes_on(world: World) -> None:
@@ -283,21 +267,16 @@ def test_job_cancelled_before_its_last_chunks_were_admitted_ends_with_all_of_the
 
 def cancelled_at(driven: Driven, worker: Any, batch: int) -> list[Refusal]:
     """A store of four chunks, given up when so many batches are on their way."""
-    job_ids: list[int] = []
-    submitted = threading.Event()
-    before = driven.driver.on_batch
+    before, job_id = driven.driver.on_batch, 400
 
     def cancel(number: int) -> None:
         before(number)
         if number == batch:
-            assert submitted.wait(LONG_S)
-            worker.link._words.cancel(job_ids[0])
+            worker.link._words.cancel(job_id)
 
     driven.driver.on_batch = cancel
-    job_ids.append(worker.submit(STORE, [0, 1, 2, 3], BLOCKS))
-    submitted.set()
-    refusals: list[Refusal] = worker.finish(job_ids[0])
-    driven.driver.on_batch = lambda _: None
+    refusals: list[Refusal] = worker.run(STORE, [0, 1, 2, 3], BLOCKS, job_id)
+    driven.driver.on_batch = before
     return refusals
 
 
@@ -313,25 +292,17 @@ class Taken:
 
 
 def cancelled_before_its_turn(
-    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch, job_id: int = 0
+    driven: Driven, worker: Any, monkeypatch: pytest.MonkeyPatch, job_id: int
 ) -> list[Refusal]:
     """A store of four chunks that the lane has not let in when it is given up."""
     lock = Taken()
     with monkeypatch.context() as patch:
         patch.setattr(driven._device._lanes[STORE], "_lock", lock)
-        job_id = worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
+        worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
         assert lock.is_wanted.wait(LONG_S)
         worker.link._words.cancel(job_id)
         refusals: list[Refusal] = worker.finish(job_id)
         return refusals
-
-
-def test_job_cancelled_before_its_lane_is_free_ends_as_cancelled(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = driven.world.worker(num_ranks=1)
-    assert cancelled_before_its_turn(driven, worker, monkeypatch) == [Refusal.CANCELLED] * 4
-    assert driven.driver.calls_of("copy_batch") == []
 
 
 def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_once(
@@ -342,7 +313,15 @@ def test_chunks_that_one_rank_has_stored_and_the_other_one_gave_up_are_gone_at_o
     ranks = [driven.world.worker(rank=rank, seed=7, life=life) for rank in (0, 1)]
     assert ranks[1].run(STORE, [0, 1, 2, 3], BLOCKS, job_id) == []
     assert [driven.where(chunk) for chunk in range(4)] == [Where.COMING] * 4
-    refusals = cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
+    refusals: list[Refusal] = []
+    assert (
+        driven.batches(
+            lambda: refusals.extend(
+                cancelled_before_its_turn(driven, ranks[0], monkeypatch, job_id)
+            )
+        )
+        == []
+    )
     assert refusals == [Refusal.CANCELLED] * 4
     assert [driven.where(chunk) for chunk in range(4)] == [NOWHERE] * 4
 
@@ -412,19 +391,14 @@ def test_store_that_is_cancelled_after_a_part_makes_no_further_chunk_ready(
     monkeypatch.setattr(raykv.node.copying, "FIRST_BYTES", PART_BYTES)
     monkeypatch.setattr(raykv.node.copying, "SPAN_BYTES", PART_BYTES)
     worker = driven.world.worker(num_ranks=1)
-    end_chunks = driven.world.service.keeper.end_chunks
-    job_ids: list[int] = []
-    submitted = threading.Event()
+    end_chunks, job_id = driven.world.service.keeper.end_chunks, 400
 
     def end_and_cancel(*args: Any, **kwargs: Any) -> None:
-        assert submitted.wait(LONG_S)
-        worker.link._words.cancel(job_ids[0])
+        worker.link._words.cancel(job_id)
         end_chunks(*args, **kwargs)
 
     monkeypatch.setattr(driven.world.service.keeper, "end_chunks", end_and_cancel)
-    job_ids.append(worker.submit(STORE, [0, 1, 2], BLOCKS[:6]))
-    submitted.set()
-    assert worker.finish(job_ids[0]) == [Refusal.CANCELLED] * 2
+    assert worker.run(STORE, [0, 1, 2], BLOCKS[:6], job_id) == [Refusal.CANCELLED] * 2
     assert [driven.where(chunk) for chunk in range(3)] == [Where.RAM, NOWHERE, NOWHERE]
 
 
@@ -468,51 +442,36 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
 # The host's memory
 
 
-class HostWorker(honest_worker.Worker):
-    """Of one page in slots of another size."""
-
-
 class Gate:
-    """A back end for host memory that says what it does, and waits when a test says so."""
+    """What a back end for host memory has done, and what it does before each copy."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[Direction, int]] = []
+        self.done: list[Direction] = []
         self.before: Callable[[Direction], None] = lambda _: None
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = self
-
-        class Gated(CPUBackend):
-            def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
-                gate.before(direction)
-                done = super().copy(direction, runs, stop)
-                gate.done.append((direction, len(runs.size)))
-                return done
-
-        monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
-    made.install(monkeypatch)
+
+    class Gated(CPUBackend):
+        def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign) -> bool:
+            made.before(direction)
+            done = super().copy(direction, runs, stop)
+            made.done.append(direction)
+            return done
+
+    monkeypatch.setattr(raykv.node.attached, "CPUBackend", Gated)
     monkeypatch.setattr(raykv.node.copying, "HOST_SPAN_BYTES", 2 * honest_worker.PAGE)
     return made
 
 
-_names = itertools.count()
-
-
 @pytest.fixture
 def service() -> Iterator[NodeService]:
-    page = honest_worker.PAGE
-    name = f"raykv-test-lanes/{os.getpid()}/{next(_names)}"
-    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(32 * page, 16 * page))
-    made = NodeService(name, keeper)
+    made = LocalNode(32, honest_worker.PAGE, num_slabs=2)
     made.start()
-    yield made
+    yield made.service
     made.stop()
-    made.keeper.owner.check()
 
 
 @pytest.fixture
@@ -536,11 +495,11 @@ def test_load_into_host_memory_is_one_copy_where_a_store_is_several(gate: Gate, 
     worker, _ = two
     assert worker.run(STORE, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
     assert worker.run(LOAD, [0, 1, 2, 3, 4]) == [Refusal.NONE] * 5
-    assert [direction for direction, _ in gate.done] == [STORE, STORE, STORE, LOAD]
+    assert gate.done == [STORE, STORE, STORE, LOAD]
 
 
 def test_store_of_host_memory_lets_a_load_that_runs_end_first(
-    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
@@ -567,7 +526,7 @@ def test_store_of_host_memory_lets_a_load_that_runs_end_first(
 
 
 def test_load_comes_between_the_spans_of_a_store(
-    gate: Gate, two: Two, service: NodeService, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lanes, "NODE_GIVE_WAY_S", LONG_S)
     loader, storer = two
@@ -592,29 +551,12 @@ def test_load_comes_between_the_spans_of_a_store(
     assert storer.run(STORE, [4, 5, 6, 7]) == [Refusal.NONE] * 4
     loading[0].join(LONG_S)
     assert overtaken == [False]
-    assert [direction for direction, _ in gate.done] == [STORE, LOAD, STORE]
+    assert gate.done == [STORE, LOAD, STORE]
 
 
-def test_loads_without_an_end_do_not_keep_a_store_from_ending(gate: Gate, two: Two) -> None:
-    loader, storer = two
-    assert loader.run(STORE, [0]) == [Refusal.NONE]
-    loads, stored = threading.Event(), threading.Event()
-
-    def hold(direction: Direction) -> None:
-        if direction is LOAD:
-            loads.set()
-            assert stored.wait(LONG_S)
-
-    gate.before = hold
-    loading = in_thread(lambda: loader.run(LOAD, [0]))
-    assert loads.wait(LONG_S)
-    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
-    stored.set()
-    loading.join(LONG_S)
-    assert not loading.is_alive()
-
-
-def test_store_takes_no_slot_that_a_load_reads(gate: Gate, two: Two, service: NodeService) -> None:
+def test_load_without_an_end_keeps_no_store_from_ending_and_none_takes_its_slot(
+    gate: Gate, two: Two
+) -> None:
     """They are in two threads; the pool keeps them apart."""
     loader, storer = two
     assert loader.run(STORE, [0]) == [Refusal.NONE]
@@ -629,6 +571,7 @@ def test_store_takes_no_slot_that_a_load_reads(gate: Gate, two: Two, service: No
     found: list[Refusal] = []
     loading = in_thread(lambda: found.extend(loader.run(LOAD, [0])))
     assert loads.wait(LONG_S)
+    assert storer.run(STORE, [4, 5, 6]) == [Refusal.NONE] * 3
     for first in range(10, 50, 8):
         storer.run(STORE, list(range(first, first + 8)))
     stored.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from msgspec import structs
 
 import raykv.node.lines
 from raykv.base.ids import Direction, Namespace, Refusal, Stamp
+from raykv.node.lines import FETCH_THREADS
 from raykv.node.service import NodeService
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch
-from raykv.protocol.engine import ChangesAnswer, ChangesQuery, Fetched, Tell, Welcome
+from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, Fetched, Tell, Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import OrdersDocument
@@ -54,9 +56,7 @@ def opened(service: NodeService, lines: list[RawLine], life: int = LIFE) -> RawL
 
 def asked(line: RawLine, position: Position, most: int = 1024) -> ChangesAnswer:
     line.send(ChangesQuery(LIFE, "ns", position, most))
-    answer = line.receive()
-    assert isinstance(answer, ChangesAnswer)
-    return answer
+    return answered(line)
 
 
 def read(line: RawLine) -> Position:
@@ -67,15 +67,27 @@ def read(line: RawLine) -> Position:
     return position
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is answered for the silence alone."""
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 5 * LONG_S)
+
+
+def answered(line: RawLine) -> ChangesAnswer:
+    message = line.receive()
+    assert isinstance(message, ChangesAnswer)
+    return message
+
+
 def is_here(service: NodeService, life: int = LIFE) -> bool:
     with service.keeper.lock:
         return any(each.hello.life == life for each in service.keeper.owner.engines)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+    service: NodeService, lines: list[RawLine]
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
     line = opened(service, lines)
     position = read(line)
     worker = Worker(service)
@@ -84,8 +96,7 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
         assert worker.run(Direction.STORE, [1]) == [Refusal.NONE]
         seen: dict[bytes, Where] = {}
         while Where.RAM not in seen.values():
-            answer = line.receive()
-            assert isinstance(answer, ChangesAnswer)
+            answer = answered(line)
             seen |= {row.key: row.where for row in answer.part.rows}
             position = answer.part.end
             line.send(ChangesQuery(LIFE, "ns", position))
@@ -97,7 +108,7 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
 def test_silence_is_answered_now_and_then(
     service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 0.2)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
     line = opened(service, lines)
     position = read(line)
     began = time.monotonic()
@@ -107,49 +118,29 @@ def test_silence_is_answered_now_and_then(
     assert answer.is_known
 
 
-def asked_behind_one_without_rows(
-    line: RawLine, position: Position, second: Position
-) -> tuple[ChangesAnswer, ChangesAnswer]:
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("is_behind", [True, False], ids=["that is behind", "that lacks nothing"])
+def test_query_behind_one_that_takes_no_rows_is_answered_at_once(
+    service: NodeService, lines: list[RawLine], is_behind: bool
+) -> None:
+    """The engine does not know whether it lacks anything."""
+    line = opened(service, lines)
+    position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position, most=0))
-    line.send(ChangesQuery(LIFE, "ns", second))
-    first, behind = line.receive(), line.receive()
-    assert isinstance(first, ChangesAnswer)
-    assert isinstance(behind, ChangesAnswer)
-    return first, behind
-
-
-def test_each_query_has_one_answer_and_a_later_one_does_not_wait_behind(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
-    line = opened(service, lines)
-    position = read(line)
-    first, second = asked_behind_one_without_rows(line, position, Position())
-    assert (first.part.begins, second.part.begins) == (False, True)
-
-
-def test_query_behind_one_that_takes_no_rows_is_answered_at_once_though_there_is_nothing(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine does not know that it lacks nothing."""
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
-    line = opened(service, lines)
-    position = read(line)
-    first, second = asked_behind_one_without_rows(line, position, position)
+    line.send(ChangesQuery(LIFE, "ns", Position() if is_behind else position))
+    first, second = answered(line), answered(line)
+    assert (first.part.begins, second.part.begins) == (False, is_behind)
     assert (first.has_more, second.has_more) == (True, False)
-    assert second.part.end == position
+    assert is_behind or second.part.end == position
 
 
-def test_engine_hears_of_orders_at_once(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raykv.node.lines, "LINE_SILENCE_S", 5 * LONG_S)
+@pytest.mark.usefixtures("quiet")
+def test_engine_hears_of_orders_at_once(service: NodeService, lines: list[RawLine]) -> None:
     line = opened(service, lines)
     position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position))
     service.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
-    answer = line.receive()
-    assert isinstance(answer, ChangesAnswer)
+    answer = answered(line)
     assert (answer.facts.orders, answer.facts.is_paused) == (Stamp(0, 4), True)
 
 
@@ -189,38 +180,25 @@ def test_engine_in_another_namespace_is_there_with_its_next_hello(
     line.send(hello_of(LIFE, {0: 2 * PAGE}, "later"))
     assert line.receive() == Welcome(service.keeper.life)
     line.send(ChangesQuery(LIFE, "ns"))
-    answer = line.receive()
-    assert isinstance(answer, ChangesAnswer)
+    answer = answered(line)
     assert not answer.is_known
     with service.keeper.lock:
         assert [each.namespace for each in service.keeper.owner.engines] == [Namespace("later")]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({0: PAGE + 1}, "no slot has that size"),
+        ({-1: PAGE}, "the engine sent this NodeActor no EngineHello.*slot_bytes"),
+        ({1 << 32: PAGE}, "the engine sent this NodeActor no EngineHello.*slot_bytes"),
+    ],
+)
 def test_refused_engine_hears_why_and_is_not_here(
-    service: NodeService, lines: list[RawLine]
+    service: NodeService, lines: list[RawLine], sizes: dict[int, int], why: str
 ) -> None:
-    line = RawLine(service.socket_name)
-    lines.append(line)
-    line.send(hello_of(LIFE, {0: PAGE + 1}))
-    answer = line.receive()
-    assert isinstance(answer, Welcome)
-    assert "no slot has that size" in answer.error
-    assert line.receive() is None
-    assert not is_here(service)
-
-
-@pytest.mark.parametrize("group", [-1, 1 << 32])
-def test_engine_with_a_kv_group_that_no_key_has_hears_why(
-    service: NodeService, lines: list[RawLine], group: int
-) -> None:
-    line = RawLine(service.socket_name)
-    lines.append(line)
-    line.send(hello_of(LIFE, {group: PAGE}))
-    answer = line.receive()
-    assert isinstance(answer, Welcome)
-    assert "the engine sent this NodeActor no EngineHello" in answer.error
-    assert "slot_bytes" in answer.error
-    assert line.receive() is None
+    assert re.search(why, refused(service, lines, hello_of(LIFE, sizes)), re.DOTALL)
+    assert lines[-1].receive() is None
     assert not is_here(service)
 
 
@@ -229,13 +207,17 @@ def test_one_engine_too_many_is_refused(
 ) -> None:
     monkeypatch.setattr("raykv.protocol.node.MOST_ENGINES", 1)
     opened(service, lines)
-    line = RawLine(service.socket_name)
-    lines.append(line)
-    line.send(hello_of(LIFE + 1, {0: PAGE}))
-    answer = line.receive()
-    assert isinstance(answer, Welcome)
-    assert "connected already" in answer.error
+    assert "connected already" in refused(service, lines, hello_of(LIFE + 1, {0: PAGE}))
     assert is_here(service)
+
+
+def refused(service: NodeService, lines: list[RawLine], hello: EngineHello) -> str:
+    """Why an engine may not be here."""
+    lines.append(RawLine(service.socket_name))
+    lines[-1].send(hello)
+    answer = lines[-1].receive()
+    assert isinstance(answer, Welcome)
+    return answer.error
 
 
 # Fetches
@@ -256,6 +238,12 @@ class Fetching:
     def wait_for(self, number: int) -> None:
         """Until so many have begun."""
         wait_until(lambda: len(self.begun) == number, LONG_S, "they run")
+
+    def fill(self, line: RawLine, life: int = LIFE) -> None:
+        """Give each thread a fetch."""
+        for number in range(FETCH_THREADS):
+            line.send(fetch_of(number, life))
+            self.wait_for(number + 1)
 
 
 @pytest.fixture
@@ -282,15 +270,14 @@ def test_fetches_have_their_results_and_hold_up_no_other_answer(
     fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     line = opened(fetcher, lines)
-    orders = [fetch_of(number) for number in range(raykv.node.lines.FETCH_THREADS + 3)]
-    for order in orders:
+    orders = [fetch_of(number) for number in range(FETCH_THREADS + 3)]
+    fetching.fill(line)
+    for order in orders[FETCH_THREADS:]:
         line.send(order)
-    num_threads = raykv.node.lines.FETCH_THREADS
-    fetching.wait_for(num_threads)
     assert asked(line, Position()).is_known
     whole_s = orders[0].deadline_s
     begun = [structs.replace(each, deadline_s=whole_s) for each in fetching.begun]
-    assert begun == orders[:num_threads], "in order, and no more at a time"
+    assert begun == orders[:FETCH_THREADS], "in order, and no more at a time"
     assert all(0.0 < each.deadline_s < whole_s for each in fetching.begun), "what is left of it"
     fetching.may_end.set()
     results = [line.receive() for _ in orders]
@@ -307,11 +294,8 @@ def test_fetches_that_find_the_queue_full_are_refused_at_once(
     service = make_service(fetch=fetching)
     try:
         line = opened(service, lines)
-        num_threads = raykv.node.lines.FETCH_THREADS
-        for number in range(num_threads):
-            line.send(fetch_of(number))
-            fetching.wait_for(number + 1)
-        line.send(fetch_of(num_threads))
+        fetching.fill(line)
+        line.send(fetch_of(FETCH_THREADS))
         line.send(fetch_of(99))
         refused = not_done(99, 1, Refusal.QUEUE_FULL)
         assert line.receive() == Fetched(refused)
@@ -324,36 +308,30 @@ def test_fetch_that_has_waited_longer_than_its_deadline_is_not_begun(
     fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     line = opened(fetcher, lines)
-    num_threads = raykv.node.lines.FETCH_THREADS
-    for number in range(num_threads):
-        line.send(fetch_of(number))
-    fetching.wait_for(num_threads)
-    line.send(structs.replace(fetch_of(num_threads), deadline_s=0.05))
+    fetching.fill(line)
+    line.send(structs.replace(fetch_of(FETCH_THREADS), deadline_s=0.05))
     # The line's answers come in order: it has the order by now.
     assert asked(line, Position()).is_known
     time.sleep(0.1)
     fetching.may_end.set()
-    results = [line.receive() for _ in range(num_threads + 1)]
-    late = Fetched(not_done(num_threads, 1, Refusal.TOO_LATE))
+    results = [line.receive() for _ in range(FETCH_THREADS + 1)]
+    late = Fetched(not_done(FETCH_THREADS, 1, Refusal.TOO_LATE))
     assert results.count(late) == 1
-    assert len(fetching.begun) == num_threads
+    assert len(fetching.begun) == FETCH_THREADS
 
 
 def test_fetch_of_an_engine_that_has_gone_is_not_begun(
     fetcher: NodeService, fetching: Fetching, lines: list[RawLine]
 ) -> None:
     gone, stays = opened(fetcher, lines), opened(fetcher, lines, LIFE + 1)
-    num_threads = raykv.node.lines.FETCH_THREADS
-    for number in range(num_threads):
-        stays.send(fetch_of(number, LIFE + 1))
-    fetching.wait_for(num_threads)
+    fetching.fill(stays, LIFE + 1)
     gone.send(fetch_of(50))
     assert asked(gone, Position()).is_known
     gone.close()
     wait_until(lambda: not is_here(fetcher), LONG_S, "it is gone")
     stays.send(fetch_of(51, LIFE + 1))
     fetching.may_end.set()
-    results = [stays.receive() for _ in range(num_threads + 1)]
+    results = [stays.receive() for _ in range(FETCH_THREADS + 1)]
     assert all(isinstance(each, Fetched) for each in results)
     assert 50 not in [order.number for order in fetching.begun]
 

@@ -11,7 +11,7 @@ from raykv.node.nixl.offers import Offers
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.columns import Numbers
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.node.peers import LONG_S, PAGE, Node, question
+from tests.fixtures.node.peers import PAGE, Node, question
 
 
 def may_overwrite(source: Node, record: ChunkRecord) -> bool:
@@ -23,27 +23,22 @@ def may_overwrite(source: Node, record: ChunkRecord) -> bool:
     return is_same
 
 
-def test_chunk_is_not_overwritten_until_its_offer_has_ended(source: Node) -> None:
+def test_chunk_is_not_overwritten_until_all_its_offers_have_ended(source: Node) -> None:
     offers = Offers(source.reader)
     records = [source.store(key(number)) for number in range(3)]
-    offer = offers.begin(question(*records))
+    offer, second = (offers.begin(question(*records)) for _ in range(2))
     reply, data = source.reader.read(question(*records))
     assert offer.reply == reply
     assert list(offer.addresses) == [source.keeper.address_of(record) for record in records]
     assert len(data) == 3 * PAGE
+    offers.expire()
     assert not may_overwrite(source, records[1])
-    assert offers.end(offer.number)
+    assert [offers.end(number) for number in (offer.number, offer.number, 77)] == [True] + [
+        False
+    ] * 2
+    assert not may_overwrite(source, records[1])
+    assert offers.end(second.number)
     assert may_overwrite(source, records[1])
-
-
-def test_offer_ends_once(source: Node) -> None:
-    offers = Offers(source.reader)
-    offer = offers.begin(question(source.store(key(0))))
-    assert [offers.end(offer.number), offers.end(offer.number), offers.end(77)] == [
-        True,
-        False,
-        False,
-    ]
 
 
 def test_offer_that_is_too_old_lets_its_chunks_go_and_says_so(source: Node) -> None:
@@ -55,23 +50,6 @@ def test_offer_that_is_too_old_lets_its_chunks_go_and_says_so(source: Node) -> N
     assert len(offers) == 0
     assert may_overwrite(source, record)
     assert not offers.end(offer.number)
-
-
-def test_offer_stays_until_it_is_too_old(source: Node) -> None:
-    offers = Offers(source.reader, offer_s=LONG_S)
-    offer = offers.begin(question(source.store(key(0))))
-    offers.expire()
-    assert offers.end(offer.number)
-
-
-def test_two_offers_of_a_chunk_both_hold_it(source: Node) -> None:
-    offers = Offers(source.reader)
-    record = source.store(key(0))
-    first, second = (offers.begin(question(record)) for _ in range(2))
-    assert offers.end(first.number)
-    assert not may_overwrite(source, record)
-    assert offers.end(second.number)
-    assert may_overwrite(source, record)
 
 
 def test_chunk_that_is_refused_is_not_held(source: Node) -> None:

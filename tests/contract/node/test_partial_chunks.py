@@ -6,37 +6,32 @@ The other blocks hold nothing of what lay in the slot before, and a load that wa
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Namespace, NodeId, Refusal, Stamp
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Direction, Namespace, Refusal, Stamp
 from raykv.base.settings import DiskPlace
 from raykv.client.import_source import ImportSource
 from raykv.node.disk.tier import DiskTier
 from raykv.node.fetch import FetchService
-from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
-from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
+from raykv.protocol.worker import CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
 from tests.fixtures.node.links import Worker, changed, failures, job_ids
+from tests.fixtures.node.local import LocalNode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGES = [256, 100]
@@ -50,39 +45,30 @@ CHUNK = 3
 SPACE = Namespace("ns")
 LAST_TWO = Blocks(2, 2)
 
-_names = itertools.count()
 
-
-@dataclass
-class Node:
-    """A NodeService in this process, with what a worker wants to know of one."""
-
-    service: NodeService
-    name: str
-    slot_bytes: int = SLOT_BYTES
-
+class Node(LocalNode):
     def begin_test(self) -> None:
         """It has no chunk, and slots hold what they held before."""
-        with self.service.keeper.lock:
-            index = self.service.keeper.owner.index
+        with self.keeper.lock:
+            index = self.keeper.owner.index
             for record in list(index.places):
                 index.drop(record, Reason.DAMAGED)
             assert not list(index.places)
             for kept in index.shelf.page(0, 1 << 62)[0]:
                 index.shelf.remove(kept.namespace, kept.key, Reason.DAMAGED)
-            ctypes.memset(self.service.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
+            ctypes.memset(self.keeper.pool.address, BEFORE, NUM_SLOTS * SLOT_BYTES)
 
     def record(self, chunk: int = CHUNK) -> ChunkRecord | None:
-        return self.service.keeper.owner.index.find(SPACE, numbered_key(chunk))
+        return self.keeper.owner.index.find(SPACE, numbered_key(chunk))
 
     def slot(self, chunk: int = CHUNK) -> bytes:
         record = self.record(chunk)
         assert record is not None
-        return ctypes.string_at(self.service.keeper.address_of(record), SLOT_BYTES)
+        return ctypes.string_at(self.keeper.address_of(record), SLOT_BYTES)
 
     def others(self) -> bytes:
         """What is in all slots but that of the chunk."""
-        pool = ctypes.string_at(self.service.keeper.pool.address, NUM_SLOTS * SLOT_BYTES)
+        pool = ctypes.string_at(self.keeper.pool.address, NUM_SLOTS * SLOT_BYTES)
         record = self.record()
         assert record is not None
         start = record.slot * SLOT_ALIGNMENT
@@ -90,13 +76,10 @@ class Node:
 
 
 def begin(pool_path: str = "") -> Node:
-    name = f"raykv-test/partial/{os.getpid()}/{next(_names)}"
-    size = NUM_SLOTS * SLOT_BYTES
-    keeper = PoolKeeper(NodeId("node"), boot_life(), PoolGeometry(size, size), pool_path)
-    service = NodeService(name, keeper)
-    service.start()
-    keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
-    return Node(service, name)
+    node = Node(NUM_SLOTS, pool_path=pool_path)
+    node.start()
+    node.keeper.take_orders(OrdersDocument(Stamp(0, 1)), 1.0)
+    return node
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +91,20 @@ def running() -> Iterator[list[Node]]:
 
 
 @pytest.fixture
-def node(running: list[Node]) -> Node:
-    running[0].begin_test()
-    return running[0]
+def nodes(running: list[Node]) -> list[Node]:
+    for each in running:
+        each.begin_test()
+    return running
 
 
 @pytest.fixture
-def other(running: list[Node]) -> Node:
-    running[1].begin_test()
-    return running[1]
+def node(nodes: list[Node]) -> Node:
+    return nodes[0]
 
 
 @pytest.fixture
-def third(running: list[Node]) -> Node:
-    running[2].begin_test()
-    return running[2]
+def other(nodes: list[Node]) -> Node:
+    return nodes[1]
 
 
 @pytest.fixture
@@ -136,18 +118,6 @@ def workers() -> Iterator[list[Rank]]:
 class Rank(Worker):
     """A worker whose jobs are about some blocks of one chunk."""
 
-    def __init__(
-        self,
-        node: Node,
-        rank: int,
-        num_ranks: int,
-        pages: list[int],
-        canonical: CanonicalPages,
-        life: int,
-    ) -> None:
-        of: Any = node
-        super().__init__(of, pages, PER_CHUNK, rank, num_ranks, canonical=canonical, life=life)
-
     def part(
         self,
         direction: Direction,
@@ -158,37 +128,22 @@ class Rank(Worker):
     ) -> JobRequest:
         """A job of these blocks of a chunk, which are those of the engine."""
         assert len(ids) == blocks.length
-        made = self.job(direction, [chunk], ids, job_id)
         return changed(
-            made,
+            self.job(direction, [chunk], ids, job_id),
             num_blocks=Numbers.of([blocks.length]),
             first_block=Numbers.of([blocks.first]),
             block_ids=Numbers.of(ids),
         )
 
     def carry_out(
-        self,
-        direction: Direction,
-        blocks: Blocks,
-        ids: list[int],
-        chunk: int = CHUNK,
-        job_id: int = 0,
+        self, direction: Direction, blocks: Blocks, ids: list[int], **more: int
     ) -> list[Refusal]:
-        return failures(self.run(self.part(direction, blocks, ids, chunk, job_id)))
+        return failures(self.run(self.part(direction, blocks, ids, **more)))
 
 
-def attach(
-    node: Node,
-    workers: list[Rank],
-    rank: int = 0,
-    num_ranks: int = 1,
-    pages: list[int] | None = None,
-    canonical: CanonicalPages = NOT_CANONICAL,
-    life: int = 0,
-) -> Rank:
-    worker = Rank(node, rank, num_ranks, pages or PAGES, canonical, life)
-    workers.append(worker)
-    return worker
+def attach(node: Node, workers: list[Rank], pages: list[int] = PAGES, **fields: Any) -> Rank:
+    workers.append(Rank(node, pages, PER_CHUNK, **fields))
+    return workers[-1]
 
 
 def image(worker: Rank, blocks: Blocks, ids: list[int]) -> bytes:
@@ -203,16 +158,16 @@ def image(worker: Rank, blocks: Blocks, ids: list[int]) -> bytes:
     return b"".join(regions).ljust(SLOT_BYTES, b"\0")
 
 
-def assert_range_is_kept(worker: Rank, chunk: int = CHUNK) -> None:
+def assert_range_is_kept(worker: Rank) -> None:
     """Blocks 1 and 2 of the engine are the last two of the chunk; nothing else is loaded."""
-    assert worker.carry_out(LOAD, LAST_TWO, [10, 11], chunk) == []
+    assert worker.carry_out(LOAD, LAST_TWO, [10, 11]) == []
     assert [worker.block(10), worker.block(11)] == [worker.block(1), worker.block(2)]
-    assert worker.carry_out(LOAD, Blocks(3, 1), [12], chunk) == []
+    assert worker.carry_out(LOAD, Blocks(3, 1), [12]) == []
     assert worker.block(12) == worker.block(2)
     before = [worker.block(number) for number in range(14, 18)]
     for blocks in (Blocks(0, 4), Blocks(1, 3), Blocks(0, 2), Blocks(1, 1), Blocks(0, 3)):
         ids = list(range(14, 14 + blocks.length))
-        assert worker.carry_out(LOAD, blocks, ids, chunk) == [Refusal.PARTIAL], blocks
+        assert worker.carry_out(LOAD, blocks, ids) == [Refusal.PARTIAL], blocks
     assert [worker.block(number) for number in range(14, 18)] == before
 
 
@@ -222,13 +177,6 @@ def test_load_gets_the_blocks_that_were_stored_and_is_refused_for_others(
     worker = attach(node, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     assert_range_is_kept(worker)
-
-
-def test_load_by_layer_is_refused_for_blocks_that_were_not_stored(
-    node: Node, workers: list[Rank]
-) -> None:
-    worker = attach(node, workers)
-    assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     before = worker.block(15)
     load = changed(worker.part(LOAD, Blocks(1, 3), [14, 15, 16]), by_layer=True)
     assert failures(worker.run(load)) == [Refusal.PARTIAL]
@@ -271,7 +219,7 @@ def test_ranks_that_store_the_same_blocks_make_a_chunk_of_these(
     node: Node, workers: list[Rank]
 ) -> None:
     life, job_id = next(lives), next(job_ids)
-    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    ranks = [attach(node, workers, rank=rank, num_ranks=2, life=life) for rank in range(2)]
     stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in ranks]
     assert stored == [[], []]
     for rank in ranks:
@@ -284,7 +232,7 @@ def test_ranks_that_store_other_blocks_make_no_chunk(
     node: Node, workers: list[Rank], other: Blocks
 ) -> None:
     life, job_id = next(lives), next(job_ids)
-    ranks = [attach(node, workers, rank, 2, life=life) for rank in range(2)]
+    ranks = [attach(node, workers, rank=rank, num_ranks=2, life=life) for rank in range(2)]
     assert ranks[0].carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) == []
     ids = list(range(1, 1 + other.length))
     assert ranks[1].carry_out(STORE, other, ids, job_id=job_id) == [Refusal.POISONED]
@@ -300,8 +248,11 @@ def test_canonical_chunk_keeps_the_blocks_that_all_ranks_have_stored(
         return CanonicalPages([PageMap(512, *columns)], [[0]])
 
     life, job_id = next(lives), next(job_ids)
-    two = [attach(node, workers, n, 2, [256], pages(256, n * 256), life) for n in range(2)]
-    one = attach(node, workers, pages=[512], canonical=pages(512, 0))
+    two = [
+        attach(node, workers, [256], rank=n, num_ranks=2, canonical=pages(256, n * 256), life=life)
+        for n in range(2)
+    ]
+    one = attach(node, workers, [512], canonical=pages(512, 0))
     stored = [rank.carry_out(STORE, LAST_TWO, [1, 2], job_id=job_id) for rank in two]
     assert stored == [[], []]
     assert one.carry_out(LOAD, LAST_TWO, [10, 11]) == []
@@ -318,7 +269,7 @@ def test_pool_file_keeps_the_blocks_of_a_chunk_over_a_restart(
     first.begin_test()
     worker = attach(first, workers)
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    assert first.service.keeper.wait_for_seals(10.0) == 0
+    assert first.keeper.wait_for_seals(10.0) == 0
     first.service.stop()
     second = begin(path)
     assert_range_is_kept(attach(second, workers))
@@ -366,7 +317,7 @@ def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> CopyR
         key_index=Numbers.of([0]),
         source_index=Numbers.of([0]),
     )
-    return FetchService(to.service.keeper, source).fetch(order)
+    return FetchService(to.keeper, source).fetch(order)
 
 
 def test_fetched_chunk_has_the_blocks_that_its_source_has(
@@ -374,7 +325,7 @@ def test_fetched_chunk_has_the_blocks_that_its_source_has(
 ) -> None:
     there, here = attach(node, workers), attach(other, workers)
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
-    assert fetch(other, Direct(ReadService(node.service.keeper))).refusals == b""
+    assert fetch(other, Direct(ReadService(node.keeper))).refusals == b""
     assert_range_is_kept(here)
     assert other.slot() == image(there, LAST_TWO, [1, 2])
 
@@ -395,26 +346,27 @@ def test_answer_with_impossible_blocks_is_not_believed(
                 msgspec.structs.force_setattr(rows, name, Numbers.of([number]))
             return msgspec.structs.replace(reply, rows=rows), data
 
-    assert fetch(other, Liar(ReadService(node.service.keeper))).refusals != b""
+    assert fetch(other, Liar(ReadService(node.keeper))).refusals != b""
     assert other.record() is None
 
 
 def tier_of(node: Node, path: Path) -> DiskTier:
     place = DiskPlace(str(path), most_bytes=1 << 20, floor_bytes=0)
-    tier = DiskTier(place, node.service.keeper)
+    tier = DiskTier(place, node.keeper)
     tier.start()
     return tier
 
 
 def test_disk_and_import_bring_back_the_blocks_that_were_stored(
-    node: Node, other: Node, third: Node, workers: list[Rank], tmp_path: Path
+    nodes: list[Node], workers: list[Rank], tmp_path: Path
 ) -> None:
+    node, other, third = nodes
     there, here = attach(node, workers), attach(other, workers)
     assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
     tier = tier_of(node, tmp_path)
     try:
         assert tier.keep(10.0) == 0
-        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        kept = node.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
         assert kept.chunk.blocks == LAST_TWO
         assert fetch(other, Direct(tier), SourceKind.DISK).refusals == b""
@@ -438,7 +390,7 @@ def test_disk_takes_a_chunk_again_when_more_of_it_was_stored_and_never_less(
 
     def on_disk() -> Blocks:
         assert tier.keep(10.0) == 0
-        kept = node.service.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
+        kept = node.keeper.owner.index.shelf.find(SPACE, numbered_key(CHUNK))
         assert kept is not None
         return kept.chunk.blocks
 

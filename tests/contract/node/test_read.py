@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,9 @@ import raykv.node.fetch
 import raykv.node.read
 from raykv.base.ids import Blocks, Refusal, Stamp
 from raykv.cluster.breaker import Pauses
+from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
+from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import ReadReply
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
@@ -35,24 +38,10 @@ from tests.fixtures.node.peers import (
     Network,
     Node,
     Wanted,
-    add_refusal,
     assert_nothing_there,
     assert_right,
-    being_stored,
-    cleared,
     content,
-    drop_checksums,
-    drop_refusals,
-    drop_stamps,
-    evicted,
-    flip_bit,
-    given_up,
-    invent_refusal,
-    lengthen,
-    of_other_size,
-    only_in_other_namespace,
     question,
-    truncate,
     wanted,
     within,
 )
@@ -82,23 +71,19 @@ def test_chunks_of_several_sizes_come_back_to_back_in_the_order_of_the_question(
     refused, data = read(source, *records)
     assert refused == [NONE] * 5
     assert data == b"".join(content(record) for record in records)
+    assert read(source, records[0], records[0]) == ([NONE] * 2, content(records[0]) * 2)
+    assert read(source) == ([], b"")
 
 
-def test_chunk_that_is_refused_leaves_no_gap(source: Node) -> None:
-    first, second, third = (source.store(key(i)) for i in range(3))
-    source.evict(second)
-    refused, data = read(source, first, second, third)
-    assert refused == [NONE, Refusal.NOT_HERE, NONE]
-    assert data == content(first) + content(third)
-
-
-def test_checksums_and_stamps_are_those_of_the_chunks_that_follow(source: Node) -> None:
+def test_chunk_that_is_refused_leaves_no_gap_in_bytes_checksums_and_stamps(source: Node) -> None:
     stamps = [Stamp(HISTORY, 4), STAMP, Stamp(HISTORY, 6)]
     first, second, third = (
         source.store(key(i), 2 * PAGE, stamp=stamp) for i, stamp in enumerate(stamps)
     )
     source.evict(second)
-    reply, _ = source.reader.read(question(first, second, third))
+    reply, data = source.reader.read(question(first, second, third))
+    assert reasons(reply) == [NONE, Refusal.NOT_HERE, NONE]
+    assert data.tobytes() == content(first) + content(third)
     expected = [xxhash.xxh3_64(content(record)).intdigest() for record in (first, third)]
     assert reply.checksums == expected
     assert list(map(Stamp, reply.histories, reply.stamps)) == [stamps[0], stamps[2]]
@@ -121,33 +106,6 @@ def test_no_checksums_are_computed_if_nobody_wants_them(source: Node) -> None:
     reply, data = source.reader.read(question(record, with_checksums=False))
     assert reply.checksums == []
     assert data.tobytes() == content(record)
-
-
-def test_the_same_chunk_twice_in_a_question_comes_twice(source: Node) -> None:
-    record = source.store(key(0))
-    assert read(source, record, record) == ([NONE] * 2, content(record) * 2)
-
-
-def test_empty_question_has_an_empty_answer(source: Node) -> None:
-    assert read(source) == ([], b"")
-
-
-REFUSED: dict[str, tuple[Callable[[Node, ChunkRecord], None], Refusal]] = {
-    "evicted": (evicted, Refusal.NOT_HERE),
-    "being stored": (being_stored, Refusal.WRITING),
-    "given up": (given_up, Refusal.NOT_HERE),
-    "cleared": (cleared, Refusal.NOT_HERE),
-    "other namespace": (only_in_other_namespace, Refusal.NOT_HERE),
-    "other size": (of_other_size, Refusal.BAD_HANDLE),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_chunk_is_refused_that_is_not_there_as_it_is_named(source: Node, case: str) -> None:
-    spoil, refusal = REFUSED[case]
-    record = source.store(key(0))
-    spoil(source, record)
-    assert read(source, record) == ([refusal], b"")
 
 
 def test_chunk_that_was_stored_anew_is_the_one_that_is_named(source: Node) -> None:
@@ -256,6 +214,13 @@ def test_many_threads_read_at_once(source: Node) -> None:
 # Answers that are wrong
 
 
+def flip_bit(reply: ReadReply, data: Bytes) -> Answer:
+    """In the last byte."""
+    changed = data.copy()
+    changed[-1] ^= 1
+    return reply, changed
+
+
 def test_chunk_with_a_flipped_bit_is_never_ready(here: Node, source: Node) -> None:
     source.faults.alter = flip_bit
     chunks = [wanted(source.store(key(i)), source) for i in range(3)]
@@ -275,23 +240,29 @@ def test_flipped_bit_passes_without_checksums(here: Node, source: Node) -> None:
     assert loaded[:-1] == content(chunk)[:-1]
 
 
-MALFORMED = {
-    "truncated": truncate,
-    "too long": lengthen,
-    "too many refusals": add_refusal,
-    "no refusals": drop_refusals,
-    "no checksums": drop_checksums,
-    "no stamps": drop_stamps,
-    "unknown refusal": invent_refusal,
+def replaced(**fields: Any) -> Callable[..., Answer]:
+    return lambda reply, data: (msgspec.structs.replace(reply, **fields), data)
+
+
+MALFORMED: dict[str, Callable[..., Answer]] = {
+    "truncated": lambda reply, data: (reply, data[:-1]),
+    "too long": lambda reply, data: (reply, data.repeat(2)),
+    "too many refusals": replaced(refusals=bytes([NONE, Refusal.NOT_HERE])),
+    "no refusals": replaced(refusals=b""),
+    "no checksums": replaced(checksums=[]),
+    "no stamps": replaced(stamps=Numbers()),
+    "unknown refusal": lambda reply, data: (
+        msgspec.structs.replace(reply, refusals=bytes([99]), checksums=[]),
+        data[:0],
+    ),
 }
-every_malformed = pytest.mark.parametrize("alter", list(MALFORMED.values()), ids=list(MALFORMED))
 
 
-@every_malformed
+@pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_answer_counts_as_none(
-    network: Network, here: Node, source: Node, alter: Callable[..., Answer]
+    network: Network, here: Node, source: Node, case: str
 ) -> None:
-    source.faults.alter = alter
+    source.faults.alter = MALFORMED[case]
     chunk = wanted(source.store(key(0)), source)
     assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
     assert_nothing_there(here)
@@ -300,20 +271,11 @@ def test_malformed_answer_counts_as_none(
     assert network.num_reads(source) == 1
 
 
-@every_malformed
-def test_next_source_is_read_after_a_malformed_answer(
+@pytest.mark.parametrize("alter", [flip_bit, MALFORMED["truncated"]])
+def test_next_source_is_read_after_a_wrong_answer(
     here: Node, source: Node, other: Node, alter: Callable[..., Answer]
 ) -> None:
     source.faults.alter = alter
-    chunk = both(source, other)
-    assert here.fetch([chunk]).refusals == [NONE]
-    assert_right(here, [chunk])
-
-
-def test_next_source_is_read_when_the_first_sends_corrupt_bytes(
-    here: Node, source: Node, other: Node
-) -> None:
-    source.faults.alter = flip_bit
     chunk = both(source, other)
     assert here.fetch([chunk]).refusals == [NONE]
     assert_right(here, [chunk])
@@ -391,62 +353,37 @@ def test_half_of_the_time_is_left_however_many_pieces_are_under_way(
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_next_source_is_read_at_once_when_the_first_fails(
+def test_fetch_ends_at_once_when_its_source_fails_or_reads_the_next_one(
     here: Node, source: Node, other: Node, failure: str
 ) -> None:
+    set_breaker(here, 0.0, 0.0)
+    alone, chunk = wanted(source.store(key(0)), source), both(source, other, 1)
     source.faults = FAILURES[failure]
-    chunk = both(source, other)
+    with within(0.0, 0.1):
+        assert here.fetch([alone]).refusals == [Refusal.NODE_LOST]
+    assert_nothing_there(here)
     with within(0.0, 0.1):
         assert here.fetch([chunk]).refusals == [NONE]
     assert_right(here, [chunk])
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_fetch_ends_at_once_when_its_only_source_fails(
-    here: Node, source: Node, failure: str
-) -> None:
-    source.faults = FAILURES[failure]
-    chunk = wanted(source.store(key(0)), source)
-    with within(0.0, 0.1):
-        assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
-    assert_nothing_there(here)
-
-
 def test_source_that_did_not_answer_is_left_alone(
-    network: Network, here: Node, source: Node, other: Node
+    network: Network, here: Node, source: Node, other: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     source.faults.is_silent = True
     alone, chunk = wanted(source.store(key(0)), source), both(source, other, 1)
     assert here.fetch([alone], 0.1).refusals == [Refusal.TOO_LATE]
     source.faults = Faults()
-    assert here.fetch([alone]).refusals == [Refusal.BREAKER_OPEN]
-    assert here.fetch([chunk]).refusals == [NONE]
-    assert (network.num_reads(source), network.num_reads(other)) == (1, 1)
-    assert_right(here, [chunk])
-
-
-def test_fetch_from_a_source_that_is_left_alone_is_refused_at_once_and_takes_no_slot(
-    network: Network, here: Node, source: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    source.faults.is_unreachable = True
-    chunk = wanted(source.store(key(0)), source)
-    here.fetch([chunk])
     with within(0.0, 0.1):
-        assert here.fetch([chunk]).refusals == [Refusal.BREAKER_OPEN]
+        assert here.fetch([alone]).refusals == [Refusal.BREAKER_OPEN]
     assert_nothing_there(here)
-    assert network.num_reads(source) == 1
     report = here.fetcher.breaker_report()
     assert (report.peers, report.states) == (["node:source"], ["open"])
     assert (report.opened, report.failed, report.refused) == (1, 1, 1)
-    assert caplog.text.count("no answer") == 1
-
-
-def test_chunk_that_is_there_already_needs_no_source(here: Node, source: Node) -> None:
-    chunk = wanted(source.store(key(0)), source)
+    assert caplog.text.count("no answer, other nodes are asked") == 1
     assert here.fetch([chunk]).refusals == [NONE]
-    source.faults.is_unreachable = True
-    here.fetch([wanted(source.store(key(1)), source)])
-    assert here.fetch([chunk]).refusals == [NONE]
+    assert (network.num_reads(source), network.num_reads(other)) == (1, 1)
+    assert_right(here, [chunk])
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
@@ -505,36 +442,6 @@ def test_source_is_asked_again_after_a_while(network: Network, here: Node, sourc
     again = wanted(source.store(key(1)), source)
     assert here.fetch([again]).refusals == [NONE]
     assert_right(here, [chunk, again])
-
-
-def test_pause_grows_with_each_failure_up_to_a_bound(
-    network: Network, here: Node, source: Node
-) -> None:
-    set_breaker(here, 0.1, 0.2)
-    source.faults.is_unreachable = True
-    chunk = wanted(source.store(key(0)), source)
-    here.fetch([chunk])
-    pauses = [pause_s(network, here, source, chunk) for _ in range(7)]
-    assert pauses[0] >= 0.1
-    assert min(pauses[1:]) >= 0.2
-    assert pauses[-1] < 3.0  # without the bound: 6.4
-
-
-def test_one_answer_makes_the_failures_before_it_forgotten(
-    network: Network, here: Node, source: Node
-) -> None:
-    chunk = wanted(source.store(key(0)), source)
-    set_breaker(here, 0.0, 0.0)
-    source.faults.is_unreachable = True
-    for _ in range(6):
-        here.fetch([chunk])
-    source.faults = Faults()
-    assert here.fetch([chunk]).refusals == [NONE]
-    chunk = wanted(source.store(key(1)), source)
-    set_breaker(here, 0.1, 100.0)
-    source.faults.is_unreachable = True
-    here.fetch([chunk])
-    assert pause_s(network, here, source, chunk) < 3.0  # not forgotten: 6.4
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 import pytest
 
 import raykv.worker.link
+from raykv.base.deadlines import IDLE_LOOK_S, PROMPT_S
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import has_halted, kill
-from raykv.worker.link import LINK_EXIT_LOOK_S, LINK_EXIT_S, LINK_HALT_S
+from raykv.worker.link import LINK_EXIT_S
 from tests.fixtures.node.links import SETTINGS, Node, Worker, failures
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
@@ -24,11 +25,7 @@ from tests.fixtures.waiting import wait_until
 PTRACE_CONT, PTRACE_SEIZE = 7, 0x4206
 PTRACE_O_TRACEEXIT, PTRACE_EVENT_EXIT = 0x40, 6
 DEADLINE_S = (
-    SETTINGS.step_deadline_s
-    + SETTINGS.cancel_grace_s
-    + LINK_EXIT_S
-    + LINK_EXIT_LOOK_S
-    + LINK_HALT_S
+    SETTINGS.step_deadline_s + SETTINGS.cancel_grace_s + LINK_EXIT_S + IDLE_LOOK_S + PROMPT_S
 )
 NOISE_S = 3.0
 
@@ -148,7 +145,7 @@ def test_process_has_halted_once_it_is_killed_although_it_does_not_exit(
     pidfd = os.pidfd_open(node.process.pid)
     try:
         assert kill(pidfd)
-        assert has_halted(LINK_HALT_S)
+        assert has_halted(PROMPT_S)
         tracer.wait_until_it_exits()
         assert is_there(node.process.pid)
     finally:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import raykv.worker.link
 from raykv.base.geometry import aligned
 from raykv.base.ids import Direction, Refusal, in_group
 from raykv.memory.region import Region
@@ -462,7 +461,7 @@ def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None
 def test_job_fails_at_once_while_there_is_no_node(
     node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.worker.link, "LINK_PAUSES_S", (LONG_S, LONG_S))
+    monkeypatch.setattr("raykv.base.deadlines.RETRY_PAUSES_S", (LONG_S, LONG_S))
     node.end()
     lines.append(Line(node, PATIENT))
     link = lines[0].link

@@ -135,7 +135,7 @@ class Failing:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.base.threads, "THREAD_PAUSES_S", (0.001, 0.01))
+    monkeypatch.setattr("raykv.base.deadlines.RETRY_PAUSES_S", (0.001, 0.01))
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), MemoryError()])
@@ -219,8 +219,8 @@ assert num_failed() == 2
 thread.join(0)
 resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 assert not thread.revive()  # not before a pause
-import raykv.base.threads
-raykv.base.threads.THREAD_REVIVE_S = 0
+import raykv.base.deadlines
+raykv.base.deadlines.AGAIN_S = 0
 thread._revive_at = 0
 thread.revive()
 thread.join(10)

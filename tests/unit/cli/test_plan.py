@@ -27,6 +27,8 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     found = json.loads(run("plan", tmp_path, "--set", "pool_bytes=64MiB", "--json"))
     assert found["bytes_per_token"] == 512
     assert found["pool"]["pool_bytes"] == 64 << 20
+    rows = [line.strip() for line in run("plan", tmp_path, "--set", "pool_bytes=8GiB").splitlines()]
+    assert len([row for row in rows if row.startswith("8.0 GiB")]) == 1
     text = run("plan", tmp_path, "--set", "pool_bytes=4KiB", "--engine", "block-size=32", code=1)
     assert "a chunk     16.0 KiB" in text
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text

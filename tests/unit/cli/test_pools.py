@@ -1,4 +1,4 @@
-"""What `raykv up` refuses, and what `raykv down --purge` removes."""
+"""What `raykv down --purge` removes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from raykv.base.errors import SettingError
-from raykv.cli import app
 from tests.fixtures.commands import PlayedCluster, run
 
 
@@ -31,22 +28,3 @@ def test_purge_removes_what_is_left_on_this_host_and_no_cache(
     assert stopped == ["played:1"]
     assert told["removed"] == [str(session), str(tmp_path / "cache/raykv")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "pool"]
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "said"),
-    [
-        ([], {"RAYKV_LAYERWISE_LOADS": "ja"}, "must be true or false"),
-        (["--pool-bytes", "much"], {}, "--pool-bytes"),
-        (["--slab-bytes", "much"], {}, "--slab-bytes"),
-    ],
-)
-def test_up_starts_no_ray_for_a_wrong_setting(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], environment: dict[str, str], said: str
-) -> None:
-    started: list[str | None] = []
-    monkeypatch.setattr("raykv.cluster.join.ensure_cluster", started.append)
-    done = CliRunner().invoke(app, ["up", *options], env=environment)
-    assert isinstance(done.exception, SettingError)
-    assert said in str(done.exception)
-    assert not started

@@ -10,10 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
-from raykv.cli import app
+from tests.fixtures.commands import run
 from tests.house import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -22,13 +21,6 @@ FILES = {
     for folder, pattern in (("serve", "*.yaml"), ("prometheus", "*.yml"), ("grafana", "*.json"))
     for path in (DEPLOY / folder).glob(pattern)
 }
-
-
-def run(*arguments: str | Path) -> str:
-    words = ["files", *map(str, arguments)]
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def written(folder: Path) -> dict[str, str]:
@@ -45,15 +37,15 @@ def theirs() -> dict[str, str]:
 
 def test_files_are_those_of_deploy(tmp_path: Path) -> None:
     assert {"serve/cpu-trial.yaml", "prometheus/rules.yml", "grafana/raykv.json"} <= FILES
-    said = run(tmp_path / "new" / "folder")
+    said = run("files", tmp_path / "new" / "folder")
     assert written(tmp_path / "new" / "folder") == theirs()
     assert said.startswith(f"wrote {len(FILES)} files under {tmp_path / 'new' / 'folder'}")
 
 
 def test_json_names_what_was_written_and_what_was_there(tmp_path: Path) -> None:
-    first = json.loads(run(tmp_path, "--json"))
+    first = json.loads(run("files", tmp_path, "--json"))
     assert first == {"folder": str(tmp_path), "written": sorted(FILES), "unchanged": []}
-    again = json.loads(run(tmp_path, "--json"))
+    again = json.loads(run("files", tmp_path, "--json"))
     assert again == {"folder": str(tmp_path), "written": [], "unchanged": sorted(FILES)}
 
 
@@ -62,9 +54,9 @@ def test_changed_file_is_overwritten_only_if_asked(tmp_path: Path) -> None:
     mine = tmp_path / "prometheus" / "rules.yml"
     mine.write_text("groups: []\n")
     with pytest.raises(SettingError, match=r"prometheus/rules\.yml .*--overwrite"):
-        run(tmp_path)
+        run("files", tmp_path)
     assert written(tmp_path) == {"prometheus/rules.yml": "groups: []\n"}
-    assert "wrote" in run(tmp_path, "--overwrite")
+    assert "wrote" in run("files", tmp_path, "--overwrite")
     assert written(tmp_path) == theirs()
 
 
@@ -72,7 +64,7 @@ def test_changed_file_is_overwritten_only_if_asked(tmp_path: Path) -> None:
 def test_folder_that_can_not_be_made_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(SettingError, match=f"{tmp_path / place}.*name another folder"):
-        run(tmp_path / place)
+        run("files", tmp_path / place)
 
 
 def test_wheel_brings_the_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
 from raykv.cluster.join import Raylet, log_errors, successor
-from raykv.lab.bench.ports import free_port
+from tests.fixtures.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +211,7 @@ def test_cluster_that_is_slow_to_be_joined_is_waited_for_and_that_is_said(
 ) -> None:
     for name in ("check_reachable", "check_answers"):
         monkeypatch.setattr(cluster, name, lambda _: None)
-    monkeypatch.setattr(cluster, "CLIENT_S", 0.05)
+    monkeypatch.setattr("raykv.base.deadlines.CLIENT_S", 0.05)
     monkeypatch.setattr(cluster, "join", lambda _: time.sleep(0.3))
     with caplog.at_level("WARNING", "raykv"):
         cluster.join_within("127.0.0.1:1", 5.0)

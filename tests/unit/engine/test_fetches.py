@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from raykv.base.deadlines import FETCH_GRACE_S
+from raykv.base.deadlines import GRACE_S
 from raykv.base.ids import Key
 from raykv.base.settings import Settings
 from raykv.engine.fetches import MAX_BYTES, MAX_CHUNKS, Fetches, split
@@ -174,19 +174,19 @@ def test_orders_without_an_answer_end_at_deadline_and_grace_and_not_again(engine
     engine.submit(order(0), now=1.0)
     engine.submit(order(1), now=1.5)
     (first, _) = engine.sent()
-    engine.fetches.give_up_overdue(1.0 + DEADLINE_S + FETCH_GRACE_S - 0.01)
+    engine.fetches.give_up_overdue(1.0 + DEADLINE_S + GRACE_S - 0.01)
     assert engine.ended == []
-    engine.fetches.give_up_overdue(1.0 + DEADLINE_S + FETCH_GRACE_S)
+    engine.fetches.give_up_overdue(1.0 + DEADLINE_S + GRACE_S)
     assert engine.ended == [([order(0)], None)]
     engine.fetches.came(result_of(first))
-    engine.fetches.give_up_overdue(1.5 + DEADLINE_S + FETCH_GRACE_S)
+    engine.fetches.give_up_overdue(1.5 + DEADLINE_S + GRACE_S)
     assert engine.ended == [([order(0)], None), ([order(1)], None)]
 
 
 def test_orders_that_are_overdue_before_they_are_sent_are_not_sent(engine: Engine) -> None:
     engine.submit(order(0))
     engine.submit(order(1), now=1.0)
-    engine.fetches.give_up_overdue(DEADLINE_S + FETCH_GRACE_S)
+    engine.fetches.give_up_overdue(DEADLINE_S + GRACE_S)
     assert [list(request.keys) for request in engine.sent()] == [[order(1).key]]
 
 
@@ -194,7 +194,7 @@ def test_late_answer_of_one_request_does_not_end_another(engine: Engine) -> None
     engine.submit(order(0))
     engine.submit(order(1), now=1.0)
     first, second = engine.sent()
-    engine.fetches.give_up_overdue(DEADLINE_S + FETCH_GRACE_S)
+    engine.fetches.give_up_overdue(DEADLINE_S + GRACE_S)
     engine.fetches.came(result_of(first))
     assert engine.ended == [([order(0)], None)]
     engine.fetches.came(result_of(second))
@@ -221,7 +221,7 @@ def test_each_order_ends_exactly_once_whatever_happens(engine: Engine) -> None:
     lots = [[order(number * 4 + i) for i in range(4)] for number in range(num_lots)]
     for number, orders in enumerate(lots):
         engine.submit(*orders, now=float(number))
-        engine.fetches.give_up_overdue(number - 3.0 + DEADLINE_S + FETCH_GRACE_S)
+        engine.fetches.give_up_overdue(number - 3.0 + DEADLINE_S + GRACE_S)
     is_over.set()
     line.join()
     engine.fetches.lose_all()

@@ -117,12 +117,12 @@ def test_file_region_belongs_to_one_process(
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"has it\n"
         before = len(list(Path("/proc/self/fd").iterdir()))
-        monkeypatch.setattr("raykv.memory.region.POOL_FILE_S", 0.2)
+        monkeypatch.setattr("raykv.base.deadlines.PREDECESSOR_S", 0.2)
         with pytest.raises(HandleError, match=f"{path} is in use by another process"):
             Region.in_file(path, 2 * SIZE)
         assert path.stat().st_size == SIZE
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-        monkeypatch.setattr("raykv.memory.region.POOL_FILE_S", 10.0)
+        monkeypatch.setattr("raykv.base.deadlines.PREDECESSOR_S", 10.0)
         later = threading.Timer(0.3, owner.kill)
         later.start()
         region = Region.in_file(path, SIZE)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from raykv.base.deadlines import ANSWER_S
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, NodeId, Refusal, Stamp
 from raykv.base.settings import MetricsPlace
 from raykv.metrics import server as exposition
 from raykv.metrics.server import (
     MAX_CONNECTIONS,
-    METRICS_CLIENT_S,
     PORTS_TRIED,
     Collect,
     MetricsServer,
@@ -126,7 +126,7 @@ def connection(address: str) -> socket.socket:
 
 
 def test_silent_clients_neither_pile_up_nor_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exposition._Handler.timeout == METRICS_CLIENT_S
+    assert exposition._Handler.timeout == ANSWER_S
     monkeypatch.setattr(exposition._Handler, "timeout", 1.0)
     with serving() as server:
         before = threading.active_count()

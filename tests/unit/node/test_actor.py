@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._private import worker
@@ -25,30 +28,55 @@ from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import PinsHere
 
 POOL_BYTES = 1 << 60
+HAS_REPORTED = threading.Event()
+_numbers = itertools.count()
+
+
+Make = Callable[..., NodeActor]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """NodeActors whose first report never ends: the next one would look for Ray."""
+    made: list[NodeActor] = []
+
+    def report(_: Reports) -> None:
+        HAS_REPORTED.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(Reports, "_report", report)
+    HAS_REPORTED.clear()
+
+    def one(**options: Any) -> NodeActor:
+        place = f"raykv/test-actor/{os.getpid()}/{next(_numbers)}"
+        made.append(NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(**options)))
+        return made[-1]
+
+    yield one
+    for actor in made:
+        actor._service.stop()
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> NodeActor:
+    return without_a_pool(monkeypatch, POOL_BYTES)
+
+
+def without_a_pool(
+    monkeypatch: pytest.MonkeyPatch, pool_bytes: int = 1 << 20, path: str = ""
+) -> NodeActor:
     monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
-    return NodeActor("node", "raykv/test-refused", POOL_BYTES, 1 << 20, "")
+    return NodeActor("node", "raykv/test-refused", pool_bytes, 1 << 20, path)
 
 
-def test_first_report_waits_for_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.reports, "NODE_HEARTBEAT_S", 3600.0)
-    has_reported = threading.Event()
-    # It never ends: the next one would look for Ray.
-    never = threading.Event()
+def refusal_of(actor: NodeActor) -> str:
+    return decode(actor.describe(), NodeDescription).refusal
 
-    def report(_: Reports) -> None:
-        has_reported.set()
-        never.wait()
 
-    monkeypatch.setattr(Reports, "_report", report)
-    actor = NodeActor("node", f"raykv/test-first-report/{os.getpid()}", 1 << 20, 1 << 20, "")
-    try:
-        assert has_reported.wait(10.0)
-    finally:
-        actor._service.stop()
+def test_first_report_waits_for_no_heartbeat(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 3600.0)
+    make()
+    assert HAS_REPORTED.wait(10.0)
 
 
 def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,17 +88,13 @@ def test_life_is_not_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before <= life < (up_s + 1.0) * 1e6
 
 
-def test_node_that_ray_drains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
-    monkeypatch.setattr(raykv.node.actor, "NODE_DRAIN_LOOK_S", 0.0)
+def test_node_that_ray_drains_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.base.deadlines.SELDOM_S", 0.0)
     drains = iter([False, False, True])
     monkeypatch.setattr(raykv.node.actor, "is_draining", lambda _: next(drains))
-    actor = NodeActor("node", f"raykv/test-drain/{os.getpid()}", 1 << 20, 1 << 20, "")
-    try:
-        with actor._keeper.lock:
-            assert actor._keeper.lock.wait_for(lambda: actor._keeper.owner.is_leaving, 10.0)
-    finally:
-        actor._service.stop()
+    keeper = make()._keeper
+    with keeper.lock:
+        assert keeper.lock.wait_for(lambda: keeper.owner.is_leaving, 10.0)
 
 
 def test_ray_says_which_nodes_drain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,42 +109,25 @@ def test_ray_says_which_nodes_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_draining("two")
 
 
-def test_no_offer_is_made_while_nothing_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
-    actor = NodeActor("node", f"raykv/test-offer/{os.getpid()}", 1 << 20, 1 << 20, "")
-    try:
-        with pytest.raises(SettingError, match="NIXL is not open"):
-            actor.offer(b"")
-    finally:
-        actor._service.stop()
+def test_no_offer_is_made_while_nothing_would_end_it(make: Make) -> None:
+    with pytest.raises(SettingError, match="NIXL is not open"):
+        make().offer(b"")
 
 
-def test_share_of_pins_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reports, "_report", lambda _: threading.Event().wait())
-    place = f"raykv/test-pin-share/{os.getpid()}"
-    actor = NodeActor("node", place, 1 << 20, 1 << 20, "", NodeOptions(pin_share=0.5))
-    try:
-        assert decode(actor.ask("pins"), PinsHere).node.quota_bytes == 1 << 19
-    finally:
-        actor._service.stop()
+def test_share_of_pins_is_the_one_that_was_set(make: Make) -> None:
+    assert decode(make(pin_share=0.5).ask("pins"), PinsHere).node.quota_bytes == 1 << 19
 
 
-def test_description_says_why_there_is_no_pool(refused: NodeActor) -> None:
+def test_node_whose_pool_does_not_fit_says_why_whatever_it_is_asked(refused: NodeActor) -> None:
     told = decode(refused.describe(), NodeDescription)
     assert f"pool_bytes={POOL_BYTES}" in told.refusal
     assert "would fit" in told.refusal
     assert told.pool_bytes == POOL_BYTES
-
-
-def test_facts_of_the_host_say_it_too(refused: NodeActor) -> None:
     facts = decode(refused.host(encode(HostQuestion())), HostFacts)
     assert "does not fit" in facts.refusal
     assert facts.pool_bytes == 0
     assert facts.limits
     assert facts.wall_time > 0
-
-
-def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
     order = Fetch(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
     with pytest.raises(SettingError, match="does not fit"):
         refused.fetch(encode(order))
@@ -129,20 +136,16 @@ def test_fetch_is_refused_with_the_reason(refused: NodeActor) -> None:
 
 
 def test_pool_file_that_cannot_be_made_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
-    actor = NodeActor("node", "raykv/test-no-file", 1 << 20, 1 << 20, "/nowhere/pool")
-    assert "/nowhere/pool" in decode(actor.describe(), NodeDescription).refusal
+    assert "/nowhere/pool" in refusal_of(without_a_pool(monkeypatch, path="/nowhere/pool"))
 
 
 def test_journal_that_is_a_link_is_a_refusal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(raykv.node.actor, "NODE_ROOM_GRACE_S", 0.0)
     (tmp_path / "pool.new").symlink_to(tmp_path / "target")
     path = str(tmp_path / "pool")
-    actor = NodeActor("node", "raykv/test-link", 1 << 20, 1 << 20, path)
-    refusal = decode(actor.describe(), NodeDescription).refusal
-    assert "is a symbolic link, which is not followed" in refusal
+    actor = without_a_pool(monkeypatch, path=path)
+    assert "is a symbolic link, which is not followed" in refusal_of(actor)
     # It is tried again and again: nothing of it is left.
     assert path not in Path("/proc/self/maps").read_text()
     assert not (tmp_path / "target").exists()

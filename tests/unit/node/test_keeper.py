@@ -106,27 +106,6 @@ def land(keeper: PoolKeeper, chunk: int) -> ChunkRecord | Refusal:
 # Jobs
 
 
-def test_chunk_is_found_once_it_was_stored(keeper: PoolKeeper) -> None:
-    assert announced(keeper, LOAD, 1).chunks == [Refusal.NOT_HERE]
-    assert store(keeper, 1).refusals == b""
-    load = announced(keeper, LOAD, 1)
-    assert load.chunks == [found(keeper, 1)]
-    keeper.end_chunks(load, [0], ok=True)
-
-
-def test_store_that_fails_leaves_nothing(keeper: PoolKeeper) -> None:
-    assert list(store(keeper, 1, ok=False).refusals) == [Refusal.POISONED]
-    assert found(keeper, 1) is None
-    assert store(keeper, 1).refusals == b""
-
-
-def test_loads_of_a_message_keep_their_slots_whatever_is_stored_later(keeper: PoolKeeper) -> None:
-    store(keeper, *range(8))
-    load = announced(keeper, LOAD, *range(8), job_id=2)
-    assert list(store(keeper, 20).refusals) == [Refusal.NO_ROOM]
-    keeper.end_chunks(load, range(8), ok=True)
-
-
 def test_nothing_is_stored_into_untouched_pages_while_memory_is_short(keeper: PoolKeeper) -> None:
     keeper.pool.is_short = True
     assert list(store(keeper, 1).refusals) == [Refusal.COPY_FAILED]
@@ -164,30 +143,7 @@ def test_chunk_that_lands_has_the_checksum_that_came_along(keeper: PoolKeeper) -
     assert land(keeper, 1) is Refusal.HERE
 
 
-def test_reader_keeps_its_chunk(keeper: PoolKeeper) -> None:
-    store(keeper, 1)
-    (record,) = keeper.begin_read(MODEL, [numbered_key(1)], [PAGE])
-    assert isinstance(record, ChunkRecord)
-    keeper.owner.index.drop(record, Reason.EVICTED)
-    assert record in set(keeper.owner.index.places)
-    keeper.end_read(record)
-    assert record not in set(keeper.owner.index.places)
-
-
 # Checksums
-
-
-def test_checksum_is_made_once_and_compared_later(keeper: PoolKeeper) -> None:
-    store(keeper, 1)
-    record = keeper.take_unchecked()
-    assert record is known(keeper, 1)
-    assert keeper.check_bytes(record, 5) is Refusal.NONE
-    assert keeper.check_bytes(record, 5) is Refusal.NONE
-    assert keeper.check_bytes(record, 6) is Refusal.CORRUPT
-    assert found(keeper, 1) is None
-    assert keeper.check_bytes(record, 5) is Refusal.NOT_HERE
-    keeper.end_read(record)
-    assert keeper.num_quarantined == 1
 
 
 def test_chunk_that_is_put_back_is_the_next_one(keeper: PoolKeeper) -> None:
@@ -200,28 +156,15 @@ def test_chunk_that_is_put_back_is_the_next_one(keeper: PoolKeeper) -> None:
     keeper.end_read(first)
 
 
-def test_chunk_that_has_gone_needs_no_checksum(keeper: PoolKeeper) -> None:
+def test_wait_for_checksums_says_how_many_have_none_and_forgets_no_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.node.keeper, "MAX_UNCHECKED", 1)
+    keeper = made()
     store(keeper, 1, 2)
-    keeper.owner.index.drop(known(keeper, 1), Reason.EVICTED)
-    record = keeper.take_unchecked()
-    assert record is known(keeper, 2)
-    keeper.end_read(record)
-
-
-def test_wait_for_checksums_says_how_many_have_none(keeper: PoolKeeper) -> None:
-    store(keeper, 1, 2)
-    assert keeper.wait_for_seals(0.0) == 2
-    make_checksums(keeper)
-    assert keeper.wait_for_seals(0.0) == 0
-
-
-def test_chunks_that_were_left_out_get_their_checksums_before_the_end(keeper: PoolKeeper) -> None:
-    store(keeper, 1, 2)
-    # As if others had come since.
-    keeper._unchecked.clear()
-    assert keeper.wait_for_seals(0.0) == 2
-    make_checksums(keeper)
-    assert keeper.wait_for_seals(0.0) == 0
+    for num_left in (2, 1, 0):
+        assert keeper.wait_for_seals(0.0) == num_left
+        make_checksums(keeper)
 
 
 # Orders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -27,6 +27,10 @@ A = Namespace("a")
 FIRST = Stamp(1, 1)
 
 
+def no_answer(*_: object) -> NoReturn:
+    raise TimeoutError("nobody is there")
+
+
 class PlayedReports:
     """A node that reports when it is told to, and what the scheduler actor says."""
 
@@ -38,9 +42,12 @@ class PlayedReports:
         self.answer = ReportAnswer(5)
         self.documents: list[OrdersDocument] = []
         self.keys: dict[bytes, NamedKeys] = {}
+        self.is_alone = False
         monkeypatch.setattr(self.reports, "_call", self.call)
 
     def call(self, method: str, *arguments: Any) -> Any:
+        if self.is_alone:
+            no_answer()
         self.calls.append(method)
         if method == "report":
             self.told.append(decode(arguments[0], Report))
@@ -129,18 +136,13 @@ def test_keys_of_pins_are_asked_for_until_they_are_known(node: PlayedReports) ->
     assert node.report() == ["report", "pin_keys"]
 
 
-def test_scheduler_actor_that_does_not_answer_is_left_alone(
-    node: PlayedReports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise TimeoutError("nobody is there")
-
-    monkeypatch.setattr(node.reports, "_call", fail)
+def test_scheduler_actor_that_does_not_answer_is_left_alone(node: PlayedReports) -> None:
+    node.is_alone = True
     call = node.reports._breakers.begin("scheduler", time.monotonic())
     assert call is not None
     node.reports._report_once(call)
     assert node.reports.breaker_report().peers == ["scheduler"]
-    monkeypatch.setattr(node.reports, "_call", node.call)
+    node.is_alone = False
     assert node.report() == ["report"]
     assert [each.seq for each in node.told] == [2]
     assert not node.reports.breaker_report().peers
@@ -152,11 +154,8 @@ def test_orders_are_read_from_the_heads_store_while_nobody_answers(
     """What was stored under an early number would be void once there is a floor."""
     kept: list[bytes] = []
 
-    def fail(*_: Any) -> Any:
-        raise TimeoutError("nobody is there")
-
     monkeypatch.setattr(bequest, "get", lambda _: kept[-1] if kept else None)
-    monkeypatch.setattr(node.reports, "_call", fail)
+    node.is_alone = True
     node.report()
     assert node.keeper.owner.orders.stamp == Stamp(0, 0)
     pins = {name: OrderedPin(A, b"d", 1, left_s) for name, left_s in (("p", 90.0), ("q", 10.0))}
@@ -170,7 +169,7 @@ def test_orders_are_read_from_the_heads_store_while_nobody_answers(
     # Later ones are the scheduler actor's to tell.
     kept.append(b"no document")
     node.report()
-    monkeypatch.setattr(node.reports, "_call", node.call)
+    node.is_alone = False
     node.report()
     assert node.told[-1].orders == FIRST
 
@@ -193,26 +192,23 @@ def test_node_begins_with_the_orders_that_are_kept(
 def test_store_that_does_not_answer_costs_no_report(
     node: PlayedReports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise TimeoutError("the head node is away")
-
-    monkeypatch.setattr(bequest, "get", fail)
-    monkeypatch.setattr(node.reports, "_call", fail)
+    monkeypatch.setattr(bequest, "get", no_answer)
+    node.is_alone = True
     node.report()
-    monkeypatch.setattr(node.reports, "_call", node.call)
+    node.is_alone = False
     assert node.report() == ["report"]
 
 
 def test_wait_ends_with_news_or_a_heartbeat(
     node: PlayedReports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.node.reports.NODE_HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
     node.say(position=Position(7, 0, ALL_READ))
     node.report()
     began = time.monotonic()
     node.reports._wait()
     assert time.monotonic() - began >= 0.1
-    monkeypatch.setattr("raykv.node.reports.NODE_HEARTBEAT_S", 60.0)
+    monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 60.0)
     node.keeper.owner.hello(
         EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE}), node.keeper.now()
     )

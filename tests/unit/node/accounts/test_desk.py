@@ -8,59 +8,36 @@ import pytest
 
 from raykv.base.errors import MessageError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Stamp
+from raykv.base.ids import NodeId, Stamp
 from raykv.base.tenants import salt_label
 from raykv.node.accounts.desk import MOST_PIECES, Desk
 from raykv.node.keeper import PoolKeeper
 from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import CopyJob
-from raykv.protocol.engine import EngineHello, Hints, MissRecord, Tell
+from raykv.protocol.engine import Hints, MissRecord
 from raykv.protocol.events import ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionQuery, SessionStage, SessionWord
-
-PAGE = 4096
-A = Namespace("a")
+from tests.fixtures.node.owned_pool import LIFE, PAGE, SLAB, A, OwnedPool, key
 
 
-class AskedPool:
+class AskedPool(OwnedPool):
     """A pool, its desk, and an engine that stores at once."""
 
-    def __init__(self, num_slots: int = 8) -> None:
-        geometry = PoolGeometry(num_slots * PAGE, 4 * PAGE)
-        self.keeper = PoolKeeper(NodeId("n"), 7, geometry)
+    def __init__(self, num_slabs: int = 2) -> None:
+        geometry = PoolGeometry(num_slabs * SLAB * PAGE, SLAB * PAGE)
+        self.keeper = PoolKeeper(NodeId("n"), LIFE, geometry)
+        super().__init__(node=self.keeper.owner)
+        self.now = self.keeper.now()
         self.desk = Desk("n", self.keeper)
-        self.seq = self.job = 0
-        hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, "model", slot_bytes={0: PAGE})
-        with self.keeper.lock:
-            assert not self.keeper.owner.hello(hello, self.keeper.now()).error
-
-    def tell(self, **fields: object) -> None:
-        self.seq += 1
-        with self.keeper.lock:
-            self.keeper.owner.tell(Tell(1, self.seq, A, **fields), self.keeper.now())  # type: ignore[arg-type]
-
-    def store(self, *numbers: int, tenant: str = "") -> None:
-        self.job += 1
-        keys, blocks = Keys.of(map(key, numbers)), Blocks(0, 1)
-        count, first = Numbers.of([blocks.length] * len(numbers)), Numbers.of([0] * len(numbers))
-        job = CopyJob(self.job, Direction.STORE, A, keys, count, first, tenant=tenant)
-        (admitted,) = self.keeper.owner.jobs.announce(1, 0, 1, [job], self.keeper.now())
-        self.keeper.begin_chunks(admitted, range(len(numbers)))
-        self.keeper.end_chunks(admitted, range(len(numbers)), ok=True)
-        assert not self.keeper.owner.jobs.end_job(admitted, {}, 0, 0.0).refusals
+        assert not self.hello(model="model")
 
     def chunks(self, cursor: str = "", **fields: object) -> ChunkPage:
         query = ChunkQuery(PROTOCOL_VERSION, cursor=cursor, **fields)  # type: ignore[arg-type]
         query = receive(encode(query), ChunkQuery, "a reader", "this node")
         return decode(encode(self.desk.chunks(query)), ChunkPage)
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(4, "big") + bytes(4))
 
 
 def keys_of(page: ChunkPage) -> list[bytes]:
@@ -73,7 +50,7 @@ def tenants_of(page: ChunkPage) -> list[str]:
 
 @pytest.fixture
 def asked(request: pytest.FixtureRequest) -> Iterator[AskedPool]:
-    made = AskedPool(getattr(request, "param", 8))
+    made = AskedPool(getattr(request, "param", 2))
     yield made
     made.keeper.pool.stop()
 
@@ -81,37 +58,22 @@ def asked(request: pytest.FixtureRequest) -> Iterator[AskedPool]:
 def test_chunks_come_page_by_page(asked: AskedPool) -> None:
     asked.store(1, 2, 3, tenant="lisa")
     asked.store(4)
-    found: list[bytes] = []
-    tenants: list[str] = []
-    cursor = ""
-    while True:
-        page = asked.chunks(cursor, limit=2)
-        assert len(page.chunks) <= 2
-        found += keys_of(page)
-        tenants += tenants_of(page)
-        assert {row.where for row in page.chunks} <= {Where.RAM}
-        cursor = page.cursor
-        if not cursor:
-            break
-    assert sorted(found) == [key(number) for number in (1, 2, 3, 4)]
-    assert sorted(tenants) == ["", "lisa", "lisa", "lisa"]
+    pages = [asked.chunks(limit=2)]
+    while pages[-1].cursor:
+        pages.append(asked.chunks(pages[-1].cursor, limit=2))
+    assert max(len(page.chunks) for page in pages) <= 2
+    found = sorted((row.key, row.tenant, row.where) for page in pages for row in page.chunks)
+    owners = {1: "lisa", 2: "lisa", 3: "lisa", 4: ""}
+    assert found == [(key(number), tenant, Where.RAM) for number, tenant in owners.items()]
 
 
-def test_first_chunks_of_an_order_come_in_one_page(asked: AskedPool) -> None:
-    asked.store(1)
-    asked.store(2)
-    page = asked.chunks(order="age", limit=1)
-    assert (keys_of(page), page.cursor) == ([key(1)], "")
-    assert keys_of(asked.chunks(key=key(2)[:4])) == [key(2)]
-    assert not asked.chunks(tier="disk").chunks
-
-
-@pytest.mark.parametrize("asked", [2 * MOST_PIECES], indirect=True)
+@pytest.mark.parametrize("asked", [MOST_PIECES // 2], indirect=True)
 def test_order_looks_at_whole_stretches_of_the_pool(asked: AskedPool) -> None:
     for number in range(2 * MOST_PIECES):
         asked.store(number)
     page = asked.chunks(order="age", limit=1)
     assert (keys_of(page), page.cursor) == ([key(0)], "")
+    assert not asked.chunks(tier="disk").chunks
 
 
 def test_tenant_with_a_quota_is_shown_by_its_name(asked: AskedPool) -> None:
@@ -140,7 +102,7 @@ def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
         rows += [row.key for row in part.rows]
         position = part.end
     assert sorted(rows) == [key(1), key(2)]
-    assert (position.life, position.number) == (7, asked.keeper.owner.index.listing.number)
+    assert (position.life, position.number) == (LIFE, asked.keeper.owner.index.listing.number)
 
 
 def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
@@ -164,12 +126,12 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
 def test_requests_are_told_by_number_and_by_id(asked: AskedPool) -> None:
     asked.tell(finished=[MissRecord("one", 5, 2, 3), MissRecord("two", 5, 2, 3)])
     page = asked.desk.requests(1)
-    assert (page.life, page.first, page.last) == (7, 2, 2)
+    assert (page.life, page.first, page.last) == (LIFE, 2, 2)
     assert [each.record.request_id for each in page.found] == ["two"]
     told = asked.desk.why_miss("on")
     assert told.num_known == 2
     (one,) = told.found
-    assert (one.engine_id, one.node_id, one.namespace, one.model) == ("e", "n", A, "model")
+    assert (one.engine_id, one.node_id, one.namespace, one.model) == ("e1", "n", A, "model")
     assert asked.desk.more_room().prompt_tokens == 0
     with asked.keeper.lock:
         asked.keeper.owner.follow(asked.keeper.now())
@@ -182,6 +144,7 @@ def test_sessions_are_told_with_their_chunks(asked: AskedPool) -> None:
         SessionNews("t", SessionWord.CAME, Keys.of([key(1)])),
         SessionNews("t", SessionWord.PAUSED, pause_s=60.0),
     ]
+    asked.now = asked.keeper.now()
     asked.tell(sessions=news)
     page = asked.desk.sessions(SessionQuery(PROTOCOL_VERSION))
     assert [each.session for each in page.sessions] == ["t", "s"]

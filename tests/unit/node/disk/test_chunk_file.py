@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,8 +77,8 @@ def test_file_is_what_the_safetensors_library_reads(path: Path) -> None:
             assert np.array_equal(opened.get_tensor(each.key.hex()), each.data)
 
 
-def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
-    """Where a crash can come, and how to make it come there."""
+def crash(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it come there."""
 
     def raising(*_: object) -> None:
         raise PowerCut
@@ -96,12 +96,15 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
             raise PowerCut
         fsync(fd)
 
-    return {
-        "in the middle of the write": lambda: monkeypatch.setattr(chunk_file, "save_file", half),
-        "before it is on the disk": lambda: monkeypatch.setattr(os, "fsync", raising),
-        "before it has its name": lambda: monkeypatch.setattr(Path, "rename", raising),
-        "before its name is on the disk": lambda: monkeypatch.setattr(os, "fsync", second_sync),
-    }
+    match step:
+        case "in the middle of the write":
+            monkeypatch.setattr(chunk_file, "save_file", half)
+        case "before it has its name":
+            monkeypatch.setattr(Path, "rename", raising)
+        case "before it is on the disk":
+            monkeypatch.setattr(os, "fsync", raising)
+        case "before its name is on the disk":
+            monkeypatch.setattr(os, "fsync", second_sync)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_crash_while_a_file_is_written_leaves_a_whole_one_or_none(
     write_chunks(before, SPACE, chunks(1))
     # A process that is killed clears nothing up.
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
-    steps(monkeypatch)[step]()
+    crash(step, monkeypatch)
     written = chunks()
     path = folder.new_path()
     with pytest.raises(PowerCut):

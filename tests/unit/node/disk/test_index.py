@@ -70,25 +70,16 @@ def test_tenant_at_its_greatest_share_gives_up_its_own_file_while_there_is_room(
     shelf = pool_index().shelf
     disk = DiskIndex(100, shelf)
     disk.shares = {"noisy": Share(0.0, 0.4)}
-    for name in ("n1", "n2"):
-        disk.add(name, 20, A, [chunk(name)], "noisy")
-    assert disk.give_way(20, "noisy") == ["n1"]
+    for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
+        disk.add(name, 20, A, [chunk(name)], tenant)
+    disk.was_read("n1")
+    assert disk.give_way(20, "noisy") == ["n2"], "the other one has a second chance"
+    disk.add("n3", 20, A, [chunk("n3")], "noisy")
+    assert disk.give_way(20, "noisy") == ["n1"], "its second chance is over"
     assert disk.give_way(20) == []
     assert not shelf.is_full
     assert disk.can_hold(50)
     assert not disk.can_hold(50, "noisy")
-
-
-def test_file_that_was_read_has_a_second_chance_among_those_of_its_tenant() -> None:
-    shelf = pool_index().shelf
-    disk = DiskIndex(100, shelf)
-    disk.shares = {"noisy": Share(0.0, 0.4)}
-    for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
-        disk.add(name, 20, A, [chunk(name)], tenant)
-    disk.was_read("n1")
-    assert disk.give_way(20, "noisy") == ["n2"]
-    disk.add("n3", 20, A, [chunk("n3")], "noisy")
-    assert disk.give_way(20, "noisy") == ["n1"], "its second chance is over"
 
 
 def test_nothing_is_full_before_a_file_had_to_go() -> None:

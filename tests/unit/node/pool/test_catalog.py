@@ -15,7 +15,6 @@ from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Reason, Where
 from raykv.protocol.operator import PinHere, Released
 from raykv.protocol.reader import ChunkQuery, ListedChunk
-from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import PAGE, WHOLE, A, B, OwnedPool, begun, key, numbers, pin
 
 RAM, DISK = Where.RAM, Where.DISK
@@ -54,10 +53,6 @@ class Shown:
         ]
 
 
-def pin_here(kept: list[int], waiting: list[int], num_bytes: int) -> PinHere:
-    return PinHere(Numbers.of(kept), Numbers.of(waiting), num_bytes)
-
-
 def asked(**wanted: object) -> ChunkQuery:
     return ChunkQuery(PROTOCOL_VERSION, **wanted)  # type: ignore[arg-type]
 
@@ -88,6 +83,7 @@ def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
     shown.shelve(*range(20, 26))
     found: list[ListedChunk] = []
     for turn, page in enumerate(shown.pages(asked(), most=2)):
+        assert len(page) <= 2
         found += page
         record = shown.pool.node.index.find(A, key(turn))
         if record is not None and turn < 4:
@@ -97,11 +93,6 @@ def test_chunk_that_stays_is_listed_once_whatever_comes_and_goes_between_pages(
     listed = numbers([row.key for row in found])
     assert [listed.count(number) for number in range(4, 12)] == [1] * 8
     assert len(set(listed)) == len(listed)
-
-
-def test_listing_looks_at_a_bounded_number_of_places_at_a_time(shown: Shown) -> None:
-    shown.pool.store(*range(12))
-    assert max(len(page) for page in shown.pages(asked(), most=5)) <= 5
 
 
 def test_only_what_is_asked_for_is_listed(shown: Shown) -> None:
@@ -138,30 +129,17 @@ def test_row_says_what_became_of_a_chunk(shown: Shown) -> None:
     assert shown.row(2) is None
 
 
-def test_chunk_that_nobody_has_found_is_idle_since_it_came(shown: Shown) -> None:
-    shown.pool.now = 130.0
-    shown.pool.store(1)
-    shown.pool.now = 132.0
-    row = shown.row(1)
-    assert row is not None
-    assert (row.age_s, row.idle_s) == (2.0, 2.0)
-
-
-def test_chunk_of_an_earlier_life_came_when_this_one_began(shown: Shown) -> None:
-    shown.pool.store(1)
-    shown.pool.record(1).came_at = -inf
-    shown.pool.now += 3.0
-    row = shown.row(1)
-    assert row is not None
-    assert (row.age_s, row.idle_s) == (3.0, 3.0)
-
-
-def test_when_a_chunk_came_to_the_disk_is_not_known(shown: Shown) -> None:
-    shown.shelve(1)
-    shown.pool.now += 3.0
-    row = shown.row(1)
-    assert row is not None
-    assert (row.age_s, row.idle_s, row.num_bytes) == (0.0, 0.0, PAGE)
+def test_chunk_that_nobody_has_found_is_idle_since_it_came_if_that_is_known(shown: Shown) -> None:
+    shown.pool.store(1, 2)
+    shown.shelve(3)
+    shown.pool.now += 5.0
+    # This life has begun 5 s ago, too.
+    shown.pool.record(2).came_at = -inf
+    shown.pool.store(4)
+    shown.pool.now += 2.0
+    rows = [row for number in (1, 2, 3, 4) if (row := shown.row(number)) is not None]
+    assert [(row.age_s, row.idle_s) for row in rows] == [(7, 7), (7, 7), (0, 0), (2, 2)]
+    assert [row.num_bytes for row in rows] == [PAGE] * 4
 
 
 def test_place_beyond_all_ends_the_listing(shown: Shown) -> None:
@@ -237,15 +215,3 @@ def test_copy_that_is_wider_than_the_one_elsewhere_is_not_given_up(shown: Shown)
     narrow = {key(1): Blocks(1, 1), key(2): Blocks(0, 5)}
     assert shown.catalog.drop(A, narrow) == Released(PROTOCOL_VERSION, dropped=1, kept=1)
     assert shown.listed() == [(1, RAM)]
-
-
-def test_session_of_a_chunk_is_known(shown: Shown) -> None:
-    shown.pool.store(1, 2)
-    shown.pool.say(SessionWord.CAME, "s", 1, 2)
-    shown.pool.now += 2.0
-    shown.pool.say(SessionWord.USED, "t", 2)
-    latest = list(shown.pool.node.sessions.latest())
-    assert [(space, name) for space, name, _ in latest] == [(A, "t"), (A, "s")]
-    assert [(each.num_requests, each.used_at) for _, _, each in latest] == [(0, 102.0), (1, 100.0)]
-    claims = shown.pool.node.index.claims.claims_on((A, key(2)))
-    assert {owner.name for owner in claims} == {"a\ns", "a\nt"}

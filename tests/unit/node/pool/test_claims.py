@@ -56,30 +56,6 @@ def test_highest_claim_counts_and_each_ends_alone() -> None:
     pool.claims.check()
 
 
-def test_claim_ends_when_its_time_is_over() -> None:
-    pool = Pool("ab")
-    pool.claim(PIN, "ab", Standing.PINNED, until=50)
-    pool.claim(PIN, "b", Standing.PINNED, until=80)
-    pool.claims.expire(50)
-    assert (pool.standing("a"), pool.standing("b")) == (Standing.NORMAL, Standing.PINNED)
-    assert pool.claims.names_of(PIN) == {name("b")}
-    pool.claims.expire(80)
-    assert pool.claims.names_of(PIN) == frozenset()
-
-
-def test_what_another_session_has_used_is_not_released() -> None:
-    pool = Pool("ab")
-    pool.claim(SESSION, "ab", Standing.NORMAL)
-    pool.claim(OTHER, "a", Standing.NORMAL)
-    pool.claim(SESSION, "ab", Standing.RELEASED)
-    assert (pool.standing("a"), pool.standing("b")) == (Standing.NORMAL, Standing.RELEASED)
-    # Nor if that one has ended as well: the next one may begin with it.
-    pool.claim(OTHER, "a", Standing.RELEASED)
-    assert pool.standing("a") is Standing.NORMAL
-    pool.claims.end(OTHER)
-    assert pool.standing("a") is Standing.NORMAL
-
-
 @pytest.mark.parametrize("priority", [1, 9])
 def test_priority_of_a_request_ends_with_its_session(priority: int) -> None:
     pool = Pool("ab")
@@ -104,15 +80,6 @@ def test_what_an_operator_has_brought_or_pinned_is_released_when_that_is_over() 
         assert pool.standing("a") is Standing.RELEASED
 
 
-def test_what_was_found_since_it_was_released_is_not_released_again() -> None:
-    pool = Pool("a")
-    pool.claim(SESSION, "a", Standing.RELEASED)
-    pool.claims.found(pool.records[name("a")])
-    pool.claim(PIN, "a", Standing.KEPT)
-    pool.claims.end(PIN)
-    assert pool.standing("a") is Standing.NORMAL
-
-
 def test_chunk_that_takes_the_place_of_another_keeps_its_pin() -> None:
     names = "abcdefghijklmnopqrstuvwxyz"
     pool = Pool(names)
@@ -122,18 +89,6 @@ def test_chunk_that_takes_the_place_of_another_keeps_its_pin() -> None:
     pool.claims.came(newer)
     assert (newer.standing, pool.standing("z")) == (Standing.PINNED, Standing.NORMAL)
     pool.claims.check()
-
-
-def test_claim_waits_for_its_chunk() -> None:
-    pool = Pool("")
-    pool.claim(PIN, "a", Standing.PINNED)
-    record = ChunkRecord(A, name("a")[1], 10, Stamp(1, 1))
-    pool.records[name("a")] = record
-    pool.claims.came(record)
-    assert (record.standing, pool.claims.pinned_bytes) == (Standing.PINNED, 10)
-    pool.claims.went(record)
-    assert pool.claims.pinned_bytes == 0
-    assert pool.claims.names_of(PIN) == {name("a")}
 
 
 def test_pins_beyond_their_share_wait_until_there_is_room() -> None:

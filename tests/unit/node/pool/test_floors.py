@@ -52,14 +52,6 @@ def test_copy_of_another_history_is_older_than_every_clear_of_the_present_one() 
     assert not floors.is_void(A, Stamp(1, 57))
 
 
-def test_what_could_be_cleared_alone_is_the_older_one() -> None:
-    floors = Floors(2)
-    assert floors.is_older(Stamp(2, 3), Stamp(2, 4))
-    assert not floors.is_older(Stamp(2, 4), Stamp(2, 4))
-    assert floors.is_older(Stamp(1, 900), Stamp(2, 0))
-    assert not floors.is_older(Stamp(2, 0), Stamp(1, 900))
-
-
 def test_many_namespaces_become_one_floor() -> None:
     floors = Floors(1)
     floors.take({Namespace(str(number)): 10 + number for number in range(MAX_NAMESPACES + 3)})

@@ -6,13 +6,10 @@ are the cases that have names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import pytest
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp, in_group
+from raykv.base.ids import ALL_BLOCKS, Key, Namespace, Refusal, Stamp
 from raykv.base.shares import Share
 from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
@@ -23,66 +20,11 @@ from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Stand
 from raykv.node.pool.room import IDLE_S
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
-from tests.fixtures.node.owned_pool import end_store, num_open_jobs
-
-A = Namespace("a")
-ONE = Blocks(0, 1)
-PAGE = 4096
-SLAB = 4
+from tests.fixtures.node.bare_index import ONE, BareIndex
+from tests.fixtures.node.owned_pool import PAGE, A, begun, end_store, key, num_open_jobs
 
 
-def key(number: int, group: int = 0) -> Key:
-    return in_group(Key(number.to_bytes(4, "big") + bytes(4)), group)
-
-
-@dataclass
-class Pool:
-    """A pool of slabs of four pages, and a clock."""
-
-    num_slabs: int = 1
-    companions: bool = False
-    now: float = 100.0
-    floors: Floors = field(default_factory=lambda: Floors(1))
-    job: int = 0
-
-    def __post_init__(self) -> None:
-        self.index = PoolIndex(
-            PoolGeometry(self.num_slabs * SLAB * PAGE, SLAB * PAGE),
-            Listing(1),
-            self.floors,
-            self.windows if self.companions else lambda *_: (),
-        )
-
-    def windows(self, namespace: Namespace, keys: Sequence[Key]) -> list[Key]:
-        del namespace
-        return [in_group(each, 1) for each in keys if each == in_group(each, 0)]
-
-    def offer(self, name: Key, part: StorePart, **more: int | Blocks) -> ChunkRecord | Refusal:
-        pages, stamp = more.pop("pages", 1), more.pop("stamp", 1)
-        assert isinstance(pages, int)
-        assert isinstance(stamp, int)
-        chunk = OfferedChunk(A, name, pages * PAGE, Stamp(1, stamp), **more)  # type: ignore[arg-type]
-        return self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
-
-    def store(self, *names: Key, **more: int | Blocks) -> list[Refusal]:
-        """A job of one rank; what each chunk was refused for."""
-        self.job += 1
-        part = StorePart(1, self.job)
-        refusals = []
-        for name in names:
-            found = self.offer(name, part, **dict(more))
-            if isinstance(found, ChunkRecord):
-                end_store(self.index, found, 0, ok=True, blocks=more.get("blocks", ALL_BLOCKS))  # type: ignore[arg-type]
-            refusals.append(found if isinstance(found, Refusal) else Refusal.NONE)
-        self.index.end_job(part)
-        self.index.check()
-        return refusals
-
-    def load(
-        self, name: Key, wanted: Blocks = ONE, slot_bytes: int = PAGE
-    ) -> ChunkRecord | Refusal:
-        return self.index.begin_loads([(A, name, wanted, slot_bytes)], self.now)[0]
-
+class Pool(BareIndex):
     def in_slab(self, index: int) -> list[ChunkRecord]:
         return self.index.places.records_in(index)
 
@@ -93,11 +35,6 @@ class Pool:
 @pytest.fixture
 def pool() -> Pool:
     return Pool()
-
-
-def begun(found: ChunkRecord | Refusal) -> ChunkRecord:
-    assert isinstance(found, ChunkRecord), found
-    return found
 
 
 def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: Pool) -> None:
@@ -113,17 +50,6 @@ def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: 
     pool.index.check()
 
 
-def test_slot_of_a_void_chunk_is_free_when_its_last_reader_has_ended(pool: Pool) -> None:
-    pool.store(key(1))
-    reader = begun(pool.load(key(1)))
-    pool.floors.take({A: 2})
-    assert pool.index.drop_void([A]) == 1
-    assert pool.load(key(1)) is Refusal.NOT_HERE
-    assert pool.store(*map(key, range(2, 6)), stamp=2)[3] is Refusal.NO_ROOM
-    pool.index.end_load(reader)
-    assert pool.store(key(5), stamp=2) == [Refusal.NONE]
-
-
 def test_behind_a_chunk_without_room_none_of_its_group_is_stored(pool: Pool) -> None:
     pool.store(*map(key, range(4)))
     readers = [begun(pool.load(key(number))) for number in range(4)]
@@ -137,17 +63,15 @@ def test_behind_a_chunk_without_room_none_of_its_group_is_stored(pool: Pool) -> 
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool, most: int) -> None:
-    pool.num_slabs = 64
-    pool.__post_init__()
+def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(most: int) -> None:
+    pool = Pool(64)
     pool.store(*map(key, range(64)))
     other = Namespace("b")
     part = pool.index.part_after(Position(), most, {other})
     assert part.end == Position(1, pool.index.listing.number, ALL_READ)
     assert not part.rows.keys
     # One that has come in the middle of it as well; what comes is a change.
-    chunk = OfferedChunk(other, key(1), PAGE, Stamp(1, 1))
-    record = begun(pool.index.begin_stores(StorePart(1, 99), [chunk], pool.now, pool.now + 30)[0])
+    record = begun(pool.offer(key(1), StorePart(1, 99), namespace=other))
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
     (row,) = pool.index.part_after(part.end, 1, {other}).rows
     assert (row.key, row.where) == (key(1), Where.COMING)
@@ -157,9 +81,8 @@ def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(pool: Pool,
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
 
 
-def test_page_has_each_name_once_with_all_that_is_known_of_it(pool: Pool) -> None:
-    pool.num_slabs = 4
-    pool.__post_init__()
+def test_page_has_each_name_once_with_all_that_is_known_of_it() -> None:
+    pool = Pool(4)
     pool.store(key(0))
     pool.store(key(1), blocks=ONE)
     pool.store(key(2))
@@ -195,9 +118,7 @@ def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(pool: Pool
     assert (gone[key(3)], gone[key(4)]) == (Reason.QUOTA, Reason.EVICTED)
     # Both are remembered.
     pool.store(key(3), owner=1)
-    record = pool.index.find(A, key(3))
-    assert record is not None
-    assert record.hits == 1
+    assert pool.ready(key(3)).hits == 1
 
 
 def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
@@ -214,16 +135,6 @@ def test_first_verdict_holds_for_all_ranks_of_a_job(pool: Pool) -> None:
     for job, rank in ((1, 0), (2, 0), (2, 1)):
         pool.index.end_job(StorePart(job, 1, rank, 2))
     assert begun(pool.offer(key(1), StorePart(2, 2, 0, 2))).state is ChunkState.WRITING
-
-
-def test_engine_that_is_gone_ends_its_jobs(pool: Pool) -> None:
-    record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
-    end_store(pool.index, record, 0, ok=True)
-    pool.index.end_line(1, 0, 2)
-    assert pool.index.is_coming(A, key(1))
-    pool.index.end_line(1, 1, 2)
-    assert record.state is ChunkState.VOID
-    assert not pool.index.is_coming(A, key(1))
 
 
 def test_rank_that_ends_a_job_first_makes_void_what_others_would_store(pool: Pool) -> None:
@@ -253,14 +164,6 @@ def test_no_job_is_left_of_engines_that_are_gone(pool: Pool) -> None:
     assert begun(pool.offer(key(1), StorePart(1, 2, 1, 2))).state is ChunkState.WRITING
 
 
-def test_parts_that_do_not_come_in_time_make_a_chunk_void(pool: Pool) -> None:
-    record = begun(pool.offer(key(1), StorePart(1, 1, 0, 2)))
-    end_store(pool.index, record, 0, ok=True)
-    assert pool.index.expire(pool.now + 29) == 0
-    assert pool.index.expire(pool.now + 30) == 1
-    assert pool.offer(key(1), StorePart(1, 1, 1, 2)) is Refusal.POISONED
-
-
 def test_end_of_stores_that_fails_on_its_way_leaves_no_writer(pool: Pool) -> None:
     part = StorePart(1, 1)
     records = [begun(pool.offer(key(number), part)) for number in (1, 2, 3)]
@@ -279,31 +182,6 @@ def test_open_jobs_of_an_engine_are_bounded(pool: Pool) -> None:
     assert begun(pool.offer(key(2), StorePart(2, 1))).state is ChunkState.WRITING
 
 
-def test_chunk_with_fewer_blocks_is_replaced_by_one_that_has_all(pool: Pool) -> None:
-    narrow, wide = Blocks(2, 2), Blocks(0, 4)
-    pool.store(key(1), blocks=narrow)
-    assert pool.load(key(1), wide) is Refusal.PARTIAL
-    assert pool.store(key(1), blocks=wide) == [Refusal.NONE]
-    assert begun(pool.load(key(1), wide)).blocks == wide
-    assert pool.store(key(1), blocks=narrow) == [Refusal.HERE]
-
-
-def test_chunk_that_a_clear_would_take_is_replaced_by_one_that_it_would_not(pool: Pool) -> None:
-    pool.store(key(1), stamp=1)
-    assert pool.store(key(1), stamp=1) == [Refusal.HERE]
-    assert pool.store(key(1), stamp=2) == [Refusal.NONE]
-    pool.floors.take({A: 2})
-    pool.index.drop_void([A])
-    assert pool.held() == [1]
-    assert pool.store(key(2), stamp=1) == [Refusal.CLEARED]
-
-
-def test_store_that_a_clear_overtakes_is_void(pool: Pool) -> None:
-    record = begun(pool.offer(key(1), StorePart(1, 1)))
-    pool.floors.take({A: 2})
-    assert end_store(pool.index, record, 0, ok=True) is ChunkState.VOID
-
-
 def test_prompt_that_is_longer_than_the_pool_keeps_its_head(pool: Pool) -> None:
     pool.store(*map(key, range(10, 14)))
     for number in (10, 11):
@@ -314,16 +192,6 @@ def test_prompt_that_is_longer_than_the_pool_keeps_its_head(pool: Pool) -> None:
     assert pool.held() == [0, 1, 10, 11]
     pool.now += FRESH_S
     assert pool.store(*map(key, range(20, 24))) == [Refusal.NONE] * 4
-
-
-def test_loads_of_a_message_come_before_its_stores(pool: Pool) -> None:
-    pool.store(*map(key, range(4)))
-    pool.now += 100
-    readers = [begun(pool.load(key(number))) for number in range(3)]
-    assert pool.store(key(10), key(11)) == [Refusal.NONE, Refusal.NO_ROOM]
-    assert pool.held() == [0, 1, 2, 10]
-    for reader in readers:
-        pool.index.end_load(reader)
 
 
 def test_what_a_job_was_told_is_here_does_not_go_for_its_tail(pool: Pool) -> None:
@@ -343,7 +211,7 @@ def test_chunk_that_is_replaced_was_found_as_lately_as_before(pool: Pool) -> Non
 
 
 def test_as_much_goes_as_a_job_has_chunks() -> None:
-    pool = Pool(num_slabs=1024)
+    pool = Pool(1024)
     for first in range(0, 4096, 1024):
         pool.store(*map(key, range(first, first + 1024)))
     part = StorePart(1, 999)
@@ -365,35 +233,15 @@ def test_slot_sizes_of_a_pool_are_bounded() -> None:
     index.check()
 
 
-def test_chunk_that_fits_no_slab_costs_nothing(pool: Pool) -> None:
-    pool.store(*map(key, range(4)))
-    assert pool.store(key(9), pages=SLAB + 1) == [Refusal.NO_ROOM]
-    assert pool.held() == [0, 1, 2, 3]
-
-
 def test_size_whose_chunks_are_gone_leaves_its_last_slab_to_others(pool: Pool) -> None:
     pool.store(*map(key, range(4)))
     pool.now += IDLE_S + 1
     assert pool.store(key(9), pages=2) == [Refusal.NONE]
     pool = Pool()
     pool.store(key(1))
-    record = pool.index.find(A, key(1))
-    assert record is not None
-    pool.index.drop(record, Reason.DAMAGED)
+    pool.index.drop(pool.ready(key(1)), Reason.DAMAGED)
     pool.now += IDLE_S + 1
     assert pool.store(key(9), pages=2) == [Refusal.NONE]
-
-
-def test_pinned_chunks_do_not_go(pool: Pool) -> None:
-    pool.store(*map(key, range(4)))
-    owner = Owner(OwnerKind.OPERATOR, "pin")
-    pool.index.claims.claim(owner, [(A, key(0))], Standing.PINNED, pool.now + 50)
-    pool.store(*map(key, range(10, 14)))
-    assert pool.held() == [0, 10, 11, 12]
-    pool.index.claims.expire(pool.now + 50)
-    pool.now += 50
-    pool.store(*map(key, range(20, 24)))
-    assert pool.held() == [20, 21, 22, 23]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +251,7 @@ def test_pinned_chunks_do_not_go(pool: Pool) -> None:
 def test_kept_chunks_in_every_slab_do_not_refuse_another_slot_size(
     standing: Standing, refusal: Refusal
 ) -> None:
-    pool = Pool(num_slabs=2)
+    pool = Pool(2)
     pool.store(*map(key, range(8)))
     pool.now += 10
     kept = [(A, record.key) for slab in (0, 1) for record in pool.in_slab(slab)[:1]]
@@ -416,7 +264,7 @@ def test_kept_chunks_in_every_slab_do_not_refuse_another_slot_size(
 def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool = Pool(num_slabs=1024)
+    pool = Pool(1024)
     pool.store(*map(key, range(4096)))
     pool.now += 10
     looks = 0
@@ -439,7 +287,7 @@ def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
 
 
 def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not() -> None:
-    pool = Pool(num_slabs=64)
+    pool = Pool(64)
     pool.store(*map(key, range(256)))
     pool.now += 10
     last = {record.key for record in pool.in_slab(0)}
@@ -449,38 +297,21 @@ def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not(
     assert pool.store(key(300), pages=2) == [Refusal.NONE]
 
 
-def test_slot_size_gets_its_part_of_the_slabs_and_no_more() -> None:
-    pool = Pool(num_slabs=4)
+@pytest.mark.parametrize(("idle_s", "num_slabs"), [(10, 2), (IDLE_S + 1, 3)])
+def test_slot_size_gets_its_part_of_the_slabs_and_all_but_one_of_one_that_nobody_wants(
+    idle_s: float, num_slabs: int
+) -> None:
+    pool = Pool(4)
     pool.store(*map(key, range(16)))
-    pool.now += 10
-    for number in range(20, 30):
-        assert pool.store(key(number), pages=2) == [Refusal.NONE]
-    assert pool.index.places.classes() == {PAGE: 2, 2 * PAGE: 2}
-    assert pool.held()[:8] == list(range(8))
-
-
-def test_slot_size_that_nobody_wants_any_more_keeps_one_slab() -> None:
-    pool = Pool(num_slabs=4)
-    pool.store(*map(key, range(16)))
-    pool.now += IDLE_S + 1
+    pool.now += idle_s
     for number in range(20, 32):
         assert pool.store(key(number), pages=2) == [Refusal.NONE]
-    assert pool.index.places.classes() == {PAGE: 1, 2 * PAGE: 3}
-
-
-def test_windows_of_a_place_go_with_its_chunk_of_full_attention() -> None:
-    pool = Pool(num_slabs=2, companions=True)
-    pool.store(*(key(number, group) for number in range(4) for group in (0, 1)))
-    pool.index.end_load(begun(pool.load(key(3, 1))))
-    pool.now += FRESH_S
-    pool.store(key(9))
-    assert pool.held() == [0, 1, 2, 9]
-    assert pool.index.find(A, key(3, 1)) is None
-    assert pool.index.find(A, key(2, 1)) is not None
+    assert pool.index.places.classes() == {PAGE: 4 - num_slabs, 2 * PAGE: num_slabs}
+    assert pool.held()[: 4 * (4 - num_slabs)] == list(range(4 * (4 - num_slabs)))
 
 
 def test_nobody_goes_below_its_guarantee_while_others_have_more() -> None:
-    pool = Pool(num_slabs=2)
+    pool = Pool(2)
     pool.store(*map(key, range(4)), owner=1)
     pool.store(*map(key, range(10, 14)), owner=2)
     pool.index.share({1: Share(guaranteed=0.5)})
@@ -495,7 +326,7 @@ def test_nobody_goes_below_its_guarantee_while_others_have_more() -> None:
 
 
 def test_tenant_that_stores_gives_up_its_own_rather_than_what_another_is_guaranteed() -> None:
-    pool = Pool(num_slabs=4)
+    pool = Pool(4)
     pool.index.share({1: Share(guaranteed=0.5), 2: Share(guaranteed=0.5)})
     pool.store(*map(key, range(8)), owner=1)
     pool.store(*map(key, range(10, 18)), owner=2)
@@ -506,7 +337,7 @@ def test_tenant_that_stores_gives_up_its_own_rather_than_what_another_is_guarant
 
 
 def test_slab_that_changes_its_size_takes_nobody_below_its_guarantee() -> None:
-    pool = Pool(num_slabs=4)
+    pool = Pool(4)
     pool.index.share({1: Share(guaranteed=0.5)})
     pool.store(*map(key, range(8)), owner=1)
     pool.store(*map(key, range(10, 18)))
@@ -515,51 +346,9 @@ def test_slab_that_changes_its_size_takes_nobody_below_its_guarantee() -> None:
     assert pool.held()[:8] == list(range(8))
 
 
-def test_what_is_above_the_greatest_share_is_named() -> None:
-    pool = Pool(num_slabs=2)
-    pool.store(*map(key, range(6)), owner=1)
-    pool.index.share({1: Share(most=0.5)})
-    over = pool.index.room.over(lambda _: True)
-    assert [record.key for record in over] == [key(5), key(4)]
-
-
-def test_who_has_more_than_is_guaranteed_is_named() -> None:
-    pool = Pool(num_slabs=2)
-    pool.store(*map(key, range(4)), owner=1)
-    pool.store(key(10), owner=2)
-    mine, others = pool.in_slab(0)[0], pool.in_slab(1)[0]
-    assert not pool.index.room.is_over(mine)
-    pool.index.share({1: Share(guaranteed=0.5)})
-    assert not pool.index.room.is_over(mine)
-    pool.index.share({1: Share(guaranteed=0.25), 0: Share(guaranteed=0.1)})
-    assert pool.index.room.is_over(mine)
-    assert pool.index.room.is_over(others)
-    pool.index.share({1: Share(guaranteed=0.25)})
-    assert not pool.index.room.is_over(others)
-
-
-def test_each_change_has_its_reason(pool: Pool) -> None:
-    pool.store(*map(key, range(4)))
-    pool.store(key(4))
-    record = pool.index.find(A, key(1))
-    assert record is not None
-    pool.index.drop(record, Reason.DAMAGED)
-    pool.index.drop(record, Reason.DAMAGED)
-    found = pool.index.listing.since(0, 99)
-    assert found is not None
-    last = {each.record.key: each.reason for each in found[0]}
-    assert last == {
-        key(0): Reason.STORED,
-        key(1): Reason.DAMAGED,
-        key(2): Reason.STORED,
-        key(3): Reason.EVICTED,
-        key(4): Reason.STORED,
-    }
-
-
 def test_reader_comes_to_the_end_while_changes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Listing.__init__, "__defaults__", (256,))
-    pool = Pool(num_slabs=500)
+    pool = Pool(500)
     pool.store(*map(key, range(2000)))
     position, parts = Position(), []
     there: dict[Key, Where] = {}

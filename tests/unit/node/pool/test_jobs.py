@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from raykv.base.ids import Blocks, Refusal, Stamp
+from raykv.base.ids import Blocks, Direction, Refusal, Stamp
 from raykv.node.pool.index import FRESH_S, OPEN_S
 from raykv.node.pool.jobs import STORE_EXPIRY_S
 from raykv.node.pool.records import ChunkRecord, ChunkState
-from raykv.protocol.columns import Numbers
-from raykv.protocol.copies import Capture, CopyJob
+from raykv.protocol.copies import Capture
 from raykv.protocol.listing import Reason, Where
 from tests.fixtures.node.owned_pool import (
     HISTORY,
@@ -36,59 +34,44 @@ def pool() -> OwnedPool:
     return made
 
 
-def test_engine_that_has_not_introduced_itself_stores_and_loads_nothing() -> None:
-    pool = OwnedPool()
-    store, load = pool.admit(pool.storing(1), pool.loading(1))
+@pytest.mark.parametrize(
+    ("life", "rank", "of"), [(2, 0, 1), (1, 0, 2), (1, -1, 1), (1, 1, 1), (1, 0, 0), (1, 7, 1)]
+)
+def test_engine_or_rank_that_is_not_introduced_stores_and_loads_nothing(
+    pool: OwnedPool, life: int, rank: int, of: int
+) -> None:
+    pool.store(1)
+    store, load = pool.admit(pool.storing(2), pool.loading(1), life=life, rank=rank, of=of)
     assert store.chunks == load.chunks == [Refusal.BAD_HANDLE]
-    assert pool.end(store).refusals == bytes([Refusal.BAD_HANDLE])
     assert num_open_jobs(pool.node.index) == 0
 
 
-@pytest.mark.parametrize(("rank", "of"), [(0, 2), (-1, 1), (1, 1), (0, 0), (7, 1)])
-def test_rank_that_the_engine_does_not_have_stores_nothing(
-    pool: OwnedPool, rank: int, of: int
-) -> None:
-    (job,) = pool.admit(pool.storing(1), rank=rank, of=of)
-    assert job.chunks == [Refusal.BAD_HANDLE]
-
-
 def test_group_or_namespace_that_the_engine_does_not_have_is_refused(pool: OwnedPool) -> None:
-    pool.store(1)
-    odd = msgspec.structs.replace(
-        pool.storing(),
-        keys=pool.storing(2).keys,
-        num_blocks=Numbers.of([2]),
-        first_block=Numbers.of([0]),
-        namespace=B,
-    )
-    assert pool.admit(odd)[0].chunks == [Refusal.BAD_HANDLE]
-    assert pool.admit(pool.job_of(0, [key(3, group=5)]))[0].chunks == [Refusal.BAD_HANDLE]  # type: ignore[arg-type]
-    assert pool.held() == [1]
+    for odd in (pool.storing(2, namespace=B), pool.job_of(Direction.STORE, [key(3, group=5)])):
+        (job,) = pool.admit(odd)
+        assert job.chunks == [Refusal.BAD_HANDLE]
+        assert pool.end(job).refusals == bytes([Refusal.BAD_HANDLE])
 
 
 def test_slots_have_the_size_of_the_chunks_group(pool: OwnedPool) -> None:
-    (job,) = pool.admit(pool.job_of(0, [key(1), key(1, group=1)], orders=Stamp(0, 4)))  # type: ignore[arg-type]
+    (job,) = pool.admit(pool.job_of(Direction.STORE, [key(1), key(1, group=1)], orders=Stamp(0, 4)))
     assert [each.slot_bytes for each in job.chunks] == [PAGE, 2 * PAGE]
     assert {each.stamp for each in job.chunks} == {Stamp(0, 4)}
     assert {each.blocks for each in job.chunks} == {WHOLE}
     pool.end(job)
 
 
-def test_store_says_how_its_chunks_are_now(pool: OwnedPool) -> None:
-    (job,) = pool.admit(pool.storing(1, 2))
-    result = pool.end(job, c1=Refusal.COPY_FAILED)
-    assert where(result.rows) == {key(1): Where.RAM, key(2): Where.NOWHERE}
-    assert (result.life, result.number) == (LIFE, pool.node.index.listing.number)
-    assert (list(result.failed_chunks), result.refusals) == ([1], bytes([Refusal.COPY_FAILED]))
-
-
-def test_what_is_here_counts_as_stored(pool: OwnedPool) -> None:
+def test_store_says_how_its_chunks_are_now_and_what_is_here_counts_as_stored(
+    pool: OwnedPool,
+) -> None:
     pool.store(1)
-    (job,) = pool.admit(pool.storing(1, 2))
+    (job,) = pool.admit(pool.storing(1, 2, 3))
     assert job.chunks[0] is Refusal.HERE
-    result = pool.end(job)
-    assert not result.failed_chunks
-    assert where(result.rows) == {key(1): Where.RAM, key(2): Where.RAM}
+    result = pool.end(job, c2=Refusal.COPY_FAILED)
+    there = {key(1): Where.RAM, key(2): Where.RAM, key(3): Where.NOWHERE}
+    assert where(result.rows) == there
+    assert (result.life, result.number) == (LIFE, pool.node.index.listing.number)
+    assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.COPY_FAILED]))
 
 
 def test_readers_of_a_message_are_there_before_its_stores_take_room(pool: OwnedPool) -> None:
@@ -115,41 +98,28 @@ def test_load_wants_its_blocks(pool: OwnedPool) -> None:
     (job,) = pool.admit(pool.loading(1, blocks=Blocks(1, 1)))
     assert begun(job.chunks[0]).readers == 1
     pool.end(job)
-
-
-def test_load_that_lacked_blocks_says_so_only_while_they_are_missing(pool: OwnedPool) -> None:
-    pool.store(1, blocks=Blocks(1, 1))
+    # It lacks blocks only while they are missing.
     (job,) = pool.admit(pool.loading(1))
     pool.store(1)
     assert job.chunks == [Refusal.PARTIAL]
     assert pool.end(job).refusals == bytes([Refusal.WRITING])
 
 
-def test_load_says_only_of_chunks_that_failed_how_they_are(pool: OwnedPool) -> None:
-    pool.store(1, 2)
-    (job,) = pool.admit(pool.loading(1, 2, 3))
-    result = pool.end(job)
-    assert where(result.rows) == {key(3): Where.NOWHERE}
-    assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.NOT_HERE]))
-
-
-def test_chunk_whose_bytes_are_damaged_is_dropped(pool: OwnedPool) -> None:
-    pool.store(1, 2)
-    (job,) = pool.admit(pool.loading(1, 2))
-    result = pool.end(job, c0=Refusal.CORRUPT)
-    assert where(result.rows) == {key(1): Where.NOWHERE}
-    assert pool.held() == [2]
+def test_load_says_of_chunks_that_failed_how_they_are_and_drops_damaged_ones(
+    pool: OwnedPool,
+) -> None:
+    pool.store(1, 2, 3)
+    (job,) = pool.admit(pool.loading(1, 2, 3, 4))
+    assert pool.store(3, orders=Stamp(0, 1)) == [Refusal.NONE]
+    # What was damaged is not the chunk that has taken the place of it.
+    result = pool.end(job, c0=Refusal.CORRUPT, c2=Refusal.CORRUPT)
+    assert where(result.rows) == {key(1): Where.NOWHERE, key(3): Where.RAM, key(4): Where.NOWHERE}
+    assert list(result.failed_chunks) == [0, 2, 3]
+    assert result.refusals == bytes([Refusal.CORRUPT, Refusal.CORRUPT, Refusal.NOT_HERE])
+    assert pool.held() == [2, 3]
     changes = pool.node.index.listing.since(0, 99)
     assert changes is not None
     assert changes[0][-1].reason is Reason.DAMAGED
-
-
-def test_damage_of_a_chunk_that_was_replaced_meanwhile_drops_nothing(pool: OwnedPool) -> None:
-    pool.store(1)
-    (job,) = pool.admit(pool.loading(1))
-    assert pool.store(1, orders=Stamp(0, 1)) == [Refusal.NONE]
-    pool.end(job, c0=Refusal.CORRUPT)
-    assert pool.held() == [1]
 
 
 def test_chunk_is_there_once_all_ranks_have_stored_it() -> None:
@@ -198,7 +168,7 @@ def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> Non
     assert num_open_jobs(pool.node.index) == 0
 
 
-def test_job_that_comes_again_while_it_is_copied_is_copied_once(pool: OwnedPool) -> None:
+def test_job_that_comes_again_is_copied_once(pool: OwnedPool) -> None:
     message = pool.storing(1, 2)
     (job,) = pool.admit(message)
     (again,) = pool.admit(message)
@@ -206,19 +176,24 @@ def test_job_that_comes_again_while_it_is_copied_is_copied_once(pool: OwnedPool)
     pool.end(again)
     assert begun(job.chunks[0]).state is ChunkState.WRITING
     assert not pool.end(job).failed_chunks
-    assert pool.held() == [1, 2]
-
-
-def test_job_that_comes_again_after_its_end_is_copied_once(pool: OwnedPool) -> None:
-    message = pool.storing(1, 2)
-    (job,) = pool.admit(message)
-    pool.end(job)
-    (again,) = pool.admit(message)
-    assert again.chunks == [Refusal.POISONED] * 2
-    pool.end(again)
+    (late,) = pool.admit(message)
+    assert late.chunks == [Refusal.POISONED] * 2
+    pool.end(late)
     pool.end(job)
     assert num_open_jobs(pool.node.index) == 0
     assert pool.held() == [1, 2]
+
+
+def test_jobs_without_chunks_end_like_others(pool: OwnedPool) -> None:
+    capture = Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)
+    for message in (pool.storing(), pool.loading(), pool.storing(1, capture=capture)):
+        (job,) = pool.admit(message)
+        assert job.chunks == [Refusal.NONE] * len(message.keys)
+        result = pool.end(job)
+        assert (result.job_id, len(result.rows.keys)) == (message.job_id, 0)
+        assert not result.failed_chunks
+    assert not list(pool.node.index.places)
+    assert num_open_jobs(pool.node.index) == 0
 
 
 def test_job_whose_line_ends_leaves_nothing_behind_in_either_order(pool: OwnedPool) -> None:
@@ -289,54 +264,35 @@ def test_stores_may_be_begun_in_pieces(pool: OwnedPool) -> None:
     pool.node.check()
 
 
-def test_capture_touches_no_chunk(pool: OwnedPool) -> None:
-    capture = Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)
-    (job,) = pool.admit(pool.storing(1, capture=capture))
-    assert job.chunks == [Refusal.NONE]
-    result = pool.end(job)
-    assert (len(result.rows.keys), len(result.failed_chunks)) == (0, 0)
-    assert not list(pool.node.index.places)
-
-
-def test_tenant_of_a_store_owns_its_chunks(pool: OwnedPool) -> None:
-    pool.store(1, 2, tenant="t")
-    pool.store(3)
-    assert pool.report().tenant_bytes == {"t": 2 * PAGE}
-
-
-def test_loads_beside_stores_decide_whether_storing_pays() -> None:
+@pytest.mark.parametrize("has_loads", [False, True])
+def test_loads_beside_stores_decide_whether_storing_pays(has_loads: bool) -> None:
     pool = OwnedPool(num_slabs=1024)
     pool.hello(slot_bytes={0: PAGE})
     for first in range(0, 4096, 1024):
         pool.store(*range(first, first + 1024))
-    assert pool.changes(pool.query()).facts.store_share > 1
-    pool = OwnedPool(num_slabs=1024)
-    pool.hello(slot_bytes={0: PAGE})
-    for first in range(0, 4096, 1024):
-        pool.store(*range(first, first + 1024))
-        pool.tell(counters={"chunks_loaded": 7 if first < 2048 else 107})
-        if first == 2048:
+        if has_loads:
+            pool.tell(counters={"chunks_loaded": 7 if first < 2048 else 107})
+        if has_loads and first == 2048:
             for record in pool.node.begin_read(A, list(map(key, range(100))), [PAGE] * 100, 1.0):
                 pool.node.index.end_load(begun(record))
-    assert pool.changes(pool.query()).facts.store_share == 1
+    assert (pool.changes(pool.query()).facts.store_share == 1) == has_loads
 
 
 # Landings
 
 
-def test_chunk_that_lands_is_here_with_its_stamp_and_owner(pool: OwnedPool) -> None:
+def test_chunk_that_lands_is_here_with_its_stamp_and_owner_and_one_that_fails_is_not(
+    pool: OwnedPool,
+) -> None:
     record = begun(pool.land(1, stamp=Stamp(0, 3), blocks=Blocks(0, 1), tenant="t"))
     assert pool.state(1) == {key(1): Where.COMING}
     pool.node.landings.landed(record, ok=True)
     assert (record.stamp, record.blocks) == (Stamp(0, 3), Blocks(0, 1))
     assert pool.state(1) == {key(1): Where.RAM}
     assert pool.report().tenant_bytes == {"t": PAGE}
-
-
-def test_landing_that_fails_leaves_nothing(pool: OwnedPool) -> None:
-    pool.node.landings.landed(begun(pool.land(1)), ok=False)
-    assert pool.state(1) == {key(1): Where.NOWHERE}
-    assert not list(pool.node.index.places)
+    pool.node.landings.landed(begun(pool.land(2)), ok=False)
+    assert pool.state(2) == {key(2): Where.NOWHERE}
+    assert list(pool.node.index.places) == [record]
     assert num_open_jobs(pool.node.index) == 0
 
 
@@ -379,10 +335,23 @@ def test_landing_takes_no_chunk_that_was_found_or_has_just_landed(pool: OwnedPoo
     assert isinstance(pool.land(30), ChunkRecord)
 
 
-@pytest.mark.parametrize("slot_bytes", [0, -PAGE, PAGE + 1, 1 << 62])
-def test_landing_of_an_odd_size_changes_nothing(pool: OwnedPool, slot_bytes: int) -> None:
-    assert pool.land(1, slot_bytes=slot_bytes) in (Refusal.BAD_HANDLE, Refusal.NO_ROOM)
-    assert not list(pool.node.index.places)
+@pytest.mark.parametrize(
+    ("slot_bytes", "refusal"),
+    [
+        (0, Refusal.BAD_HANDLE),
+        (-PAGE, Refusal.BAD_HANDLE),
+        (PAGE + 1, Refusal.BAD_HANDLE),
+        ((SLAB + 1) * PAGE, Refusal.NO_ROOM),
+        (1 << 62, Refusal.NO_ROOM),
+    ],
+)
+def test_landing_of_an_odd_size_costs_nothing(
+    pool: OwnedPool, slot_bytes: int, refusal: Refusal
+) -> None:
+    pool.store(*range(16))
+    pool.now += FRESH_S
+    assert pool.land(20, slot_bytes=slot_bytes) is refusal
+    assert pool.held() == list(range(16))
     assert num_open_jobs(pool.node.index) == 0
 
 
@@ -395,12 +364,3 @@ def test_other_nodes_read_whole_slots_and_that_is_a_use(pool: OwnedPool) -> None
     assert pool.record(2).readers == 0
     pool.node.index.end_load(record)
     pool.node.check()
-
-
-def test_empty_job_ends_like_others(pool: OwnedPool) -> None:
-    for message in (pool.storing(), pool.loading()):
-        (job,) = pool.admit(message)
-        result = pool.end(job)
-        assert (result.job_id, len(result.rows.keys)) == (message.job_id, 0)
-    assert isinstance(message, CopyJob)
-    assert num_open_jobs(pool.node.index) == 0

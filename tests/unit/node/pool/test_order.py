@@ -71,18 +71,6 @@ def test_released_ones_go_first_then_spares_and_kept_ones_last() -> None:
     assert named(order) == "dcfeba"
 
 
-def test_kept_ones_of_lower_priority_go_first() -> None:
-    order, records = entered("abcdef")
-    for name, priority in zip("acef", (9, 1, 5, 1), strict=True):
-        order.stand(records[name], Standing.kept(priority))
-    assert named(order) == "bdcfea"
-    order.stand(records["c"], Standing.kept(6))
-    order.stand(records["a"], Standing.kept(1))
-    assert named(order) == "bdfaec"
-    assert [Standing.kept(each) for each in (1, 9)] == [Standing.KEPT, Standing.KEPT_9]
-    assert Standing.KEPT_9 + 1 == Standing.PINNED
-
-
 def test_what_is_spare_no_more_goes_late_until_its_turn_comes_to_be_unmarked() -> None:
     order, records = entered("abcdef")
     for name in "bd":
@@ -99,12 +87,6 @@ def test_what_is_spare_no_more_goes_late_until_its_turn_comes_to_be_unmarked() -
     assert {record.standing for record in order} == {Standing.NORMAL, Standing.KEPT}
     order.stand(records["f"], Standing.SPARE)
     assert named(order).startswith("f")
-
-
-def test_only_what_may_go_is_named() -> None:
-    order, records = entered("abcd")
-    assert named(order.first(2, lambda each: each is not records["a"])) == "bc"
-    assert named(order) == "abcd"
 
 
 def test_what_comes_back_counts_as_found() -> None:

@@ -6,13 +6,12 @@ from math import nan
 
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Key, NodeId, Refusal, Stamp
+from raykv.base.ids import Direction, Refusal, Stamp
 from raykv.node.accounts.requests import MOST_RECORDS
 from raykv.node.pool.engines import SILENT_S
 from raykv.node.pool.index import FRESH_S
 from raykv.node.pool.listing import MOST_UNREAD
-from raykv.node.pool.owner import FAVOUR_S, NodePool
+from raykv.node.pool.owner import FAVOUR_S
 from raykv.node.pool.records import Standing
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import (
@@ -24,13 +23,11 @@ from raykv.protocol.engine import (
     Naming,
 )
 from raykv.protocol.listing import ALL_READ, Position, Where
-from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
 from raykv.protocol.node import MOST_ENGINES
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.owned_pool import (
     LIFE,
     PAGE,
-    SLAB,
     A,
     B,
     OwnedPool,
@@ -132,15 +129,14 @@ def test_engine_reads_what_is_there_and_what_has_changed(pool: OwnedPool) -> Non
     assert pool.node.has_changes(query)
     answer = pool.changes(query)
     assert where(answer.part.rows) == {key(3): Where.RAM}
-    assert not pool.node.has_changes(pool.query(position=answer.part.end))
-
-
-def test_engine_reads_of_its_namespace_alone(pool: OwnedPool) -> None:
-    pool.hello(2, B)
-    position = read_all(pool).part.end
-    pool.store(1, namespace=B, life=2)
+    position = answer.part.end
     assert not pool.node.has_changes(pool.query(position=position))
-    answer = pool.changes(pool.query(position=position))
+    # Of its namespace alone.
+    pool.hello(2, B)
+    pool.store(1, namespace=B, life=2)
+    query = pool.query(position=position)
+    assert not pool.node.has_changes(query)
+    answer = pool.changes(query)
     assert not list(answer.part.rows)
     assert answer.part.end.number == pool.node.index.listing.number
 
@@ -244,21 +240,6 @@ def test_what_holds_at_a_place_is_news_once(pool: OwnedPool) -> None:
 # What engines say
 
 
-def test_chunks_that_were_found_stay_for_a_while(pool: OwnedPool) -> None:
-    pool.store(*range(16))
-    pool.found(0, 1)
-    assert pool.store(*range(20, 36)) == [Refusal.NONE] * 14 + [Refusal.NO_ROOM] * 2
-    assert pool.held()[:2] == [0, 1]
-    pool.now += FRESH_S
-    assert pool.store(40) == [Refusal.NONE]
-
-
-def test_tail_of_what_was_found_goes_before_its_head(pool: OwnedPool) -> None:
-    pool.store(*range(16))
-    pool.found(5, 6, 7)
-    assert pool.record(5).used > pool.record(6).used > pool.record(7).used
-
-
 def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> None:
     pool.store(1, 2)
     pool.store(3, tenant="other")
@@ -269,19 +250,6 @@ def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> N
     pool.found(2, tenant="bad\nlabel")
     pool.found(2, tenant="")
     assert pool.report().tenant_bytes == {"t": PAGE, "other": PAGE}
-
-
-def test_what_was_said_again_or_late_or_by_nobody_changes_nothing(pool: OwnedPool) -> None:
-    pool.store(1)
-    pool.found(1, seq=7)
-    hits = pool.record(1).hits
-    for seq in (7, 6, 0):
-        pool.found(1, seq=seq)
-    pool.found(1, life=9)
-    assert pool.record(1).hits == hits
-    pool.now += FRESH_S
-    pool.found(1, seq=8)
-    assert pool.record(1).hits == hits + 1
 
 
 def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
@@ -300,6 +268,14 @@ def test_requests_pin_and_favour_chunks(pool: OwnedPool) -> None:
     assert pool.standing(1) is Standing.PINNED
     pool.wait(FAVOUR_S)
     assert pool.standings(1, 2) == [Standing.NORMAL] * 2
+    # What makes no sense is left out.
+    pool.hello()
+    keys = Keys.of(map(key, [1, 2, 3]))
+    pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
+    pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
+    assert pool.standings(1, 2) == [Standing.KEPT] * 2
+    pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
+    assert pool.standing(1) is Standing.PINNED
 
 
 def test_windows_of_a_place_go_with_what_they_need() -> None:
@@ -319,7 +295,9 @@ def test_windows_of_a_place_go_with_what_they_need() -> None:
     assert pool.node.index.find(A, key(1, 1)) is None
 
 
-def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
+def test_request_that_waits_finds_its_chunks_once_and_only_what_it_says_first_counts(
+    pool: OwnedPool,
+) -> None:
     pool.store(1, 2)
     for _ in range(5):
         pool.found(1)
@@ -331,7 +309,14 @@ def test_request_that_waits_finds_its_chunks_once(pool: OwnedPool) -> None:
     assert pool.standing(1) is Standing.RELEASED
     pool.found(1)
     assert pool.standing(1) is Standing.NORMAL
+    # What was said again, late, by nobody or elsewhere changes nothing.
+    hits, said = pool.record(1).hits, pool.seq
     pool.now += FRESH_S
+    for seq in (said, said - 1, 0):
+        pool.found(1, seq=seq)
+    pool.found(1, life=9)
+    pool.found(1, namespace=B)
+    assert pool.record(1).hits == hits == 2
     pool.found(1)
     assert pool.record(1).hits == 3
 
@@ -350,16 +335,6 @@ def test_priority_gives_way_last_and_lowest_first(pool: OwnedPool) -> None:
         assert pool.held() == left
 
 
-def test_hints_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
-    pool.store(1, 2)
-    keys = Keys.of(map(key, [1, 2, 3]))
-    pool.tell(hints=Hints(keys, [nan, -1.0, 1e12], keys, [0, 99, -4]))
-    pool.tell(hints=Hints(keys, [], keys, [1, 1, 1, 1, 1]))
-    assert pool.standings(1, 2) == [Standing.KEPT] * 2
-    pool.tell(hints=Hints(keys, [5.0], Keys.of([b"x" * 200]), [2]))
-    assert pool.standing(1) is Standing.PINNED
-
-
 def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
     pool: OwnedPool,
 ) -> None:
@@ -375,42 +350,7 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
     assert [each.news.session for each in pool.report().sessions] == ["t"]
 
 
-def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
-    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
-    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
-    (engine,) = pool.report().engines
-    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
-
-
-def test_what_is_found_under_another_name_is_nothing(pool: OwnedPool) -> None:
-    pool.store(1)
-    found = FoundKeys(Keys.of([key(1), b"x"]), ["t"], Numbers.of([0, 0]))
-    pool.tell(namespace=B, found=found)
-    assert pool.record(1).hits == 0
-
-
-def test_first_engine_of_a_pool_finds_it_as_it_is_made() -> None:
-    node = NodePool(NodeId("n"), 3, PoolGeometry(SLAB * PAGE, SLAB * PAGE))
-    report = node.report()
-    assert (report.node_id, report.life) == ("n", 3)
-    assert (report.pool_bytes, report.slab_bytes) == (SLAB * PAGE, SLAB * PAGE)
-    assert node.state_of(A, [Key(b"k")])[:2] == (3, 0)
-    assert node.orders.stamp == Stamp(0, 0)
-
-
 # What a report would say
-
-
-def test_engine_that_knows_later_orders_has_the_document_asked_for_once(pool: OwnedPool) -> None:
-    pool.order(3)
-    pool.tell(orders=stamp(3))
-    assert not pool.node.wants_document
-    pool.tell(orders=stamp(9))
-    assert pool.node.wants_document
-    assert pool.node.has_news
-    # Nobody has them: the engine is not believed again.
-    pool.order(3)
-    assert not pool.node.wants_document
 
 
 def test_report_is_due_when_it_would_say_something_new(pool: OwnedPool) -> None:

@@ -11,7 +11,7 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.node.pool.listing import MOST_CHANGES
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.reporting import MARKED_S, MOST_ROWS, MOST_WORDS
+from raykv.node.pool.reporting import ALONE_S, MARKED_S, MOST_ROWS, MOST_WORDS
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
@@ -57,11 +57,6 @@ def marks(
     """Marks by who has read all of the listing."""
     said = {"known": pool.node.index.listing.number, **fields}
     return Marks(number, spare=names(*spare), kept=names(*kept), **said)  # type: ignore[arg-type]
-
-
-def read(part: ListingPart | None) -> Position:
-    assert part is not None
-    return part.end
 
 
 def word(session: str, what: SessionWord = SessionWord.OVER) -> SessionsWord:
@@ -138,28 +133,11 @@ def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
             num_new += 500
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert len(parts) <= pages // MOST_ROWS + 5
+    assert max(len(part.rows.keys) for part in parts) <= 2 * MOST_ROWS
     assert index.num_ready == pages
     assert sizes(directory._holdings) == {A: pages}
     there = (each for each in index.places if each.state is ChunkState.READY)
     assert all(directory.where(A, [each.key])[0] for each in there)
-
-
-def test_listing_is_told_in_pieces() -> None:
-    pool = OwnedPool(num_slabs=1024)
-    pool.hello(slot_bytes={0: PAGE})
-    pool.store(*range(2000))
-    position, told, parts = Position(), set(), 0
-    while position.place != ALL_READ:
-        pool.answer(position=position)
-        part = pool.report().part
-        pool.node.reporting.give_up()
-        position = read(part)
-        assert part is not None
-        assert len(part.rows.keys) <= 2048
-        told |= set(where(part.rows))
-        parts += 1
-    assert len(told) == 2000
-    assert parts > 1
 
 
 def test_report_says_what_is_here(pool: OwnedPool) -> None:
@@ -169,34 +147,10 @@ def test_report_says_what_is_here(pool: OwnedPool) -> None:
     pool.node.stats, pool.node.is_leaving = NodeStats(queued_jobs=7), True
     report = pool.report()
     assert (report.node_id, report.life, report.orders) == ("n", LIFE, stamp(3))
+    assert (report.pool_bytes, report.slab_bytes) == (4 * SLAB * PAGE, SLAB * PAGE)
     assert (report.spaces, report.tenant_bytes) == ({A: 3, B: 1}, {"t": PAGE})
     assert (report.stats.queued_jobs, report.is_leaving) == (7, True)
     assert [each.hello.engine_id for each in report.engines] == ["e1", "e2"]
-
-
-def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> None:
-    first = pool.report()
-    with pytest.raises(AssertionError):
-        pool.report()
-    pool.node.reporting.give_up()
-    second = pool.report()
-    assert second.seq > first.seq
-    # An answer to the one before, and one that nobody waits for.
-    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, first.seq)
-    assert not pool.node.wants_document
-    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
-    assert pool.node.wants_document
-    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
-    assert pool.node.wants_document
-
-
-def test_node_wants_the_document_of_later_orders_alone(pool: OwnedPool) -> None:
-    pool.answer(orders=stamp(4))
-    assert pool.node.wants_document
-    pool.order(4)
-    assert not pool.node.wants_document
-    pool.answer(orders=NOTHING_ORDERED)
-    assert not pool.node.wants_document
 
 
 def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> None:
@@ -222,6 +176,43 @@ def test_what_sessions_say_is_bounded_and_the_oldest_is_lost(pool: OwnedPool) ->
     said = pool.report().sessions
     assert len(said) == MOST_WORDS
     assert said[-1].news.session == f"s{MOST_WORDS + 2}"
+
+
+def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> None:
+    first = pool.report()
+    with pytest.raises(AssertionError):
+        pool.report()
+    pool.node.reporting.give_up()
+    second = pool.report()
+    assert second.seq > first.seq
+    # An answer to the one before, and one that nobody waits for.
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, first.seq)
+    assert not pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(9)), pool.now, second.seq)
+    assert pool.node.wants_document
+    pool.node.answered(ReportAnswer(5, orders=stamp(1)), pool.now)
+    assert pool.node.wants_document
+    pool.order(9)
+    assert not pool.node.wants_document
+    pool.answer(orders=NOTHING_ORDERED)
+    assert not pool.node.wants_document
+
+
+def test_directory_that_is_silent_says_nothing_any_more(pool: OwnedPool) -> None:
+    def has_peers() -> bool:
+        return pool.changes(pool.query()).facts.has_peers
+
+    assert has_peers()
+    pool.answer(alone=[A], marks=marks(pool, 1, spare=[1]))
+    assert not has_peers()
+    pool.wait(ALONE_S - 1)
+    assert not has_peers()
+    pool.wait(1)
+    assert has_peers()
+    pool.wait(MARKED_S - ALONE_S - 1)
+    assert pool.standing(1) is SPARE
+    pool.wait(1)
+    assert pool.standing(1) is NORMAL
 
 
 # Marks
@@ -262,36 +253,21 @@ def test_mark_counts_for_a_chunk_that_the_directory_knows(pool: OwnedPool) -> No
     assert pool.standing(1) is NORMAL
 
 
-def test_marks_are_heard_once_and_in_order(pool: OwnedPool) -> None:
+def test_marks_are_heard_once_and_in_order_until_all_are_forgotten(pool: OwnedPool) -> None:
     late = marks(pool, 3, spare=[1])
     pool.answer(marks=late)
     pool.answer(marks=marks(pool, 5, kept=[1]))
     assert pool.standing(1) is NORMAL
     pool.answer(marks=late)
     assert pool.standing(1) is NORMAL
-    assert pool.report().heard == 5
-
-
-def test_all_marks_are_forgotten_when_the_directory_says_so(pool: OwnedPool) -> None:
-    pool.answer(marks=marks(pool, 1, spare=[1, 2]))
-    pool.answer(marks=marks(pool, 2, forget=True))
+    assert pool.answer(marks=marks(pool, 6, spare=[1, 2])).heard == 5
+    pool.answer(marks=marks(pool, 7, forget=True))
     assert pool.standings(1, 2, 3) == [NORMAL] * 3
-
-
-def test_no_mark_of_an_earlier_life_of_the_directory_counts(pool: OwnedPool) -> None:
-    pool.answer(marks=marks(pool, 7, spare=[1, 2]))
-    assert pool.answer(life=6, marks=marks(pool, 2, spare=[3])).heard == 7
+    # No mark of an earlier life of the directory counts.
+    pool.answer(marks=marks(pool, 8, spare=[1, 2]))
+    pool.answer(life=6, marks=marks(pool, 2, spare=[3]))
     assert pool.report().heard == 2
-    pool.node.reporting.give_up()
     assert pool.standings(1, 2) == [NORMAL] * 2
-
-
-def test_marks_of_a_directory_that_is_silent_end(pool: OwnedPool) -> None:
-    pool.answer(marks=marks(pool, 1, spare=[1]))
-    pool.wait(MARKED_S - 1)
-    assert pool.standing(1) is SPARE
-    pool.wait(1)
-    assert pool.standing(1) is NORMAL
 
 
 def test_mark_that_was_forgotten_counts_no_more_before_its_turn_comes() -> None:
@@ -348,6 +324,9 @@ def test_words_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
 def test_chunks_of_a_namespace_that_is_left_are_released_until_it_is_used_again(
     pool: OwnedPool,
 ) -> None:
+    # An engine that is here counts more than what the directory says.
+    pool.answer(left=[A, B])
+    assert pool.standing(1) is NORMAL
     pool.node.bye(1)
     pool.hello(2, B)
     pool.answer(left=[A])
@@ -366,11 +345,6 @@ def test_chunks_of_a_namespace_that_is_left_are_released_until_it_is_used_again(
     assert pool.standing(1) is NORMAL
 
 
-def test_namespace_of_an_engine_that_is_here_is_not_left(pool: OwnedPool) -> None:
-    pool.answer(left=[A, B])
-    assert pool.standing(1) is NORMAL
-
-
 def test_what_is_wanted_of_chunks_of_a_namespace_that_is_left_counts() -> None:
     pool = OwnedPool(pin_share=1.0)
     pool.hello()
@@ -380,13 +354,3 @@ def test_what_is_wanted_of_chunks_of_a_namespace_that_is_left_counts() -> None:
     pool.node.bye(1)
     pool.answer(left=[A])
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 2 + [Standing.KEPT]
-
-
-def test_directory_that_is_silent_says_nothing_of_others(pool: OwnedPool) -> None:
-    assert pool.changes(pool.query()).facts.has_peers
-    pool.answer(alone=[A])
-    assert not pool.changes(pool.query()).facts.has_peers
-    pool.wait(29)
-    assert not pool.changes(pool.query()).facts.has_peers
-    pool.wait(1)
-    assert pool.changes(pool.query()).facts.has_peers

@@ -31,23 +31,17 @@ def pool() -> OwnedPool:
     return made
 
 
-def test_chunks_of_a_session_that_is_over_go_first(pool: OwnedPool) -> None:
+def test_chunks_of_a_session_go_first_once_it_is_over_unless_it_goes_on(pool: OwnedPool) -> None:
     pool.say(CAME, "s")
     pool.say(USED, "s", 1, 2)
     assert pool.standings(1, 2, 3) == [Standing.NORMAL] * 3
     pool.say(OVER, "s")
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 2 + [Standing.NORMAL]
     # The tail of its prompt before its head.
-    pool.store(*range(10, 25))
-    assert 1 not in pool.held()[:1] or 2 not in pool.held()
-    assert 3 in pool.held()
-
-
-def test_session_that_goes_on_wants_its_chunks_again(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2)
-    pool.say(OVER, "s")
+    pool.store(*range(10, 24))
+    assert pool.held()[:2] == [1, 3]
     pool.say(CAME, "s")
-    assert pool.standings(1, 2) == [Standing.NORMAL] * 2
+    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_chunks_of_a_session_that_pauses_are_kept_until_that_is_over(pool: OwnedPool) -> None:
@@ -60,6 +54,11 @@ def test_chunks_of_a_session_that_pauses_are_kept_until_that_is_over(pool: Owned
     pool.wait(1)
     assert pool.standings(1, 2, 3) == [Standing.RELEASED] * 3
     assert stage_of(pool.node.sessions, "s") is SessionStage.GIVEN_UP
+    # One that goes on in time is not given up.
+    pool.say(PAUSED, "s", pause_s=20.0)
+    pool.say(CAME, "s")
+    pool.wait(25)
+    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_pause_has_the_priority_that_was_said(pool: OwnedPool) -> None:
@@ -69,15 +68,6 @@ def test_pause_has_the_priority_that_was_said(pool: OwnedPool) -> None:
     pool.say(PAUSED, "s", pause_s=20.0, priority=2)
     pool.say(USED, "s", 2)
     assert pool.standings(1, 2) == [Standing.KEPT_2] * 2
-
-
-def test_session_that_goes_on_in_time_is_not_given_up(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1)
-    pool.say(PAUSED, "s", pause_s=20.0)
-    pool.say(CAME, "s")
-    assert pool.standing(1) is Standing.NORMAL
-    pool.wait(25)
-    assert pool.standing(1) is Standing.NORMAL
 
 
 def test_chunk_of_two_sessions_stays_when_both_are_over(pool: OwnedPool) -> None:
@@ -96,31 +86,23 @@ def test_last_store_of_a_session_that_is_over_is_released(pool: OwnedPool) -> No
     assert pool.standings(1, 7) == [Standing.RELEASED] * 2
 
 
-def test_chunk_that_somebody_stores_anew_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1)
-    pool.say(OVER, "s")
-    pool.store(*range(10, 24))
-    assert 1 not in pool.held()
-    assert pool.store(1) == [Refusal.NONE]
-    assert pool.standing(1) is Standing.NORMAL
-
-
-def test_chunk_that_takes_the_place_of_a_released_one_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2)
-    pool.say(OVER, "s")
-    pool.store(1, orders=(0, 1))
-    assert pool.standings(1, 2) == [Standing.NORMAL, Standing.RELEASED]
-
-
-def test_chunk_that_is_offered_or_found_again_is_not_released(pool: OwnedPool) -> None:
-    pool.say(USED, "s", 1, 2, 3)
+def test_chunk_that_is_stored_offered_or_found_again_is_not_released(pool: OwnedPool) -> None:
+    pool.store(4)
+    pool.say(USED, "s", 1, 2, 3, 4)
     pool.say(OVER, "s")
     pool.store(1)
     pool.found(2)
-    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.NORMAL, Standing.RELEASED]
+    # One that takes its place.
+    pool.store(3, orders=(0, 1))
+    wanted = [Standing.NORMAL] * 3 + [Standing.RELEASED]
+    assert pool.standings(1, 2, 3, 4) == wanted
     # Nor if it is said once more that the session is over.
     pool.say(OVER, "s")
-    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.NORMAL, Standing.RELEASED]
+    assert pool.standings(1, 2, 3, 4) == wanted
+    pool.store(*range(10, 23))
+    assert 4 not in pool.held()
+    assert pool.store(4) == [Refusal.NONE]
+    assert pool.standing(4) is Standing.NORMAL
 
 
 def test_session_of_another_namespace_is_another_one(pool: OwnedPool) -> None:

@@ -3,65 +3,51 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import (
     ALL_BLOCKS,
     NO_BLOCKS,
     Blocks,
     Key,
-    Namespace,
     Refusal,
     Stamp,
     in_group,
 )
-from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import PoolIndex
-from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
-from raykv.node.pool.shelf import RESERVED_PART, DiskChunk, ShelvedChunk
-from raykv.protocol.listing import ALL_READ, ListedRow, Position, Reason, Where
-from tests.fixtures.node.owned_pool import end_store
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
+from raykv.node.pool.shelf import RESERVED_PART, DiskChunk
+from raykv.protocol.listing import ALL_READ, ListedRow, Reason, Where
+from tests.fixtures.node.bare_index import BareIndex
+from tests.fixtures.node.listing_reader import ListingReader
+from tests.fixtures.node.owned_pool import PAGE, SLAB, A, B, begun
 
-PAGE = 4096
-OURS, OTHERS = Namespace("ours"), Namespace("others'")
 STAMP = Stamp(1, 1)
 NUM_SLOTS = 64
 
 
-class Pool:
-    """An index whose chunks were stored long ago."""
+class Pool(BareIndex):
+    """Its chunks were stored long ago."""
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        geometry = PoolGeometry(num_slots * PAGE, num_slots * PAGE // 4)
-        self.index = PoolIndex(geometry, Listing(1), Floors(1))
+        super().__init__(num_slots // SLAB)
         self.shelf = self.index.shelf
-        self.jobs = 0
 
-    def store(
-        self, name: str, *, stamp: Stamp = STAMP, blocks: Blocks = ALL_BLOCKS, pages: int = 1
-    ) -> ChunkRecord:
-        self.jobs += 1
-        part = StorePart(1, self.jobs)
-        chunk = OfferedChunk(OURS, key(name), pages * PAGE, stamp, blocks)
-        record = self.index.begin_stores(part, [chunk], 100.0, 130.0)[0]
-        assert isinstance(record, ChunkRecord), record
-        end_store(self.index, record, 0, ok=True, blocks=blocks)
-        self.index.end_job(part)
-        return record
+    def stored(self, name: str, **more: Any) -> ChunkRecord:
+        assert self.store(key(name), **more) == [Refusal.NONE]
+        return self.ready(key(name))
 
     def fill(self, count: int = NUM_SLOTS) -> list[ChunkRecord]:
         """The first one goes first."""
-        return [self.store(f"{number}") for number in range(count)]
+        return [self.stored(f"{number}") for number in range(count)]
 
     def put(self, record: ChunkRecord) -> None:
         """It is on the disk as it is in RAM."""
-        self.shelve(record.key, record.blocks, record.stamp, record.slot_bytes)
+        self.shelve(record.key, record.blocks, record.stamp)
 
-    def shelve(self, key: Key, blocks: Blocks, stamp: Stamp, num_bytes: int = PAGE) -> None:
-        self.shelf.put(OURS, DiskChunk(key, stamp, 0, num_bytes, 0, blocks), "file")
+    def shelve(self, key: Key, blocks: Blocks = ALL_BLOCKS, stamp: Stamp = STAMP) -> None:
+        self.shelf.put(A, DiskChunk(key, stamp, 0, PAGE, 0, blocks), "file")
 
     def take(self, most: int = 1000) -> list[ChunkRecord]:
         """What is to be written, once it is copied."""
@@ -72,11 +58,8 @@ class Pool:
         return records
 
     def row(self, name: str) -> ListedRow:
-        (found,) = self.index.rows(OURS, [key(name)])
+        (found,) = self.index.rows(A, [key(name)])
         return found
-
-    def check(self) -> None:
-        self.index.check()
 
 
 def key(name: str) -> Key:
@@ -92,26 +75,18 @@ def pool() -> Pool:
 
 
 def test_chunk_on_the_disk_is_a_second_place_in_its_row(pool: Pool) -> None:
-    record = pool.store("a")
-    pool.put(record)
-    assert pool.row("a")[2:4] == (Where.RAM | Where.DISK, ALL_BLOCKS)
+    record = pool.stored("a", blocks=Blocks(2, 4))
+    pool.shelve(key("a"))
+    assert pool.row("a")[2:4] == (Where.RAM | Where.DISK, Blocks(2, 4))
     pool.index.drop(record, Reason.EVICTED)
     assert pool.row("a")[2:4] == (Where.DISK, ALL_BLOCKS)
-    pool.shelf.remove(OURS, key("a"), Reason.EVICTED)
+    pool.shelf.remove(A, key("a"), Reason.EVICTED)
     assert pool.row("a")[2:4] == (Where.NOWHERE, NO_BLOCKS)
-    pool.check()
-
-
-def test_blocks_of_a_row_are_those_in_ram_while_there_are_any(pool: Pool) -> None:
-    record = pool.store("a", blocks=Blocks(2, 4))
-    pool.shelve(key("a"), ALL_BLOCKS, STAMP)
-    assert pool.row("a").blocks == Blocks(2, 4)
-    pool.index.drop(record, Reason.EVICTED)
-    assert pool.row("a").blocks == ALL_BLOCKS
+    pool.index.check()
 
 
 def test_every_change_is_numbered_and_what_changes_nothing_is_none(pool: Pool) -> None:
-    record = pool.store("a")
+    record = pool.stored("a")
     number = pool.index.listing.number
     pool.put(record)
     pool.put(record)
@@ -119,96 +94,38 @@ def test_every_change_is_numbered_and_what_changes_nothing_is_none(pool: Pool) -
     pool.shelve(key("a"), Blocks(1, 2), STAMP)
     pool.shelve(key("a"), Blocks(1, 2), Stamp(1, 2))
     assert pool.index.listing.number == number + 3
-    pool.shelf.remove(OURS, key("b"), Reason.EVICTED)
-    pool.shelf.remove(OTHERS, key("a"), Reason.EVICTED)
+    pool.shelf.remove(A, key("b"), Reason.EVICTED)
+    pool.shelf.remove(B, key("a"), Reason.EVICTED)
     assert pool.index.listing.number == number + 3
-    pool.shelf.remove(OURS, key("a"), Reason.DAMAGED)
+    pool.shelf.remove(A, key("a"), Reason.DAMAGED)
     assert pool.index.listing.number == number + 4
     changes, _ = pool.index.listing.since(number, 10) or ([], 0)
     assert [each.reason for each in changes] == [Reason.DAMAGED]
 
 
-def test_reader_that_begins_gets_what_is_on_the_disk_alone(pool: Pool) -> None:
-    for record in pool.fill(3):
-        pool.put(record)
-        pool.index.drop(record, Reason.EVICTED)
-    pool.store("ram")
-    found: dict[Key, Where] = {}
-    position, num_parts = Position(), 0
-    while position.place != ALL_READ:
-        part = pool.index.part_after(position, 1)
-        found |= {row.key: row.where for row in part.rows}
-        position, num_parts = part.end, num_parts + 1
-    disk = {key(name): Where.DISK for name in "012"}
-    assert found == {**disk, key("ram"): Where.RAM}
-    assert num_parts > 4
-
-
-def test_place_that_is_nowhere_is_the_end(pool: Pool) -> None:
-    pool.put(pool.store("a"))
-    number = pool.index.listing.number
-    part = pool.index.part_after(Position(1, number, 1 << 60), 10)
-    assert (part.end.place, list(part.rows)) == (ALL_READ, [])
-
-
-class Reader:
-    """Who reads the listing, and what it believes."""
-
-    def __init__(self) -> None:
-        self.known: dict[Key, Where] = {}
-        self.unseen: set[Key] = set()
-        self.position = Position()
-
-    def read(self, index: PoolIndex, most: int) -> None:
-        part = index.part_after(self.position, most)
-        if part.begins:
-            self.unseen = set(self.known)
-        for row in part.rows:
-            self.unseen.discard(row.key)
-            self.known[row.key] = row.where
-        self.position = part.end
-        if self.position.place == ALL_READ:
-            self.known |= dict.fromkeys(self.unseen, Where.NOWHERE)
-            self.unseen = set()
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_reader_knows_in_the_end_where_each_chunk_is(seed: int) -> None:
-    source, pool, reader = random.Random(seed), Pool(8), Reader()
+    source, pool, reader = random.Random(seed), Pool(8), ListingReader()
     names = [f"{number}" for number in range(12)]
     for _ in range(150):
         name = source.choice(names)
-        record = pool.index.find(OURS, key(name))
+        record = pool.index.find(A, key(name))
         match source.randrange(5):
             case 0 if record is None:
-                pool.store(name)
+                pool.stored(name)
             case 1 if record is not None:
                 pool.put(record)
             case 2 if record is not None:
                 pool.index.drop(record, Reason.EVICTED)
             case 3:
-                pool.shelf.remove(OURS, key(name), Reason.EVICTED)
+                pool.shelf.remove(A, key(name), Reason.EVICTED)
             case 4:
-                reader.read(pool.index, source.randrange(1, 4))
-        pool.check()
+                reader.take(pool.index.part_after(reader.position, source.randrange(1, 4)))
+        pool.index.check()
     for _ in range(200):
-        reader.read(pool.index, 3)
-    truth = {row.key: row.where for row in pool.index.rows(OURS, map(key, names)) if row.where}
-    assert {each: where for each, where in reader.known.items() if where} == truth
-
-
-def test_page_meets_each_chunk_that_stays_once(pool: Pool) -> None:
-    for name in "abcdef":
-        pool.shelve(key(name), ALL_BLOCKS, STAMP)
-    first, place = pool.shelf.page(0, 3)
-    assert [each.key for each in first] == [key(name) for name in "abc"]
-    pool.shelf.remove(OURS, key("b"), Reason.EVICTED)
-    pool.shelve(key("new"), ALL_BLOCKS, STAMP)
-    second, end = pool.shelf.page(place, 10)
-    assert [each.key for each in second] == [key(name) for name in "def"]
-    assert end == ALL_READ
-    assert len(pool.shelf) == 6
-    pool.check()
+        reader.take(pool.index.part_after(reader.position, 3))
+    truth = {row.key: row.where for row in pool.index.rows(A, map(key, names)) if row.where}
+    assert {each: where for (_, each), where in reader.believed.items() if where} == truth
 
 
 # What is written
@@ -228,7 +145,7 @@ def test_what_goes_next_is_written_and_has_a_reader_until_it_is_copied(pool: Poo
     assert pool.take() == []
     for record in found:
         pool.index.end_load(record)
-    pool.check()
+    pool.index.check()
 
 
 def test_reserve_is_refilled_as_chunks_go(pool: Pool) -> None:
@@ -240,7 +157,7 @@ def test_reserve_is_refilled_as_chunks_go(pool: Pool) -> None:
     assert pool.take() == []
     for number, record in enumerate(first[:2]):
         pool.index.drop(record, Reason.EVICTED)
-        pool.store(f"new {number}")
+        pool.stored(f"new {number}")
     following = len(first)
     assert pool.take() == records[following : following + 2]
 
@@ -267,16 +184,9 @@ def test_disk_that_is_full_takes_what_was_found_only(pool: Pool) -> None:
     assert pool.take() == []
     for record in records[1:3]:
         record.hits = 1
-    pool.store("new")
+    pool.stored("new")
     assert records[0].state is ChunkState.VOID
     assert pool.take() == records[1:3]
-
-
-def test_copy_of_a_chunk_that_was_moved_to_another_node_counts(pool: Pool) -> None:
-    records = pool.fill()
-    (first, *_) = pool.take()
-    pool.index.drop(records[0], Reason.MOVED)
-    assert pool.shelf.end_write(first, is_written=True)
 
 
 def test_what_is_released_is_written_before_all_others(pool: Pool) -> None:
@@ -322,10 +232,10 @@ def test_chunk_is_not_written_twice_in_one_stay(pool: Pool) -> None:
     for record in pool.take():
         pool.shelf.end_write(record, is_written=True)
     pool.put(first)
-    pool.shelf.remove(OURS, first.key, Reason.EVICTED)
+    pool.shelf.remove(A, first.key, Reason.EVICTED)
     assert pool.take() == []
     pool.index.drop(first, Reason.EVICTED)
-    again = pool.store("0")
+    again = pool.stored("0")
     assert not again.is_written
 
 
@@ -341,25 +251,26 @@ def test_what_could_not_be_written_is_tried_again_and_what_is_refused_is_not(poo
 
 def test_copy_counts_if_the_chunk_is_still_there_or_was_evicted(pool: Pool) -> None:
     pool.fill()
-    ready, evicted, cleared, damaged, replaced, *_ = pool.take()
+    ready, evicted, moved, cleared, damaged, replaced, *_ = pool.take()
     pool.index.drop(evicted, Reason.EVICTED)
+    pool.index.drop(moved, Reason.MOVED)
     pool.index.drop(cleared, Reason.CLEARED)
     pool.index.drop(damaged, Reason.DAMAGED)
     number = replaced.key[:1].decode()
-    newer = pool.store(number, stamp=Stamp(1, 2))
+    newer = pool.stored(number, stamp=2)
     assert (replaced.state, newer.state) == (ChunkState.VOID, ChunkState.READY)
     counts = [
         pool.shelf.end_write(each, is_written=True)
-        for each in (ready, evicted, cleared, damaged, replaced)
+        for each in (ready, evicted, moved, cleared, damaged, replaced)
     ]
-    assert counts == [True, True, False, False, False]
+    assert counts == [True, True, True, False, False, False]
 
 
 def test_copy_of_what_was_cleared_after_it_was_evicted_does_not_count(pool: Pool) -> None:
     pool.fill()
     first, *_ = pool.take()
     pool.index.drop(first, Reason.EVICTED)
-    pool.index.drop_void(pool.index.floors.take({OURS: 5}))
+    pool.index.drop_void(pool.index.floors.take({A: 5}))
     assert not pool.shelf.end_write(first, is_written=True)
 
 
@@ -386,8 +297,8 @@ def test_everything_is_written_once_when_that_is_asked_for(pool: Pool) -> None:
 
 def test_each_order_has_its_part_of_the_reserve() -> None:
     pool = Pool(256)
-    small = [pool.store(f"small {number}") for number in range(128)]
-    large = [pool.store(f"large {number}", pages=2) for number in range(64)]
+    small = [pool.stored(f"small {number}") for number in range(128)]
+    large = [pool.stored(f"large {number}", pages=2) for number in range(64)]
     found = pool.take()
     assert len(set(found) & set(small)) == 128 // RESERVED_PART
     assert len(set(found) & set(large)) == 64 // RESERVED_PART
@@ -397,14 +308,6 @@ def test_chunk_that_is_stored_anew_does_not_count_as_another_ones_write(pool: Po
     pool.fill()
     first, *_ = pool.take()
     pool.index.drop(first, Reason.CLEARED)
-    pool.store("0")
+    pool.stored("0")
     assert not pool.shelf.end_write(first, is_written=True)
-    found = pool.index.begin_loads([(OURS, key("0"), NO_BLOCKS, PAGE)], 200.0)
-    assert not isinstance(found[0], Refusal)
-
-
-def test_shelved_chunk_says_how_large_it_is(pool: Pool) -> None:
-    pool.put(pool.store("a", pages=3))
-    found = pool.shelf.find(OURS, key("a"))
-    assert isinstance(found, ShelvedChunk)
-    assert found.chunk.num_bytes == 3 * PAGE
+    begun(pool.load(key("0")))

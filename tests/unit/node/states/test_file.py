@@ -39,6 +39,11 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "r.safetensors")
+
+
 def some_states(dtype: str = "float32") -> HiddenStates:
     numbers = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3).to(getattr(torch, dtype))
     width = torch.finfo(getattr(torch, dtype)).bits // 8
@@ -72,8 +77,7 @@ def test_states_are_tensors_without_a_copy_even_where_memory_is_read_only() -> N
         states["logits"]
 
 
-def test_reader_that_comes_early_sleeps_until_the_file_is_whole(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_reader_that_comes_early_sleeps_until_the_file_is_whole(path: str) -> None:
     fd = promise(path)
     found: list[dict[str, object]] = []
     reader = threading.Thread(target=lambda: found.append(load_hidden_states(path, 30.0)))
@@ -89,11 +93,10 @@ def test_reader_that_comes_early_sleeps_until_the_file_is_whole(tmp_path: Path) 
     assert found
 
 
-def test_vllms_own_loader_waits_too_and_reads_the_file(tmp_path: Path) -> None:
+def test_vllms_own_loader_waits_too_and_reads_the_file(path: str) -> None:
     theirs = pytest.importorskip(
         "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
     )
-    path = str(tmp_path / "r.safetensors")
     fd = promise(path)
     found: list[dict[str, object]] = []
     reader = threading.Thread(target=lambda: found.append(theirs.load_hidden_states(path)))
@@ -107,18 +110,16 @@ def test_vllms_own_loader_waits_too_and_reads_the_file(tmp_path: Path) -> None:
     assert found[0]["token_ids"].tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
 
 
-def test_failure_of_the_writer_reaches_the_reader_with_its_reason(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_failure_of_the_writer_reaches_the_reader_with_its_reason(path: str) -> None:
     fd = promise(path)
-    settle(fd, "No space left on device")
+    settle(fd, "No space left\n" * 3000)
     settle(fd, "a later word, which does not count")
     os.close(fd)
-    with pytest.raises(HiddenStatesError, match="No space left on device"):
+    with pytest.raises(HiddenStatesError, match="No space left No space left"):
         load_hidden_states(path, 5.0)
 
 
-def test_death_of_the_writer_wakes_the_reader(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_death_of_the_writer_wakes_the_reader(path: str) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True
     )
@@ -133,8 +134,7 @@ def test_death_of_the_writer_wakes_the_reader(tmp_path: Path) -> None:
     assert "died" in reader.errors[0]
 
 
-def test_reader_gives_up_after_its_time(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_reader_gives_up_after_its_time(path: str) -> None:
     fd = promise(path)
     with pytest.raises(HiddenStatesError, match=r"0\.1 s"):
         load_hidden_states(path, 0.1)
@@ -153,9 +153,8 @@ def test_damaged_file_is_an_error_that_says_so(tmp_path: Path, spoil: str) -> No
 
 
 def test_what_nobody_has_promised_is_an_error_and_a_file_without_lock_is_read(
-    tmp_path: Path,
+    path: str,
 ) -> None:
-    path = str(tmp_path / "r.safetensors")
     with pytest.raises(HiddenStatesError, match="no request has promised"):
         load_hidden_states(path, 5.0)
     write_states(path, some_states())
@@ -260,8 +259,7 @@ def test_note_that_others_could_have_written_is_not_believed(temporary: Path) ->
         load_hidden_states(NO_FOLDER, 5.0)
 
 
-def test_path_that_is_being_written_or_read_is_promised_to_nobody_else(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_path_that_is_being_written_or_read_is_promised_to_nobody_else(path: str) -> None:
     fd = promise(path)
     with pytest.raises(BlockingIOError):
         promise(path)
@@ -269,14 +267,8 @@ def test_path_that_is_being_written_or_read_is_promised_to_nobody_else(tmp_path:
     os.close(promise(path))
 
 
-def test_long_reason_is_told_too_and_an_earlier_file_of_that_path_is_gone(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_earlier_file_of_a_path_is_gone_once_it_is_promised_anew(path: str) -> None:
     write_states(path, some_states())
-    fd = promise(path)
-    settle(fd, "long\n" * 3000)
-    os.close(fd)
-    with pytest.raises(HiddenStatesError, match="long long"):
-        load_hidden_states(path, 5.0)
     os.close(promise(path))
     with pytest.raises(HiddenStatesError, match="died"):
         load_hidden_states(path, 5.0)
@@ -302,8 +294,7 @@ def test_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["r.safetensors"]
 
 
-def test_only_our_own_old_and_unused_locks_expire(tmp_path: Path) -> None:
-    path = str(tmp_path / "r.safetensors")
+def test_only_our_own_old_and_unused_locks_expire(tmp_path: Path, path: str) -> None:
     lock = Path(path + ".lock")
     fd = promise(path)
     later = time.time() + 100

@@ -39,15 +39,6 @@ def capture(**changes: object) -> Capture:
     return Capture(**values)  # type: ignore[arg-type]
 
 
-def test_oldest_make_room_for_new_ones_in_the_order_of_their_coming() -> None:
-    index = CaptureIndex()
-    for name in "abc":
-        kept(index, name, 30, 100)
-    assert index.admit("d", 50, 100, TTL_S, 1.0)
-    assert names(index) == ["c", "d"]
-    assert index.num_bytes == 80
-
-
 def test_nothing_changes_while_all_is_still_being_written() -> None:
     index = CaptureIndex()
     assert index.admit("a", 60, 100, TTL_S, 0.0)

@@ -98,7 +98,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "PREFILL_PROBE_S", 0.05)
-    monkeypatch.setattr(proxy, "PREFILL_PROBE_PAUSE_S", 0.001)
+    monkeypatch.setattr("raykv.base.deadlines.AGAIN_S", 0.001)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -181,7 +181,7 @@ async def test_slow_reader_holds_application_up() -> None:
 async def test_application_that_goes_on_when_cancelled_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "ASGI_END_S", 0.05)
+    monkeypatch.setattr("raykv.base.deadlines.LEAVE_S", 0.05)
 
     enough = asyncio.Event()
     sent: list[int] = []

@@ -37,7 +37,7 @@ Answer = Callable[[HttpRequest], AsyncGenerator[Head | bytes, None]]
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REPLICA_RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("raykv.base.deadlines.LOOK_S", 0.0)
 
 
 class Replicas:
