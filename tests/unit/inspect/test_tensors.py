@@ -65,8 +65,8 @@ class PlayedPools:
 
     def hold(self, node: str, name: bytes, number: int, namespace: str = "space") -> None:
         self.numbers[node, name] = number
-        stored: dict[str, Any] = {"node_id": node, "node_life": 5, "namespace": namespace, "key": name}
-        self.directory.apply(BlockStored(life=1, seq=2, number=number, **stored))
+        place: dict[str, Any] = {"node_id": node, "namespace": namespace, "key": name}
+        self.directory.apply(BlockStored(life=1, seq=2, node_life=5, number=number, **place))
 
     def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:
         assert tier == "ram"

@@ -61,7 +61,7 @@ def test_each_kind_has_its_own_options_beside_the_common_ones() -> None:
 
 
 def test_handover_is_what_the_proxy_decides_by_on_the_other_side_too() -> None:
-    given: dict[str, Any] = {"min_prompt_tokens": 5, "bytes_per_token": 3.0, "pin_s": 0.0, "prefill_deadline_s": 9}
+    given: dict[str, Any] = {"min_prompt_tokens": 5, "pin_s": 0.0, "prefill_deadline_s": 9.0}
     model = made(handover=given, prefill={"deployment": {"num_replicas": 2}})
     assert model.handover == Handover(**given)
     assert parse(DisaggregatedModelArguments, model.model_dump()) == model

@@ -80,9 +80,10 @@ class Pair:
     prefill: Engine = field(default_factory=Engine)
     decode: Engine = field(default_factory=Engine)
     courses: list[Course] = field(default_factory=list)
+    deadline_s: float = 20.0
 
     def __post_init__(self) -> None:
-        rules = Handover(min_prompt_tokens=4, prefill_deadline_s=0.05)
+        rules = Handover(min_prompt_tokens=4, prefill_deadline_s=self.deadline_s)
         self.backend = DisaggregatedBackend(
             "m", self.prefill, self.decode, rules, self.courses.append
         )
@@ -140,7 +141,7 @@ async def test_short_prompt_never_sees_a_prefill_engine() -> None:
 async def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
     script: Script, course: Course, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(Engine(script, probed=script))
+    pair = Pair(Engine(script, probed=script), deadline_s=0.3)
     with caplog.at_level(logging.WARNING, logger="ray.serve"):
         await asyncio.gather(*(pair.ask() for _ in range(3)))
     assert pair.courses == [course] * 3
@@ -175,7 +176,6 @@ async def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
 
 async def test_client_that_leaves_during_the_prefill_takes_its_request_back() -> None:
     pair = Pair(Engine(hang))
-    pair.backend._handover = Handover(min_prompt_tokens=4)
     asked = asyncio.create_task(pair.ask())
     await until(lambda: len(pair.prefill.requests) == 1)
     asked.cancel()
