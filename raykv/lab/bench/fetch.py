@@ -58,7 +58,7 @@ CHUNKS_A_READ = 64
 CLONE_NEWNET = 0x40000000
 """`sched.h`."""
 
-RAYKV, RAYKV_UNCHECKED = "RayKV fetch", "RayKV fetch, no checksums"
+RAYKV = "RayKV fetch"
 PULL, TCP, NIXL = "bare Ray pull", "plain TCP", "RayKV fetch, NIXL"
 LEAST_SHARE = 0.9
 MOST_CPU_S = 1.2
@@ -80,7 +80,7 @@ def run(options: Options) -> Result:
             pair = Pair(stack, max(sizes), transport="nixl", networks=_networks(stack))
             pair.wait_for_nixl()
             for size in sizes:
-                moves = {NIXL: lambda size: pair.fetch(size, with_checksums=True), TCP: pair.send}
+                moves = {NIXL: pair.fetch, TCP: pair.send}
                 _measure(result, pair, size, options.repeats_or(7), moves, f"{NIXL} ")
         result.notes.append(f"NIXL had UCX_TLS={os.environ['UCX_TLS']}.")
     why = objection()
@@ -120,8 +120,7 @@ def _within_network(pid: int) -> Iterator[None]:
 def _compare(result: Result, pair: Pair, size: int, repeats: int) -> None:
     case = f"{size >> 20} MiB"
     moves = {
-        RAYKV: lambda size: pair.fetch(size, with_checksums=True),
-        RAYKV_UNCHECKED: lambda size: pair.fetch(size, with_checksums=False),
+        RAYKV: pair.fetch,
         PULL: pair.pull,
         TCP: pair.send,
     }
@@ -290,18 +289,18 @@ class Pair:
         """Fetch until bytes come through NIXL."""
 
         def is_used() -> bool:
-            self.fetch(CHUNK_BYTES, with_checksums=True)
+            self.fetch(CHUNK_BYTES)
             return self.stats().bytes_nixl > 0
 
         wait(is_used, "both NodeActors load NIXL", 0.01)
 
-    def fetch(self, size: int, *, with_checksums: bool) -> float:
+    def fetch(self, size: int) -> float:
         """Seconds until chunks of that size together are in the second pool, which has none of them
         before.
         """
         self.drop(size)
         began = time.perf_counter()
-        result = self._order(size, DEADLINE_S, with_checksums=with_checksums)
+        result = self._order(size, DEADLINE_S)
         took_s = time.perf_counter() - began
         if result.refusals:
             raise ClusterError(f"a fetch was refused: {set(result.refusals)}")
@@ -314,14 +313,12 @@ class Pair:
         order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
         ray.get(self._actors[1].ask.remote("drop", encode(order)), timeout=DEADLINE_S)
 
-    def fetched(
-        self, size: int, *, with_checksums: bool = True, deadline_s: float = DEADLINE_S
-    ) -> CopyResult:
+    def fetched(self, size: int, *, deadline_s: float = DEADLINE_S) -> CopyResult:
         """How a fetch of that size ends; the second pool has none of it before."""
         self.drop(size)
-        return self._order(size, deadline_s, with_checksums=with_checksums)
+        return self._order(size, deadline_s)
 
-    def _order(self, size: int, deadline_s: float, *, with_checksums: bool) -> CopyResult:
+    def _order(self, size: int, deadline_s: float) -> CopyResult:
         count = size // CHUNK_BYTES
         order = Fetch(
             PROTOCOL_VERSION,
@@ -334,7 +331,6 @@ class Pair:
             Numbers.of(range(count)),
             Numbers.of([0] * count),
             deadline_s=deadline_s,
-            with_checksums=with_checksums,
         )
         raw = ray.get(self._actors[1].fetch.remote(encode(order)), timeout=DEADLINE_S)
         return decode(raw, CopyResult)

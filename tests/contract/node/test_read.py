@@ -101,13 +101,6 @@ def test_rows_say_how_chunks_are_and_which_blocks_came(source: Node) -> None:
     assert raykv.node.read.blocks_in(reply)[key(0)] == Blocks(1, 2)
 
 
-def test_no_checksums_are_computed_if_nobody_wants_them(source: Node) -> None:
-    record = source.store(key(0))
-    reply, data = source.reader.read(question(record, with_checksums=False))
-    assert reply.checksums == []
-    assert data.tobytes() == content(record)
-
-
 def test_chunk_that_was_stored_anew_is_the_one_that_is_named(source: Node) -> None:
     record = source.store(key(0))
     source.evict(record)
@@ -227,17 +220,6 @@ def test_chunk_with_a_flipped_bit_is_never_ready(here: Node, source: Node) -> No
     assert here.fetch(chunks).refusals == [NONE, NONE, Refusal.CORRUPT]
     assert_right(here, chunks[:2])
     assert here.ready() == {chunk.key for chunk in chunks[:2]}
-
-
-def test_flipped_bit_passes_without_checksums(here: Node, source: Node) -> None:
-    """What the check is for: nothing else would notice."""
-    source.faults.alter = flip_bit
-    chunk = wanted(source.store(key(0)), source)
-    assert here.fetch([chunk], with_checksums=False).refusals == [NONE]
-    loaded = here.load(chunk)
-    assert isinstance(loaded, bytes)
-    assert loaded != content(chunk)
-    assert loaded[:-1] == content(chunk)[:-1]
 
 
 def replaced(**fields: Any) -> Callable[..., Answer]:

@@ -321,7 +321,6 @@ def test_reads_are_cut_into_pieces_and_come_in_order(
     assert [len(request.keys) for request in source.asked] == [2, 1]
     first = source.asked[0]
     assert (first.version, first.namespace) == (PROTOCOL_VERSION, "space")
-    assert first.with_checksums
 
 
 def test_chunk_larger_than_a_piece_is_read_alone(
