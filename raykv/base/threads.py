@@ -28,7 +28,7 @@ from raykv.base.errors import ThreadError
 
 logger = logging.getLogger("raykv.threads")
 
-# A thread that has run for so long has recovered from its last failure.
+# A thread that has run this long has recovered from its last failure.
 THREAD_WELL_S = 60.0
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class SupervisedThread:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait so long for its end; one that has not begun has ended."""
+        """Wait at most this long for its end; one that has not begun has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 

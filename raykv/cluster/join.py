@@ -379,7 +379,7 @@ def join(address: str) -> None:
 
 
 def join_within(address: str, deadline_s: float) -> None:
-    """`join`, at most for so long: Ray itself waits for minutes for parts of it that hang.
+    """`join` with a deadline: Ray itself waits for minutes for parts of it that hang.
 
     Raises:
         ClusterError: the cluster can't be reached, or a part of it does not answer.

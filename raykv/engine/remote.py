@@ -349,7 +349,7 @@ class RemoteChunks:
         return orders
 
     def measure(self, orders: Iterable[FetchOrder], num_bytes: int, seconds: float) -> None:
-        """A fetch was answered: it has brought so many bytes in so long."""
+        """A fetch was answered: it has brought these bytes in this time."""
         sources = {token_source(order.sources[0]) for order in orders}
         if sources == {TokenSource.DISK}:
             self.cost.came_from_disk(num_bytes, seconds)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from raykv.base.errors import SettingError
-from raykv.lab.bench import options as benches
 
 
 def demo(
@@ -63,7 +62,11 @@ def demo(
 
 def bench(  # noqa: PLR0913 - a command's options
     names: Annotated[
-        list[str] | None, typer.Argument(help="Benchmarks to run. Default: all.")
+        list[str] | None,
+        typer.Argument(
+            help='Benchmarks to run; default: those that need nothing. "claims": the '
+            "published numbers again, with exit code 1 if one does not hold."
+        ),
     ] = None,
     *,
     list_only: Annotated[
@@ -77,58 +80,49 @@ def bench(  # noqa: PLR0913 - a command's options
     quick: Annotated[
         bool, typer.Option("--quick", help="Use small sizes: shows that it runs, not how fast.")
     ] = False,
-    trace: benches.Trace = None,
-    simulate: benches.Simulate = False,
-    replicas: benches.Replicas = None,
-    load: benches.Load = None,
-    delay_ms: benches.DelayMs = None,
-    seed: Annotated[int, typer.Option(help="With --simulate: of all that is drawn.")] = 1,
-    device: Annotated[
-        str, typer.Option(help="For `copy`: cpu, or cuda for the first GPU.")
-    ] = "cpu",
-    workload: benches.Workloads = None,
-    system: benches.Systems = None,
-    model: benches.Model = None,
-    requests: benches.NumRequests = None,
-    rate: benches.Rate = None,
-    divide: benches.Divisor = None,
-    kv_blocks: benches.KvBlocks = None,
-    multi_turn: benches.MultiTurn = None,
-    lmcache_python: benches.LMCachePython = None,
-    logs: benches.Logs = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For `policy` and `client`: a file of requests, JSON lines with `hash_ids` of "
+            "whole prompts, or with `session_id` and those of each turn. Repeatable for `policy`."
+        ),
+    ] = None,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For `client` and `gpu`: raykv, native or plain, for `gpu` layerwise too; "
+            "repeatable. Default: all."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="For `client`: as for `raykv serve`. Default: smollm2.")
+    ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="For `client` and `gpu`: keep the output of servers and engines here."),
+    ] = None,
 ) -> None:
     """Measure RayKV beside what you would use instead, and beside what the machine can do.
 
-    Example: raykv bench lookup copy --json results.json
+    Example: raykv bench copy fetch --json results.json
     """
-    from raykv.lab.bench.command import list_benchmarks, run_benchmarks
-    from raykv.lab.bench.report import ClientOptions, ClusterOptions, Options
+    from raykv.lab.bench.claims import run_claims
+    from raykv.lab.bench.command import BENCHMARKS, chosen, list_benchmarks, run_benchmarks
+    from raykv.lab.bench.report import Options
     from raykv.lab.warden import ending_what_it_starts
 
     if list_only:
-        list_benchmarks()
+        list_benchmarks(BENCHMARKS)
         return
-    if simulate and names != ["routing"]:
-        raise SettingError("--simulate is for `raykv bench routing` alone")
-    if not simulate and (replicas or load or delay_ms):
-        raise SettingError("--replicas, --load and --delay-ms describe what --simulate simulates")
-    cluster = ClusterOptions().given(replicas, load, delay_ms, seed) if simulate else None
-    client = ClientOptions(
-        workloads=tuple(workload or ()),
-        systems=tuple(system or ()),
-        model=model,
-        num_requests=requests,
-        rate=rate,
-        divisor=divide,
-        kv_blocks=kv_blocks,
-        multi_turn=multi_turn,
-        lmcache_python=lmcache_python,
-        logs=logs,
-    )
-    benches.check_client(names, client)
-    options = Options(repeats, quick, tuple(trace or ()), device, cluster, client)
+    if (system or logs) and not {"client", "gpu"} & set(names or ()):
+        raise SettingError("--system and --logs are for `raykv bench client` and `gpu`")
+    if model and "client" not in (names or ()):
+        raise SettingError("--model is for `raykv bench client`")
+    options = Options(repeats, quick, tuple(trace or ()), tuple(system or ()), model, logs)
     with ending_what_it_starts():
-        run_benchmarks(names or [], options, json_path)
+        if names == ["claims"]:
+            raise typer.Exit(run_claims(options, json_path))
+        run_benchmarks(chosen(names or []), options, json_path)
 
 
 def chaos(  # noqa: PLR0913 - a command's options

@@ -440,7 +440,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._flying.clear()
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """Wait for so many layers of loads, or their ends; they have their own deadlines."""
+        """Wait for `count` layers of loads, or their ends; loads have their own deadlines."""
         self._link.wait_layers(job_ids, count)
 
     def is_flying(self, job_id: int) -> bool:

@@ -57,6 +57,6 @@ if IS_FOR_CPUS and os.environ.get(ASYNC) == "1":
 
 
 if __name__ == "__main__":
-    from raykv.lab.bench.engine_child import main
+    from tests.fixtures.engine_child import main
 
     main()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+import raykv.node.fetch
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Line, Worker
 from tests.fixtures.node.nixl import IS_INSTALLED, NixlNetwork
-from tests.fixtures.node.peers import Network, Node
+from tests.fixtures.node.peers import PAGE, Network, Node
 
 NETWORKS = [Network, NixlNetwork] if IS_INSTALLED else [Network]
 
@@ -36,6 +37,12 @@ def source(network: Network) -> Node:
 def other(network: Network) -> Node:
     """Another source."""
     return network.node("other", life=8)
+
+
+@pytest.fixture
+def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
 
 
 @pytest.fixture

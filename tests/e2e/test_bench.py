@@ -1,4 +1,4 @@
-"""Each benchmark that needs engines or Ray runs, on tiny sizes; its numbers are not looked at."""
+"""Each benchmark that needs engines or Ray runs, on tiny sizes; its numbers are not tested."""
 
 from __future__ import annotations
 
@@ -7,30 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+from raykv.lab.bench.gpu import BY_LAYER, PLAIN, RAYKV
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.extended]
+
+RAYKV_BENCH = [str(Path(sys.executable).with_name("raykv")), "bench"]
+DESIGN = [sys.executable, "-m", "tests.bench"]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "names",
-    [["step", "disk"], ["fetch", "ttft", "throughput", "restart", "sleep", "hidden_states"]],
-)
-def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
+def run(command: list[str], path: Path) -> list[dict[str, Any]]:
+    """The results of a benchmark on tiny sizes, which must end well."""
     pytest.importorskip("vllm")
-    command = [
-        str(Path(sys.executable).with_name("raykv")),
-        "bench",
-        *names,
-        "--quick",
-        "--repeats",
-        "1",
-    ]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     done = subprocess.run(
-        [*command, "--json", "-"],
+        [*command, "--quick", "--repeats", "1", "--json", str(path)],
         capture_output=True,
         text=True,
         timeout=880,
@@ -38,76 +32,50 @@ def test_benchmarks_run_and_tell_rows_and_budgets(names: list[str]) -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(done.stdout)["results"]
+    results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+    return results
+
+
+@pytest.mark.parametrize(
+    "names", [["step"], ["ttft", "throughput", "restart", "sleep", "hidden_states"]]
+)
+def test_benchmarks_of_the_design_run_and_tell_rows_and_budgets(
+    names: list[str], tmp_path: Path
+) -> None:
+    results = run([*DESIGN, *names], tmp_path / "results.json")
     assert [result["benchmark"] for result in results] == names
     for result in results:
         assert result["rows"], result
         assert result["budgets"], result
-        assert all(value >= 0 for row in result["rows"] for value in row["values"])
 
 
-@pytest.mark.extended
+def test_fetch_runs_and_tells_rows_and_budgets(tmp_path: Path) -> None:
+    (told,) = run([*RAYKV_BENCH, "fetch"], tmp_path / "fetch.json")
+    assert {row["subject"] for row in told["rows"]} >= {"RayKV fetch", "bare Ray pull"}
+    assert all(value > 0 for row in told["rows"] for value in row["values"])
+    assert len(told["budgets"]) == 2
+
+
 def test_benchmark_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    from raykv.lab.bench.gpu_report import BY_LAYER, NATIVE, PLAIN, RAYKV
-
-    path = tmp_path / "gpu.json"
-    command = [str(Path(sys.executable).with_name("raykv")), "bench", "gpu", "--quick"]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [*command, "--repeats", "1", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (told,) = json.loads(path.read_text())["results"]
+    (told,) = run([*RAYKV_BENCH, "gpu"], tmp_path / "gpu.json")
     assert not [note for note in told["notes"] if "failed" in note], told["notes"]
     assert not [note for note in told["notes"] if "only" in note], told["notes"]
     started = {row["subject"] for row in told["rows"] if row["case"] == "engine's start"}
-    assert started == {RAYKV, NATIVE, PLAIN, BY_LAYER}
-    # Two of a known prompt, two of what is not reused, one of documents.
-    assert len(told["budgets"]) == 5
+    assert started >= {RAYKV, PLAIN, BY_LAYER}
+    assert len(told["budgets"]) >= 2
     assert all(value > 0 for row in told["rows"] for value in row["values"])
 
 
-@pytest.mark.extended
-def test_clients_of_vllm_are_played_against_it_alone_and_raykv(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    # Eight conversations of three turns take turns: together they do not fit into the KV memory.
-    trace = tmp_path / "trace.jsonl"
-    with trace.open("w") as lines:
-        for turn in range(3):
-            for conversation in range(8):
-                names = [0, *(100 * conversation + number for number in range(1, 60 + 4 * turn))]
-                row = {
-                    "timestamp": 1000 * (8 * turn + conversation),
-                    "input_length": 512 * len(names),
-                    "output_length": 256,
-                    "hash_ids": names,
-                }
-                lines.write(json.dumps(row) + "\n")
-    result = tmp_path / "result.json"
-    command = [str(Path(sys.executable).with_name("raykv")), "bench", "client", "--quick"]
-    command += ["--repeats", "1", "--requests", "24", "--rate", "2", "--trace", str(trace)]
-    command += ["--system", "plain", "--system", "raykv", "--json", str(result)]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=880, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (told,) = json.loads(result.read_text())["results"]
+def test_client_of_vllm_is_played_against_it_alone_and_raykv(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [*RAYKV_BENCH, "client", "--system", "plain", "--system", "raykv"]
+    (told,) = run([*command, "--logs", str(logs)], tmp_path / "client.json")
     rows = {(row["case"], row["subject"], row["unit"]): row["median"] for row in told["rows"]}
-    assert len(rows) == 3 * 2 * 8
-    for workload in ("timed_trace", "prefix_repetition", "random"):
-        for subject in ("vLLM alone", "RayKV"):
-            assert rows[workload, subject, "failed"] == 0
-            assert rows[workload, subject, "TTFT mean, ms"] > 0
-    for workload in ("timed_trace", "prefix_repetition"):
-        found = [rows[workload, name, "tokens found"] for name in ("vLLM alone", "RayKV")]
-        assert found[0] < found[1], workload
+    assert len(rows) == 2 * 2 * 6
     budgets = {each["budget"]: each for each in told["budgets"]}
-    for workload in ("timed_trace", "prefix_repetition", "random"):
-        assert budgets[f"{workload}: texts that differ from those of vLLM alone"]["met"], budgets
+    for load in ("prefix_repetition", "random"):
+        for subject in ("vLLM alone", "RayKV"):
+            assert rows[load, subject, "failed"] == 0
+            assert rows[load, subject, "TTFT mean, ms"] > 0
+        assert budgets[f"{load}: texts that differ from those of vLLM alone"]["met"], budgets
+    assert list(logs.iterdir())

@@ -17,9 +17,9 @@ import zmq
 
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.engine import EngineProcess
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
 from raykv.protocol.events import PublisherSettings
+from tests.fixtures.ports import free_port
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 pytestmark = pytest.mark.e2e

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.ports import free_port
 from raykv.serve.models import ModelUnavailableError, smollm2
+from tests.fixtures.ports import free_port
 from tests.house import CHILDREN, ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]

@@ -33,7 +33,7 @@ OVERLAY = "cpu-trial"
 MODEL = "/models/tiny"
 MAKE_MODEL = f"""
 from pathlib import Path
-from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from tests.fixtures.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.lab.demo.tiny_llama import tiny_llama
 write_tiny_tokenizer(tiny_llama(Path({MODEL!r}), vocab_size=VOCAB_SIZE))
 """

@@ -42,7 +42,7 @@ EXPECTED = {
 
 MODEL = """
 from pathlib import Path
-from raykv.lab.bench.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+from tests.fixtures.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 from raykv.lab.demo.tiny_llama import tiny_llama
 write_tiny_tokenizer(tiny_llama(Path("/tmp/tiny"), vocab_size=VOCAB_SIZE))
 """

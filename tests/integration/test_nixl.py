@@ -11,11 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import ray
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Refusal
-from raykv.lab.bench.fetch import CHUNK_BYTES, Pair
-from raykv.protocol.copies import CopyResult
+from raykv.lab.bench import fetch
+from raykv.lab.bench.fetch import CHUNK_BYTES
+from raykv.lab.bench.named_jobs import SPACE
+from raykv.protocol.columns import Numbers
+from raykv.protocol.copies import CopyResult, Read
+from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from tests.fixtures.node.nixl import needs_nixl
 from tests.fixtures.waiting import wait_until
 
@@ -23,6 +28,25 @@ pytestmark = [pytest.mark.integration, pytest.mark.extended, needs_nixl]
 
 MOST_BYTES = 512 << 20
 LONG_S = 60.0
+CHUNKS_A_READ = 64
+
+
+class Pair(fetch.Pair):
+    """Two nodes, of which the second one fetches."""
+
+    def fetched(self, size: int, deadline_s: float = LONG_S) -> CopyResult:
+        """How a fetch of that size ends; the second pool has none of it before."""
+        self.drop(size)
+        return self.order(size, deadline_s)
+
+    def fetched_bytes(self, size: int) -> Iterator[bytes]:
+        """What the second pool has of the last fetch, in pieces."""
+        keys = fetch.keys_of(size)
+        for first in range(0, len(keys), CHUNKS_A_READ):
+            some = keys[first : first + CHUNKS_A_READ]
+            request = Read(PROTOCOL_VERSION, SPACE, some, Numbers.of([CHUNK_BYTES] * len(some)))
+            raw = self.actors[1].read.remote(encode(request))
+            yield ray.get(raw, timeout=LONG_S)[1].tobytes()
 
 
 @pytest.fixture

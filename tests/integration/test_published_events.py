@@ -17,13 +17,13 @@ from raykv.base.ids import Key
 from raykv.cli import app
 from raykv.client.cluster import Cluster
 from raykv.cluster import ask
-from raykv.lab.bench.ports import free_port
 from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
 from raykv.protocol.events import PublisherStatus
 from raykv.protocol.framing import encode
 from raykv.stream.publishing import find_publisher
 from tests.fixtures.one_node import actors_of_one_node
 from tests.fixtures.played_node import played_actor
+from tests.fixtures.ports import free_port
 from tests.fixtures.waiting import wait_until
 from tests.fixtures.wire_index import WireIndex
 

@@ -1,4 +1,4 @@
-"""What `raykv bench` does: run, show, write."""
+"""What `raykv bench` does: the benchmarks by name, whose modules are loaded when they run."""
 
 from __future__ import annotations
 
@@ -6,39 +6,101 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
 import raykv
 from raykv.base.errors import SettingError
-from raykv.lab.bench.registry import BENCHMARKS, Benchmark, chosen
 from raykv.lab.bench.report import Options, Result, document
 
 
-def list_benchmarks() -> None:
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's name and its line in `raykv bench --list`.
+
+    `package` has a module of that name with a function `run`. `needs`: what not every machine or
+    user has; such a benchmark runs only if it is named.
+    """
+
+    name: str
+    summary: str
+    package: str = "raykv.lab.bench"
+    needs: str = ""
+
+    def run(self, options: Options) -> Result:
+        """Measure."""
+        result: Result = import_module(f"{self.package}.{self.name}").run(options)
+        result.summary = result.summary or self.summary
+        return result
+
+
+def by_name(*benchmarks: Benchmark) -> dict[str, Benchmark]:
+    """A registry."""
+    return {benchmark.name: benchmark for benchmark in benchmarks}
+
+
+BENCHMARKS = by_name(
+    Benchmark("copy", "GB/s between a KV cache in RAM and the pool, beside memcpy"),
+    Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull"),
+    Benchmark("disk", "MiB/s of the disk tier beside plain files"),
+    Benchmark("routing", "what it costs a router to place a request"),
+    Benchmark("policy", "hit rates of the pool's order, LRU and the optimum", needs="--trace"),
+    Benchmark("client", "vLLM's own client against vLLM with and without RayKV", needs="vLLM"),
+    Benchmark("gpu", "RayKV beside vLLM alone and its native offloading", needs="a GPU"),
+)
+
+MOVED = (
+    "directory", "disaggregated", "feed", "footprint", "hidden_states", "lookup", "pool", "restart",
+    "scale", "serve_routing", "sleep", "step", "throughput", "ttft",
+)  # fmt: skip
+"""Benchmarks of RayKV's own design, which a clone of the repository has."""
+
+
+def chosen(names: Sequence[str], known: Mapping[str, Benchmark] = BENCHMARKS) -> list[Benchmark]:
+    """Benchmarks by name; if none is named, all that need nothing.
+
+    Raises:
+        SettingError: there is no benchmark of such a name.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown and unknown[0] in MOVED:
+        raise SettingError(
+            f"the benchmark {unknown[0]} is part of a clone of RayKV's repository: run "
+            f"`python -m tests.bench {unknown[0]}` there"
+        )
+    if unknown:
+        raise SettingError(f"there is no benchmark {unknown[0]}; choose from {', '.join(known)}")
+    return [known[name] for name in names] or [each for each in known.values() if not each.needs]
+
+
+def list_benchmarks(benchmarks: Mapping[str, Benchmark]) -> None:
     """One line for each."""
-    width = max(map(len, BENCHMARKS))
-    for benchmark in BENCHMARKS.values():
-        sys.stdout.write(f"{benchmark.name:{width}}  {benchmark.summary}\n")
+    width = max(map(len, benchmarks))
+    for benchmark in benchmarks.values():
+        needs = f" (needs {benchmark.needs})" if benchmark.needs else ""
+        sys.stdout.write(f"{benchmark.name:{width}}  {benchmark.summary}{needs}\n")
 
 
-def run_benchmarks(names: list[str], options: Options, json_path: str | None) -> None:
+def run_benchmarks(
+    benchmarks: Sequence[Benchmark], options: Options, json_path: str | None
+) -> list[Result]:
     """Run benchmarks one after the other.
 
     Args:
-        names: which; all if empty.
+        benchmarks: which.
         options: for each.
         json_path: file for the results, written anew after each part; "-" writes them to standard
             output at the end, and nothing else.
 
     Raises:
-        SettingError: no such benchmark, or the file can't be written.
+        SettingError: the file can't be written.
     """
-    benchmarks = chosen(names)
     path = None if json_path in (None, "-") else Path(str(json_path))
     if path is not None and not path.parent.is_dir():
         raise SettingError(f"--json {path}: there is no folder {path.parent}")
@@ -46,10 +108,11 @@ def run_benchmarks(names: list[str], options: Options, json_path: str | None) ->
         results = _run_all(benchmarks, options, Console(stderr=json_path == "-"), path)
     if json_path == "-":
         sys.stdout.write(_text(results))
+    return results
 
 
 def _run_all(
-    benchmarks: list[Benchmark], options: Options, console: Console, path: Path | None
+    benchmarks: Sequence[Benchmark], options: Options, console: Console, path: Path | None
 ) -> list[Result]:
     results: list[Result] = []
 
@@ -71,7 +134,8 @@ def _run_all(
 
 
 def _text(results: list[Result]) -> str:
-    return json.dumps(document(results, raykv.__version__), indent=2) + "\n"
+    today = date.today().isoformat()
+    return json.dumps(document(results, raykv.__version__, today), indent=2) + "\n"
 
 
 @contextmanager

@@ -3,11 +3,8 @@
 Between two prefaulted memfds, as a node has them, larger together than the last-level cache. Each
 measurement copies one slice, and the next one copies the next slice: short ones, for other programs
 on the machine change its speed by the second. RayKV plans one job and copies it some chunks at a
-time, as a NodeActor does; a memcpy copies the slice as one run; torch takes one row for each page.
-Contiguous blocks follow one another in the KV cache, scattered ones are shuffled all over it;
-in the pool they always lie in their chunk's order.
-
-libc's memmove streams only what is larger than most of the cache: first it is measured over all.
+time, as a NodeActor does; a memcpy copies the slice as one run. Blocks lie anywhere in the KV
+cache; in the pool they follow one another.
 """
 
 from __future__ import annotations
@@ -20,10 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from statistics import median
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from raykv.base.geometry import MAX_SLAB_BYTES
@@ -32,20 +27,16 @@ from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
 from raykv.copy.plan import JobPlan, Planner
 from raykv.copy.rows import CPUBackend, RowCopier, Side, by_memmove
 from raykv.lab.bench.named_jobs import key_of, named_job
-from raykv.lab.bench.registry import BENCHMARKS
-from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, short
+from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
-from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 
 LEAST_OF_MEMCPY = 0.85
 """Of the best memcpy of one thread, for pages from `BUDGET_PAGE_BYTES`."""
 
 BUDGET_PAGE_BYTES = 64 << 10
-
-LEAST_OF_TORCH = 1.0
 
 KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
@@ -59,22 +50,8 @@ BLOCKS_PER_CHUNK = 8
 CHUNK_BYTES = 2 << 20
 """With fewer than `BLOCKS_PER_CHUNK` pages in it a chunk is larger."""
 
-
 JOB_ID = 1
-OURS, TORCH = "RayKV", "torch"
-MEMMOVE, COPYTO, STREAMED = "memmove", "np.copyto", "one run of RayKV's kernel"
-
-Indices = npt.NDArray[np.int64]
-Measure = Callable[[], float]
-
-
-def _clock(num_threads: int) -> Callable[[], float]:
-    """A clock: one thread's own time, which leaves out what other programs take of the cores."""
-    return time.thread_time if num_threads == 1 else time.perf_counter
-
-
-def thread_text(num_threads: int) -> str:
-    return f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+OURS, MEMMOVE, STREAMED = "RayKV", "memmove", "one run of RayKV's kernel"
 
 
 @dataclass(frozen=True)
@@ -83,14 +60,12 @@ class Case:
 
     page_bytes: int
     direction: Direction
-    is_scattered: bool
     num_threads: int
 
     @property
     def name(self) -> str:
-        where = "scattered" if self.is_scattered else "contiguous"
-        verb = self.direction.name.lower()
-        return f"{self.page_bytes // KIB} KiB, {verb}, {where}, {thread_text(self.num_threads)}"
+        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        return f"{self.page_bytes // KIB} KiB, {self.direction.name.lower()}, {threads}"
 
 
 class Sides:
@@ -118,7 +93,8 @@ class Sides:
 
     def speed(self, copy: Callable[[int], object], num_threads: int) -> float:
         """GB/s of a call that copies the slice whose number it gets."""
-        clock = _clock(num_threads)
+        # One thread's own time leaves out what other programs take of the cores.
+        clock = time.thread_time if num_threads == 1 else time.perf_counter
         number = self._next_slice
         self._next_slice = (number + 1) % self.num_slices
         started = clock()
@@ -133,46 +109,33 @@ class Sides:
         bounds = [count * i // num_threads for i in range(num_threads + 1)]
         list(self._threads.map(lambda share: copy(*share), pairwise(bounds)))
 
-    def big_copies(self) -> dict[str, Callable[[int, int], object]]:
-        """Ways to copy the bytes [first, last) as one run."""
-        to, source = (np.ctypeslib.as_array(side.array()) for side in (self.pool, self.kv))
+    def memcpys(self, num_threads: int) -> dict[str, Callable[[], float]]:
+        """GB/s of a slice that is copied as one run."""
 
         def streamed(first: int, last: int) -> None:
             where, size = np.array([first]), np.array([last - first])
             pool, kv = Side(self.pool.address, where), Side(self.kv.address, where)
             self.rows.copy(pool, kv, size, self.stop)
 
-        ways: dict[str, Callable[[int, int], object]] = {
-            MEMMOVE: lambda first, last: ctypes.memmove(
-                self.pool.address + first, self.kv.address + first, last - first
-            ),
-            COPYTO: lambda first, last: np.copyto(to[first:last], source[first:last]),
-        }
+        def moved(first: int, last: int) -> None:
+            ctypes.memmove(self.pool.address + first, self.kv.address + first, last - first)
+
+        def whole(copy: Callable[[int, int], None], number: int) -> None:
+            start = number * self.slice_bytes
+            part = lambda first, last: copy(start + first, start + last)  # noqa: E731
+            self.share(part, self.slice_bytes, num_threads)
+
+        ways = {MEMMOVE: moved}
         if self.rows.copy is not by_memmove:
             ways[STREAMED] = streamed
-        return ways
-
-    def whole(self, copy: Callable[[int, int], object], num_threads: int) -> float:
-        """GB/s of one of `big_copies` over all bytes."""
-        clock = _clock(num_threads)
-        started = clock()
-        self.share(copy, self.num_bytes, num_threads)
-        return self.num_bytes / (clock() - started) / 1e9
-
-    def sliced(self, copy: Callable[[int, int], object], num_threads: int) -> float:
-        """GB/s of one of `big_copies` over a slice."""
-
-        def copy_slice(number: int) -> None:
-            start = number * self.slice_bytes
-            self.share(
-                lambda first, last: copy(start + first, start + last), self.slice_bytes, num_threads
-            )
-
-        return self.speed(copy_slice, num_threads)
+        return {
+            name: partial(self.speed, partial(whole, way), num_threads)
+            for name, way in ways.items()
+        }
 
 
 class PagedCopy:
-    """All pages of one size, contiguous or scattered, between two sides."""
+    """All pages of one size between two sides."""
 
     def __init__(self, sides: Sides, case: Case) -> None:
         self._sides = sides
@@ -182,26 +145,19 @@ class PagedCopy:
         self._num_chunks = sides.slice_bytes // (num_layers * BLOCKS_PER_CHUNK * page)
         assert self._num_chunks > 0, (sides.slice_bytes, page)
         num_blocks = self._num_chunks * BLOCKS_PER_CHUNK * sides.num_slices
-        blocks = np.arange(num_blocks)
-        if case.is_scattered:
-            blocks = np.random.default_rng(page).permutation(num_blocks)
-        self._blocks: Indices = blocks.reshape(sides.num_slices, -1)
-        self._layers: Indices = np.arange(num_layers) * num_blocks
-        tensors = [TensorLayout(int(at) * page, num_blocks, page, page) for at in self._layers]
-        layout = KVLayout(
-            MEMFD, sides.num_bytes, BLOCKS_PER_CHUNK, tensors, [0], [list(range(num_layers))]
-        )
+        starts = [layer * num_blocks * page for layer in range(num_layers)]
+        tensors = [TensorLayout(start, num_blocks, page, page) for start in starts]
+        layers = [list(range(num_layers))]
+        layout = KVLayout(MEMFD, sides.num_bytes, BLOCKS_PER_CHUNK, tensors, [0], layers)
         self._planner = Planner(layout, 0)
         self._slot_pages = num_layers * BLOCKS_PER_CHUNK * page // SLOT_ALIGNMENT
         self._backend = CPUBackend(sides.kv.address, sides.pool.address, sides.rows)
-        self._jobs = [self._make_job(number) for number in range(sides.num_slices)]
-
-    def _make_job(self, number: int) -> CopyJob:
         keys = [key_of(at) for at in range(self._num_chunks)]
-        return named_job(JOB_ID, self._case.direction, keys, self._blocks[number].tolist())
+        blocks = np.random.default_rng(page).permutation(num_blocks).reshape(sides.num_slices, -1)
+        self._jobs = [named_job(JOB_ID, case.direction, keys, some.tolist()) for some in blocks]
 
     def ours(self) -> float:
-        """RayKV, planning and all."""
+        """GB/s of RayKV, planning and all."""
         return self._sides.speed(self._plan_and_copy, self._case.num_threads)
 
     def _plan_and_copy(self, number: int) -> None:
@@ -219,68 +175,21 @@ class PagedCopy:
             done = self._backend.copy(self._case.direction, rows, self._sides.stop)
             assert done, "it was not cancelled"
 
-    def torch(self, torch: ModuleType) -> Measure:
-        """torch over the same pages in the same order, as rows of 64-bit numbers.
-
-        Of bytes it is slower still.
-        """
-        chunks = self._blocks.reshape(-1, self._num_chunks, 1, BLOCKS_PER_CHUNK)
-        rows = torch.from_numpy(
-            (chunks + self._layers[:, None]).reshape(self._sides.num_slices, -1)
-        )
-        page_words = self._case.page_bytes // 8
-        kv, pool = (
-            torch.frombuffer(side.array(), dtype=torch.int64)
-            for side in (self._sides.kv, self._sides.pool)
-        )
-        kv, pool = kv.view(-1, page_words), pool.view(len(rows), -1, page_words)
-
-        def copy(number: int) -> None:
-            if self._case.direction is Direction.STORE:
-                torch.index_select(kv, 0, rows[number], out=pool[number])
-            else:
-                kv.index_copy_(0, rows[number], pool[number])
-
-        def measure() -> float:
-            torch.set_num_threads(self._case.num_threads)
-            return self._sides.speed(copy, self._case.num_threads)
-
-        return measure
-
 
 def run(options: Options) -> Result:
-    """See the module's docstring, and that of `raykv.lab.bench.copy_cuda`.
-
-    Raises:
-        SettingError: there is no such device here.
-    """
-    if options.is_on_gpu:
-        from raykv.lab.bench.copy_cuda import run as run_on_gpu
-
-        return run_on_gpu(options)
+    """See the module's docstring."""
     rows = RowCopier()
     rows.load()
     num_bytes = _side_bytes(options)
     sides = Sides(num_bytes, min(num_bytes, SLICE_BYTES), rows)
-    torch = _torch()
-    num_threads = torch.get_num_threads() if torch else 0
-    result = Result("copy", BENCHMARKS["copy"].summary)
+    result = Result("copy")
     try:
-        for threads in (1, 2):
-            big = {
-                name: partial(sides.whole, copy, threads)
-                for name, copy in sides.big_copies().items()
-            }
-            name = f"{sides.num_bytes >> 20} MiB at once, {thread_text(threads)}"
-            result.rows += alternate(name, "GB/s", big, options.repeats_or(11))
         for case in cases(options):
-            subjects = _subjects(case, sides, torch)
+            subjects = {OURS: PagedCopy(sides, case).ours, **sides.memcpys(case.num_threads)}
             result.rows += alternate(case.name, "GB/s", subjects, options.repeats_or(25))
     finally:
         sides.close()
-        if torch:
-            torch.set_num_threads(num_threads)
-    _judge(result, options)
+    _judge(result)
     return result
 
 
@@ -291,62 +200,37 @@ def _side_bytes(options: Options) -> int:
     return max(SLICE_BYTES, min(SIDE_BYTES, room) // SLICE_BYTES * SLICE_BYTES)
 
 
-def _torch() -> ModuleType | None:
-    """The module, where vLLM has brought it along."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    module: ModuleType = torch
-    return module
-
-
 def cases(options: Options) -> Iterator[Case]:
     """All kinds of copies; few when it is to be quick."""
     pages = QUICK_PAGES if options.quick else PAGES
-    for page, scattered, threads in product(pages, (False, True), (1, 2)):
-        for direction in (Direction.STORE, Direction.LOAD):
-            yield Case(page, direction, scattered, threads)
+    for page, threads, direction in product(pages, (1, 2), Direction):
+        yield Case(page, direction, threads)
 
 
-def _subjects(case: Case, sides: Sides, torch: ModuleType | None) -> dict[str, Measure]:
-    paged = PagedCopy(sides, case)
-    subjects: dict[str, Measure] = {OURS: paged.ours}
-    for name, copy in sides.big_copies().items():
-        if name != COPYTO:  # as fast as memmove
-            subjects[name] = partial(sides.sliced, copy, case.num_threads)
-    if torch:
-        subjects[TORCH] = paged.torch(torch)
-    return subjects
+@dataclass(frozen=True)
+class Worst:
+    """The page size whose copies are slowest beside memcpy."""
+
+    page_bytes: int
+    ratio: float
 
 
-def _judge(result: Result, options: Options) -> None:
-    of_memcpy, of_torch = [], []
-    by_name = {(row.case, row.subject): row for row in result.rows}
-    for case in cases(options):
-        ours = by_name[case.name, OURS]
-        if case.num_threads == 1 and case.page_bytes >= BUDGET_PAGE_BYTES:
-            ways = [by_name.get((case.name, name)) for name in (MEMMOVE, STREAMED)]
-            best = max(filter(None, ways), key=lambda row: row.median)
-            of_memcpy.append((case.page_bytes, ours, best))
-        if (case.name, TORCH) in by_name:
-            of_torch.append((case.page_bytes, ours, by_name[case.name, TORCH]))
-    text = f"at least {LEAST_OF_MEMCPY} of the best memcpy of one thread, pages from 64 KiB"
-    _judge_least(result, text, of_memcpy, LEAST_OF_MEMCPY)
-    if of_torch:
-        _judge_least(result, "never below torch, at no page size", of_torch, LEAST_OF_TORCH)
-    else:
-        result.notes.append("There is no torch here to compare with.")
-
-
-def _judge_least(
-    result: Result, budget: str, pairs: list[tuple[int, Row, Row]], limit: float
-) -> None:
-    """Judge the page size that is worst; its ratio is the median of its cases'."""
+def least_of_memcpy(result: Result) -> Worst:
+    """Of the pages that have a budget; a size's ratio is the median of its cases'."""
     by_page: dict[int, list[float]] = {}
-    for page, ours, other in pairs:
-        by_page.setdefault(page, []).append(ours.ratio_to(other))
-    least = min(median(ratios) for ratios in by_page.values())
-    result.verdicts.append(Verdict(budget, least, limit, is_most=False))
-    ratio, name, of = min((ours.ratio_to(it), ours.case, it.subject) for _, ours, it in pairs)
-    result.notes.append(f"The least of a single case is {short(ratio)} of {of}: {name}.")
+    for case in cases(Options()):
+        rows = {row.subject: row for row in result.rows if row.case == case.name}
+        if rows and case.num_threads == 1 and case.page_bytes >= BUDGET_PAGE_BYTES:
+            ours = rows.pop(OURS)
+            best = max(rows.values(), key=lambda row: row.median)
+            by_page.setdefault(case.page_bytes, []).append(ours.ratio_to(best))
+    every = [Worst(page, median(ratios)) for page, ratios in by_page.items()]
+    return min(every, key=lambda worst: worst.ratio)
+
+
+def _judge(result: Result) -> None:
+    worst = least_of_memcpy(result)
+    budget = f"at least {LEAST_OF_MEMCPY} of the best memcpy of one thread, pages from 64 KiB"
+    result.verdicts.append(Verdict(budget, worst.ratio, LEAST_OF_MEMCPY, is_most=False))
+    pages = f"pages of {worst.page_bytes // KIB} KiB"
+    result.notes.append(f"The least is {short(worst.ratio)}, with {pages}.")

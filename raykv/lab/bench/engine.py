@@ -83,8 +83,7 @@ class EngineProcess:
         multiprocess: EngineCore is a process of its own.
         cores: the CPU that vLLM's threads are bound to.
         start_deadline_s: how long it may take to start.
-        config: arguments of `vllm.LLM`; `connector` names another KV connector, `watch_hooks`
-            has its hooks measured.
+        config: arguments of `vllm.LLM`; `connector` names another KV connector.
 
     Raises:
         EngineError: it did not start.

@@ -2,8 +2,7 @@
 
 `python -m raykv.lab.bench.engine_child`: the first line describes the engine, each further line is
 a command. Answers are JSON lines on the descriptor that was standard output at the start;
-everything that vLLM prints goes to standard error. For benchmarks and tests: `engine.py` is the
-parent's side.
+everything that vLLM prints goes to standard error. `engine.py` is the parent's side.
 """
 
 from __future__ import annotations
@@ -12,23 +11,22 @@ import json
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, TextIO
 
 
-def main() -> None:
+def main(kind: type[ChildEngine]) -> None:
     """Start the engine that the first line describes, then serve commands until "exit"."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, answers)
+    serve(sys.stdin, answers, kind)
 
 
-def serve(commands: TextIO, answers: TextIO) -> None:
+def serve(commands: TextIO, answers: TextIO, kind: type[ChildEngine]) -> None:
     """What `main` does, on whatever commands come on and answers go to."""
     config = json.loads(commands.readline())
-    engine = ChildEngine(config)
+    engine = kind(config)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in commands:
         command = json.loads(line)
@@ -80,17 +78,7 @@ class ChildEngine:
 
         # Requests of `serve` so far.
         self._served = 0
-
-        watches_hooks = config.pop("watch_hooks", False)
         transfer = transfer_config(config.pop("raykv", None), config.pop("connector", None))
-        if "kv_events_config" in config:
-            from vllm.config import KVEventsConfig
-
-            config["kv_events_config"] = KVEventsConfig(**config["kv_events_config"])
-        if watches_hooks:
-            from raykv.lab.bench import hooks
-
-            hooks.watch()
         self._llm = LLM(
             disable_log_stats=False,
             seed=0,
@@ -105,20 +93,12 @@ class ChildEngine:
         )
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int = 6,
-        params: dict[str, Any] | None = None,
-        salt: str | None = None,
-        adapter: dict[str, Any] | None = None,
-        picture: list[int] | None = None,
+        self, prompts: list[list[int]], max_tokens: int = 6, **how: Any
     ) -> list[dict[str, Any]]:
         """Greedy tokens of each prompt, how many of its tokens were cached, time to the first.
 
-        "transfer" is what the connector has added to the answer. Each prompt comes with a `picture`
-        of one color, of red, green and blue.
+        "transfer" is what the connector has added to the answer.
         """
-        outputs = self._generate(prompts, max_tokens, params, salt, adapter, picture)
         return [
             {
                 "id": output.request_id,
@@ -128,7 +108,7 @@ class ChildEngine:
                 "reason": output.outputs[0].finish_reason,
                 "ttft_s": output.metrics.first_token_latency,
             }
-            for output in outputs
+            for output in self._generate(prompts, max_tokens, **how)
         ]
 
     def _generate(
@@ -136,14 +116,12 @@ class ChildEngine:
         prompts: Sequence[list[int]],
         max_tokens: int,
         params: dict[str, Any] | None = None,
-        salt: str | None = None,
-        adapter: dict[str, Any] | None = None,
-        picture: list[int] | None = None,
+        lora: Any = None,
+        **of_request: Any,
     ) -> list[Any]:
+        """`of_request`: what else vLLM takes as a part of each prompt."""
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
-        lora = None if adapter is None else LoRARequest(**adapter)
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(
             temperature=0,
@@ -152,14 +130,7 @@ class ChildEngine:
             ignore_eos=True,
             extra_args=extra,
         )
-        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        if picture is not None:
-            from PIL import Image
-
-            media = {"image": Image.new("RGB", (32, 32), tuple(picture))}
-            requests = [{**request, "multi_modal_data": media} for request in requests]
-        if salt is not None:
-            requests = [{**request, "cache_salt": salt} for request in requests]
+        requests: list[Any] = [{"prompt_token_ids": prompt, **of_request} for prompt in prompts]
         outputs: list[Any] = self._llm.generate(
             requests, sampling, use_tqdm=False, lora_request=lora
         )
@@ -214,7 +185,7 @@ class ChildEngine:
             engine.abort_request(gone)
         return {
             "outputs": list(found.values()),
-            "preemptions": self.counters().get("vllm:num_preemptions", 0.0),
+            "preemptions": self._num_preemptions(),
         }
 
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
@@ -238,86 +209,6 @@ class ChildEngine:
             "cached": num_cached,
         }
 
-    def decode_beside(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        arrivals: list[list[int]],
-        pace_s: float,
-    ) -> dict[str, Any]:
-        """Answer prompts, and from the time when all answers have begun have others arrive.
-
-        Each of the others wants one token; those that have not arrived when the answers end are
-        left out. Told are seconds per token of the answers, the seconds between any two tokens of
-        an answer, how many others have arrived, and how many of their tokens came out of a cache.
-        """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
-        waiting, num_arrived, num_cached = deque(arrivals), 0, 0
-        decode_s: list[float] = []
-        last_at: dict[str, float] = {}
-        gaps_s: list[float] = []
-
-        def add(name: str, tokens: list[int], count: int) -> None:
-            self._served += 1
-            sampling = SamplingParams(
-                temperature=0,
-                max_tokens=count,
-                detokenize=False,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            engine.add_request(f"{name}-{self._served}", {"prompt_token_ids": tokens}, sampling)
-
-        for tokens in prompts:
-            add("answer", tokens, max_tokens)
-        next_at = 0.0
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                is_answer = output.request_id.startswith("answer")
-                if is_answer:
-                    if output.request_id in last_at:
-                        gaps_s.append(now - last_at[output.request_id])
-                    last_at[output.request_id] = now
-                if output.finished and is_answer:
-                    decode_s.append(_seconds_per_token(output, max_tokens))
-                elif output.finished:
-                    num_cached += output.num_cached_tokens or 0
-            is_on = len(last_at) == len(prompts) and len(decode_s) < len(prompts)
-            if waiting and is_on and time.monotonic() >= next_at:
-                add("other", waiting.popleft(), 1)
-                num_arrived += 1
-                next_at = time.monotonic() + pace_s
-        return {
-            "seconds_per_token": fmean(decode_s),
-            "gaps_s": gaps_s,
-            "num_arrived": num_arrived,
-            "cached": num_cached,
-        }
-
-    def hook_times(self) -> dict[str, Any]:
-        """What was measured since the last call, if hooks are watched; see `hooks.py`."""
-        from raykv.lab.bench import hooks
-
-        return hooks.take()
-
-    def abort_after(self, prompt: list[int], seconds: float) -> bool:
-        """Add a request, let the engine work on it, and take it back."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
-        engine = self._llm.llm_engine
-        engine.add_request("to-abort", {"prompt_token_ids": prompt}, sampling)
-        time.sleep(seconds)
-        engine.abort_request(["to-abort"])
-        while engine.has_unfinished_requests():
-            engine.step()
-        return True
-
     def reset(self, *, connector: bool = False) -> bool:
         """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too."""
         for _ in range(200):
@@ -328,59 +219,6 @@ class ChildEngine:
                 self._llm.llm_engine.step()
             time.sleep(0.02)
         return False
-
-    def add_adapter(self, **adapter: Any) -> bool:
-        """Load a LoRA adapter, as vLLM's server does on request."""
-        from vllm.lora.request import LoRARequest
-
-        return bool(self._llm.llm_engine.add_lora(LoRARequest(**adapter)))
-
-    def reload_weights(self, path: str) -> bool:
-        """Give the model the weights of another folder, while it runs."""
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        return True
-
-    def change_midway(self, prompt: list[int], path: str, max_tokens: int = 24) -> dict[str, Any]:
-        """Work on a request, and give the model the weights of another folder meanwhile."""
-        from vllm import SamplingParams
-
-        engine = self._llm.llm_engine
-        sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
-        )
-        engine.add_request("midway", {"prompt_token_ids": prompt}, sampling)
-        outputs = engine.step()
-        while not outputs or not outputs[0].outputs[0].token_ids:
-            outputs = engine.step()
-        self.reload_weights(path)
-        while engine.has_unfinished_requests():
-            outputs = engine.step() or outputs
-        return {"tokens": list(outputs[0].outputs[0].token_ids)}
-
-    def write_weights(self, factor: float) -> bool:
-        """Write into the model without asking vLLM, as frameworks that train may do."""
-
-        def write(model: Any) -> None:
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.data.mul_(factor)
-
-        self._llm.apply_model(write)
-        return True
-
-    def rest(self, level: int = 1) -> bool:
-        """Sleep, and wake up again."""
-        self._llm.sleep(level)
-        return bool(self._llm.wake_up())
-
-    def wake(self, prompt: list[int], level: int = 1) -> dict[str, float]:
-        """Sleep, and wake up for a prompt: seconds until its first token, and what was loaded."""
-        self._llm.sleep(level)
-        began = time.perf_counter()
-        self._llm.wake_up()
-        (output,) = self._generate([prompt], max_tokens=1)
-        seconds = time.perf_counter() - began
-        return {"seconds": seconds, "cached": output.num_cached_tokens or 0}
 
     def running(self) -> dict[str, Any]:
         """What vLLM has made of its arguments: which model runner, which CUDA graphs, and so on.
@@ -405,15 +243,9 @@ class ChildEngine:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         }
 
-    def counters(self) -> dict[str, float]:
-        """vLLM's counters, by name and labels."""
-        found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            value = getattr(metric, "value", None)
-            if value is not None:
-                source = metric.labels.get("source", "")
-                found[f"{metric.name}{{{source}}}" if source else metric.name] = float(value)
-        return found
+    def _num_preemptions(self) -> float:
+        found = [each for each in self._llm.get_metrics() if each.name == "vllm:num_preemptions"]
+        return float(sum(each.value for each in found))
 
     def shut_down(self) -> None:
         """End the engine in good order."""
@@ -445,4 +277,4 @@ def _answer(output: Any, seconds: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(ChildEngine)

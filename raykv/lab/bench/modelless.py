@@ -1,4 +1,4 @@
-"""Engines without a model: RayKV's part in EngineCore, and a worker that stores."""
+"""An engine without a model: RayKV's part in EngineCore, and a worker that stores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from raykv.base.errors import ClusterError
-from raykv.base.ids import Direction, Key, Lookup
+from raykv.base.ids import Direction, Key
 from raykv.base.settings import Settings
 from raykv.cluster import names
-from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime, new_life
 from raykv.engine.view import EngineView
 from raykv.lab.bench.named_jobs import named_job
@@ -63,10 +62,10 @@ class ModellessEngine:
         )
         self.view = EngineView(Settings(request_deadline_s=5 * DEADLINE_S))
         settings = Settings(ray_address=address, node_id=node_id, pool_bytes=pool_bytes)
-        self._runtime = EngineRuntime(settings, self.view, hello)
-        self._runtime.start()
+        self.runtime = EngineRuntime(settings, self.view, hello)
+        self.runtime.start()
         self._address, self._node_id = address, node_id
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._link: WorkerLink | None = None
 
     def with_worker(self) -> ModellessEngine:
@@ -76,14 +75,14 @@ class ModellessEngine:
         ctypes.memset(self._memory.address, 7, chunk_bytes)
         tensor = TensorLayout(0, 1, chunk_bytes, chunk_bytes)
         layout = KVLayout("memfd", chunk_bytes, 1, [tensor], [0], [[0]])
-        settings = LinkSettings(store_deadline_s=DEADLINE_S)
+        settings = LinkSettings(step_deadline_s=DEADLINE_S)
         link = self._link = WorkerLink(0, layout, [self._memory.fd], settings)
         socket = names.node_socket(self._address, self._node_id)
         link.set_target(LinkTarget(socket, self._name, self._life, self._namespace, 1, self._sizes))
         wait(lambda: link.node_life != 0, "the NodeActor takes the worker")
 
         def has_orders() -> bool:
-            self._runtime.session.drain()
+            self.runtime.session.drain()
             return self.view.orders != NOTHING_ORDERED
 
         wait(has_orders, "the NodeActor has orders")
@@ -92,9 +91,9 @@ class ModellessEngine:
     def submit(self, keys: Sequence[Key]) -> None:
         """Begin to store chunks."""
         assert self._link is not None
-        self._runtime.session.drain()
+        self.runtime.session.drain()
         job = named_job(
-            next(self._numbers),
+            next(self.numbers),
             Direction.STORE,
             keys,
             [0] * len(keys),
@@ -121,29 +120,8 @@ class ModellessEngine:
         self.submit(keys)
         wait(lambda: bool(self.ended()), "the chunks are stored")
 
-    def has(self, key: Key) -> bool:
-        """Whether its node's listing, as far as it has come, has a chunk: what every step does."""
-        self._runtime.session.drain()
-        return self.view.reach("", [key]) == 1
-
-    def finds(self, key: Key) -> bool:
-        """Whether a new request hears of a chunk from its node or from the scheduler actor."""
-        request_id = f"request {next(self._numbers)}"
-        self.view.start_request(request_id, RequestOptions())
-        self.view.ask(request_id, [key])
-        self._runtime.session.nudge()
-
-        def is_answered() -> bool:
-            self._runtime.session.drain()
-            return self.view.lookup(request_id, key, time.monotonic()) is not Lookup.RETRY
-
-        wait(is_answered, "the scheduler actor answers")
-        found = self.view.reach(request_id, [key]) > 0
-        self.view.finish_request(request_id)
-        return found
-
     def stop(self) -> None:
         """Be gone."""
         if self._link is not None:
             self._link.close(5.0)
-        self._runtime.stop()
+        self.runtime.stop()

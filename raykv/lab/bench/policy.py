@@ -1,9 +1,9 @@
-"""`policy`: how much of the prompts the orders of eviction find again, at several pool sizes.
+"""`policy`: how much of a trace's prompts the pool's order of eviction finds again, by pool size.
 
 It replays requests through one pool, as `raykv.inspect.hits` does. The hit rate is that of all
-chunks of all requests; where it is near 1, see how many tokens had to be computed. A capacity is a
-share of the distinct chunks of the trace. Where requests name their `session`, one more subject
-releases what a session leaves behind that no other has used.
+chunks of all requests. A capacity is a share of the distinct chunks of the trace.
+Where requests name their `session`, one more subject releases what a session leaves behind that no
+other has used.
 
 The optimum knows the future: it gives up the chunk whose next use is the furthest, of those of one
 request the deepest, and does not keep what it would give up next (L. Belady, 1966, with bypass). No
@@ -14,28 +14,18 @@ hits, and no policy has more of these. "unlimited" is a pool in which all have r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from raykv.base.errors import SettingError
 from raykv.inspect.hits import held_prefix, prefix_hits, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.trace_files import Request, read_prompts, read_trace
-from raykv.lab.bench.arc import ARC
-from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Row, Verdict, short
-from raykv.lab.bench.s3fifo import S3FIFO
-from raykv.lab.bench.synthetic import synthetic
-
-COMPARED: Mapping[str, Callable[[], EvictionPolicy[int]]] = {
-    **POLICIES,
-    "arc": ARC,
-    "s3fifo": S3FIFO,
-}
-"""The one of pools, and others that find less."""
 
 PERCENTS = (1, 2, 5, 10, 20)
 """Capacities, of the distinct chunks."""
@@ -52,14 +42,8 @@ LEAST_GAP_CLOSED = 0.2
 RELEASED_PERCENT, LEAST_GAP_RELEASED = 5, 0.3
 """Where releases must close more of it, and how much."""
 
-CHUNK_TOKENS = 512
-"""As in the published traces."""
-
-NUM_REQUESTS = 3000
-"""In a synthetic trace."""
-
 UNIT = "hit rate"
-MISSED, GAP, BESIDE_LRU = "missed tokens", "of the gap from lru", "hits to lru's"
+GAP = "of the gap from lru"
 
 
 @dataclass(frozen=True)
@@ -72,22 +56,22 @@ class TraceFile:
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring."""
-    result = Result("policy", BENCHMARKS["policy"].summary, is_wide=True)
-    if options.traces:
-        traces = [_read(path) for path in options.traces]
-    else:
-        made = synthetic(200 if options.quick else NUM_REQUESTS)
-        traces = [TraceFile(name, requests) for name, requests in made.items()]
-    percents = (2, 10) if options.quick else PERCENTS
-    for trace in traces:
+    """See the module's docstring.
+
+    Raises:
+        SettingError: no trace is named, or one can't be read.
+    """
+    if not options.traces:
+        raise SettingError("`raykv bench policy` replays a trace: name a file with --trace")
+    result = Result("policy", is_wide=True)
+    for trace in map(_read, options.traces):
         chunks, distinct = sum(map(len, trace.requests)), num_distinct(trace.requests)
         result.notes.append(
             f"{trace.name}: {len(trace.requests):,} requests, {chunks:,} chunks, "
             f"{distinct:,} distinct"
         )
-        for percent in percents:
-            _measure(result, trace, percent)
+        for percent in (2, 10) if options.quick else PERCENTS:
+            measure(result, trace, percent)
     return result
 
 
@@ -180,24 +164,20 @@ def released_hits(
         releasing.release(released)
 
 
-def _measure(result: Result, trace: TraceFile, percent: int) -> None:
+def measure(result: Result, trace: TraceFile, percent: int) -> None:
     """Rows and verdicts of one capacity."""
     case, requests = f"{trace.name}, {percent} %", trace.requests
     capacity = max(1, num_distinct(requests) * percent // 100)
-    rates = {name: replay(requests, make(), capacity) for name, make in COMPARED.items()}
+    rates = {name: replay(requests, make(), capacity) for name, make in POLICIES.items()}
     if trace.endings:
-        hits = released_hits(requests, COMPARED[DEFAULT_POLICY](), capacity, trace.endings)
+        hits = released_hits(requests, POLICIES[DEFAULT_POLICY](), capacity, trace.endings)
         rates[RELEASED] = sum(hits) / sum(map(len, requests))
     rates |= {"optimum": optimal_rate(requests, capacity), "unlimited": unlimited_rate(requests)}
-    tokens, lru = sum(map(len, requests)) * CHUNK_TOKENS, rates["lru"]
+    ours, lru = rates[DEFAULT_POLICY], rates["lru"]
     gap = rates["optimum"] - lru
     closed = {name: (rate - lru) / gap if gap > 0 else 1.0 for name, rate in rates.items()}
     for name, rate in rates.items():
-        values = {UNIT: rate, MISSED: round((1 - rate) * tokens), GAP: closed[name]}
-        if lru > 0:
-            values[BESIDE_LRU] = rate / lru
-        result.rows += [Row(case, name, unit, (value,)) for unit, value in values.items()]
-    ours = rates[DEFAULT_POLICY]
+        result.rows += [Row(case, name, UNIT, (rate,)), Row(case, name, GAP, (closed[name],))]
     budgets = [(f"{DEFAULT_POLICY} finds what lru finds", ours, LEAST_OF_LRU * lru)]
     if not trace.endings:
         budgets.append(

@@ -17,65 +17,6 @@ from rich.text import Text
 
 from raykv.base.errors import SettingError
 
-CPU = "cpu"
-DEVICES = (CPU, "cuda")
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """What clusters are simulated: all combinations. `loads` in per cent, `delays_ms` of the
-    directory's answers.
-    """
-
-    replicas: tuple[int, ...] = (16,)
-    loads: tuple[float, ...] = (50.0, 70.0, 80.0, 95.0)
-    delays_ms: tuple[float, ...] = (5.0,)
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        for name, values in (("replicas", self.replicas), ("load", self.loads)):
-            if min(values) <= 0:
-                raise SettingError(f"--{name} {min(values):g}: must be greater than 0")
-        if min(self.delays_ms) < 0:
-            raise SettingError(f"--delay-ms {min(self.delays_ms):g}: must be 0 or more")
-
-    def given(
-        self,
-        replicas: Sequence[int] | None,
-        loads: Sequence[float] | None,
-        delays_ms: Sequence[float] | None,
-        seed: int,
-    ) -> ClusterOptions:
-        """With these instead of its own, where they are given."""
-        return ClusterOptions(
-            tuple(replicas or self.replicas),
-            tuple(loads or self.loads),
-            tuple(delays_ms or self.delays_ms),
-            seed,
-        )
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """What `client` plays against what, and which `systems` `gpu` measures with which `logs`. Empty
-    or None: all that there is, and what is usual.
-
-    `rate`: requests a second. `divisor`: of all lengths. `kv_blocks`: of each server's KV memory.
-    `multi_turn`: the folder of vLLM's multi-turn benchmark. `lmcache_python`: a Python that has
-    LMCache. `logs`: a folder for what servers and clients write.
-    """
-
-    workloads: tuple[str, ...] = ()
-    systems: tuple[str, ...] = ()
-    model: str | None = None
-    num_requests: int | None = None
-    rate: float | None = None
-    divisor: int | None = None
-    kv_blocks: int | None = None
-    multi_turn: Path | None = None
-    lmcache_python: str | None = None
-    logs: Path | None = None
-
 
 def _forget(_result: Result) -> None:
     """Nobody wants what there is so far."""
@@ -86,18 +27,18 @@ class Options:
     """What the user asks of a benchmark.
 
     `repeats` None: what the benchmark thinks right. `quick`: small sizes, to see that it runs.
-    `traces`: files of requests for `policy`, `windows`, `client` and simulated clusters. `device`:
-    what `copy` copies from and to. `cluster`: for `routing`, to simulate them. `keep` is called by
-    benchmarks whose parts take minutes, with what there is at the end of each: a run may be cut
-    short.
+    `traces`: files of requests. `systems`: which ones `client` and `gpu`
+    compare; none: all. `model`: what `client` serves. `logs`: a folder for the
+    output of servers and engines. `keep` is called by benchmarks whose parts take minutes, with the
+    rows so far at the end of each: a run may be cut short.
     """
 
     repeats: int | None = None
     quick: bool = False
     traces: tuple[str, ...] = ()
-    device: str = CPU
-    cluster: ClusterOptions | None = None
-    client: ClientOptions = ClientOptions()
+    systems: tuple[str, ...] = ()
+    model: str | None = None
+    logs: Path | None = None
     keep: Callable[[Result], None] = _forget
 
     @property
@@ -108,19 +49,8 @@ class Options:
             SettingError: there are several.
         """
         if len(self.traces) > 1:
-            raise SettingError(f"--trace {self.traces[1]}: only `policy` takes more than one trace")
+            raise SettingError(f"--trace {self.traces[1]}: only `policy` takes more than one")
         return self.traces[0] if self.traces else None
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether the device is a GPU.
-
-        Raises:
-            SettingError: there is no such device.
-        """
-        if self.device not in DEVICES:
-            raise SettingError(f"--device {self.device}: there are {', '.join(DEVICES)}")
-        return self.device != CPU
 
     def repeats_or(self, usual: int) -> int:
         """Repeats of each measurement."""
@@ -171,7 +101,7 @@ class Result:
     """
 
     name: str
-    summary: str
+    summary: str = ""
     rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -187,6 +117,15 @@ class Result:
             if (row.case, row.subject) == (case, subject):
                 return row
         raise KeyError((case, subject))
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Result:
+        """The rows of what `to_json` made."""
+        rows = [
+            Row(row["case"], row["subject"], row["unit"], tuple(row["values"]))
+            for row in told["rows"]
+        ]
+        return cls(told["benchmark"], told["summary"], rows)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`."""
@@ -310,10 +249,11 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def document(results: Sequence[Result], version: str) -> dict[str, Any]:
+def document(results: Sequence[Result], version: str, date: str) -> dict[str, Any]:
     """The JSON of a whole run."""
     return {
         "raykv": version,
+        "date": date,
         "machine": machine(),
         "results": [result.to_json() for result in results],
     }

@@ -1,4 +1,4 @@
-"""`routing`: what it costs a request to be placed: CPU of the router's own thread.
+"""`routing`: what it costs a router to place a request: CPU of its own thread.
 
 *Remembered*: a conversation's next turn, of which the router knows where the turns before went; it
 neither makes tokens nor asks. All of it is counted, from the body to the note that the first token
@@ -6,8 +6,8 @@ has come, with 64 replicas on 16 nodes that all have had the system prompt. The 
 as those of the published traces: 7,000 tokens are the median of conversations, 95,000 of agents.
 
 *Asked*: a new prompt of 4096 tokens in blocks of 16, each of which is a chunk; its keys are made,
-too. Beside it what it takes to tokenise the prompt, which is done on a thread of its own, and to
-answer the question in the scheduler actor's process.
+too. What is not counted is done by other threads and by the scheduler actor: the tokens and the
+answer.
 """
 
 from __future__ import annotations
@@ -15,24 +15,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from itertools import count
 from random import Random
 from typing import Any
 
-from raykv.base.ids import NodeId
-from raykv.directory.known.holdings import HeldAt
-from raykv.directory.known.prefixes import prefix_page
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.registry import BENCHMARKS
 from raykv.lab.bench.report import Options, Result, Verdict, alternate
-from raykv.lab.bench.routing_simulation import run_simulation
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.descriptions import ChunkGroup
-from raykv.protocol.framing import PROTOCOL_VERSION
-from raykv.protocol.listing import Where
-from raykv.protocol.reader import PrefixQuery
 from raykv.serve.http.exchange import HttpRequest
 from raykv.serve.router.directory import FoundPrompt
 from raykv.serve.router.planner import PlacedRequest, RoutePlanner
@@ -46,39 +37,32 @@ TOKENS, BLOCK, TURN = 4096, 16, 256
 MOST_KEYS = 1024
 LENGTHS = (7_000, 30_000, 95_000, 250_000)
 NUM_REPLICAS, NUM_NODES = 64, 16
-NUM_HOLDERS = 32
 SYSTEM_TOKENS = 4000
 BYTES_PER_TOKEN = 4
 
 NEW, NEXT = "new prompt", "next turn"
-PLACE, ASKED = "remembered", "directory asked"
+REMEMBERED, ASKED = "remembered", "directory asked"
 
 
 def run(options: Options) -> Result:
-    """See the module's docstring, or with `cluster` that of `routing_simulation`."""
-    if options.cluster is not None:
-        return run_simulation(options, options.cluster, "routers in front of a simulated cluster")
-    tokens = 512 if options.quick else TOKENS
+    """See the module's docstring."""
+    result = Result("routing")
     repeats = options.repeats_or(15)
-    result = Result("routing", BENCHMARKS["routing"].summary)
     for length in LENGTHS[:1] if options.quick else LENGTHS:
         case = f"{NEXT}, {length:,} tokens, {NUM_REPLICAS} replicas"
-        result.rows += alternate(
-            case, "ms of CPU", {PLACE: PlacedTurns(length).remembered_ms}, repeats
-        )
-        whole = result.row(case, PLACE).median
-        result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
+        _measure(result, case, REMEMBERED, PlacedTurns(length).remembered_ms, repeats)
+    tokens = 512 if options.quick else TOKENS
     case = f"{NEW}, {tokens} tokens, {NUM_REPLICAS} replicas"
-    result.rows += alternate(case, "ms of CPU", {ASKED: PlacedTurns(tokens).asked_ms}, repeats)
-    whole = result.row(case, ASKED).median
-    result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
-    beside: dict[str, Callable[[], float]] = {
-        f"the answer for {NUM_HOLDERS} nodes": lambda: _answer_ms(tokens // BLOCK)
-    }
-    if not options.quick:
-        beside["tokenising (SmolLM2)"] = _tokeniser(tokens)
-    result.rows += alternate(f"beside it, {tokens} tokens", "ms", beside, repeats)
+    _measure(result, case, ASKED, PlacedTurns(tokens).asked_ms, repeats)
     return result
+
+
+def _measure(
+    result: Result, case: str, subject: str, measure: Callable[[], float], repeats: int
+) -> None:
+    result.rows += alternate(case, "ms of CPU", {subject: measure}, repeats)
+    whole = result.row(case, subject).median
+    result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
 
 
 class Answering:
@@ -162,31 +146,3 @@ def _at_once(running: Coroutine[Any, Any, PlacedRequest | Fallback]) -> PlacedRe
         found: PlacedRequest | Fallback = done.value
         return found
     raise AssertionError("it waits")
-
-
-def _answer_ms(num_keys: int) -> float:
-    """Milliseconds to make an answer: about a prompt that all nodes have."""
-    held = tuple(HeldAt(NodeId(f"{n:056d}"), Where.RAM) for n in range(NUM_HOLDERS))
-    query = PrefixQuery(PROTOCOL_VERSION, "space", f"0:{BLOCK}", [b"k"] * num_keys, [num_keys])
-    began = time.perf_counter()
-    prefix_page(query, [held] * num_keys)
-    return (time.perf_counter() - began) * 1e3
-
-
-def _tokeniser(tokens: int) -> Callable[[], float]:
-    from transformers import AutoTokenizer
-
-    from raykv.serve.models import smollm2
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(smollm2()))
-    seeds = count(1)
-
-    def measure() -> float:
-        words = tokenizer.decode(prompt(next(seeds), tokens))
-        messages = [{"role": "user", "content": words}]
-        began = time.perf_counter()
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokenizer.encode(text, add_special_tokens=False)
-        return (time.perf_counter() - began) * 1e3
-
-    return measure

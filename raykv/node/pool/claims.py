@@ -192,7 +192,7 @@ class Claims:
         return [owner for owner in self._names if owner.kind is kind]
 
     def num_free(self, kind: OwnerKind) -> int:
-        """So many more claims are there for owners of a kind."""
+        """How many more claims owners of a kind may have."""
         return MOST_CLAIMS[kind] - self._num[kind]
 
     def expire(self, now: float) -> None:

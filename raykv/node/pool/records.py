@@ -124,7 +124,7 @@ class StorePart(msgspec.Struct, frozen=True, gc=False):
         life: of the EngineCore process; jobs of another life are others.
         job_id: rises within a life.
         rank: of this node's ranks.
-        num_ranks: so many parts make a chunk.
+        num_ranks: the number of parts that make a chunk.
     """
 
     life: int

@@ -38,10 +38,10 @@ MOST_WORDS = 1024
 """Of sessions, that wait to be said."""
 
 ALONE_S = 30.0
-"""So long the last answer says who else has a namespace."""
+"""How long the last answer says who else has a namespace."""
 
 MARKED_S = 60.0
-"""So long marks are believed of a directory that does not answer."""
+"""How long marks hold after the last answer of the directory."""
 
 PIECE = 4096
 """Slots that are looked at in one go, and chunks that are unmarked."""

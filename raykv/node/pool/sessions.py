@@ -41,7 +41,7 @@ MOST_KEYS = 16_384
 @dataclass(slots=True)
 class LocalSession:
     """`standing`: of its chunks. `until`: of its latest pause, of `pause_s`, else infinite.
-    `used_at`: by a request of this node, of which so many have come.
+    `used_at`: the number of the node's request that used it last.
     """
 
     owner: Owner

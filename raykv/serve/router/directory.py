@@ -29,7 +29,7 @@ logger = logging.getLogger("ray.serve")
 # For the directory to say where a prompt is, which takes 1 to 3 ms: less than what it saves.
 ROUTE_ANSWER_S = 0.05
 
-# A directory that did not answer is not asked for so long, first and longest: each question in vain
+# How long a directory that did not answer is not asked, first and longest: each failed question
 # costs a request its deadline.
 ROUTE_PAUSES_S = (0.5, 30.0)
 
@@ -42,7 +42,7 @@ MOST_KEYS = 1024
 """Of one request; `PromptHasher` says which."""
 
 MOST_WAITING = 256
-"""Prompts whose question is not out yet: with so many, no further request is asked about."""
+"""Prompts whose question is not out yet; at this limit no further request is asked about."""
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from raykv.client.cluster import Cluster
-from raykv.lab.bench.completions import ModelServer
-from raykv.lab.bench.disaggregated import APART, PromptLoad, Values, deployment
-from raykv.lab.bench.ports import free_port
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.tiny_tokenizer import write_tiny_tokenizer
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated.proxy import COURSE_HEADER
+from tests.bench.completions import ModelServer
+from tests.bench.disaggregated import APART, PromptLoad, Values, deployment
+from tests.fixtures.ports import free_port
+from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tests.fixtures.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

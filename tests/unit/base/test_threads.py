@@ -13,16 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import raykv.base.threads
-from raykv.base.threads import (
-    MAX_FAILURES,
-    OnFailure,
-    SupervisedThread,
-    num_failed,
-    sleep_precisely,
-    start_thread,
-    within,
-)
+from raykv.base import threads
 from tests.house import ROOT
 
 LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py", "raykv/base/threads.py")
@@ -139,29 +130,29 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), MemoryError()])
-@pytest.mark.parametrize("on_failure", [OnFailure.RUN_AGAIN, OnFailure.END_PROCESS])
+@pytest.mark.parametrize("on_failure", [threads.OnFailure.RUN_AGAIN, threads.OnFailure.END_PROCESS])
 def test_thread_goes_on_after_failures_that_are_counted_and_said_once(
-    on_failure: OnFailure, error: BaseException, caplog: pytest.LogCaptureFixture
+    on_failure: threads.OnFailure, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body, before = Failing(MAX_FAILURES - 1, error), num_failed()
-    thread = start_thread("raykv-test", body, on_failure)
+    body, before = Failing(threads.MAX_FAILURES - 1, error), threads.num_failed()
+    thread = threads.start_thread("raykv-test", body, on_failure)
     assert body.has_ended.wait(TIMES_S)
     thread.join(TIMES_S)
     assert not thread.is_alive()
-    assert num_failed() - before == MAX_FAILURES - 1
+    assert threads.num_failed() - before == threads.MAX_FAILURES - 1
     assert caplog.text.count("the thread raykv-test failed and begins anew") == 1
     assert type(error).__name__ in caplog.text
 
 
 def test_thread_of_an_engine_goes_on_for_as_long_as_it_fails() -> None:
-    body = Failing(4 * MAX_FAILURES, ValueError("a bug"))
-    start_thread("raykv-test", body, OnFailure.RUN_AGAIN)
+    body = Failing(4 * threads.MAX_FAILURES, ValueError("a bug"))
+    threads.start_thread("raykv-test", body, threads.OnFailure.RUN_AGAIN)
     assert body.has_ended.wait(TIMES_S)
 
 
 def test_thread_that_works_once_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     body = Failing(1, ValueError("a bug"))
-    thread = start_thread("raykv-test", body)
+    thread = threads.start_thread("raykv-test", body)
     thread.join(TIMES_S)
     assert not thread.is_alive()
     assert not body.has_ended.is_set()
@@ -172,9 +163,9 @@ def test_thread_that_ran_well_for_a_while_counts_its_failures_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else an actor would end after some failures in a year."""
-    monkeypatch.setattr(raykv.base.threads, "THREAD_WELL_S", 0.0)
-    body = Failing(3 * MAX_FAILURES, ValueError("a bug"))
-    start_thread("raykv-test", body, OnFailure.END_PROCESS)
+    monkeypatch.setattr(threads, "THREAD_WELL_S", 0.0)
+    body = Failing(3 * threads.MAX_FAILURES, ValueError("a bug"))
+    threads.start_thread("raykv-test", body, threads.OnFailure.END_PROCESS)
     assert body.has_ended.wait(TIMES_S)
 
 
@@ -195,7 +186,9 @@ def test_process_of_an_actor_ends_when_its_thread_fails_again_and_again() -> Non
         [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=30, check=False
     )
     assert ended.returncode == 1
-    expected = f"thread raykv-test has failed {MAX_FAILURES} times, the last time with ValueError"
+    expected = (
+        f"thread raykv-test has failed {threads.MAX_FAILURES} times, the last time with ValueError"
+    )
     assert expected in ended.stderr
     assert ended.stderr.count("Traceback") == 1
 
@@ -238,26 +231,20 @@ def test_thread_that_the_system_does_not_give_is_an_error_and_comes_once_there_i
     assert ran == "it ran"
 
 
-def test_thread_that_was_never_started_is_none_that_lives() -> None:
-    thread = SupervisedThread("raykv-test", lambda: None, OnFailure.GIVE_UP)
-    assert not thread.is_alive()
-    thread.join(0)
-
-
 LONG_S = 10.0
 
 
 def test_what_the_call_returns_or_raises_is_passed_on() -> None:
-    assert within(LONG_S, lambda: 5) == 5
+    assert threads.within(LONG_S, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        within(LONG_S, lambda: 1 // 0)
+        threads.within(LONG_S, lambda: 1 // 0)
 
 
 def test_call_that_takes_too_long_is_left() -> None:
     hanging = threading.Event()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        within(0.1, lambda: hanging.wait(LONG_S))
+        threads.within(0.1, lambda: hanging.wait(LONG_S))
     assert time.monotonic() - started < LONG_S / 2
     hanging.set()
 
@@ -276,7 +263,7 @@ def test_sleeps_of_a_thread_that_asks_for_it_are_not_made_longer() -> None:
         pytest.skip("this kernel has no timer slack")
 
     def ask() -> None:
-        sleep_precisely()
+        threads.sleep_precisely()
         found.append(slack())
 
     thread = threading.Thread(target=ask)

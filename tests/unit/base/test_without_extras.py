@@ -84,10 +84,6 @@ for dtype, raw in (("bfloat16", numpy.array([[[0x3f80, 0xc040]]], "u2")),
 
 WITH_EXTRAS = (
     "raykv.stream.publisher",  # events
-    "raykv.lab.bench.example_states",
-    "raykv.lab.bench.hidden_states",
-    "raykv.lab.bench.in_process",
-    "raykv.lab.bench.ttft",
     "raykv.copy.cuda.kernel",
     "raykv.worker.export",
     "raykv.worker.handover",
@@ -145,7 +141,7 @@ def test_modules_of_the_core_are_imported_without_extras() -> None:
     [
         (["demo", "--tiny"], "raykv demo needs vllm, which is not installed: install RayKV with"),
         (["chaos", "--minutes", "1"], "raykv chaos needs vllm, which is not installed"),
-        (["bench", "lookup", "--quick"], "this command needs vllm, which is not installed"),
+        (["bench", "client", "--quick"], "raykv bench client needs vllm, which is not installed"),
         (["plan", "some/model"], "vLLM is needed to read a model's configuration"),
     ],
 )

@@ -71,8 +71,10 @@ def test_listing_says_when_it_is_cut(cluster: PlayedCluster) -> None:
 def test_chunk_is_shown_on_each_node_with_its_tier(cluster: PlayedCluster) -> None:
     cluster.answers["chunk"] = [CHUNK, ON_DISK]
     shown = run("chunk", "show", "01")
+    key = CHUNK.key.hex()
+    assert shown.startswith(f"key         {key}\nblock hash  {key[:-8]}\nKV group    0\n")
     assert "1.0 MiB in its pool, came 2.0 h ago, unused for 5 s, 1,234 hits" in shown
-    assert "1.0 MiB on its disk, namespace" in shown
+    assert f"1.0 MiB on its disk, namespace {CHUNK.namespace} (tiny)" in shown
 
 
 def test_tenants_are_named_where_there_are_some(cluster: PlayedCluster) -> None:
@@ -118,10 +120,17 @@ def test_json_has_keys_as_digits(cluster: PlayedCluster) -> None:
 
 
 def test_lookup_tells_tokens_in_ram_from_those_on_disk(cluster: PlayedCluster) -> None:
-    assert "32 of 40 tokens can be loaded\n" in run("chunk", "lookup", "x")
+    shown = run("chunk", "lookup", "x")
+    assert "32 of 40 tokens can be loaded\n" in shown
+    assert "0 to 31" in shown
     cluster.answers["lookup"] = replace(FOUND, disk_tokens=12)
     shown = run("chunk", "lookup", "x")
     assert "32 of 40 tokens can be loaded: 20 from RAM, 12 from disk" in shown
+
+
+def test_prompt_of_which_nothing_is_cached_is_an_answer_with_code_1(cluster: PlayedCluster) -> None:
+    cluster.answers["lookup"] = replace(FOUND, cached_tokens=0, nodes=[])
+    assert run("chunk", "lookup", "x", code=1).endswith("0 of 40 tokens can be loaded\n")
 
 
 def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(cluster: PlayedCluster) -> None:

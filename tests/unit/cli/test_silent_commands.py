@@ -123,7 +123,7 @@ WRONG = {
     "down": ["--purge"],
     "serve": ["/nowhere", "model --pool-bytes much"],
     "demo": ["--pool-bytes x", "--json /nowhere/x.json"],
-    "bench": ["nothing", "copy --model x"],
+    "bench": ["nothing", "lookup", "policy", "copy --model x"],
     "chaos": ["--fault nothing", "--json /nowhere/x.json"],
 }
 """What must be refused before a cluster is looked for, started or joined."""

@@ -15,7 +15,7 @@ import pytest
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
 from raykv.cluster.join import Raylet, log_errors, successor
-from raykv.lab.bench.ports import free_port
+from tests.fixtures.ports import free_port
 
 
 @pytest.fixture(autouse=True)

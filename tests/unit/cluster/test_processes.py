@@ -12,7 +12,7 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
-from raykv.lab.bench.ports import free_port
+from tests.fixtures.ports import free_port
 
 STRANGER = 1234
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root has processes of other users")

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.inspect.orders import POLICIES, EvictionPolicy
-from raykv.lab.bench.arc import ARC
-from raykv.lab.bench.s3fifo import S3FIFO
+from raykv.inspect.orders import POLICIES
 
-MAKERS: dict[str, Callable[[], EvictionPolicy[int]]] = {**POLICIES, "arc": ARC, "s3fifo": S3FIFO}
 STEPS = st.lists(
     st.tuples(st.sampled_from(["add", "touch", "evicted", "first"]), st.integers(0, 9))
 )
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", POLICIES)
 @given(steps=STEPS)
 def test_order_has_what_was_added_and_not_given_up(name: str, steps: list[tuple[str, int]]) -> None:
-    order = MAKERS[name]()
+    order = POLICIES[name]()
     held: set[int] = set()
     for step, number in steps:
         match step:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError
-from raykv.lab.bench.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
 from raykv.prompts.tokens import tokens_of_chat, tokens_of_text
+from tests.fixtures.tiny_tokenizer import SPECIAL_TOKENS, write_tiny_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

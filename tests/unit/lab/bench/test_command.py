@@ -1,4 +1,4 @@
-"""`raykv bench --json FILE`: what a run leaves that is cut short."""
+"""`raykv bench`: which benchmarks run, what is refused, and what is left of a run cut short."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from raykv.lab.bench.command import run_benchmarks
-from raykv.lab.bench.registry import BENCHMARKS, Benchmark
+from raykv.base.errors import SettingError
+from raykv.cli import app
+from raykv.lab.bench.command import BENCHMARKS, Benchmark, chosen, run_benchmarks
 from raykv.lab.bench.report import Options, Result, Row
 
 
@@ -43,22 +45,55 @@ def told(path: Path) -> list[Any]:
     return found
 
 
-def test_run_that_is_cut_short_leaves_its_parts_and_the_benchmarks_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BENCHMARKS, "finished", Finished("finished", ""))
-    monkeypatch.setitem(BENCHMARKS, "cut", CutShort("cut", ""))
+def test_run_that_is_cut_short_leaves_its_parts_and_the_benchmarks_before(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     with pytest.raises(KeyboardInterrupt):
-        run_benchmarks(["finished", "cut"], Options(), str(path))
+        run_benchmarks([Finished("finished", ""), CutShort("cut", "")], Options(), str(path))
     finished, cut = told(path)
     assert [row["median"] for row in finished["rows"]] == [3.0]
     assert [row["median"] for row in cut["rows"]] == [1.0, 2.0]
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_whole_run_has_each_benchmark_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BENCHMARKS, "finished", Finished("finished", ""))
+def test_whole_run_has_each_benchmark_once(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    run_benchmarks(["finished"], Options(), str(path))
+    run_benchmarks([Finished("finished", "")], Options(), str(path))
     assert [result["benchmark"] for result in told(path)] == ["finished"]
+
+
+def test_json_alone_goes_to_standard_output() -> None:
+    output = CliRunner().invoke(app, ["bench", "routing", "--quick", "--json", "-"]).stdout
+    (found,) = json.loads(output)["results"]
+    assert found["benchmark"] == "routing"
+    assert {row["subject"] for row in found["rows"]} == {"remembered", "directory asked"}
+
+
+def test_without_a_name_run_those_that_need_nothing() -> None:
+    assert [each.name for each in chosen([])] == ["copy", "fetch", "disk", "routing"]
+    assert [each.name for each in chosen(["gpu"])] == ["gpu"]
+
+
+def test_list_names_each_benchmark_in_one_line() -> None:
+    lines = CliRunner().invoke(app, ["bench", "--list"]).output.strip().splitlines()
+    assert [line.split()[0] for line in lines] == list(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["wrong"], "no benchmark wrong; choose from copy, fetch"),
+        (["lookup"], "run `python -m tests.bench lookup` there"),
+        (["policy"], "name a file with --trace"),
+        (["copy", "--system", "plain"], "are for `raykv bench client` and `gpu`"),
+        (["copy", "--logs", "there"], "are for `raykv bench client` and `gpu`"),
+        (["gpu", "--model", "m"], "--model is for `raykv bench client`"),
+        (["gpu", "--system", "lmcache", "--quick"], "`gpu` has raykv, native, plain, layerwise"),
+        (["client", "--system", "lmcache"], "`client` has plain, native, raykv"),
+        (["client", "--trace", "a", "--trace", "b"], "only `policy` takes more than one"),
+        (["copy", "--json", "/nowhere/x"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert isinstance(done.exception, SettingError)
+    assert words in str(done.exception)

@@ -16,10 +16,8 @@ from raykv.inspect.hits import prefix_hits
 from raykv.inspect.orders import DEFAULT_POLICY, LRU, POLICIES
 from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.policy import (
-    COMPARED,
     GAP,
     LEAST_OF_LRU,
-    MISSED,
     RELEASED,
     UNIT,
     num_distinct,
@@ -31,8 +29,8 @@ from raykv.lab.bench.policy import (
     unlimited_rate,
 )
 from raykv.lab.bench.report import Options
-from raykv.lab.bench.simulation.workload import from_trace
-from raykv.lab.bench.synthetic import synthetic
+from tests.bench.simulation.workload import from_trace
+from tests.bench.synthetic import synthetic
 
 
 def lru_rate(requests: list[Request], capacity: int) -> float:
@@ -125,7 +123,7 @@ def test_optimum_is_the_best_of_all_ways_to_keep_chunks(seed: int) -> None:
 @pytest.mark.parametrize("kind", list(synthetic(50)))
 def test_no_policy_beats_the_optimum_and_all_are_equal_with_room_for_all(kind: str) -> None:
     requests = synthetic(50)[kind]
-    for name, make in COMPARED.items():
+    for name, make in POLICIES.items():
         assert 0 <= replay(requests, make(), 40) <= optimal_rate(requests, 40), name
         assert replay(requests, make(), 10**6) == unlimited_rate(requests), name
 
@@ -164,27 +162,18 @@ def test_run_has_all_traces_sizes_and_policies_in_one_table(tmp_path: Path) -> N
     first.write_text('{"hash_ids": [1, 2]}\n\n{"hash_ids": ["a", 2]}\n' * 20)
     second.write_text('{"session": "s", "hash_ids": [1, 2]}\n' * 20)
     result = run(Options(traces=(str(first), str(second))))
-    subjects = {"chats": {*COMPARED, "optimum", "unlimited"}}
+    subjects = {"chats": {*POLICIES, "optimum", "unlimited"}}
     subjects["agents"] = subjects["chats"] | {RELEASED}
     for name, expected in subjects.items():
         for percent in (1, 2, 5, 10, 20):
             rows = [row for row in result.rows if row.case == f"{name}, {percent} %"]
             assert {row.subject for row in rows} == expected
-            assert {UNIT, MISSED, GAP} <= {row.unit for row in rows}
+            assert {row.unit for row in rows} == {UNIT, GAP}
     assert len([each for each in result.verdicts if "what lru finds" in each.budget]) == 10
     console = Console(width=200, record=True)
     console.print(result.to_table())
     text = console.export_text()
-    assert [UNIT in line for line in text.splitlines() if MISSED in line] == [True]
-
-
-def test_missed_tokens_are_those_of_the_chunks_that_were_not_found(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [3]}\n{"hash_ids": [1, 2]}\n')
-    result = run(Options(traces=(str(path),)))
-    rows = {row.subject: row.median for row in result.rows if row.unit == MISSED}
-    # Room for one chunk: the optimum keeps 1, all others what came last.
-    assert (rows["lru"], rows["optimum"], rows["unlimited"]) == (5 * 512, 4 * 512, 3 * 512)
+    assert [UNIT in line for line in text.splitlines() if GAP in line] == [True]
 
 
 def test_session_leaves_what_no_other_has_used(tmp_path: Path) -> None:
@@ -251,18 +240,6 @@ def test_release_gives_up_first_what_is_over_unless_it_is_used_again() -> None:
     assert list(released_hits(requests, LRU(), 4, endings)) == [0, 0, 0, 2, 0]
     again = [[1, 2], [3, 4], [3, 4], [5, 6], [1, 2]]
     assert list(released_hits(again, LRU(), 4, endings)) == [0, 0, 2, 0, 0]
-
-
-def test_benchmark_of_one_trace_refuses_two() -> None:
-    assert Options(traces=("a",)).trace == "a"
-    with pytest.raises(SettingError, match="only `policy` takes more than one"):
-        _ = Options(traces=("a", "b")).trace
-
-
-def test_run_without_a_trace_takes_synthetic_ones() -> None:
-    result = run(Options(quick=True))
-    assert {row.case.rpartition(",")[0] for row in result.rows} == set(synthetic(50))
-    assert any("closes the gap" in each.budget for each in result.verdicts)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The benchmarks' report and registry; that each benchmark runs is tested beside what it needs."""
+"""What a benchmark has measured: ratios, budgets, a table, JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import json
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from raykv.base.errors import SettingError
-from raykv.cli import app
-from raykv.lab.bench.registry import BENCHMARKS, chosen
 from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate, document, short
 
 
@@ -58,14 +54,15 @@ def test_table_shows_rows_verdicts_and_notes() -> None:
 
 
 def test_json_has_every_repeat_and_the_machine() -> None:
-    data = json.loads(json.dumps(document([result()], "1.0")))
-    assert data["raykv"] == "1.0"
+    data = json.loads(json.dumps(document([result()], "1.0", "2026-11-27")))
+    assert (data["raykv"], data["date"]) == ("1.0", "2026-11-27")
     assert data["machine"]["cpus"] >= 1
     (told,) = data["results"]
     assert told["rows"][0]["values"] == [1.0, 3.0, 2.0]
     assert told["budgets"] == [
         {"budget": "at least 0.6 of memcpy", "measured": 0.5, "limit": 0.6, "met": False}
     ]
+    assert Result.of_json(told).rows == result().rows
 
 
 def test_subjects_take_turns_and_the_warm_up_does_not_count() -> None:
@@ -85,35 +82,6 @@ def test_subjects_take_turns_and_the_warm_up_does_not_count() -> None:
 )
 def test_numbers_are_shown_with_the_digits_that_matter(number: float, text: str) -> None:
     assert short(number) == text
-
-
-def test_unknown_benchmark_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(SettingError, match="no benchmark wrong; choose from lookup"):
-        chosen(["wrong"])
-    assert [each.name for each in chosen(["lookup"])] == ["lookup"]
-    assert [each.name for each in chosen([])] == [name for name in BENCHMARKS if name != "gpu"]
-    assert [each.name for each in chosen(["gpu"])] == ["gpu"]
-
-
-def test_list_names_each_benchmark_in_one_line() -> None:
-    lines = CliRunner().invoke(app, ["bench", "--list"]).output.strip().splitlines()
-    assert [line.split()[0] for line in lines] == list(BENCHMARKS)
-
-
-def test_json_alone_goes_to_standard_output() -> None:
-    output = CliRunner().invoke(app, ["bench", "lookup", "--quick", "--json", "-"]).stdout
-    (told,) = json.loads(output)["results"]
-    assert told["benchmark"] == "lookup"
-    assert {row["subject"] for row in told["rows"]} >= {"RayKV", "bare dict loop"}
-
-
-def test_directory_is_measured_beside_a_dict_at_each_size() -> None:
-    made = BENCHMARKS["directory"].run(Options(quick=True, repeats=1))
-    subjects = {(row.case, row.subject) for row in made.rows}
-    assert ("lookups, 2 k chunks", "RayKV") in subjects
-    assert ("evictions, 4 k chunks", "plain dict") in subjects
-    assert len(made.verdicts) == 6
-    assert all(value > 0 for row in made.rows for value in row.values if row.unit != "B/chunk")
 
 
 def test_repeats_are_the_users_else_few_when_quick() -> None:

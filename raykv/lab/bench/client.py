@@ -1,0 +1,330 @@
+"""`client`: what vLLM's own client sees of vLLM alone, its native offloading, and RayKV.
+
+`vllm bench sweep serve` starts the servers one after the other and plays `vllm bench serve` against
+each: prefixes that come again, larger together than the servers' KV memory (`prefix_repetition`),
+prompts of which no two are alike (`random`), and with `--trace` a trace at its own times
+(`timed_trace`). Each repeat has prompts of its own, the same for all servers. On vLLM's CPU build
+all lengths, and the KV memory, are a part of those on a GPU, and there is no native offloading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raykv.base.errors import ClusterError, SettingError
+from raykv.base.extras import require
+from raykv.client.cluster import connect
+from raykv.cluster.join import ensure_cluster, stop_started
+from raykv.lab.bench.modelless import wait
+from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.serve.models import SMALL_MODEL, find_model
+from raykv.vllm import command as vllm_command
+
+SUBJECTS = {"plain": "vLLM alone", "native": "native offloading", "raykv": "RayKV"}
+"""By the names of `--system`."""
+
+PREFIX_REPETITION, RANDOM, TIMED_TRACE, WARM_UP = (
+    "prefix_repetition",
+    "random",
+    "timed_trace",
+    "warm-up",
+)
+REUSED = (PREFIX_REPETITION, TIMED_TRACE)
+
+MEAN, MEDIAN, P99, GAP = "TTFT mean, ms", "median, ms", "p99, ms", "between tokens, ms"
+COLUMNS = {
+    MEAN: "mean_ttft_ms",
+    MEDIAN: "median_ttft_ms",
+    P99: "p99_ttft_ms",
+    GAP: "mean_itl_ms",
+    "output tokens/s": "output_throughput",
+    "failed": "failed",
+}
+"""By unit, what vLLM's client calls it."""
+
+MOST_OF_PLAIN, MOST_OF_NATIVE = 1.02, 1.0
+BLOCK = 128
+SERVED = "model"
+
+START_S, RUN_S, LAG = 300.0, 180.0, 10.0
+"""Deadlines: of a server's start, and of a client beyond ten times what its load takes: servers
+that are too slow for it lag behind."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a load: tokens of prefixes, what follows them and answers, requests and how many a second;
+    blocks of the servers' KV memory, and bytes of RAM beside it.
+    """
+
+    divisor: int
+    kv_blocks: int
+    num_requests: int
+    rate: float
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Tokens of a prefix, of what follows it, and of an answer."""
+        return 12_288 // self.divisor, 2048 // self.divisor, 512 // self.divisor
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest request."""
+        return 131_072 // self.divisor
+
+    @property
+    def pool_bytes(self) -> int:
+        """Beside the servers' KV memory."""
+        return (64 << 30) // self.divisor
+
+
+ON_GPU = Sizes(1, 1536, 40, 4.0)
+ON_CPU = Sizes(32, 48, 40, 0.5)
+QUICK = Sizes(64, 18, 8, 8.0)
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring.
+
+    Raises:
+        SettingError: what is asked for does not exist; nothing was started.
+        ClusterError: a server did not start, or a client failed.
+    """
+    require("raykv bench client", "vllm", "pandas")
+    is_cpu = vllm_command.is_cpu_build()
+    systems = chosen_systems(options.systems, is_cpu=is_cpu)
+    sizes = QUICK if options.quick else ON_CPU if is_cpu else ON_GPU
+    trace = options.trace
+    model = find_model(options.model or SMALL_MODEL).path
+    repeats = options.repeats_or(3)
+    plays = loads(sizes, repeats, trace)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-")))
+        # Before the sweep, which kills all that its servers have started.
+        address = ensure_cluster("local").address
+        stack.callback(stop_started, address)
+        cluster = stack.enter_context(connect(address))
+        stack.callback(cluster.down)
+        cluster.up(pool_bytes=sizes.pool_bytes)
+        is_there = lambda: all(n.prefaulted_bytes >= n.pool_bytes for n in cluster.status().nodes)  # noqa: E731
+        wait(is_there, "the pool is there", 0.1)
+        servers = {name: server(name, address, sizes) for name in systems}
+        command = sweep(folder, model, sizes, servers, plays, is_cpu=is_cpu)
+        deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * 40 / sizes.rate))
+        _run(command, environment(model, is_cpu=is_cpu), folder / "sweep.log", deadline_s, options)
+        return summed(folder, systems, list(dict.fromkeys(_load(name) for name in plays)), repeats)
+
+
+def chosen_systems(named: Sequence[str], *, is_cpu: bool) -> list[str]:
+    """By name; all that can be here if none is named.
+
+    Raises:
+        SettingError: there is no such system.
+    """
+    for name in named:
+        if name not in SUBJECTS:
+            raise SettingError(f"--system {name}: `client` has {', '.join(SUBJECTS)}")
+        if name == "native" and is_cpu:
+            raise SettingError("--system native: vLLM's native offloading needs a GPU")
+    return [name for name in named or SUBJECTS if not (name == "native" and is_cpu)]
+
+
+def server(name: str, address: str, sizes: Sizes) -> dict[str, Any]:
+    """Flags of `vllm serve` that make a system."""
+    if name == "native":
+        gib = sizes.pool_bytes / (1 << 30)
+        return {"kv-offloading-backend": "native", "kv-offloading-size": gib}
+    if name == "raykv":
+        settings = {"ray_address": address, "pool_bytes": sizes.pool_bytes}
+        connector = {"kv_connector": "RayKVConnector", "kv_role": "kv_both"}
+        return {"kv-transfer-config": {**connector, "kv_connector_extra_config": settings}}
+    return {}
+
+
+def loads(sizes: Sizes, repeats: int, trace: str | None) -> dict[str, dict[str, Any]]:
+    """Flags of `vllm bench serve` by load and repeat, with seeds of their own."""
+    prefix, suffix, answer = sizes.lengths
+    num_prefixes = -(-3 * sizes.kv_blocks * BLOCK // (2 * prefix))
+    rate = {"request-rate": sizes.rate, "ignore-eos": True}
+    kinds: dict[str, dict[str, Any]] = {
+        PREFIX_REPETITION: {
+            "num-prompts": max(2, sizes.num_requests // num_prefixes) * num_prefixes,
+            "prefix-repetition-prefix-len": prefix,
+            "prefix-repetition-suffix-len": suffix,
+            "prefix-repetition-num-prefixes": num_prefixes,
+            "prefix-repetition-output-len": answer,
+            **rate,
+        },
+        RANDOM: {
+            "num-prompts": sizes.num_requests,
+            "random-input-len": prefix + suffix,
+            "random-output-len": answer,
+            **rate,
+        },
+    }
+    if trace is not None:
+        kinds[TIMED_TRACE] = {
+            "num-prompts": sizes.num_requests,
+            "dataset-path": trace,
+            "timed-trace-chunk-hash-size": 512,
+            "timed-trace-sec-multiplier": 0.001,
+        }
+    made = {f"{WARM_UP}-0": {"dataset-name": RANDOM, "seed": 0, **kinds[RANDOM], "num-prompts": 4}}
+    for repeat in range(repeats):
+        for number, (name, flags) in enumerate(kinds.items()):
+            seed = 1 + repeat * len(kinds) + number
+            made[f"{name}-{repeat}"] = {"dataset-name": name, "seed": seed, **flags}
+    return made
+
+
+def _load(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def sweep(
+    folder: Path,
+    model: str,
+    sizes: Sizes,
+    servers: Mapping[str, Any],
+    plays: Mapping[str, Any],
+    *,
+    is_cpu: bool,
+) -> list[str]:
+    """The command; its results are in the folder `runs`."""
+    for name, parameters in (("servers", servers), ("loads", plays)):
+        (folder / f"{name}.json").write_text(json.dumps(parameters))
+    vllm = (sys.executable, "-P", "-m", vllm_command.__name__)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve = [
+        *(*vllm, "serve", model, "--host", "127.0.0.1", "--port", f"{port}"),
+        *("--served-model-name", SERVED, "--max-model-len", f"{sizes.max_tokens}"),
+        *("--block-size", f"{BLOCK}", "--num-gpu-blocks-override", f"{sizes.kv_blocks}"),
+        *("--generation-config", "vllm"),
+        *(("--dtype", "float32", "--enforce-eager") if is_cpu else ()),
+    ]
+    bench = [
+        *(*vllm, "bench", "serve", "--backend", "vllm", "--host", "127.0.0.1"),
+        *("--port", f"{port}", "--model", SERVED, "--tokenizer", model, "--temperature", "0"),
+        *("--metric-percentiles", "99", "--save-detailed", "--disable-tqdm"),
+    ]
+    return [
+        *(*vllm, "bench", "sweep", "serve", "--num-runs", "1", "--show-stdout"),
+        # What a load has left in the caches is not that of the next one, whose prompts are others.
+        *("--serve-cmd", shlex.join(serve), "--bench-cmd", shlex.join(bench)),
+        *("--after-bench-cmd", "true", "--server-ready-timeout", f"{START_S:.0f}"),
+        *("--serve-params", str(folder / "servers.json")),
+        *("--bench-params", str(folder / "loads.json")),
+        *("--output-dir", str(folder), "--experiment-name", "runs"),
+    ]
+
+
+def environment(model: str, *, is_cpu: bool) -> dict[str, str]:
+    """Of servers and clients. On a CPU all servers compute with the same cores, and leave one to
+    the rest: by itself, vLLM leaves one more with any connector than without.
+    """
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if Path(model).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    if is_cpu:
+        cores = sorted(os.sched_getaffinity(0))
+        binding = ",".join(map(str, cores[:-1] or cores))
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+    return variables
+
+
+def _run(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    log: Path,
+    deadline_s: float,
+    options: Options,
+) -> None:
+    try:
+        with log.open("wb") as output:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(variables),
+                timeout=deadline_s,
+                check=True,
+            )
+    except subprocess.SubprocessError as error:
+        said = log.read_text(errors="replace")[-3000:]
+        raise ClusterError(
+            f"vLLM's sweep has failed ({error}); its log ends with:\n{said}"
+        ) from None
+    finally:
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, options.logs / log.name)
+
+
+def summed(folder: Path, systems: Sequence[str], names: Sequence[str], repeats: int) -> Result:
+    """Rows and budgets of the sweep's files."""
+    result = Result("client", is_wide=True)
+    for load in [name for name in names if name != WARM_UP]:
+        told = {
+            system: [
+                json.loads((folder / "runs" / place / "run=0.json").read_text())
+                for repeat in range(repeats)
+                for place in [f"SERVE--{system}-BENCH--{load}-{repeat}"]
+            ]
+            for system in systems
+        }
+        rows = {
+            (system, unit): Row(
+                load, SUBJECTS[system], unit, tuple(float(run[field]) for run in runs)
+            )
+            for system, runs in told.items()
+            for unit, field in COLUMNS.items()
+        }
+        result.rows += rows.values()
+        if "raykv" in told:
+            result.verdicts += _verdicts(load, rows, told)
+    return result
+
+
+def _verdicts(
+    load: str, rows: Mapping[tuple[str, str], Row], told: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[Verdict]:
+    """Budgets of RayKV beside those that were measured too."""
+    bars = [("plain", unit, MOST_OF_PLAIN) for unit in (MEAN, MEDIAN, GAP)]
+    if load in REUSED:
+        bars += [("native", unit, MOST_OF_NATIVE) for unit in (MEAN, MEDIAN)]
+    made = [
+        Verdict(
+            f"{load}: {unit}, at most {limit:g} x {SUBJECTS[other]}",
+            rows["raykv", unit].ratio_to(rows[other, unit]),
+            limit,
+        )
+        for other, unit, limit in bars
+        if other in told
+    ]
+    failed = sum(rows["raykv", "failed"].values)
+    made.append(Verdict(f"{load}: no request fails", failed, 0.0))
+    if "plain" in told:
+        pairs = zip(told["raykv"], told["plain"], strict=True)
+        different = sum(
+            mine != theirs
+            for one, other in pairs
+            for mine, theirs in zip(one["generated_texts"], other["generated_texts"], strict=True)
+        )
+        budget = f"{load}: texts that differ from those of {SUBJECTS['plain']}"
+        made.append(Verdict(budget, float(different), 0.0))
+    return made

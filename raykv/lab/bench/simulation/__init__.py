@@ -1,1 +1,0 @@
-"""A serving cluster on a virtual clock: replicas, pools, disks and links, and routers in front."""

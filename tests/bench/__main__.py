@@ -1,0 +1,79 @@
+"""`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from raykv.lab.bench.command import (
+    BENCHMARKS,
+    Benchmark,
+    by_name,
+    chosen,
+    list_benchmarks,
+    run_benchmarks,
+)
+from raykv.lab.bench.engine import EngineProcess, launched
+from raykv.lab.bench.report import Options
+from raykv.lab.warden import ending_what_it_starts
+from tests.bench import tables
+from tests.fixtures.engine_child import CHILD
+
+HERE = by_name(
+    *(
+        Benchmark(name, summary, "tests.bench", needs)
+        for name, summary, needs in (
+            ("lookup", "µs per lookup of a prefix that is wholly on the own node", ""),
+            ("scale", "what 10 to 2000 nodes ask of the scheduler actor", ""),
+            ("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk", ""),
+            ("ttft", "time to first token by where a prompt's KV comes from", ""),
+            ("throughput", "requests per second with and without RayKV and reuse", ""),
+            ("hidden_states", "MB/s of hidden states, beside vLLM's example connector", ""),
+            ("restart", "what a pool adds to an engine's start", ""),
+            ("sleep", "time from an engine's wake-up to the first token of a known prompt", ""),
+            ("serve_routing", "conversations over two replicas: routers, with and without", ""),
+            ("disaggregated", "prefill and decode apart, beside one engine that does both", ""),
+            ("feed", "how soon engines know what others have stored, and what that costs", ""),
+            ("footprint", "memory, CPU, threads and descriptors of RayKV's processes", ""),
+            ("pool", "what a NodeActor's index does when its pool is full", ""),
+            ("directory", "the scheduler actor's chunks: rates, and bytes of memory each", ""),
+            ("routing_simulation", "routers in front of a simulated cluster", ""),
+            ("copy_cuda", "GB/s between a GPU's KV cache and the pool", "a GPU"),
+        )
+    )
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs")
+    parser.add_argument("--repeats", type=int, help="repeats of each measurement")
+    parser.add_argument("--trace", help="for routing_simulation: a file of requests")
+    parser.add_argument("--json", metavar="FILE", help='also write the results there, or to "-"')
+    parser.add_argument("--keep", action="store_true", help="write them to tests/bench/results")
+    asked = parser.parse_args()
+    known = {**BENCHMARKS, **HERE}
+    if asked.list:
+        list_benchmarks(known)
+    elif asked.names == ["tables"]:
+        tables.TARGET.write_text(tables.page())
+    elif asked.keep and (asked.json or asked.quick or not asked.names):
+        parser.error("--keep names benchmarks, and goes with neither --json nor --quick")
+    else:
+        traces = (asked.trace,) if asked.trace else ()
+        options = Options(asked.repeats, asked.quick, traces)
+        # A command that vLLM runs in a process of its own.
+        EngineProcess.launch = partial(launched, command=CHILD)
+        with ending_what_it_starts():
+            benchmarks = chosen(asked.names, known)
+            if not asked.keep:
+                run_benchmarks(benchmarks, options, asked.json)
+                return
+            for benchmark in benchmarks:
+                run_benchmarks([benchmark], options, str(tables.result_path(benchmark.name)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`pool`: what a NodeActor's pool can decide when it is full, and what a chunk takes in it.
+
+A pool that is full stores on: each job of 512 chunks finds its room by eviction, all of it under
+the lock that copies wait for. There are 64 tenants with shares, and 65,536 chunks are pinned. Bytes
+are those of a process that holds nothing else, without the changes that are kept for readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from raykv.base.geometry import PoolGeometry
+from raykv.base.ids import Direction, Key, Namespace, NodeId
+from raykv.base.shares import Share
+from raykv.lab.bench.named_jobs import ORDERED
+from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.node.pool.owner import NodePool
+from raykv.node.pool.records import ChunkRecord, Standing
+from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.copies import CopyJob
+from raykv.protocol.engine import EngineHello
+from raykv.protocol.framing import PROTOCOL_VERSION
+from raykv.protocol.operator import OrdersDocument
+
+SLOT_BYTES, SLAB_BYTES = 1 << 20, 256 << 20
+SPACE, ENGINE = Namespace("space"), 1
+JOB_CHUNKS = 512
+NUM_TENANTS, NUM_PINNED = 64, 65_536
+
+LEAST_RATE = 50_000
+MOST_HELD_MS = 10.0
+MOST_CHUNK_BYTES = 450
+
+
+def key_of(number: int) -> Key:
+    """36 bytes, as a block hash and a KV group are."""
+    return Key(hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4))
+
+
+def own_bytes(pid: int) -> int:
+    """Proportional set size of a process without shared memory."""
+    fields = {"Pss_Anon:", "Pss_File:"}
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    rows = [line.split() for line in lines]
+    return sum(int(row[1]) for row in rows if row[0] in fields) * 1024
+
+
+def made(count: int) -> NodePool:
+    """A pool with room for so many chunks, and an engine of one rank."""
+    slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
+    pool = NodePool(NodeId("node"), 1, PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES))
+    pool.take_orders(OrdersDocument(ORDERED), 0.0)
+    hello = EngineHello(PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes={0: SLOT_BYTES})
+    assert not pool.hello(hello, 0.0).error
+    pool.jobs.begin_line(ENGINE, 0, 1)
+    return pool
+
+
+def job_of(number: int) -> CopyJob:
+    """A job of chunks that no other one has, of a tenant's."""
+    first = number * JOB_CHUNKS
+    ones, zeros = Numbers.of([1] * JOB_CHUNKS), Numbers.of([0] * JOB_CHUNKS)
+    return CopyJob(
+        1 + number,
+        Direction.STORE,
+        SPACE,
+        Keys.of(key_of(each) for each in range(first, first + JOB_CHUNKS)),
+        num_blocks=ones,
+        first_block=zeros,
+        block_ids=zeros,
+        orders=ORDERED,
+        tenant=f"tenant{number % NUM_TENANTS}",
+    )
+
+
+def store(pool: NodePool, job: CopyJob, now: float) -> int:
+    """Store the chunks of a job; returns how many found no room."""
+    (admitted,) = pool.jobs.announce(ENGINE, 0, 1, [job], now)
+    pool.begin_chunks(admitted, range(JOB_CHUNKS), now)
+    pool.jobs.end_chunks(admitted, range(JOB_CHUNKS), ok=True)
+    return len(pool.jobs.end_job(admitted, {}, 0, 0.0).failed_chunks)
+
+
+def fill(pool: NodePool, count: int) -> int:
+    """Store so many chunks, a tenant's a job; returns how many jobs it took."""
+    jobs = count // JOB_CHUNKS
+    for number in range(jobs):
+        assert not store(pool, job_of(number), 0.0)
+    return jobs
+
+
+def chunk_bytes(count: int) -> float:
+    """What a pool of so many chunks takes for each."""
+    before = own_bytes(os.getpid())
+    pool = made(count)
+    fill(pool, count)
+    return (own_bytes(os.getpid()) - before) / pool.index.num_ready
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring."""
+    result = Result("pool")
+    count = 20_480 if options.quick else 1_048_576
+    pool = made(count)
+    jobs = fill(pool, count)
+    index = pool.index
+    index.share({tenant: Share(1 / (2 * NUM_TENANTS)) for tenant in index.room.used})
+    for number in range(min(NUM_PINNED, count // 16)):
+        record = index.find(SPACE, key_of(number * 16))
+        assert isinstance(record, ChunkRecord)
+        index.room.order_of(record).stand(record, Standing.PINNED)
+    seconds: list[float] = []
+    refused = 0
+    for job in range(jobs, jobs + (20 if options.quick else 1000)):
+        asked, now = job_of(job), time.monotonic()
+        refused += store(pool, asked, now)
+        seconds.append(time.monotonic() - now)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        size = process.submit(chunk_bytes, count).result(600.0)
+    case = f"{count:,} chunks"
+    rate = JOB_CHUNKS * len(seconds) / sum(seconds)
+    held = sorted(seconds)[int(0.99 * len(seconds))] * 1e3
+    result.rows = [
+        Row(case, "stored, each in the room of another", "chunks/s", (rate,)),
+        Row(case, "the lock is held for a job, p99", "ms", (held,)),
+        Row(case, "memory of a chunk", "bytes", (size,)),
+    ]
+    result.verdicts = [
+        Verdict("a full pool: at least 50,000 chunks/s", rate, LEAST_RATE, is_most=False),
+        Verdict("the lock: at most 10 ms for 512 chunks, p99", held, MOST_HELD_MS),
+        Verdict("a chunk: at most 450 bytes", size, MOST_CHUNK_BYTES),
+        Verdict("a full pool has room for all", float(refused), 0.0),
+    ]
+    return result

@@ -1,0 +1,151 @@
+"""Engines for benchmarks: a Ray cluster on this host, models, and engines of several kinds."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from raykv.client.cluster import Cluster, connect
+from raykv.cluster.ask import end_node_actor
+from raykv.cluster.join import ensure_cluster, resolve_node_id, stop_started
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.demo.tiny_llama import tiny_llama
+from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.serve.models import smollm2
+
+BLOCK = 128
+"""Tokens in a block, and in a chunk."""
+
+SETTLE_S = 0.4
+STORE_DEADLINE_S = 30.0
+POOL_DEADLINE_S = 60.0
+POLL_S = 0.05
+
+RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
+    "recompute",
+    "vLLM's own prefix hit",
+    "RayKV, same node",
+    "RayKV, other node",
+)
+IN_PROCESS, DISK = "in-process spec", "ExampleConnector (disk)"
+
+
+class Bed:
+    """What the benchmark has started; all of it ends with the context.
+
+    Args:
+        quick: a tiny random model instead of the real one.
+        max_tokens: longest context.
+        pool_bytes: of each pool.
+    """
+
+    def __init__(self, *, quick: bool, max_tokens: int, pool_bytes: int) -> None:
+        self._quick = quick
+        self.max_tokens = max_tokens
+        self.pool_bytes = pool_bytes
+        self._stack = ExitStack()
+        self._cluster: Cluster | None = None
+        self._numbers = itertools.count()
+        self.folder = Path()
+        self.model = Path()
+
+    def __enter__(self) -> Bed:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-"))
+        self.folder = Path(folder)
+        if self._quick:
+            self.model = tiny_llama(self.folder / "model", max_position=self.max_tokens + BLOCK)
+        else:
+            self.model = smollm2()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def cluster(self) -> Cluster:
+        """A Ray cluster of its own on this host: others may be in use."""
+        if self._cluster is None:
+            joined = ensure_cluster("local")
+            if joined.started:
+                self._stack.callback(stop_started, joined.address)
+            self._cluster = connect(joined.address)
+            self._stack.callback(self._cluster.close)
+            self._stack.callback(self._cluster.down)
+        return self._cluster
+
+    def start_cluster(self) -> None:
+        """Have `cluster`, before several threads need it at the same time."""
+        assert self.cluster is not None
+
+    def plain(self, **config: Any) -> EngineProcess:
+        """vLLM without a connector."""
+        return self._start(raykv=None, **config)
+
+    def raykv(self, node_id: str = "", **config: Any) -> EngineProcess:
+        """An engine with RayKV."""
+        settings = {
+            "ray_address": self.cluster.address,
+            "node_id": node_id or resolve_node_id(""),
+            "pool_bytes": str(self.pool_bytes),
+            **config.pop("settings", {}),
+        }
+        return self._start(raykv=settings, **config)
+
+    def raykv_elsewhere(self, **config: Any) -> EngineProcess:
+        """An engine with RayKV on another Ray node of this host, which always fetches."""
+        return self.raykv(self.second_node(), settings={"always_fetch": True}, **config)
+
+    def second_node(self) -> str:
+        """One more Ray node on this host; its id."""
+        node = add_local_node(self.cluster.address)
+        self._stack.callback(node.stop)
+        self._stack.callback(end_node_actor, node.node_id)
+        return node.node_id
+
+    def other(self, connector: dict[str, Any], **config: Any) -> EngineProcess:
+        """An engine with another KV connector."""
+        return self._start(raykv=None, connector=connector, **config)
+
+    def _start(self, **config: Any) -> EngineProcess:
+        number = next(self._numbers)
+        options = {"max_model_len": self.max_tokens, "block_size": BLOCK, **config}
+        engine = EngineProcess(self.model, self.folder / f"{number}.log", **options)
+        self._stack.callback(engine.stop)
+        return engine
+
+    def wait_for_pools(self) -> None:
+        """Wait until the pools' pages are there, or a deadline."""
+        give_up_at = time.monotonic() + POOL_DEADLINE_S
+        while time.monotonic() < give_up_at:
+            if all(n.prefaulted_bytes >= n.pool_bytes for n in self.cluster.status().nodes):
+                return
+            time.sleep(POLL_S)
+
+    def settle(self) -> None:
+        """Wait until RayKV's stores stand still and are known, or a deadline."""
+        give_up_at = time.monotonic() + STORE_DEADLINE_S
+        seen, since = -1, time.monotonic()
+        while time.monotonic() < give_up_at:
+            now = sum(node.bytes_stored for node in self.cluster.status().nodes)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > SETTLE_S:
+                return
+            time.sleep(POLL_S)
+
+
+def in_process_connector(pool_bytes: int) -> dict[str, Any]:
+    """What an engine's configuration says to use `tests.bench.in_process`."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "InProcessSpec",
+            "spec_module_path": "tests.bench.in_process",
+            "cpu_bytes_to_use": pool_bytes,
+            "offload_prompt_only": False,
+        },
+    }

@@ -1,0 +1,165 @@
+"""`ttft`: time to the first token of a prompt that is known, by where its KV comes from.
+
+All engines are there at once and take turns. The prompts are random tokens, a whole number of
+blocks: the model's work does not depend on what they say. SmolLM2-135M in float32 on one core.
+"""
+
+from __future__ import annotations
+
+import time
+
+from raykv.lab.bench.engine import EngineProcess, started_together
+from raykv.lab.bench.prompts import prompt
+from raykv.lab.bench.report import Options, Result, Row, Verdict
+from tests.bench.serving import (
+    BLOCK,
+    DISK,
+    IN_PROCESS,
+    PREFIX_HIT,
+    RAYKV,
+    RECOMPUTE,
+    REMOTE,
+    Bed,
+    in_process_connector,
+)
+
+LENGTHS = (1024, 2048, 4096, 7168)
+POOL_BYTES = 1 << 30
+"""Of each of the three pools: the longest prompt's KV three times. More of it, beside five engines,
+and Ray's memory monitor ends the NodeActors on a machine with 24 GB."""
+
+STORE_PAUSE_S = 0.25
+STORE_STEPS = 3
+"""For connectors that don't say when their stores have ended: vLLM begins them with the engine's
+next step, and hears of their end in a later one. A short request makes each."""
+
+FIRST = "RayKV, first time (stores)"
+BY_LAYER = "RayKV, same node, layerwise_loads"
+
+MOST_OF_IN_PROCESS = 1.1
+LEAST_SPEED_UP = 5.0
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring."""
+    lengths = (2 * BLOCK,) if options.quick else LENGTHS
+    repeats = options.repeats_or(3)
+    result = Result("ttft")
+    pool_bytes = (256 << 20) if options.quick else POOL_BYTES
+    with Bed(quick=options.quick, max_tokens=max(lengths) + BLOCK, pool_bytes=pool_bytes) as bed:
+        engines = _Engines(bed)
+        for length in lengths:
+            result.rows += engines.measure(length, repeats)
+        result.notes += engines.notes
+    for length in lengths:
+        result.verdicts += _verdicts(result, length)
+    result.notes.append(
+        "RayKV, other node: both Ray nodes are on this host and share its cores with the engines."
+    )
+    return result
+
+
+def _verdicts(result: Result, length: int) -> list[Verdict]:
+    case = f"{length} tokens"
+    here, there = result.row(case, RAYKV), result.row(case, REMOTE)
+    in_process_ratio = here.ratio_to(result.row(case, IN_PROCESS))
+    verdicts = [
+        Verdict(
+            f"{case}: same node at most 1.1 x in-process", in_process_ratio, MOST_OF_IN_PROCESS
+        ),
+        Verdict(
+            f"{case}: same node faster than vLLM's own prefix hit",
+            here.ratio_to(result.row(case, PREFIX_HIT)),
+            1.0,
+        ),
+    ]
+    if length == 4096:
+        speed_up = result.row(case, RECOMPUTE).ratio_to(there)
+        budget = f"{case}: other node at least 5 x faster than recompute"
+        verdicts.append(Verdict(budget, speed_up, LEAST_SPEED_UP, is_most=False))
+    return verdicts
+
+
+class _Engines:
+    """One of each kind, warm."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._bed = bed
+        self.notes: list[str] = []
+        # Short requests so far that are asked for their steps only.
+        self._others = 0
+        disk = {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_extra_config": {"shared_storage_path": str(bed.folder / "disk")},
+        }
+        bed.start_cluster()
+        (
+            self._plain,
+            self._here,
+            self._by_layer,
+            self._there,
+            self._in_process,
+            self._disk,
+        ) = started_together(
+            bed.plain,
+            bed.raykv,
+            lambda: bed.raykv(settings={"layerwise_loads": True}),
+            bed.raykv_elsewhere,
+            lambda: bed.other(in_process_connector(bed.pool_bytes)),
+            # It can't go on with a prompt that was begun.
+            lambda: bed.other(disk, max_num_batched_tokens=bed.max_tokens),
+        )
+        bed.wait_for_pools()
+        warm = prompt(1, 2 * BLOCK)
+        for engine in (self._plain, self._here, self._in_process, self._disk):
+            engine.tokens([warm], max_tokens=1)
+        bed.settle()
+        for engine in (self._by_layer, self._there):
+            engine.tokens([warm], max_tokens=1)
+
+    def measure(self, length: int, repeats: int) -> list[Row]:
+        """All rows of one length."""
+        values: dict[str, list[float]] = {}
+        for number in range(repeats):
+            tokens = prompt(1000 * length + number, length)
+            for name, seconds in self._once(tokens).items():
+                values.setdefault(name, []).append(seconds)
+        return [Row(f"{length} tokens", name, "s", tuple(some)) for name, some in values.items()]
+
+    def _once(self, tokens: list[int]) -> dict[str, float]:
+        found = {RECOMPUTE: _ttft(self._plain, tokens)}
+        found[PREFIX_HIT] = _ttft(self._plain, tokens)
+        self._plain.reset()
+        found[FIRST] = _ttft(self._here, tokens)
+        self._bed.settle()
+        self._here.reset()
+        found[RAYKV] = self._loaded(RAYKV, self._here, tokens)
+        self._here.reset()
+        found[BY_LAYER] = self._loaded(BY_LAYER, self._by_layer, tokens)
+        self._by_layer.reset()
+        found[REMOTE] = self._loaded(REMOTE, self._there, tokens)
+        self._there.reset()
+        for name, engine in ((IN_PROCESS, self._in_process), (DISK, self._disk)):
+            engine.tokens([tokens], max_tokens=1)
+            for _ in range(STORE_STEPS):
+                time.sleep(STORE_PAUSE_S)
+                self._others += 1
+                engine.tokens([prompt(-self._others, BLOCK - 1)], max_tokens=1)
+            engine.reset()
+            found[name] = self._loaded(name, engine, tokens)
+            engine.reset()
+        return found
+
+    def _loaded(self, name: str, engine: EngineProcess, tokens: list[int]) -> float:
+        """Seconds; it is noted if the prompt had to be computed after all."""
+        (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
+        if output["cached"] < len(tokens) - BLOCK:
+            self.notes.append(
+                f"{name}: only {output['cached']} of {len(tokens)} tokens came out of a cache."
+            )
+        return float(output["ttft_s"])
+
+
+def _ttft(engine: EngineProcess, tokens: list[int]) -> float:
+    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
+    return float(output["ttft_s"])
