@@ -246,7 +246,7 @@ def _address_of_group(group: int) -> str | None:
 
 
 def _token_of_new_cluster() -> dict[str, str]:
-    """Environment of a new cluster: whoever reaches Ray runs code, so it wants a token.
+    """Environment of a new cluster: everyone who reaches Ray can run code, so it wants a token.
 
     The token is this user's, if there is one. Otherwise the cluster's processes have one of their
     own in their environment: a file in the user's folder would switch tokens on for all Ray

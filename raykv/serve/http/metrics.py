@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-# How long an ingress shows its replicas' metrics before it asks again: whoever asks it costs
+# How long an ingress shows its replicas' metrics before it asks again: each question costs
 # replicas no more.
 METRICS_FRESH_S = 1.0
 
