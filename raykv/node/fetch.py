@@ -420,5 +420,5 @@ class _Fetch:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Bytes of one read, of a fetch of so many."""
+    """Bytes of one read, of a fetch of `num_bytes`."""
     return min(max(PIECE_BYTES, num_bytes // WINDOW), MOST_PIECE_BYTES)
