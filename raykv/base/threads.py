@@ -28,7 +28,7 @@ from raykv.base.errors import ThreadError
 
 logger = logging.getLogger("raykv.threads")
 
-# A thread that has run for so long has recovered from its last failure.
+# A thread that has run this long has recovered from its last failure.
 THREAD_WELL_S = 60.0
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class OnFailure(Enum):
     RUN_AGAIN = auto()
     """An engine's, or a person's: it is run again for as long as the process lives."""
     GIVE_UP = auto()
-    """Its work is done once, and nobody waits for it without a deadline."""
+    """Its work is done once, and every wait for it has a deadline."""
 
 
 def end_process(why: str) -> NoReturn:
@@ -111,7 +111,7 @@ class SupervisedThread:
         self._thread = thread
 
     def revive(self) -> bool:
-        """Begin if `start` was in vain or not called; True if it lives. Tried with pauses."""
+        """Begin if `start` failed or was not called; True if it lives. Tried with pauses."""
         if self._thread is None and time.monotonic() >= self._revive_at:
             self._revive_at = time.monotonic() + deadlines.AGAIN_S
             try:
@@ -125,7 +125,7 @@ class SupervisedThread:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait so long for its end; one that has not begun has ended."""
+        """Wait at most this long for its end; one that has not begun has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 

@@ -41,7 +41,7 @@ def kv_form(namespace: str, node_ids: Iterable[str]) -> worker.KVForm:
 def read_chunks(
     node_id: str, namespace: str, keys: Sequence[Key], slot_bytes: int, num_blocks: int = 1
 ) -> Iterator[peers.Bytes]:
-    """The bytes of each chunk, in a node's pool; all are of so many bytes and so many blocks.
+    """The bytes of each chunk, in a node's pool; all have the same size and number of blocks.
 
     Raises:
         ClusterError: the NodeActor does not answer, or a chunk is not there any more, or in part.

@@ -18,7 +18,7 @@ from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
 
 PIN_S = 3600.0
-"""How long a pin lasts if nobody says it."""
+"""How long a pin lasts by default."""
 
 
 def pin(
@@ -38,7 +38,7 @@ def pin(
             of a prompt are `cluster.lookup(text=…).keys`.
         namespace: as `status` shows it, or the beginning of it; may be left out if there is
             one only.
-        ttl_s: for so many seconds, at most 30 days.
+        ttl_s: how many seconds the pin lasts, at most 30 days.
         priority: None: no eviction takes them. 1 to 9: evictions take them only when nothing
             without a priority, or with a lower one, is left.
         pin_id: a name for the pin, in the place of an earlier one of that name; else a new one.

@@ -64,7 +64,7 @@ def export_chunks(
         pin_id: those of a pin instead. Default: all of the namespace.
         namespace: as `status` shows it, or the beginning of it; may be left out if there is one
             only.
-        most_bytes: no more than so many; the most used chunks are taken then.
+        most_bytes: export at most this many, the most used chunks first.
         watch: called after every read.
 
     Raises:

@@ -58,7 +58,7 @@ class Pauses:
     trial_s: float = 60.0
 
     def after(self, num_failures: int) -> float:
-        """How long a peer is left alone after so many failures in a row."""
+        """How long a peer is left alone after this many failures in a row."""
         doublings = min(num_failures - 1, _MOST_DOUBLINGS)
         return float(min(self.longest_s, self.first_s * 2**doublings))
 

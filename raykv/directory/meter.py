@@ -24,7 +24,7 @@ from raykv.protocol.measures import MetricFamily
 CALLS = ("report", "ask", "events", "order")
 
 LAG_WINDOW_S = 60.0
-"""How long a slow reader of events is remembered: at least so long, at most twice."""
+"""How long a slow reader of events is remembered: at least this long, at most twice as long."""
 
 MOST_MODEL_LETTERS = 80
 """Of a model's name in a label."""

@@ -168,7 +168,7 @@ def _positive(counts: dict[MissReason, int]) -> dict[MissReason, int]:
 class Accounts:
     """The accounts of all requests of an engine.
 
-    `tokens_per_chunk`: loads are whole numbers of so many tokens. `tenants_by_server`: the server
+    `tokens_per_chunk`: loads are multiples of it. `tenants_by_server`: the server
     says whose a request is.
     """
 

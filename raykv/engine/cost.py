@@ -43,7 +43,7 @@ class FetchCost:
             self.disk_bytes_per_s = _mean(self.disk_bytes_per_s, num_bytes / seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """An engine step has ended that computed so many tokens."""
+        """An engine step that computed `num_tokens` has ended."""
         if num_tokens >= MIN_PREFILL_TOKENS and seconds > 0:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens / seconds)
 

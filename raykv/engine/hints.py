@@ -204,7 +204,7 @@ class HintBox:
             self.sessions.add(kept, [], SessionWord.CAME)
 
     def note_ignored(self, count: int) -> None:
-        """A request has asked for so many other things that are not done."""
+        """A request has asked for other things that are not done."""
         self.counters["hints_ignored"] += count
 
     def _allowed_of(self, hint: Hint) -> Hint:

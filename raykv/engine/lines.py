@@ -35,7 +35,7 @@ from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
 
-# A NodeActor that answers nothing for so long is connected to anew: it answers each second.
+# Connect again to a NodeActor that has been silent for this long: it answers each second.
 PLACE_LOST_S = 4.0
 
 OWN_PLACE = "own node (changes)"
@@ -117,7 +117,7 @@ class PlaceLine:
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether the last attempt was in vain."""
+        """Whether the last attempt failed."""
         return not self.breakers.is_closed(OWN_PLACE)
 
     # The thread
@@ -228,7 +228,7 @@ class PlaceLine:
         return left if left > 0 else deadlines.IDLE_LOOK_S
 
     def _listen(self, timeout_s: float) -> engine.Welcome | None:
-        """Take what comes, for so long at most; the answer to a hello."""
+        """Take what comes until the deadline; returns the answer to a hello."""
         assert self._sock is not None
         readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
         if self._wake in readable:

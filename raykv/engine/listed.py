@@ -20,7 +20,7 @@ from raykv.base.ids import Blocks, Key, Namespace
 from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 
 SILENT_S = 5.0
-"""A node that has not been heard of for so long has nothing, for all that the engine knows."""
+"""To the engine, a node that has been silent for this long has nothing."""
 
 _RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
 """Numbers: flags take some times as long, and there may be a million rows."""
@@ -77,7 +77,7 @@ class ListedPlace:
 
     def take(self, part: ListingPart, now: float) -> list[PlaceChange]:
         """The next part of the listing; any other changes nothing. Returns what has come and gone,
-        for whoever follows the view: a key that is listed again as it was is neither.
+        for followers of the view: a key that is listed again as it was is neither.
         """
         if not part.follows(self.position):
             return []

@@ -60,7 +60,7 @@ class RequestOptions:
     their way to be, so an answer that nobody has them is not final; and they are fetched
     however fast this engine computes, which has other requests to serve. `no_load`: why it does not
     load, if it does not. `tenant`: the label of whose it is; empty: nobody's in particular.
-    `most_stored`: so many tokens at most; None: all. `tiers`: what is fetched for it comes from
+    `most_stored`: the most tokens; None: all. `tiers`: what is fetched for it comes from
     these; None: from any.
     """
 
@@ -77,8 +77,8 @@ class RequestOptions:
 class Miss:
     """A chunk that a lookup did not find, and why.
 
-    So many tokens before it are known, and are not loaded for another reason: the window or the
-    state is missing that they end with.
+    `known_tokens` before it are known, and are not loaded for another reason: the window or the
+    state that they end with is missing.
     """
 
     key: Key
@@ -189,7 +189,7 @@ def explain(request: RequestState, departures: Departures[MissReason]) -> None:
 class StoreSampler:
     """An engine's choice of the requests that store.
 
-    `is_on`: whether there is a choice; else all do. `share`: one of so many does.
+    `is_on`: whether there is a choice; else all do. `share`: one in this many does.
     """
 
     is_on: bool = False

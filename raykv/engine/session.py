@@ -52,10 +52,10 @@ THE_PLACE = 0
 """An engine has one place so far."""
 
 MAX_UNREAD = 65_536
-"""Rows of answers that the engine has not taken in; while there are so many, none is asked for."""
+"""Rows of answers that the engine has not taken in; at this limit it asks for no more."""
 
 LEAST_ROWS = 64
-"""As so many rows counts an answer: it takes as long to take in."""
+"""Rows that an answer counts as: it takes as long to take in."""
 
 
 class WorkerReport(NamedTuple):
@@ -300,7 +300,7 @@ class Session:
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[remote.FetchOrder]) -> None:
-        """Have chunks fetched; at once in vain while the NodeActor is left alone."""
+        """Have chunks fetched; fails at once while the NodeActor is left alone."""
         view = self._view
         if self._line.is_left_alone:
             self._num_refused += 1

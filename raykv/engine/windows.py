@@ -34,7 +34,7 @@ class WindowPlan:
     """Of one KV group, in chunks; all zero: nothing beyond what vLLM keeps.
 
     Attributes:
-        window: a prefix needs its last so many chunks.
+        window: a prefix needs this many chunks, the last ones.
         interval: from one end of a window that is kept to the next.
         tail: so far from a prompt's end, on both sides, every chunk may be an end.
     """
@@ -44,7 +44,7 @@ class WindowPlan:
     tail: int = 0
 
     def keeps(self, chunk: int, prompt: int) -> bool:
-        """Whether a window that is kept needs a chunk, of a prompt of so many whole chunks."""
+        """Whether a kept window needs a chunk, in a prompt of `prompt` whole chunks."""
         if not self.interval:
             return False
         last_end = chunk + self.window

@@ -24,7 +24,7 @@ MAX_BARS = 20_000
 """Bars of a prefix tree; those of the rarest chunks are left out."""
 
 FEW_BARS = 300
-"""Up to so many are told apart by lines between them."""
+"""Up to this many have lines between them."""
 
 MIB, GIB = 1 << 20, 1 << 30
 FAR = 4
@@ -235,7 +235,7 @@ def _nothing_yet(ax: Any, why: str) -> Any:
 
 
 def _unit(num_bytes: float) -> tuple[str, int]:
-    """The unit for an axis that goes up to so many bytes, and its size."""
+    """The unit for an axis that goes up to this size, and the unit's size."""
     return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
 
 

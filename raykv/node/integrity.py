@@ -35,7 +35,7 @@ class Integrity:
 
     Args:
         keeper: of the node's pool.
-        loads_per_check: of so many loads one is compared, chosen at random.
+        loads_per_check: one load in this many is compared, chosen at random.
     """
 
     def __init__(self, keeper: PoolKeeper, loads_per_check: int = LOADS_PER_CHECK) -> None:

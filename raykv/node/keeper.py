@@ -43,7 +43,7 @@ ADOPTED = 4096
 """Chunks of a pool file that are taken back in one go."""
 
 KeepFloors = Callable[[Mapping[int, Mapping[str, int]], float], bool]
-"""Keep what was cleared, by history, within so many seconds; False: it was not kept in time."""
+"""Keep what was cleared, by history; False if that took longer than the deadline."""
 
 
 class PoolKeeper:

@@ -80,7 +80,7 @@ class CopyLanes:
                 news.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait so long for each thread, after `stop`; False: some copy still runs."""
+        """Wait for each thread, after `stop`, until the deadline; False if some copy still runs."""
         for thread in self._threads:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)

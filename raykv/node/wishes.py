@@ -14,7 +14,7 @@ LEAST_SLAB_BYTES = 64 << 20
 """Slabs of a pool that is made before an engine says how large its chunks are: most fit."""
 
 LEAST_SLABS = 8
-"""A small pool is cut into so many all the same."""
+"""A small pool is cut into this many all the same."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def loadable_of(groups: Sequence[ChunkGroup], bits: Sequence[int]) -> int:
 
 
 def needed_chunks(group: ChunkGroup, chunks: Sequence[T], end: int) -> Sequence[T]:
-    """Those of a group's chunks of a prompt that a prefix of so many tokens needs."""
+    """The chunks of a group that a prefix of `end` tokens of a prompt needs."""
     count = end // group.tokens
     first = 0 if group.window is None else max(0, count - group.window)
     return chunks[first:count]

@@ -79,7 +79,7 @@ class PromptHasher:
         return len(self._known)
 
     def keys(self, prompt: PromptTokens, most_keys: int) -> PromptKeys:
-        """Keys of a prompt, at most so many, evenly over the KV groups."""
+        """At most `most_keys` keys of a prompt, evenly over the KV groups."""
         usable = self.scheme.most_loaded(len(prompt.tokens))
         groups = self._groups_for(usable, most_keys)
         covered = min(usable, int(most_keys / sum(1 / group.tokens for group in groups)))
@@ -135,6 +135,6 @@ class PromptHasher:
 
 
 def _larger(group: ChunkGroup, times: int) -> ChunkGroup:
-    """The group, as if so many of its chunks were one. A window may end within one of these."""
+    """The group, as if several of its chunks were one. A window may end within one of these."""
     window = None if group.window is None else max(1, group.window // times)
     return ChunkGroup(group.group, times * group.tokens, window)

@@ -109,7 +109,7 @@ def check_record(record: MissRecord) -> None:
 
 
 class Hints(msgspec.Struct, frozen=True, array_like=True):
-    """What requests wish for their prompts' chunks: not to be evicted for so many seconds
+    """What requests wish for their prompts' chunks: not to be evicted for some seconds
     (`pinned`, `pin_s`), or to be evicted after those of lower priority (`favoured`, `priorities`).
     """
 
@@ -234,7 +234,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
 class ChangesQuery(msgspec.Struct, frozen=True, tag="changes"):
     """What has changed at a place, for an EngineCore that has read its listing so far.
 
-    It takes so many rows at `most`; with none it only hears that the place is there.
+    It takes `most` rows; with 0 it only hears that the place is there.
     """
 
     life: columns.Count
@@ -250,7 +250,7 @@ class PlaceFacts(msgspec.Struct, frozen=True, array_like=True):
         orders: the number of the orders that the place knows.
         is_paused: nothing is stored or loaded.
         is_leaving: the node drains: nothing is stored.
-        store_share: one request of so many should store, since little of what is stored is loaded.
+        store_share: one request in this many should store, since little of it is loaded.
         has_peers: other nodes have engines or chunks of the namespace, or it is not known.
         naming: what the user calls the engine's weights, until it was `heard`.
     """

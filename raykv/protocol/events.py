@@ -154,7 +154,7 @@ KEYLESS = b"\0"
 
 
 class ListingQuery(framing.Versioned, frozen=True):
-    """Ask a NodeActor for the next part of its listing, of all namespaces, up to so many rows."""
+    """Ask a NodeActor for the next part of its listing, of all namespaces, up to `most` rows."""
 
     position: listing.Position = listing.Position()
     most: Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)] = MAX_KEYS

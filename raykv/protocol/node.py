@@ -226,7 +226,7 @@ class ReportAnswer(msgspec.Struct, frozen=True):
         wants_orders: the node has seen orders that the scheduler actor does not know: they are to
             be sent to it.
         marks: see there.
-        pause_ms: so long the node waits before the next report at least.
+        pause_ms: the node waits at least this long before the next report.
         alone: namespaces of the node's engines of which no other node has engines or chunks.
         left: namespaces that had engines, and have none any more.
         words: of sessions that this node has named, what was said at other nodes;

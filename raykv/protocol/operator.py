@@ -389,7 +389,7 @@ class OrdersDocument(msgspec.Struct, frozen=True):
         columns.check_stamps(self.stamp, *self.done.values(), *names)
 
     def later(self, passed_s: float) -> OrdersDocument:
-        """The same after so many seconds: pins have less time left, or are over."""
+        """The same some seconds later: pins have less time left, or are over."""
         pins = {
             pin_id: msgspec.structs.replace(pin, left_s=pin.left_s - passed_s)
             for pin_id, pin in self.pins.items()

@@ -34,7 +34,7 @@ class SessionWord(IntEnum):
     USED = 1
     """A request has used chunks."""
     PAUSED = 2
-    """It is to go on in about so long."""
+    """It goes on in about this many seconds."""
     OVER = 3
 
 

@@ -80,7 +80,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def limit_sends(sock: socket.socket, deadline_s: float) -> None:
-    """Make a send that makes no progress for so long fail with an OSError.
+    """Make a send fail with an OSError if it makes no progress for this long.
 
     A socket option and not `settimeout`, which would limit another thread's receiving as well.
     """

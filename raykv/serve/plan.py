@@ -182,7 +182,7 @@ class Planned:
         )
 
     def stored(self, prompt: int, share: float) -> list[int]:
-        """Chunks of each group that are stored of an unknown prompt of so many tokens."""
+        """Chunks of each group that are stored of an unknown prompt of this length."""
         from raykv.vllm.windows import Windows
 
         tables = self._tables()

@@ -172,7 +172,7 @@ class Publication:
     # Descriptions
 
     def questions(self, now: float, most: int) -> list[ChunkId]:
-        """Up to so many chunks whose descriptions are wanted; tell them to `answer`."""
+        """Up to `most` chunks whose descriptions are wanted; give these to `answer`."""
         found: list[ChunkId] = []
         while self._fresh and len(found) < most:
             found.append(self._fresh.popleft())

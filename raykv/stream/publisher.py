@@ -45,7 +45,7 @@ REPLAY_HIGH_WATER = 20_000
 """The same for who asks for what was missed: twice what is kept."""
 
 QUESTIONS_HIGH_WATER = 16
-"""Questions of one subscriber that wait; while there are so many no more are read from it."""
+"""Questions of one subscriber that wait; at this limit no more are read from it."""
 
 MAX_MESSAGE_BYTES = 4096
 """Bytes of a frame that a subscriber sends: a number, a topic. A subscriber that sends a longer one

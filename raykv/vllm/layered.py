@@ -376,7 +376,7 @@ class SiblingScheduling:
         self._steps: layered.Steps[int] = layered.Steps()
 
     def ask(self, request_id: str, num_computed_tokens: int) -> None:
-        """RayKV is asked what it finds behind so many tokens."""
+        """vLLM asks what RayKV finds behind these tokens."""
         self._asked[request_id] = num_computed_tokens
 
     def load_own(self, request_id: str) -> None:

@@ -255,7 +255,7 @@ class RayOffloadingManager(OffloadingManager):
 
     @guarded(nothing)
     def took_step(self, num_tokens: int, seconds: float) -> None:
-        """An engine step computed so many prompt tokens."""
+        """An engine step computed these prompt tokens."""
         self.view.remote.cost.computed(num_tokens, seconds)
 
     @guarded(nothing)

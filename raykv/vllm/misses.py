@@ -120,7 +120,7 @@ class MissReporter:
 
     @guarded(nothing)
     def admitted(self, request: Any, num_external_tokens: int) -> None:
-        """vLLM gave the request blocks, and loads so many tokens into them."""
+        """vLLM gave the request blocks, and loads `num_external_tokens` into them."""
         account = self._view.accounts.get(request.request_id)
         miss = self._view.requests.take_miss(request.request_id)
         if account is not None:

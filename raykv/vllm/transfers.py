@@ -65,7 +65,7 @@ class JobEnd:
 class RayKVTransferResult(TransferResult):
     """vLLM's result, with what its scheduler's side should know of it; None: nothing.
 
-    `lost_blocks` are those of vLLM's blocks that were to be loaded into in vain.
+    `lost_blocks` are those of vLLM's blocks whose load failed.
     """
 
     end: JobEnd | None = None
@@ -440,7 +440,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._flying.clear()
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> None:
-        """Wait for so many layers of loads, or their ends; they have their own deadlines."""
+        """Wait for `count` layers of loads, or their ends; loads have their own deadlines."""
         self._link.wait_layers(job_ids, count)
 
     def is_flying(self, job_id: int) -> bool:

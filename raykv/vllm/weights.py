@@ -144,7 +144,7 @@ class WeightChanges:
         self._has_encodings = self._has_old_encodings = False
 
     def begin(self, request_id: str, num_computed_tokens: int, *, has_media: bool = False) -> None:
-        """vLLM is about to compute a request behind so many tokens that it has itself."""
+        """vLLM is about to compute a request behind tokens that it has itself."""
         self._has_prefixes = True
         self._has_encodings = self._has_encodings or has_media
         if self._has_old_prefixes and num_computed_tokens:

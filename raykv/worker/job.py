@@ -44,7 +44,7 @@ class JobRequest:
 
 
 def batches(requests: Iterable[JobRequest], most_bytes: int) -> Iterator[list[CopyJob]]:
-    """Jobs in messages of at most so many bytes, in order; none of them is larger."""
+    """Jobs in messages of at most `most_bytes`, in order; no job is larger."""
     batch: list[CopyJob] = []
     left = most_bytes
     for request in requests:
@@ -67,7 +67,7 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job that has not ended; so many `layers` of it are there."""
+    """A job that has not ended; `layers` of its layers are there."""
 
     request: JobRequest
     deadline: float

@@ -203,7 +203,7 @@ class WorkerLink:
         self.wait(job_ids)
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
-        """Return when so many layers of the jobs are there, or the jobs have ended.
+        """Return when `count` layers of the jobs are there, or the jobs have ended.
 
         Their own deadlines end them. Unknown ids are ignored. False: it was given up, since the
         line is being closed.
@@ -219,7 +219,7 @@ class WorkerLink:
         return any(pending.layers < count for pending in known)
 
     def _revive(self) -> None:
-        """Where there was no thread for the line, try again; jobs fail as long as that is in vain.
+        """Where there was no thread for the line, try again; jobs fail until that succeeds.
 
         None of them was sent: a thread that has begun ends with the line only.
         """

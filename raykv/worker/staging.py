@@ -93,7 +93,7 @@ class StagingMemory:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Some free staging blocks; there must be so many."""
+        """Take `count` staging blocks; as many must be free."""
         assert count <= len(self._free), (count, len(self._free))
         taken, self._free = self._free[:count], self._free[count:]
         return taken

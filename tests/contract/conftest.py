@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+import raykv.node.fetch
 from tests.fixtures.node import links
 from tests.fixtures.node.links import Line, Worker
 from tests.fixtures.node.nixl import IS_INSTALLED, NixlNetwork
-from tests.fixtures.node.peers import Network, Node
+from tests.fixtures.node.peers import PAGE, Network, Node
 
 NETWORKS = [Network, NixlNetwork] if IS_INSTALLED else [Network]
 
@@ -39,10 +41,28 @@ def other(network: Network) -> Node:
 
 
 @pytest.fixture
-def node() -> Iterator[links.Node]:
-    running = links.Node(4096)
-    yield running
-    running.end()
+def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
+
+
+@pytest.fixture
+def make_node() -> Iterator[links.MakeNode]:
+    """Takes what `links.Node` does."""
+    made: list[links.Node] = []
+
+    def make(*arguments: Any) -> links.Node:
+        made.append(links.Node(*arguments))
+        return made[-1]
+
+    yield make
+    for running in made:
+        running.close()
+
+
+@pytest.fixture
+def node(make_node: links.MakeNode) -> links.Node:
+    return make_node(4096)
 
 
 @pytest.fixture

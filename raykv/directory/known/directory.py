@@ -31,7 +31,7 @@ CORE_SHARE = 0.25
 """Of one core, that reports may take."""
 
 FULL_ROWS = 1000
-"""A part with so many rows is followed by another one."""
+"""A part with this many rows is followed by another one."""
 
 MOST_CHUNKS = 1 << 25
 """Of one node, that the directory keeps; one that is in RAM and on disk counts twice."""
@@ -52,8 +52,8 @@ class Directory:
 
     Args:
         life: of the scheduler actor.
-        orders: what operators want; whoever changes it does so beside the directory.
-        node_expiry_s: a node that is silent for so long is lost.
+        orders: what operators want; callers change it outside of the directory.
+        node_expiry_s: a node that is silent for this long is lost.
         most_events: that are kept.
     """
 
@@ -212,7 +212,7 @@ class Directory:
 
     @property
     def pause_ms(self) -> int:
-        """So long a node waits between two reports, unless it has much to tell."""
+        """Pause of a node between two reports, unless it has much to report."""
         wanted_ms = 1000 * len(self.members) * self.cost_s / CORE_SHARE
         return int(min(max(wanted_ms, node.PAUSE_MS[0]), node.PAUSE_MS[1]))
 
@@ -281,7 +281,7 @@ class Directory:
 
 
 def _within(part: listing.ListingPart, room: int) -> listing.ListingPart:
-    """A part without what a node has beyond so many chunks."""
+    """A part cut to the number of chunks that a node may have."""
     if len(part.rows.keys) <= room:
         return part
     rows = listing.ListedRows.of(row for row in part.rows if not row.where)

@@ -40,7 +40,7 @@ from raykv.protocol.operator import (
 )
 
 MEMBERS_S = 5.0
-"""So long members have to show the document that they have seen last."""
+"""How long members have to show the document that they have seen last."""
 
 MOST_DONE = 4096
 """Orders of which a life remembers the numbers: engines that reset all at once ask for theirs."""
@@ -268,7 +268,7 @@ def _affordable(document: OrdersDocument) -> OrdersDocument:
 
 
 def _readable(document: OrdersDocument) -> OrdersDocument:
-    """The same document, which whoever hears of it can read.
+    """The same document, readable for all that hear of it.
 
     Raises:
         OrderError: it can't be.

@@ -182,7 +182,7 @@ class Holdings:
     # Time
 
     def sweep(self, most: int) -> bool:
-        """Forget up to `most` keys that are nowhere any more, or look at so many; False if there is
+        """Look at up to `most` keys, and forget those that are nowhere any more; False if there is
         nothing left to do.
         """
         num_seen = 0

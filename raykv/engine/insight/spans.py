@@ -64,7 +64,7 @@ class RequestSpans:
             self._courses[request_id] = _Course(request_id, headers, now)
 
     def look(self, request_id: str, num_own: int, now: float) -> None:
-        """It is asked what can be loaded beyond so many tokens; perhaps again, after a failure."""
+        """vLLM asks what can be loaded behind `num_own` tokens; perhaps again, after a failure."""
         course = self._courses.get(request_id)
         if course is None:
             return
@@ -76,7 +76,7 @@ class RequestSpans:
     def admit(
         self, request_id: str, num_loaded: int, miss: str, fetches_since: float | None, now: float
     ) -> None:
-        """It has its blocks, and loads so many tokens into them.
+        """It has its blocks, and loads `num_loaded` tokens into them.
 
         Args:
             request_id: its id.

@@ -51,7 +51,7 @@ class NodeMeter:
     """Of chunks that were not copied."""
 
     def ran(self, direction: Direction, queued_s: float, copied_s: float) -> None:
-        """A copy job has ended, after so long in the queue."""
+        """A copy job has ended; `queued_s` is its time in the queue."""
         self.queue[direction].observe(queued_s)
         self.copy[direction].observe(copied_s)
 

@@ -60,7 +60,7 @@ class Savings:
     def __init__(self) -> None:
         # Chunks by the beginning of their names and their group, with the edge then.
         self._behind: Departures[int] = Departures(MOST_BEHIND)
-        # Bytes that the pool has evicted, in so many chunks.
+        # Bytes that the pool has evicted, and in how many chunks.
         self._edge = 0
         self._num_behind = 0
         self._minutes: deque[_SavedMinute] = deque(maxlen=round(WINDOW_S / MINUTE_S))
@@ -115,7 +115,7 @@ class Savings:
         for column in zip(*(each.saved for each in minutes), strict=True):
             so_far += sum(column)
             saved.append(so_far)
-        # At least so many chunks are remembered, of those that were evicted.
+        # At least this many evicted chunks are remembered.
         share = min(1.0, MOST_BEHIND / 2 / max(1, self._num_behind))
         return MoreRoom(
             window_s=now - minutes[0].began_at if minutes else 0.0,

@@ -5,13 +5,13 @@
                      └───────────┴──────────────┴──► PeerError
 
 The source is asked through Ray, before and after: first it holds the chunks, and says where they
-are and their checksums, at the end it says whether it has held them so long. Between the two its
+are and their checksums, at the end it says if it has held them all the time. Between the two its
 NodeActor does nothing. The bytes land in buffers of this transport, never in slots: a transfer that
 is given up may still write into its buffer, which nobody is lent until it has ended.
 
 1. A node is read through Ray until its description is there, when it has no NIXL, and for
    `NIXL_AGAIN_S` after a transfer from it has failed or was given up.
-2. Whoever waits for a read also moves on all the others, those that were abandoned too.
+2. A thread that waits for a read also moves on all the others, abandoned ones too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raykv.protocol import columns, copies, framing, node
 
 logger = logging.getLogger("raykv.node")
 
-# A node that could not be read through NIXL, or has none, is read through Ray for so long.
+# How long a node that could not be read through NIXL, or has none, is read through Ray.
 NIXL_AGAIN_S = 60.0
 
 # Between two looks at transfers of NIXL, which wakes nobody up.

@@ -29,7 +29,7 @@ _TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
 
 class PoolCatalog:
-    """See the module's docstring. Whoever calls holds the lock of the pool's owner.
+    """See the module's docstring. Callers hold the lock of the pool's owner.
 
     Args:
         owner: of the pool.
@@ -46,7 +46,7 @@ class PoolCatalog:
         self, query: reader.ChunkQuery, place: int, now: float, most: int = STRETCH
     ) -> tuple[list[reader.ListedChunk], int]:
         """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
-        ends there. So many places are looked at, `STRETCH` at most. Ages are those at `now`.
+        ends there. It looks at `most` places. Ages are those at `now`.
         """
         where, disk = _TIERS[query.tier], self._index.disk_place
         name = Namespace(query.namespace), Key(query.key)

@@ -82,7 +82,7 @@ class Claim(NamedTuple):
 @dataclass(slots=True)
 class _Claimed:
     """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several sessions
-    have used it. `has_gone`: the chunk was there since somebody wanted it, and is not.
+    have used it. `has_gone`: the chunk was there since it was wanted, and is not now.
     """
 
     claims: dict[Owner, Claim] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Claims:
         return [owner for owner in self._names if owner.kind is kind]
 
     def num_free(self, kind: OwnerKind) -> int:
-        """So many more claims are there for owners of a kind."""
+        """How many more claims owners of a kind may have."""
         return MOST_CLAIMS[kind] - self._num[kind]
 
     def expire(self, now: float) -> None:

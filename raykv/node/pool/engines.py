@@ -23,7 +23,7 @@ from raykv.protocol import descriptions, measures, node
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello, PlaceFacts, Tell
 
 SILENT_S = 30.0
-"""An engine that was not heard of for so long is gone."""
+"""An engine that has been silent for this long is gone."""
 
 MOST_SPACES = 8
 """Namespaces of one engine whose slot sizes are remembered: late stores are of earlier ones."""
@@ -41,7 +41,7 @@ PROBE_LOADS = 64
 """Or loaded: what is asked for again and again is stored once."""
 
 SOME = 16
-"""Then one request of so many stores, to notice when reuse begins."""
+"""Then one request in this many stores, to notice when reuse begins."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ReuseGauge:
     `MIN_SAMPLE`: until then a chunk had no time to be wanted again. The sums of the last sample
     count half in the next one, so that one odd sample does not switch anything for long.
 
-    `capacity`: so many chunks would fill the pool. `groups`: KV groups of the namespace, as far as
+    `capacity`: the chunks that fill the pool. `groups`: KV groups of the namespace, as far as
     they are known.
     """
 
@@ -84,7 +84,7 @@ class ReuseGauge:
         self.count(0, round((after.get(name, 0) - before.get(name, 0)) * per_count))
 
     def count(self, stored: int, loaded: int) -> None:
-        """Chunks were stored here, or what was loaded here or read by others was worth so many."""
+        """Count chunks stored here, or what loads here and reads by others were worth in chunks."""
         self.stored += max(0, stored)
         self.loaded += max(0, loaded)
         is_storing_few = self.store_share > 1

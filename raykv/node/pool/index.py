@@ -1,7 +1,7 @@
 """Which chunks a node has, and who may touch which bytes now.
 
-Whoever is admitted gets the chunk's record, and ends with that record: what the index has under the
-same name by then does not matter. A store is one engine's job; its ranks' parts make one record.
+A copy that is admitted gets the chunk's record, and ends with that record, whatever the index has
+under the same name by then. A store is one engine's job; its ranks' parts make one record.
 What the first rank was told about a chunk of a job is what all of them are told, until all have
 ended the job, or nobody has stored for it for long.
 
@@ -52,8 +52,8 @@ MOST_CLOSED = 1024
 """Jobs of one engine that are remembered once all ranks have ended them, lest they begin anew."""
 
 OPEN_S = 60.0
-"""After so long a job that no rank stores for is closed: some rank has not heard of it. More than
-parts have to come."""
+"""Time after which a job that no rank stores for is closed: some rank has not heard of it. It is
+longer than parts may take to come."""
 
 _WHERE = tuple(map(Where, range(8)))
 """By their numbers: to put them together takes ten times as long. 1 is RAM."""
@@ -143,8 +143,8 @@ class PoolIndex:
     def part_after(
         self, position: Position, most: int, wanted: Collection[Namespace] | None = None
     ) -> ListingPart:
-        """What a reader who is there reads next: at most so many names that have changed, and
-        chunks of so many slots; of some namespaces only, the same ones for as long as it reads on.
+        """What a reader who is there reads next: at most `most` names that have changed, and
+        chunks of as many slots; of some namespaces only, the same ones for as long as it reads on.
 
         Where `end` is not the listing's number there is more at once.
         """
@@ -416,7 +416,7 @@ class PoolIndex:
     def _new_record(
         self, job: OpenJob, chunk: OfferedChunk, count: int, now: float
     ) -> ChunkRecord | None:
-        """A record with a slot; with more to come, room is made for so many like it."""
+        """A record with a slot; with more to come, room is made for as many like it."""
         record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp, chunk.owner)
         record.blocks, record.came_at = chunk.blocks, now
         while not self.places.place(record):
@@ -614,7 +614,7 @@ class PoolIndex:
             self._drop(record, reason)
 
     def _make_room(self, job: OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
-        """Evict what lets so many chunks like `record` have slots; False if nothing may go."""
+        """Evict for up to `count` chunks like `record`; False if nothing may go."""
 
         def may_go(each: ChunkRecord) -> bool:
             # A prompt that has no room gives up its tail, not its head.

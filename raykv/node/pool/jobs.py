@@ -4,7 +4,7 @@
   (none) ─────────────► announced ────────────────► copied ────────────► ended ─────────► (none)
                           loads are admitted
 
-Whoever copies holds the chunk's record, its ticket, and ends with it.
+A copy holds the chunk's record, its ticket, and ends with it.
 
 Invariants:
 1. The readers of all loads of a message are registered before a store of it takes a slot.
@@ -29,10 +29,10 @@ from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows, Reason
 
 STORE_EXPIRY_S = 30.0
-"""So long after a chunk's first part the others have to come."""
+"""How long after a chunk's first part the others may come."""
 
 LANDING_PART = 4
-"""One of so many parts of the pool is for what lands from other nodes."""
+"""One part in this many of the pool is for chunks that land from other nodes."""
 
 _blocks = lru_cache(1024)(Blocks)
 """Chunks of a job, and of many, share them: a million would take 70 MB."""

@@ -47,7 +47,7 @@ HANDICAPS = (0, 1, 2, 16)
 """In times the chunks that may go, counted in uses. The first, none, is in force at first."""
 
 CLEARLY = 2.0
-"""So many times as much as it fails to find must be found with a handicap, and not without."""
+"""What only a handicap finds must be this many times what only no handicap finds."""
 
 HALF_LIFE = 16
 """Uses of the sample, for each chunk that it has room for, until what was found counts half."""
@@ -56,8 +56,9 @@ LESSON = 16
 """Uses of the sample that are played at once."""
 
 LEAST_SAMPLED, FINEST = 128, 64
-"""The sample has room for at most so many chunks, or so many times the names of which one is in it:
-the larger a pool, the larger is the sample, and the less it costs for each use.
+"""The sample has room for at most `LEAST_SAMPLED` chunks, or `FINEST` times the number of names to
+each sampled one, whichever is more: the larger a pool, the larger is the sample, and the less it
+costs for each use.
 """
 
 FORGET = 64
@@ -88,7 +89,7 @@ class _Memory:
         self.count = self._first = self._last = 0
 
     def add(self, number: int, most: int) -> None:
-        """Remember a name, and no more than so many, for which there must be room."""
+        """Remember a name, and no more than `most`, for which there must be room."""
         numbers, ring, size = self._numbers, self._ring, len(self._ring)
         place = 3 * self.room * number >> 32
         places = numbers[place : place + _PLACES]
@@ -236,7 +237,7 @@ class EvictionOrder:
             self._spare = RecordQueue()
 
     def unmark(self, most: int) -> int:
-        """Up to so many chunks that are spare no more stand like others; returns how many."""
+        """Let up to `most` chunks that are spare no more stand like others; returns how many."""
         records = list(islice(chain.from_iterable(self._unmarking), most))
         for record in records:
             self.stand(record, Standing.NORMAL)

@@ -38,10 +38,10 @@ MOST_WORDS = 1024
 """Of sessions, that wait to be said."""
 
 ALONE_S = 30.0
-"""So long the last answer says who else has a namespace."""
+"""How long the last answer says who else has a namespace."""
 
 MARKED_S = 60.0
-"""So long marks are believed of a directory that does not answer."""
+"""How long marks hold after the last answer of the directory."""
 
 PIECE = 4096
 """Slots that are looked at in one go, and chunks that are unmarked."""
@@ -182,7 +182,7 @@ class Reporting:
             self._index.room.forget_spares()
         for name in marks.spare:
             record = self._index.find(*name)
-            # Of what somebody wants more, that counts.
+            # Where a claim says more, that counts.
             is_same = record is not None and record.number <= marks.known
             if record is not None and is_same and record.standing in _NOTHING_MORE:
                 self._index.stand(record, Standing.SPARE)

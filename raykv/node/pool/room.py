@@ -2,7 +2,7 @@
 
 Chunks of one slot size, and of one tenant that has a share, have an order of eviction. A slot size
 that has less than its part of the slabs takes one from a size that has more, or that nobody has
-wanted for a while; else it gives up its own. Nobody goes below what is guaranteed to it as long as
+wanted for a while; else it gives up its own. No tenant goes below its guarantee as long as
 something else is left, or will be soon.
 """
 
@@ -22,7 +22,7 @@ NOBODY = 0
 """The number of all who have no share of their own."""
 
 IDLE_S = 60.0
-"""A slot size that nobody has stored or found for so long makes room for others."""
+"""Idle time after which chunks of one slot size may be evicted to make room for another."""
 
 PIECES = 1024
 """Room is made for so many parts of what is there, at most `MOST_AT_ONCE` chunks at a time, where
@@ -34,7 +34,9 @@ MOST_OVER = 4096
 """Chunks above greatest shares that go at once."""
 
 LIKELY_CHUNKS, LIKELY_SLABS = 256, 8
-"""A slab that changes its slot size is looked for among so many, with chunks that go first."""
+"""A slab that changes its slot size is one of `LIKELY_SLABS`: those with the most of the
+`LIKELY_CHUNKS` that go first.
+"""
 
 LOOK_S = 1.0
 """Between two looks at all slabs of other slot sizes."""
@@ -114,7 +116,7 @@ class Room:
         return dict(self._by_space)
 
     def next_to_go(self, count: int) -> list[ChunkRecord]:
-        """About so many chunks that go next: of each order its part."""
+        """About `count` chunks that go next: of each order its part."""
         total = max(self.num_entered, 1)
         return [
             record
@@ -136,8 +138,8 @@ class Room:
     def victims(
         self, wanted: ChunkRecord, count: int, now: float, may_go: MayGo
     ) -> list[ChunkRecord] | None:
-        """What goes for so many chunks like one that wants a slot, in this step; None: there is no
-        room for it.
+        """What goes for `count` chunks like one that wants a slot, in this step; None if
+        nothing may go for it.
 
         When all of it is gone there may be a slot, or there is more to go.
         """
@@ -340,7 +342,7 @@ class Room:
             self.order_of(some[0]).enter(some)
 
     def over(self, may_go: MayGo, most: int = MOST_OVER) -> list[ChunkRecord]:
-        """Up to so many chunks that tenants have above their greatest shares, of the slot size of
+        """Up to `most` chunks that tenants have above their greatest shares, of the slot size of
         which each has the most.
         """
         found: list[ChunkRecord] = []
@@ -368,6 +370,6 @@ class Room:
             order.forget_spares()
 
     def unmark(self, most: int) -> None:
-        """Up to so many chunks that are spare no more stand like others."""
+        """Let up to `most` chunks that are spare no more stand like others."""
         for order in self._orders.values():
             most -= order.unmark(most)

@@ -10,7 +10,7 @@
 
 A client names the session of a request. What a session that is active has used is its own, so that
 what several have used is known. Chunks of one that pauses are kept; those of one that is over, or
-given up, are released. A chunk that somebody else stores anew is not released any more.
+given up, are released. A chunk that another session stores again is not released any more.
 
 All of it may be lost or wrong: that costs an eviction at the wrong time, and no more.
 
@@ -41,7 +41,7 @@ MOST_KEYS = 16_384
 @dataclass(slots=True)
 class LocalSession:
     """`standing`: of its chunks. `until`: of its latest pause, of `pause_s`, else infinite.
-    `used_at`: by a request of this node, of which so many have come.
+    `used_at`: the number of the node's request that used it last.
     """
 
     owner: Owner

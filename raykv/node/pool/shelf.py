@@ -19,7 +19,7 @@ Invariants:
 1. What the shelf has is in the listing as on the disk, and every change of that is numbered.
 2. A record that is being written was READY when that began, and has a reader until its bytes are
    copied. Its copy counts if it is READY at the end, or was evicted or moved.
-3. Each chunk on the disk has a place that no other one has, for whoever reads the listing in pages.
+3. Each chunk on the disk has a place that no other one has, for readers of the listing in pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ two KV groups.
 """
 
 RESERVED_PART = 4
-"""One of so many chunks is in that reserve at most."""
+"""At most one chunk in this many is in that reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Shelf:
         return len(self._by_place) - len(self._free)
 
     def page(self, place: int, most: int) -> tuple[list[ShelvedChunk], int]:
-        """Chunks from a place on, of at most so many places, and the place to go on at; at the end
+        """Chunks from a place on, of at most `most` places, and the place to go on at; at the end
         that is `ALL_READ`. A walk meets each chunk that stays once.
         """
         end = place + most
@@ -159,7 +159,7 @@ class Shelf:
     # What the disk writes
 
     def next_to_write(self, most: int) -> list[ChunkRecord]:
-        """Up to so many chunks of those that go next that are not on the disk, each with a reader;
+        """Up to `most` of the chunks that go next and are not on the disk, each with a reader;
         `end_write` is for each.
         """
         now = self._listing.number, self._room.num_uses
@@ -188,7 +188,7 @@ class Shelf:
         return self._room.next_to_go(count * max(0, reserved - free) // reserved)
 
     def unwritten(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
-        """READY chunks that are not on the disk, of at most so many slots from a place on, and the
+        """READY chunks that are not on the disk, of at most `most` slots from a place on, and the
         place to go on at, as in `Places.records_from`.
         """
         records, following = self._places.records_from(place, most)

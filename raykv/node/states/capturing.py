@@ -346,7 +346,7 @@ class Capturing:
 
 
 def delete_expired(folder: Path, ttl_s: float, now: float) -> None:
-    """Delete files of states, and their locks, that nobody has cleaned up for so long.
+    """Delete files of states, and their locks, that have not been cleaned up for this long.
 
     `now`: seconds since 1970.
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("ray.serve")
 # For the directory to say where a prompt is, which takes 1 to 3 ms: less than what it saves.
 ROUTE_ANSWER_S = 0.05
 
-# A directory that did not answer is not asked for so long, first and longest: each question in vain
+# How long a directory that did not answer is not asked, first and longest: each failed question
 # costs a request its deadline.
 ROUTE_PAUSES_S = (0.5, 30.0)
 
@@ -42,7 +42,7 @@ MOST_KEYS = 1024
 """Of one request; `PromptHasher` says which."""
 
 MOST_WAITING = 256
-"""Prompts whose question is not out yet: with so many, no further request is asked about."""
+"""Prompts whose question is not out yet; at this limit no further request is asked about."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class AskedDirectory:
         """
         is_busy = self._learning is not None and not self._learning.done()
         if not is_busy and time.monotonic() >= self._learn_at:
+            # watched: begun again by the next question when it is done
             self._learning = asyncio.create_task(self._learn(set(nodes)))
 
     async def _learn(self, nodes: set[str]) -> None:
@@ -137,6 +138,7 @@ class AskedDirectory:
                 question.answer.set_result(FoundPrompt({}, 0))
         self._waiting += [question for question in questions if question.keys]
         if self._waiting and (self._asking is None or self._asking.done()):
+            # watched: begun again by the next question when it is done
             self._asking = asyncio.create_task(self._ask_all())
         answers = asyncio.gather(*(question.answer for question in questions))
         try:

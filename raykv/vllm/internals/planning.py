@@ -114,7 +114,7 @@ def planned_tables(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Schedul
 
 
 def offered_chunks(tables: SchedulerTables, prompt: int) -> dict[int, int | None]:
-    """How many chunks of each KV group vLLM offers, of a prompt of so many tokens.
+    """How many chunks of each KV group vLLM offers, of a prompt of this length.
 
     None: those that vLLM's prefix cache hands over, where steps end.
     """

@@ -56,6 +56,11 @@ def worker(here: Here) -> Iterator[Worker]:
     attached.end()
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "a.safetensors")
+
+
 def request(
     worker: Worker, name: str, blocks: list[int], num_tokens: int, **changes: object
 ) -> JobRequest:
@@ -109,10 +114,9 @@ def bits(states: HiddenStates) -> np.ndarray:
 
 
 def test_states_are_those_of_the_blocks_in_memory_and_in_the_file(
-    here: Here, worker: Worker, tmp_path: Path
+    here: Here, worker: Worker, path: str
 ) -> None:
     blocks, num_tokens = [5, 2, 9], 2 * BLOCK + 3
-    path = str(tmp_path / "a.safetensors")
     assert capture(worker, "cmpl-1-0-0123abcd", blocks, num_tokens, path) == []
     assert here.service.stats().states.bytes_captured == len(blocks) * PAGE
     expected = numbers(worker, blocks)[:num_tokens]
@@ -153,12 +157,11 @@ def test_blocks_may_change_as_soon_as_the_capture_is_answered(here: Here, worker
 def test_capture_that_cannot_be_meant_is_refused_and_the_reader_told(
     here: Here,
     worker: Worker,
-    tmp_path: Path,
+    path: str,
     changes: dict[str, object],
     blocks: list[int],
     num_tokens: int,
 ) -> None:
-    path = str(tmp_path / "a.safetensors")
     assert capture(worker, "a", blocks, num_tokens, path, **changes) == [Refusal.BAD_HANDLE]
     with pytest.raises(HiddenStatesError, match="invalid"):
         here.states("a")
@@ -200,9 +203,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_captures_wait_while_what_is_written_fills_the_memory(
-    here: Here, worker: Worker, tmp_path: Path, slow_disk: threading.Event
+    here: Here, worker: Worker, path: str, slow_disk: threading.Event
 ) -> None:
-    path = str(tmp_path / "a.safetensors")
     assert capture(worker, "a", [1], BLOCK, path, most_bytes=PAGE) == []
     assert np.array_equal(bits(here.states("a")), numbers(worker, [1]))
     # The link gives up after 0.3 s.
@@ -229,10 +231,9 @@ def test_write_that_fails_is_told_and_the_states_are_in_memory(
         load_hidden_states(str(path), 10.0)
 
 
-def test_reader_hears_of_the_death_of_the_node(tmp_path: Path) -> None:
+def test_reader_hears_of_the_death_of_the_node(path: str) -> None:
     node = Node(SLOT_BYTES, "endless")
     worker = Worker(node, [PAGE], 1)
-    path = str(tmp_path / "a.safetensors")
     lock_fd = promise(path)
     worker.link.submit(request(worker, "a", [1], BLOCK, path=path, lock_fd=lock_fd))
     assert node.process.stdout is not None

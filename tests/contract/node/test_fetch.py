@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import pytest
 
-import raykv.node.fetch
 from raykv.base.ids import ALL_BLOCKS, Blocks, Namespace, Refusal, Stamp
 from raykv.node.fetch import MOST_PIECE_BYTES, PIECE_BYTES, WINDOW, piece_bytes
 from raykv.node.pool.owner import SERIES_S
@@ -50,12 +49,6 @@ from tests.fixtures.waiting import wait_until
 NONE = Refusal.NONE
 
 
-@pytest.fixture
-def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
-
-
 # Bytes
 
 SIZES = {
@@ -82,16 +75,14 @@ def test_bytes_at_the_destination_are_those_of_the_source(network: Network, case
     assert here.fetcher.counters["chunks_fetched"] == len(held)
     assert_right(here, held)
     assert here.ready() == {record.key for record in held}
-    for _, read in network.reads:
+    for _, read in source.network.reads:
         assert sum(read.slot_bytes) <= piece_bytes(num_bytes) or len(read.keys) == 1
 
 
-def test_chunks_that_fit_into_one_piece_are_read_with_one_call(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_chunks_that_fit_into_one_piece_are_read_with_one_call(here: Node, source: Node) -> None:
     chunks = [wanted(source.store(key(i)), source) for i in range(50)]
     assert here.fetch(chunks).refusals == [NONE] * 50
-    assert network.num_reads(source) == 1
+    assert source.num_reads == 1
 
 
 def test_result_says_how_chunks_are_now_and_at_which_number(here: Node, source: Node) -> None:
@@ -133,38 +124,36 @@ def test_pieces_grow_with_the_fetch_as_long_as_several_are_under_way(
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
-def test_as_many_pieces_are_under_way_as_the_window_allows(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_as_many_pieces_are_under_way_as_the_window_allows(here: Node, source: Node) -> None:
     source.faults.gate = threading.Event()
     chunks = [wanted(source.store(key(i)), source) for i in range(12)]
     fetch = here.begin_fetch(chunks)
-    wait_until(lambda: network.num_reads(source) == WINDOW, LONG_S, "a full window")
+    wait_until(lambda: source.num_reads == WINDOW, LONG_S, "a full window")
     source.faults.gate.set()
     assert fetch.result(LONG_S).refusals == [NONE] * 12
-    assert network.most_under_way == WINDOW
-    assert network.num_reads(source) == 12
+    assert source.network.most_under_way == WINDOW
+    assert source.num_reads == 12
     assert_right(here, chunks)
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
 def test_answers_that_overtake_each_other_land_in_their_own_slots(
-    network: Network, here: Node, source: Node, other: Node
+    here: Node, source: Node, other: Node
 ) -> None:
     source.faults.delay_s = 0.05
     held = [(node, node.store(key(i))) for i in range(6) for node in (source, other)][::3]
     chunks = [wanted(record, node) for node, record in held]
     assert here.fetch(chunks).refusals == [NONE] * len(chunks)
-    assert network.num_reads(source) == network.num_reads(other) == 2
+    assert source.num_reads == other.num_reads == 2
     assert_right(here, chunks)
 
 
-def begin(network: Network, here: Node, source: Node, *chunks: Wanted) -> Future[Fetched]:
+def begin(here: Node, source: Node, *chunks: Wanted) -> Future[Fetched]:
     """A fetch that reads from a source, whose answer waits for its gate."""
     source.faults.gate = source.faults.gate or threading.Event()
-    num_reads = network.num_reads(source)
+    num_reads = source.num_reads
     fetch = here.begin_fetch(chunks)
-    wait_until(lambda: network.num_reads(source) > num_reads, LONG_S, "the read begins")
+    wait_until(lambda: source.num_reads > num_reads, LONG_S, "the read begins")
     return fetch
 
 
@@ -220,9 +209,7 @@ def test_chunk_without_any_source_is_refused(here: Node) -> None:
 # What may be here
 
 
-def test_chunk_that_is_here_already_is_not_fetched_but_was_found(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_chunk_that_is_here_already_is_not_fetched_but_was_found(here: Node, source: Node) -> None:
     kept, record = here.store(key(0)), source.store(key(1))
     chunks = [wanted(kept, source), wanted(record, source)]
     hits = kept.hits
@@ -230,17 +217,15 @@ def test_chunk_that_is_here_already_is_not_fetched_but_was_found(
     assert fetched.refusals == [NONE, NONE]
     assert fetched.result.num_bytes == PAGE
     assert kept.hits == hits + 1
-    assert [list(read.keys) for _, read in network.reads] == [[key(1)]]
+    assert [list(read.keys) for _, read in source.network.reads] == [[key(1)]]
     assert_right(here, chunks)
 
 
-def test_chunk_that_an_engine_stores_meanwhile_counts_as_fetched(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_chunk_that_an_engine_stores_meanwhile_counts_as_fetched(here: Node, source: Node) -> None:
     record = source.store(key(0))
-    fetch = begin(network, here, source, wanted(record, source))
+    fetch = begin(here, source, wanted(record, source))
     own = here.store(key(0))
-    network.open_gates()
+    source.network.open_gates()
     assert fetch.result(LONG_S).refusals == [NONE]
     assert here.find(record) is own
 
@@ -251,12 +236,10 @@ def test_chunk_that_an_engine_is_storing_is_left_to_it(here: Node, source: Node)
     here.keeper.landed(own, ok=False)
 
 
-def test_chunk_takes_a_slot_when_its_bytes_have_come(
-    network: Network, here: Node, source: Node
-) -> None:
-    fetch = begin(network, here, source, wanted(source.store(key(0)), source))
+def test_chunk_takes_a_slot_when_its_bytes_have_come(here: Node, source: Node) -> None:
+    fetch = begin(here, source, wanted(source.store(key(0)), source))
     assert here.records() == []
-    network.open_gates()
+    source.network.open_gates()
     assert fetch.result(LONG_S).refusals == [NONE]
 
 
@@ -271,15 +254,15 @@ def test_fetch_into_a_pool_in_which_nothing_may_go_has_no_room(network: Network)
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_chunk_that_was_cleared_here_does_not_come_back(
-    network: Network, here: Node, source: Node, when: str
+    here: Node, source: Node, when: str
 ) -> None:
     chunk = wanted(source.store(key(0)), source)
     if when == "before":
         here.order(2, floors={NAMESPACE: 2})
-    fetch = begin(network, here, source, chunk)
+    fetch = begin(here, source, chunk)
     if when == "meanwhile":
         here.order(2, floors={NAMESPACE: 2})
-    network.open_gates()
+    source.network.open_gates()
     assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
     assert_nothing_there(here)
 
@@ -296,9 +279,7 @@ def test_source_with_a_later_copy_is_read_when_that_of_the_first_was_cleared(
     assert arrived.stamp == Stamp(HISTORY, 2)
 
 
-def test_import_is_a_store_of_the_time_when_it_was_ordered(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_import_is_a_store_of_the_time_when_it_was_ordered(here: Node, source: Node) -> None:
     source.kind = SourceKind.IMPORT
     here.order(5, floors={NAMESPACE: 4})
     record = source.store(key(0), stamp=Stamp(0, 0))
@@ -308,18 +289,18 @@ def test_import_is_a_store_of_the_time_when_it_was_ordered(
     assert arrived.stamp == Stamp(HISTORY, 5)
     # What is cleared while it comes is cleared.
     later = wanted(source.store(key(1), stamp=Stamp(0, 0)), source)
-    fetch = begin(network, here, source, later)
+    fetch = begin(here, source, later)
     here.order(6, floors={NAMESPACE: 6})
-    network.open_gates()
+    source.network.open_gates()
     assert fetch.result(LONG_S).refusals == [Refusal.CLEARED]
 
 
-def test_late_answer_changes_nothing(network: Network, here: Node, source: Node) -> None:
+def test_late_answer_changes_nothing(here: Node, source: Node) -> None:
     source.faults.gate = threading.Event()
     chunk = wanted(source.store(key(0)), source)
     assert here.fetch([chunk], deadline_s=0.1).refusals == [Refusal.TOO_LATE]
     source.faults.gate.set()
-    network.settle()
+    source.network.settle()
     assert_nothing_there(here)
 
 
@@ -346,28 +327,26 @@ def test_chunks_of_a_series_stay_until_others_of_it_have_come(here: Node, source
 # Fetches of the same chunk
 
 
-def test_two_fetches_of_a_chunk_share_one_read(network: Network, here: Node, source: Node) -> None:
+def test_two_fetches_of_a_chunk_share_one_read(here: Node, source: Node) -> None:
     chunk, one_more = (wanted(source.store(key(number)), source) for number in (0, 50))
-    first = begin(network, here, source, chunk)
+    first = begin(here, source, chunk)
     # Its read of the other one shows that both were claimed.
-    second = begin(network, here, source, chunk, one_more)
-    network.open_gates()
+    second = begin(here, source, chunk, one_more)
+    source.network.open_gates()
     assert first.result(LONG_S).refusals == [NONE]
     fetched = second.result(LONG_S)
     assert fetched.refusals == [NONE, NONE]
     assert fetched.result.num_bytes == PAGE
-    assert [list(read.keys) for _, read in network.reads] == [[key(0)], [key(50)]]
+    assert [list(read.keys) for _, read in source.network.reads] == [[key(0)], [key(50)]]
     assert_right(here, [chunk])
 
 
-def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(here: Node, source: Node) -> None:
     record, one_more = source.store(key(0)), wanted(source.store(key(50)), source)
     source.evict(record)
-    first = begin(network, here, source, wanted(record, source))
-    second = begin(network, here, source, wanted(record, source), one_more)
-    network.open_gates()
+    first = begin(here, source, wanted(record, source))
+    second = begin(here, source, wanted(record, source), one_more)
+    source.network.open_gates()
     assert first.result(LONG_S).refusals == [Refusal.NOT_HERE]
     assert second.result(LONG_S).refusals == [Refusal.NOT_HERE, NONE]
     source.store(key(0))
@@ -375,28 +354,14 @@ def test_second_fetch_of_a_chunk_is_told_when_the_first_fails(
     assert_right(here, [record])
 
 
-def test_second_fetch_of_a_chunk_keeps_its_own_deadline(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_second_fetch_of_a_chunk_keeps_its_own_deadline(here: Node, source: Node) -> None:
     chunk = wanted(source.store(key(0)), source)
-    first = begin(network, here, source, chunk)
+    first = begin(here, source, chunk)
     with within(0.2, 0.2):
         assert here.fetch([chunk], 0.2).refusals == [Refusal.TOO_LATE]
-    network.open_gates()
+    source.network.open_gates()
     assert first.result(LONG_S).refusals == [NONE]
     assert_right(here, [chunk])
-
-
-def test_chunk_is_read_anew_when_it_has_gone_since(
-    network: Network, here: Node, source: Node
-) -> None:
-    record = source.store(key(0))
-    for _ in range(2):
-        assert here.fetch([wanted(record, source)]).refusals == [NONE]
-        arrived = here.find(record)
-        assert arrived is not None
-        here.evict(arrived)
-    assert network.num_reads(source) == 2
 
 
 def test_chunk_that_is_twice_in_an_order_is_read_once(here: Node, source: Node) -> None:
@@ -406,15 +371,13 @@ def test_chunk_that_is_twice_in_an_order_is_read_once(here: Node, source: Node) 
     assert fetched.result.num_bytes == source.reader.bytes_sent == PAGE
 
 
-def test_same_key_of_another_namespace_is_another_chunk(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_same_key_of_another_namespace_is_another_chunk(here: Node, source: Node) -> None:
     chunk = wanted(source.store(key(0)), source)
-    first = begin(network, here, source, chunk)
+    first = begin(here, source, chunk)
     source.faults = Faults()
     foreign = wanted(source.store(key(0), namespace=Namespace("other")), source)
     assert here.fetch([foreign]).refusals == [NONE]
-    network.open_gates()
+    source.network.open_gates()
     assert first.result(LONG_S).refusals == [NONE]
     assert_right(here, [chunk, foreign])
 
@@ -473,14 +436,12 @@ def test_no_wrong_bytes_are_ready_whatever_the_source_overwrites_meanwhile(
 # Orders that are wrong or empty
 
 
-def test_order_of_another_version_is_refused_whole(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_order_of_another_version_is_refused_whole(here: Node, source: Node) -> None:
     chunks = [wanted(source.store(key(i)), source) for i in range(2)]
     right = order_of(chunks)
     result = here.fetcher.fetch(msgspec.structs.replace(right, version=right.version + 1))
     assert Fetched(result, 2).refusals == [Refusal.BAD_HANDLE] * 2
-    assert network.reads == []
+    assert source.network.reads == []
     assert here.fetch(chunks).refusals == [NONE] * 2
 
 
@@ -500,12 +461,12 @@ def test_order_for_nothing_has_an_empty_result(here: Node) -> None:
 
 
 def test_without_any_time_nothing_is_asked_and_nothing_stays_behind(
-    network: Network, here: Node, source: Node
+    here: Node, source: Node
 ) -> None:
     with within(0.0, 0.0):
         fetched = here.fetch([wanted(source.store(key(0)), source)], 0.0)
     assert fetched.refusals == [Refusal.TOO_LATE]
-    assert network.reads == []
+    assert source.network.reads == []
     assert_nothing_there(here)
 
 

@@ -54,6 +54,11 @@ def opened(service: NodeService, lines: list[RawLine], life: int = LIFE) -> RawL
     return line
 
 
+@pytest.fixture
+def line(service: NodeService, lines: list[RawLine]) -> RawLine:
+    return opened(service, lines)
+
+
 def asked(line: RawLine, position: Position, most: int = 1024) -> ChangesAnswer:
     line.send(ChangesQuery(LIFE, "ns", position, most))
     return answered(line)
@@ -86,9 +91,8 @@ def is_here(service: NodeService, life: int = LIFE) -> bool:
 
 @pytest.mark.usefixtures("quiet")
 def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
-    service: NodeService, lines: list[RawLine]
+    service: NodeService, line: RawLine
 ) -> None:
-    line = opened(service, lines)
     position = read(line)
     worker = Worker(service)
     try:
@@ -105,11 +109,8 @@ def test_engine_hears_of_a_chunk_as_soon_as_it_is_stored(
         worker.close()
 
 
-def test_silence_is_answered_now_and_then(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_answered_now_and_then(line: RawLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 0.2)
-    line = opened(service, lines)
     position = read(line)
     began = time.monotonic()
     answer = asked(line, position)
@@ -121,10 +122,9 @@ def test_silence_is_answered_now_and_then(
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("is_behind", [True, False], ids=["that is behind", "that lacks nothing"])
 def test_query_behind_one_that_takes_no_rows_is_answered_at_once(
-    service: NodeService, lines: list[RawLine], is_behind: bool
+    line: RawLine, is_behind: bool
 ) -> None:
     """The engine does not know whether it lacks anything."""
-    line = opened(service, lines)
     position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position, most=0))
     line.send(ChangesQuery(LIFE, "ns", Position() if is_behind else position))
@@ -135,8 +135,7 @@ def test_query_behind_one_that_takes_no_rows_is_answered_at_once(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_engine_hears_of_orders_at_once(service: NodeService, lines: list[RawLine]) -> None:
-    line = opened(service, lines)
+def test_engine_hears_of_orders_at_once(service: NodeService, line: RawLine) -> None:
     position = read(line)
     line.send(ChangesQuery(LIFE, "ns", position))
     service.keeper.take_orders(OrdersDocument(Stamp(0, 4), is_paused=True), 1.0)
@@ -145,16 +144,14 @@ def test_engine_hears_of_orders_at_once(service: NodeService, lines: list[RawLin
 
 
 def test_engine_that_asks_too_much_at_once_loses_its_line(
-    service: NodeService, lines: list[RawLine], monkeypatch: pytest.MonkeyPatch
+    line: RawLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raykv.node.lines, "MOST_QUERIES", 0)
-    line = opened(service, lines)
     line.send(ChangesQuery(LIFE, "ns"))
     assert line.receive() is None
 
 
-def test_what_an_engine_tells_is_heard(service: NodeService, lines: list[RawLine]) -> None:
-    line = opened(service, lines)
+def test_what_an_engine_tells_is_heard(service: NodeService, line: RawLine) -> None:
     line.send(Tell(LIFE, 1, "ns", counters={"steps": 7}))
     asked(line, Position())
     with service.keeper.lock:
@@ -174,9 +171,8 @@ def test_engine_is_here_until_its_last_line_has_ended(
 
 
 def test_engine_in_another_namespace_is_there_with_its_next_hello(
-    service: NodeService, lines: list[RawLine]
+    service: NodeService, line: RawLine
 ) -> None:
-    line = opened(service, lines)
     line.send(hello_of(LIFE, {0: 2 * PAGE}, "later"))
     assert line.receive() == Welcome(service.keeper.life)
     line.send(ChangesQuery(LIFE, "ns"))

@@ -35,7 +35,6 @@ from tests.fixtures.node.peers import (
     STAMP,
     Answer,
     Faults,
-    Network,
     Node,
     Wanted,
     assert_nothing_there,
@@ -99,13 +98,6 @@ def test_rows_say_how_chunks_are_and_which_blocks_came(source: Node) -> None:
         (key(1), Where.NOWHERE),
     ]
     assert raykv.node.read.blocks_in(reply)[key(0)] == Blocks(1, 2)
-
-
-def test_no_checksums_are_computed_if_nobody_wants_them(source: Node) -> None:
-    record = source.store(key(0))
-    reply, data = source.reader.read(question(record, with_checksums=False))
-    assert reply.checksums == []
-    assert data.tobytes() == content(record)
 
 
 def test_chunk_that_was_stored_anew_is_the_one_that_is_named(source: Node) -> None:
@@ -229,17 +221,6 @@ def test_chunk_with_a_flipped_bit_is_never_ready(here: Node, source: Node) -> No
     assert here.ready() == {chunk.key for chunk in chunks[:2]}
 
 
-def test_flipped_bit_passes_without_checksums(here: Node, source: Node) -> None:
-    """What the check is for: nothing else would notice."""
-    source.faults.alter = flip_bit
-    chunk = wanted(source.store(key(0)), source)
-    assert here.fetch([chunk], with_checksums=False).refusals == [NONE]
-    loaded = here.load(chunk)
-    assert isinstance(loaded, bytes)
-    assert loaded != content(chunk)
-    assert loaded[:-1] == content(chunk)[:-1]
-
-
 def replaced(**fields: Any) -> Callable[..., Answer]:
     return lambda reply, data: (msgspec.structs.replace(reply, **fields), data)
 
@@ -259,16 +240,14 @@ MALFORMED: dict[str, Callable[..., Answer]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_answer_counts_as_none(
-    network: Network, here: Node, source: Node, case: str
-) -> None:
+def test_malformed_answer_counts_as_none(here: Node, source: Node, case: str) -> None:
     source.faults.alter = MALFORMED[case]
     chunk = wanted(source.store(key(0)), source)
     assert here.fetch([chunk]).refusals == [Refusal.NODE_LOST]
     assert_nothing_there(here)
     source.faults = Faults()
     assert here.fetch([chunk]).refusals == [Refusal.BREAKER_OPEN]
-    assert network.num_reads(source) == 1
+    assert source.num_reads == 1
 
 
 @pytest.mark.parametrize("alter", [flip_bit, MALFORMED["truncated"]])
@@ -297,22 +276,16 @@ def set_breaker(here: Node, first_s: float, longest_s: float) -> None:
     here.fetcher.breakers.pauses = Pauses(first_s, longest_s)
 
 
-@pytest.fixture
-def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.node.fetch, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(raykv.node.fetch, "MOST_PIECE_BYTES", PAGE)
-
-
-def pause_s(network: Network, here: Node, source: Node, chunk: Wanted) -> float:
+def pause_s(here: Node, source: Node, chunk: Wanted) -> float:
     """Have fetches tried until one asks `source`; how long after the read before that was it?"""
-    num_reads = network.num_reads(source)
+    num_reads = source.num_reads
 
     def is_asked() -> bool:
         here.fetch([chunk])
-        return network.num_reads(source) > num_reads
+        return source.num_reads > num_reads
 
     wait_until(is_asked, LONG_S, "the source is asked again")
-    return network.read_at[-1] - network.read_at[-2]
+    return source.network.read_at[-1] - source.network.read_at[-2]
 
 
 def test_deadline_is_kept_when_the_source_is_silent(here: Node, source: Node) -> None:
@@ -368,7 +341,7 @@ def test_fetch_ends_at_once_when_its_source_fails_or_reads_the_next_one(
 
 
 def test_source_that_did_not_answer_is_left_alone(
-    network: Network, here: Node, source: Node, other: Node, caplog: pytest.LogCaptureFixture
+    here: Node, source: Node, other: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     source.faults.is_silent = True
     alone, chunk = wanted(source.store(key(0)), source), both(source, other, 1)
@@ -382,44 +355,42 @@ def test_source_that_did_not_answer_is_left_alone(
     assert (report.opened, report.failed, report.refused) == (1, 1, 1)
     assert caplog.text.count("no answer, other nodes are asked") == 1
     assert here.fetch([chunk]).refusals == [NONE]
-    assert (network.num_reads(source), network.num_reads(other)) == (1, 1)
+    assert (source.num_reads, other.num_reads) == (1, 1)
     assert_right(here, [chunk])
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
 def test_all_chunks_of_the_fetch_that_finds_a_source_back_are_read(
-    network: Network, here: Node, source: Node
+    here: Node, source: Node
 ) -> None:
     set_breaker(here, 0.0, 0.0)
     source.faults.is_unreachable = True
     chunks = [wanted(source.store(key(i)), source) for i in range(6)]
     here.fetch(chunks[:1])
     source.faults = Faults(delay_s=0.05)
-    network.most_under_way = 0
+    source.network.most_under_way = 0
     assert here.fetch(chunks).refusals == [NONE] * 6
     assert here.fetcher.breaker_report().peers == []
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
-def test_one_piece_alone_tries_a_source_that_was_left_alone(
-    network: Network, here: Node, source: Node
-) -> None:
+def test_one_piece_alone_tries_a_source_that_was_left_alone(here: Node, source: Node) -> None:
     set_breaker(here, 0.0, 0.0)
     source.faults.is_unreachable = True
     chunks = [wanted(source.store(key(i)), source) for i in range(3)]
     here.fetch(chunks[:1])
     source.faults = Faults(gate=threading.Event())
-    before = network.num_reads(source)
+    before = source.num_reads
     fetch = here.begin_fetch(chunks[:2])
-    wait_until(lambda: network.num_reads(source) > before, LONG_S, "the trial")
+    wait_until(lambda: source.num_reads > before, LONG_S, "the trial")
     assert here.fetch(chunks[2:]).refusals == [Refusal.BREAKER_OPEN]
-    assert network.num_reads(source) == before + 1
-    network.open_gates()
+    assert source.num_reads == before + 1
+    source.network.open_gates()
     assert fetch.result(LONG_S).refusals == [NONE] * 2
 
 
 def test_trial_that_its_fetch_did_not_wait_for_is_made_again(
-    network: Network, here: Node, source: Node, other: Node
+    here: Node, source: Node, other: Node
 ) -> None:
     """The fetch is over before the trial's answer is in: that says nothing of the source."""
     set_breaker(here, 0.0, 0.0)
@@ -432,13 +403,13 @@ def test_trial_that_its_fetch_did_not_wait_for_is_made_again(
     assert here.fetch(chunks[1:]).refusals == [NONE]
 
 
-def test_source_is_asked_again_after_a_while(network: Network, here: Node, source: Node) -> None:
+def test_source_is_asked_again_after_a_while(here: Node, source: Node) -> None:
     set_breaker(here, 0.3, 100.0)
     source.faults.is_silent = True
     chunk = wanted(source.store(key(0)), source)
     here.fetch([chunk], 0.1)
     source.faults = Faults()
-    assert pause_s(network, here, source, chunk) >= 0.3
+    assert pause_s(here, source, chunk) >= 0.3
     again = wanted(source.store(key(1)), source)
     assert here.fetch([again]).refusals == [NONE]
     assert_right(here, [chunk, again])
@@ -446,13 +417,13 @@ def test_source_is_asked_again_after_a_while(network: Network, here: Node, sourc
 
 @pytest.mark.usefixtures("one_chunk_a_piece")
 def test_death_of_a_source_counts_once_however_many_pieces_are_under_way(
-    network: Network, here: Node, source: Node
+    here: Node, source: Node
 ) -> None:
     set_breaker(here, 0.4, 100.0)
     source.faults.dies_after_read = True
     chunks = [wanted(source.store(key(i)), source) for i in range(3)]
     here.fetch(chunks)
-    assert pause_s(network, here, source, chunks[0]) < 1.6  # counted three times: 1.6
+    assert pause_s(here, source, chunks[0]) < 1.6  # counted three times: 1.6
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")

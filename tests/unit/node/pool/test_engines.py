@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raykv.engine.requests import RequestOptions, StoreSampler
 from raykv.node.pool.engines import (
     LEAST_REUSE,
@@ -14,17 +16,10 @@ from raykv.node.pool.engines import (
 from raykv.protocol.descriptions import parse_groups
 
 
-def test_all_is_stored_before_the_sample_is_large_enough() -> None:
-    gauge = ReuseGauge()
-    gauge.count(MIN_SAMPLE - 1, 0)
-    assert gauge.store_share == 1
-    gauge.count(1, 0)
-    assert gauge.store_share == SOME
-
-
-def test_sample_is_as_large_as_the_pools() -> None:
-    gauge = ReuseGauge(10 * MIN_SAMPLE)
-    gauge.count(10 * MIN_SAMPLE - 1, 0)
+@pytest.mark.parametrize("capacity", [0, 10 * MIN_SAMPLE])
+def test_all_is_stored_before_the_sample_is_as_large_as_the_pool(capacity: int) -> None:
+    gauge = ReuseGauge(capacity)
+    gauge.count(max(capacity, MIN_SAMPLE) - 1, 0)
     assert gauge.store_share == 1
     gauge.count(1, 0)
     assert gauge.store_share == SOME

@@ -128,6 +128,18 @@ def test_reader_knows_in_the_end_where_each_chunk_is(seed: int) -> None:
     assert {each: where for (_, each), where in reader.believed.items() if where} == truth
 
 
+def test_page_meets_each_chunk_that_stays_once(pool: Pool) -> None:
+    for name in "abcdef":
+        pool.shelve(key(name))
+    first, place = pool.shelf.page(0, 3)
+    assert [each.key for each in first] == [key(name) for name in "abc"]
+    pool.shelf.remove(A, key("b"), Reason.EVICTED)
+    pool.shelve(key("new"))
+    second, end = pool.shelf.page(place, 10)
+    assert [each.key for each in second] == [key(name) for name in "def"]
+    assert end == ALL_READ
+
+
 # What is written
 
 
