@@ -84,7 +84,8 @@ def bench(  # noqa: PLR0913 - a command's options
         list[str] | None,
         typer.Option(
             help="For `policy` and `client`: a file of requests, JSON lines with `hash_ids` of "
-            "whole prompts, or with `session_id` and those of each turn. Repeatable for `policy`."
+            "whole prompts; for `policy`, which takes several, also with `session_id` and those "
+            "of each turn."
         ),
     ] = None,
     system: Annotated[
