@@ -214,8 +214,7 @@ def test_chunk_keeps_the_checksum_that_it_came_with(network: Network, node: Node
     record = node.store(key(1))
     work_off(node.keeper)
     here.fetch([wanted(record, node)])
-    arrived = here.find(record)
-    assert arrived is not None
+    arrived = here.record(record)
     assert arrived.checksum == record.checksum is not None
     flip_bit(here.keeper, arrived)
     assert load(here.keeper, arrived, 1) is CORRUPT
