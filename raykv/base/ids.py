@@ -183,7 +183,7 @@ class MissReason(StrEnum):
     NOT_ATTACHED = "not_attached"
     """The engine had not reached its NodeActor yet."""
     NEVER_STORED = "never_stored"
-    """Nobody knows anything of the chunk: it was not stored, or long ago."""
+    """The chunk is unknown: it was not stored, or long ago."""
     STORES_OFF = "stores_off"
     """It was computed here, and not to be stored: by that request, or because the cache was off."""
     STORE_FAILED = "store_failed"

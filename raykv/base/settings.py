@@ -372,7 +372,7 @@ def _unknown(what: str, name: str, allowed: set[str]) -> str:
 
 
 ANY_PORT = MetricsPlace()
-"""Where actors show their metrics that nobody has settings for."""
+"""Where actors show their metrics without settings."""
 
 USUAL_OPTIONS = NodeOptions(ANY_PORT)
-"""Of a NodeActor that nobody has settings for."""
+"""Of a NodeActor without settings."""

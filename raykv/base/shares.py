@@ -1,9 +1,8 @@
 """Shares of a pool, or of a disk, and who gives something up when there is no room.
 
-Whoever holds more than its greatest share gives up first, the one furthest above it; then whoever
-holds more than what it is guaranteed, again the one furthest above. So what nobody uses is lent in
-equal parts, and comes back. Below their guarantees all others are left alone, unless nothing else
-is left.
+The holder furthest above its greatest share gives up first; then the one furthest above what it is
+guaranteed. So unused guarantees are shared equally and reclaimed on demand. Holders below their
+guarantees give up only when nothing else is left.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def to_give_up(
     """How many pieces of a size each holder gives up, so that it is `count` in all if there are so
     many. The holdings are counted down.
 
-    Nobody goes below its guarantee, unless that `may_go_below` once nothing else is left. Among
+    No holder goes below its guarantee, unless it `may_go_below` once nothing else is left. Among
     equals the first one of `holdings` gives up.
     """
     parts: dict[T, int] = {}

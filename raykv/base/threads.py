@@ -51,7 +51,7 @@ class OnFailure(Enum):
     RUN_AGAIN = auto()
     """An engine's, or a person's: it is run again for as long as the process lives."""
     GIVE_UP = auto()
-    """Its work is done once, and nobody waits for it without a deadline."""
+    """Its work is done once, and every wait for it has a deadline."""
 
 
 def end_process(why: str) -> NoReturn:
@@ -111,7 +111,7 @@ class SupervisedThread:
         self._thread = thread
 
     def revive(self) -> bool:
-        """Begin if `start` was in vain or not called; True if it lives. Tried with pauses."""
+        """Begin if `start` failed or was not called; True if it lives. Tried with pauses."""
         if self._thread is None and time.monotonic() >= self._revive_at:
             self._revive_at = time.monotonic() + deadlines.AGAIN_S
             try:

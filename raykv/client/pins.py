@@ -18,7 +18,7 @@ from raykv.protocol import columns, operator
 from raykv.protocol.framing import PROTOCOL_VERSION, receive
 
 PIN_S = 3600.0
-"""How long a pin lasts if nobody says it."""
+"""How long a pin lasts by default."""
 
 
 def pin(

@@ -151,8 +151,8 @@ def find_cluster(ray_address: str | None) -> str | None:
     return None
 
 
-def ensure_cluster(ray_address: str | None, own_ip: str = LOOPBACK) -> Joined:
-    """The cluster to join; a new local one if there is none, which others reach at `own_ip`.
+def ensure_cluster(ray_address: str | None) -> Joined:
+    """The cluster to join; a new local one, on loopback, if there is none.
 
     Processes that call this at the same time agree on one cluster.
 
@@ -163,7 +163,7 @@ def ensure_cluster(ray_address: str | None, own_ip: str = LOOPBACK) -> Joined:
         found = find_cluster(ray_address)
         if found is not None:
             return Joined(found, started=False)
-        return Joined(_start_local(own_ip), started=True)
+        return Joined(_start_local(), started=True)
 
 
 def start_lock() -> Path:
@@ -196,7 +196,7 @@ def _start_lock() -> Iterator[None]:
 
 
 def begin_ray_start(
-    arguments: Sequence[str], more: Mapping[str, str], output: IO[str], inside: Sequence[str] = ()
+    arguments: Sequence[str], more: Mapping[str, str], output: IO[str]
 ) -> subprocess.Popen[bytes]:
     """`ray start`, in a session of its own; `output` gets what it prints.
 
@@ -204,10 +204,9 @@ def begin_ray_start(
         arguments: of the command.
         more: what its environment has more than ours.
         output: an open file.
-        inside: a command that runs another one, such as in a namespace.
     """
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
     return subprocess.Popen(
         [*command, "--disable-usage-stats", *arguments],
         stdin=subprocess.DEVNULL,
@@ -218,9 +217,9 @@ def begin_ray_start(
     )
 
 
-def _start_local(own_ip: str) -> str:
+def _start_local() -> str:
     """`ray start --head` on a free port, detached from us."""
-    arguments = ["--head", "--port=0", "--include-dashboard=false", f"--node-ip-address={own_ip}"]
+    arguments = ["--head", "--port=0", "--include-dashboard=false", f"--node-ip-address={LOOPBACK}"]
     token, before = _token_of_new_cluster(), joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
         starter = begin_ray_start(arguments, token, output)
@@ -247,7 +246,7 @@ def _address_of_group(group: int) -> str | None:
 
 
 def _token_of_new_cluster() -> dict[str, str]:
-    """Environment of a new cluster: whoever reaches Ray runs code, so it wants a token.
+    """Environment of a new cluster: everyone who reaches Ray can run code, so it wants a token.
 
     The token is this user's, if there is one. Otherwise the cluster's processes have one of their
     own in their environment: a file in the user's folder would switch tokens on for all Ray

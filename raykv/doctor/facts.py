@@ -1,4 +1,4 @@
-"""What the doctor knows of a cluster; somebody else has asked for it."""
+"""What the doctor knows of a cluster; another module has gathered it."""
 
 from __future__ import annotations
 

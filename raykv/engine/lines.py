@@ -117,7 +117,7 @@ class PlaceLine:
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether the last attempt was in vain."""
+        """Whether the last attempt failed."""
         return not self.breakers.is_closed(OWN_PLACE)
 
     # The thread

@@ -77,7 +77,7 @@ class ListedPlace:
 
     def take(self, part: ListingPart, now: float) -> list[PlaceChange]:
         """The next part of the listing; any other changes nothing. Returns what has come and gone,
-        for whoever follows the view: a key that is listed again as it was is neither.
+        for followers of the view: a key that is listed again as it was is neither.
         """
         if not part.follows(self.position):
             return []

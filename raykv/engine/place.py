@@ -9,7 +9,7 @@
 Whether a raylet is gone is read from this host's processes. Ray is not asked: if another cluster
 has begun at its address since, Ray's list of nodes ends the process that asks for it.
 
-A process has one connection to Ray, and whoever calls Ray without one gets an error. So the
+A process has one connection to Ray, and calls of Ray without one raise. So the
 connection is given up and made anew under a lock that other threads hold while they call.
 """
 

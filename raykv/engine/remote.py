@@ -3,7 +3,7 @@
                 ask                    answer                     order
    (unknown) ────────► UNANSWERED ─────────────► FOUND ────────────────────► FETCHING ──► READY
                         ▲      │                                                │
-                 asked  │      ├──► PENDING (somebody is storing it)            ▼
+                 asked  │      ├──► PENDING (it is being stored)                ▼
                  again  └──────┼─────┘                                       (unknown)
                                └──► MISS, for the requests that had asked
 
@@ -167,7 +167,7 @@ class RemoteChunks:
         return bool(self._repeated)
 
     def announce(self, keys: Iterable[Key]) -> None:
-        """Note that chunks are being stored, so that whoever asks for them waits."""
+        """Note that chunks are being stored, so that engines that ask for them wait."""
         if self.has_peers:
             self._announced.extend(keys)
 

@@ -77,8 +77,8 @@ class RequestOptions:
 class Miss:
     """A chunk that a lookup did not find, and why.
 
-    So many tokens before it are known, and are not loaded for another reason: the window or the
-    state is missing that they end with.
+    `known_tokens` before it are known, and are not loaded for another reason: the window or the
+    state that they end with is missing.
     """
 
     key: Key

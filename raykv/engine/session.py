@@ -300,7 +300,7 @@ class Session:
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[remote.FetchOrder]) -> None:
-        """Have chunks fetched; at once in vain while the NodeActor is left alone."""
+        """Have chunks fetched; fails at once while the NodeActor is left alone."""
         view = self._view
         if self._line.is_left_alone:
             self._num_refused += 1

@@ -73,7 +73,7 @@ def pool_region(num_bytes: int) -> Region:
         try:
             return Region.huge(num_bytes, "pool")
         except HandleError as error:
-            # Somebody else took them in between.
+            # Another process took them in between.
             logger.info("the pool gets no reserved huge pages: %s", error)
     region = Region.anonymous(num_bytes, "pool")
     if wanted is HugePages.NONE or not region.advise_huge():

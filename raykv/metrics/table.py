@@ -318,7 +318,7 @@ def histograms(name: str, values: Iterable[tuple[tuple[str, ...], HistogramData]
 
 
 def printable(name: str) -> str:
-    """A label's value out of what somebody has sent."""
+    """A label's value out of text from outside."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 

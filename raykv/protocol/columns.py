@@ -89,7 +89,7 @@ class _Column(
 
 
 class Keys(_Column[bytes], frozen=True):
-    """A column of keys as one blob: there is an object for each only where somebody asks for it.
+    """A column of keys as one blob: an object for each is made only on demand.
 
     `lengths` has a byte for the length of each key, or one byte in all if they have the same
     length, as the keys of an engine do.

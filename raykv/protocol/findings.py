@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """A port that somebody should be able to reach; `what` names it for messages."""
+    """A port that others must be able to reach; `what` names it for messages."""
 
     host: str
     port: int

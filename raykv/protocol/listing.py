@@ -127,7 +127,7 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """How far somebody has read: in which life of a listing, up to which number of its changes, and
+    """How far a reader has read: in which life of a listing, up to which number of its changes, and
     up to which place of its pages. Who has read nothing is in no life.
 
     `reader`: who that is; one who wants other namespaces is another one.

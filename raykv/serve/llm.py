@@ -59,7 +59,7 @@ _MOVED = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds vLLM's modules in their new places, when somebody imports them from the old ones."""
+    """Finds vLLM's modules in their new places, when a program imports them from the old ones."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -72,7 +72,7 @@ def whole_reports(log: Iterable[Event], most: int) -> Iterator[Event]:
     """The next `most` events, and what is left of the last one's report.
 
     A report's chunks come by how they have changed: a prompt's later chunk may come before an
-    earlier one. Whoever has the whole report has both.
+    earlier one. Readers of the whole report have both.
     """
     last = None
     for count, event in enumerate(log):

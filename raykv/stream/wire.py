@@ -128,7 +128,7 @@ class Stream:
         return self.next_seq - 1
 
     def picture(self) -> Iterator[Any]:
-        """Events that give all that is held to somebody who knows nothing, or something wrong."""
+        """Events that give all that is held to a reader that knows nothing, or something wrong."""
         yield self._form.cleared()
         for name in in_order({name: each.description for name, each in self.held.items()}):
             yield self._stored(name, self.held[name])

@@ -40,7 +40,7 @@ seconds above 0, and a whole number from 1 to 9. Then the name of the request's 
 is over with this request, and the seconds after which it is to go on if it pauses."""
 
 MOST_LOADED, MOST_STORED = "max_load_tokens", "max_offload_tokens"
-"""vLLM's own: so many tokens at most. vLLM's offloading scheduler sees to the first one."""
+"""vLLM's own: the most tokens. vLLM's offloading scheduler sees to the first one."""
 
 OUR_MOST_STORED = "raykv_max_offload_tokens"
 """The second one as it reaches our manager: vLLM's offloading scheduler asserts that it is not

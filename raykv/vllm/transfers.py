@@ -65,7 +65,7 @@ class JobEnd:
 class RayKVTransferResult(TransferResult):
     """vLLM's result, with what its scheduler's side should know of it; None: nothing.
 
-    `lost_blocks` are those of vLLM's blocks that were to be loaded into in vain.
+    `lost_blocks` are those of vLLM's blocks whose load failed.
     """
 
     end: JobEnd | None = None

@@ -219,7 +219,7 @@ class WorkerLink:
         return any(pending.layers < count for pending in known)
 
     def _revive(self) -> None:
-        """Where there was no thread for the line, try again; jobs fail as long as that is in vain.
+        """Where there was no thread for the line, try again; jobs fail until that succeeds.
 
         None of them was sent: a thread that has begun ends with the line only.
         """

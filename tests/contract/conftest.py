@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,22 @@ def one_chunk_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def node() -> Iterator[links.Node]:
-    running = links.Node(4096)
-    yield running
-    running.end()
+def make_node() -> Iterator[links.MakeNode]:
+    """Takes what `links.Node` does."""
+    made: list[links.Node] = []
+
+    def make(*arguments: Any) -> links.Node:
+        made.append(links.Node(*arguments))
+        return made[-1]
+
+    yield make
+    for running in made:
+        running.close()
+
+
+@pytest.fixture
+def node(make_node: links.MakeNode) -> links.Node:
+    return make_node(4096)
 
 
 @pytest.fixture

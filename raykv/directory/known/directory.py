@@ -52,7 +52,7 @@ class Directory:
 
     Args:
         life: of the scheduler actor.
-        orders: what operators want; whoever changes it does so beside the directory.
+        orders: what operators want; callers change it outside of the directory.
         node_expiry_s: a node that is silent for this long is lost.
         most_events: that are kept.
     """

@@ -268,7 +268,7 @@ def _affordable(document: OrdersDocument) -> OrdersDocument:
 
 
 def _readable(document: OrdersDocument) -> OrdersDocument:
-    """The same document, which whoever hears of it can read.
+    """The same document, readable for all that hear of it.
 
     Raises:
         OrderError: it can't be.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -168,8 +167,7 @@ class ChaosReport(Seen):
 
 def show(report: ChaosReport) -> RenderableType:
     """A report for people."""
-    parts: list[RenderableType] = [_numbers(report), _faults(report.faults), _kinds(report.faults)]
-    parts.append(_processes(report))
+    parts: list[RenderableType] = [_numbers(report), _faults(report.faults)]
     if report.problems:
         parts += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]
     else:
@@ -221,35 +219,7 @@ def _faults(seen: Sequence[FaultSeen]) -> Table:
     return table
 
 
-def _kinds(seen: Sequence[FaultSeen]) -> Table:
-    headings = ("fault", "times", "loads again, median s", "fetches again, median s")
-    table = Table(*headings, box=SIMPLE_HEAD)
-    for kind in dict.fromkeys(each.kind for each in seen):
-        some = [each for each in seen if each.kind == kind]
-        loads = [each.loads_again_s for each in some if each.loads_again_s is not None]
-        fetches = [each.fetches_again_s for each in some if each.fetches_again_s is not None]
-        table.add_row(
-            kind,
-            str(len(some)),
-            f"{median(loads):.1f}" if loads else "",
-            f"{median(fetches):.1f}" if fetches else "",
-        )
-    return table
-
-
 def _seconds(value: float | None, *, waited: bool) -> str:
     if value is not None:
         return f"{value:.1f}"
     return "never" if waited else ""
-
-
-def _processes(report: ChaosReport) -> Table:
-    headings = ("process", "MiB before", "MiB after", "fds before", "fds after")
-    table = Table(*headings, box=SIMPLE_HEAD)
-    for name in dict.fromkeys(process.name for process in (*report.before, *report.after)):
-        before = [process for process in report.before if process.name == name]
-        after = [process for process in report.after if process.name == name]
-        sizes = [[each.num_bytes >> 20 for each in some] for some in (before, after)]
-        fds = [[each.num_fds for each in some] for some in (before, after)]
-        table.add_row(name, *(", ".join(map(str, some)) for some in (*sizes, *fds)))
-    return table

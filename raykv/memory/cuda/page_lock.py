@@ -55,7 +55,7 @@ class PoolLocker:
         Args:
             driver: CUDA in this process.
             device: the GPU whose context the memory is page-locked under; it is so for all.
-            pool: its memory is being prefaulted by somebody else.
+            pool: another thread prefaults its memory.
             geometry: how the pool is cut into slabs.
         """
         self._driver = driver

@@ -93,7 +93,7 @@ class TierFolder:
         return whole
 
     def read_floors(self) -> dict[int, dict[str, int]]:
-        """What was cleared when somebody had this folder, by history, the latest last; of each by
+        """What was cleared when a node had this folder, by history, the latest last; of each by
         namespace.
 
         Raises:

@@ -257,7 +257,7 @@ class DiskTier:
             logger.warning("nothing is written to disk_path=%r now: %s", self._place.path, reason)
 
     def _claim(self) -> TierFolder:
-        """Take a folder, and learn what was cleared when somebody had it before."""
+        """Take a folder, and learn what was cleared when a node had it before."""
         folder = TierFolder(Path(self._place.path))
         try:
             floors = folder.read_floors()

@@ -4,7 +4,7 @@
                 │
                 └── expire ──► end: False, a store may have overwritten it
 
-An offer's chunks have readers, so no store touches them. Whoever reads asks for the end, and
+An offer's chunks have readers, so no store touches them. The reader asks for the end, and
 believes its bytes only if the offer was in force until then.
 """
 

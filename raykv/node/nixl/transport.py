@@ -11,7 +11,7 @@ is given up may still write into its buffer, which nobody is lent until it has e
 
 1. A node is read through Ray until its description is there, when it has no NIXL, and for
    `NIXL_AGAIN_S` after a transfer from it has failed or was given up.
-2. Whoever waits for a read also moves on all the others, those that were abandoned too.
+2. A thread that waits for a read also moves on all the others, abandoned ones too.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _TIERS = {"": ANYWHERE, reader.RAM: Where.RAM, reader.DISK: Where.DISK}
 
 
 class PoolCatalog:
-    """See the module's docstring. Whoever calls holds the lock of the pool's owner.
+    """See the module's docstring. Callers hold the lock of the pool's owner.
 
     Args:
         owner: of the pool.

@@ -82,7 +82,7 @@ class Claim(NamedTuple):
 @dataclass(slots=True)
 class _Claimed:
     """What is wanted of a name; `record` is there if the chunk is. `is_shared`: several sessions
-    have used it. `has_gone`: the chunk was there since somebody wanted it, and is not.
+    have used it. `has_gone`: the chunk was there since it was wanted, and is not now.
     """
 
     claims: dict[Owner, Claim] = field(default_factory=dict)

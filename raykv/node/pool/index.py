@@ -1,7 +1,7 @@
 """Which chunks a node has, and who may touch which bytes now.
 
-Whoever is admitted gets the chunk's record, and ends with that record: what the index has under the
-same name by then does not matter. A store is one engine's job; its ranks' parts make one record.
+A copy that is admitted gets the chunk's record, and ends with that record, whatever the index has
+under the same name by then. A store is one engine's job; its ranks' parts make one record.
 What the first rank was told about a chunk of a job is what all of them are told, until all have
 ended the job, or nobody has stored for it for long.
 

@@ -4,7 +4,7 @@
   (none) ─────────────► announced ────────────────► copied ────────────► ended ─────────► (none)
                           loads are admitted
 
-Whoever copies holds the chunk's record, its ticket, and ends with it.
+A copy holds the chunk's record, its ticket, and ends with it.
 
 Invariants:
 1. The readers of all loads of a message are registered before a store of it takes a slot.

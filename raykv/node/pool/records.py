@@ -27,7 +27,7 @@ class ChunkState(IntEnum):
     WRITING = 0
     READY = 1
     VOID = 2
-    """Found by nobody; its slot is free once the last reader and writer have ended."""
+    """Not found any more; its slot is free once the last reader and writer have ended."""
 
 
 # Found as names of a module in a fifth of the time that their class takes to find them.
@@ -38,7 +38,7 @@ class Standing(IntEnum):
     """Which chunks go before which: those of the first kind that has any."""
 
     RELEASED = 0
-    """Nobody will miss it."""
+    """Its session is over, or no engine has its weights."""
     SPARE = 1
     """Another node keeps it, too."""
     NORMAL = 2
@@ -113,7 +113,7 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody copies to it or from it."""
+        """Whether it is being copied to or from."""
         return self.readers > 0 or self.writers > 0
 
 

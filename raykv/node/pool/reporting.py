@@ -182,7 +182,7 @@ class Reporting:
             self._index.room.forget_spares()
         for name in marks.spare:
             record = self._index.find(*name)
-            # Of what somebody wants more, that counts.
+            # Where a claim says more, that counts.
             is_same = record is not None and record.number <= marks.known
             if record is not None and is_same and record.standing in _NOTHING_MORE:
                 self._index.stand(record, Standing.SPARE)

@@ -2,7 +2,7 @@
 
 Chunks of one slot size, and of one tenant that has a share, have an order of eviction. A slot size
 that has less than its part of the slabs takes one from a size that has more, or that nobody has
-wanted for a while; else it gives up its own. Nobody goes below what is guaranteed to it as long as
+wanted for a while; else it gives up its own. No tenant goes below its guarantee as long as
 something else is left, or will be soon.
 """
 

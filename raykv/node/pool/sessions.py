@@ -10,7 +10,7 @@
 
 A client names the session of a request. What a session that is active has used is its own, so that
 what several have used is known. Chunks of one that pauses are kept; those of one that is over, or
-given up, are released. A chunk that somebody else stores anew is not released any more.
+given up, are released. A chunk that another session stores again is not released any more.
 
 All of it may be lost or wrong: that costs an eviction at the wrong time, and no more.
 

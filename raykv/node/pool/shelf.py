@@ -19,7 +19,7 @@ Invariants:
 1. What the shelf has is in the listing as on the disk, and every change of that is numbered.
 2. A record that is being written was READY when that began, and has a reader until its bytes are
    copied. Its copy counts if it is READY at the end, or was evicted or moved.
-3. Each chunk on the disk has a place that no other one has, for whoever reads the listing in pages.
+3. Each chunk on the disk has a place that no other one has, for readers of the listing in pages.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Shelf:
         return self._room.next_to_go(count * max(0, reserved - free) // reserved)
 
     def unwritten(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
-        """READY chunks that are not on the disk, of at most so many slots from a place on, and the
+        """READY chunks that are not on the disk, of at most `most` slots from a place on, and the
         place to go on at, as in `Places.records_from`.
         """
         records, following = self._places.records_from(place, most)

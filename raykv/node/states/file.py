@@ -291,7 +291,7 @@ def load_hidden_states(path: str, timeout_s: float = STATES_LOAD_S) -> dict[str,
     except FileNotFoundError:
         raise HiddenStatesError(f"no hidden states at {path}: {gone}") from None
     except Exception as error:
-        # Such as a file that was cut short by somebody else.
+        # Such as a file that another process has cut short.
         raise HiddenStatesError(f"the hidden states at {path} can't be read: {error}") from error
     return tensors
 

@@ -50,7 +50,7 @@ class Trail:
     num_tokens: float
 
     def unknown(self, number: int) -> float:
-        """Tokens behind the first so many digests."""
+        """Tokens behind the first digests."""
         return self.num_tokens - self.ends[number - 1] if number else self.num_tokens
 
     def tokens(self, numbers: Mapping[str, int], num_tokens: float) -> dict[str, float]:

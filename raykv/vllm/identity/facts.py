@@ -4,8 +4,8 @@ The namespace is the digest of `FACTS` and of nothing else. A *value* fact chang
 the KV cache, a *layout* fact where they lie in a chunk, a *key* fact what the chunks are called.
 Where a fact is no plain field it has a reader, whose docstring has the details.
 
-`tests/fixtures/vllm_fields.py` has the fields of vLLM's configuration classes that readers look at,
-or that determine what these see, and all others, each with the reason why it can't matter. Rounding
+`tests/fixtures/vllm_fields.toml` has the fields of vLLM's configuration classes that readers look
+at, or that determine what these see, and all others, each with why it can't matter. Rounding
 is one: which kernel adds up the same numbers in which order, on how many ranks, is left out on
 purpose, as vLLM's own prefix cache and its disaggregated serving leave it out.
 

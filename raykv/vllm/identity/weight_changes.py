@@ -45,7 +45,7 @@ def _tell(core: Any, what: str) -> None:
 
 
 def _ask(core: Any, *_called: Any) -> None:
-    """Find out what the weights are, where somebody waits for it."""
+    """Find out what the weights are, while a caller waits for it."""
     if any(each.is_asking for each in _listeners(core)):
         _find_out(core)
 

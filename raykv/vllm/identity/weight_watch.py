@@ -161,7 +161,7 @@ class WeightWatch:
         self._found: tuple[int, str | None] = (-1, None)
 
     def note(self, what: str) -> None:
-        """Weights are about to be written by somebody else than vLLM, unless vLLM calls it."""
+        """Code outside of vLLM is about to write weights, unless vLLM calls it."""
         self.count_change(what)
         self._is_written_past = self._is_written_past or not self._depth
 
@@ -282,7 +282,7 @@ def check(worker: Any) -> str:
 
 
 def note_afterwards(worker: Any, what: str) -> None:
-    """Somebody has written a worker's weights, as `check` tells; it runs there."""
+    """A worker's weights have been written, as `check` says; it runs there."""
     watch = watch_of(worker)
     if watch is not None:
         watch.note_afterwards(what)

@@ -5,7 +5,7 @@ given. What is not, and is imported, read, set, called, wrapped or overridden, i
 folder alone, under names that say what for. Where versions of vLLM differ, only this folder does.
 vLLM's modules are imported where they are needed, since its plugins are loaded before most of them.
 
-`NEEDED` has what a part of RayKV refuses to start without. `tests/fixtures/vllm_names.py` has all
+`NEEDED` has what a part of RayKV refuses to start without. `tests/fixtures/vllm_names.toml` has all
 else that RayKV touches, what for, and what happens where it is missing: RayKV finds out when it
 gets there.
 """

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from raykv.base.settings import Settings
-from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.engine import ChangesQuery
-from tests.fixtures.engine.place import PlayedPlace, session_at
-from tests.fixtures.engine.scheduler import PlayedScheduler
+from tests.fixtures.engine.place import EngineAt, PlayedPlace
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -61,54 +59,40 @@ def test_engine_goes_on_after_the_thread_of_its_line_has_failed(place: PlayedPla
             fail()
             return super().query(place)
 
-    view = Faulty(Settings(request_deadline_s=5.0))
     place.store(key(1))
-    session = session_at(place, PlayedScheduler(), view)
-    try:
-        session.attach(LONG_S)
+    with EngineAt(place, Faulty(Settings(request_deadline_s=5.0))) as engine:
+        engine.session.attach(LONG_S)
         assert not fail.left
-        assert view.num_ready == 1
-    finally:
-        session.stop(LONG_S)
+        assert engine.view.num_ready == 1
 
 
 def test_engine_asks_after_the_thread_that_asks_has_failed(
     place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler, fail = PlayedScheduler(), Failing()
-    view = EngineView(Settings(request_deadline_s=5.0))
-    session = session_at(place, scheduler, view)
-    take_questions = view.remote.take_questions
+    fail = Failing()
+    with EngineAt(place) as engine:
+        take_questions = engine.view.remote.take_questions
 
-    def faulty(most: int, may_repeat: bool) -> list[bytes]:
-        fail()
-        return take_questions(most, may_repeat)
+        def faulty(most: int, may_repeat: bool) -> list[bytes]:
+            fail()
+            return take_questions(most, may_repeat)
 
-    monkeypatch.setattr(view.remote, "take_questions", faulty)
-    session.attach(LONG_S)
-    session.start()
-    try:
-        view.remote.has_peers = True
-        view.start_request("r", RequestOptions())
-        view.ask("r", [key(1)])
-        session.nudge()
-        wait_until(lambda: bool(scheduler.asked), LONG_S, "it asks")
+        monkeypatch.setattr(engine.view.remote, "take_questions", faulty)
+        engine.begin()
+        engine.ask()
+        engine.session.nudge()
+        wait_until(lambda: bool(engine.scheduler.asked), LONG_S, "it asks")
         assert not fail.left
-    finally:
-        session.stop(LONG_S)
 
 
 def test_engine_is_heard_of_once_there_is_a_thread_for_it(
     place: PlayedPlace, no_threads: set[str]
 ) -> None:
-    session = session_at(place, PlayedScheduler())
-    no_threads.add("raykv-place")
-    session.start()
-    session.nudge()
-    no_threads.clear()
-    assert not place.hellos
-    session.nudge()
-    try:
+    with EngineAt(place) as engine:
+        no_threads.add("raykv-place")
+        engine.session.start()
+        engine.session.nudge()
+        no_threads.clear()
+        assert not place.hellos
+        engine.session.nudge()
         wait_until(lambda: bool(place.hellos), LONG_S, "it is heard of")
-    finally:
-        session.stop(LONG_S)

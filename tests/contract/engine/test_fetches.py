@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -13,13 +13,11 @@ from raykv.base.settings import Settings
 from raykv.cluster.breaker import Pauses
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import RequestOptions, RequestState
-from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Source
 from raykv.protocol.copies import CopyResult, Fetch
 from tests.fixtures.engine import scheduler
-from tests.fixtures.engine.place import PlayedPlace, session_at
-from tests.fixtures.engine.scheduler import PlayedScheduler
+from tests.fixtures.engine.place import EngineAt, PlayedPlace
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -32,14 +30,13 @@ def order(number: int) -> FetchOrder:
     return scheduler.order(number, Source("far"))
 
 
-class Engine:
-    """A session at a place, and how its fetches have ended."""
+class FetchingEngine(EngineAt):
+    """How its fetches have ended is noted."""
 
     def __init__(self, place: PlayedPlace, deadline_s: float = LONG_S) -> None:
         settings = Settings(request_deadline_s=deadline_s)
-        self.view = EngineView(settings)
+        super().__init__(place, EngineView(settings))
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
-        self.session: Session = session_at(place, PlayedScheduler(), self.view)
         finish = self.view.finish_fetch
 
         def finished(
@@ -50,23 +47,9 @@ class Engine:
 
         self.view.finish_fetch = finished  # type: ignore[assignment, method-assign]
 
-    def begin(self) -> None:
-        self.session.attach(LONG_S)
-        self.session.start()
-
     def order(self, *orders: FetchOrder) -> None:
         self.view.remote._orders.extend(orders)
         self.session.nudge()
-
-    def until(self, is_so: Callable[[], object], what: str) -> None:
-        """The engine goes on from step to step until something is so."""
-
-        def step() -> bool:
-            self.session.drain()
-            self.session.nudge()
-            return bool(is_so())
-
-        wait_until(step, LONG_S, what)
 
     def wait_for_ends(self, num_ends: int) -> list[CopyResult | None]:
         self.until(lambda: len(self.ended) >= num_ends, "the orders end")
@@ -80,11 +63,10 @@ def place() -> Iterator[PlayedPlace]:
 
 
 @pytest.fixture
-def engine(place: PlayedPlace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(place: PlayedPlace, monkeypatch: pytest.MonkeyPatch) -> Iterator[FetchingEngine]:
     monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
-    made = Engine(place)
-    yield made
-    made.session.stop(LONG_S)
+    with FetchingEngine(place) as made:
+        yield made
 
 
 def result_of(request: Fetch) -> CopyResult:
@@ -95,7 +77,7 @@ def wait_for_requests(place: PlayedPlace, number: int) -> None:
     wait_until(lambda: len(place.fetches) >= number, LONG_S, "the NodeActor is asked")
 
 
-def ask_far(engine: Engine) -> RequestState:
+def ask_far(engine: FetchingEngine) -> RequestState:
     """A request waits for a chunk of another node."""
     view = engine.view
     view.start_request("r", RequestOptions())
@@ -106,7 +88,9 @@ def ask_far(engine: Engine) -> RequestState:
     return request
 
 
-def test_chunk_of_another_node_is_there_after_its_fetch(place: PlayedPlace, engine: Engine) -> None:
+def test_chunk_of_another_node_is_there_after_its_fetch(
+    place: PlayedPlace, engine: FetchingEngine
+) -> None:
     def fetch(request: Fetch) -> CopyResult:
         place.store(key(1))
         life, number, rows = place.pool.state_of(Namespace("ns"), [key(1)])
@@ -122,7 +106,9 @@ def test_chunk_of_another_node_is_there_after_its_fetch(place: PlayedPlace, engi
     assert view.counters["chunks_fetched"] == 1
 
 
-def test_fetches_that_take_long_hold_up_nothing_else(place: PlayedPlace, engine: Engine) -> None:
+def test_fetches_that_take_long_hold_up_nothing_else(
+    place: PlayedPlace, engine: FetchingEngine
+) -> None:
     engine.begin()
     engine.order(order(0))
     engine.order(order(1))
@@ -134,7 +120,7 @@ def test_fetches_that_take_long_hold_up_nothing_else(place: PlayedPlace, engine:
 
 @pytest.mark.parametrize("breaks", ["hang up", "rubbish", "another message"])
 def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work(
-    place: PlayedPlace, engine: Engine, breaks: str
+    place: PlayedPlace, engine: FetchingEngine, breaks: str
 ) -> None:
     engine.session._line.breakers.pauses = Pauses(0.01, 0.02)
     engine.begin()
@@ -161,8 +147,7 @@ def test_orders_without_an_answer_end_at_deadline_and_grace(
     place: PlayedPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raykv.base.deadlines.GRACE_S", GRACE_S)
-    engine = Engine(place, DEADLINE_S)
-    try:
+    with FetchingEngine(place, DEADLINE_S) as engine:
         engine.begin()
         started = time.monotonic()
         engine.order(order(0))
@@ -173,12 +158,10 @@ def test_orders_without_an_answer_end_at_deadline_and_grace(
         place.fetch = result_of
         engine.order(order(2))
         assert engine.wait_for_ends(3)[2] is not None
-    finally:
-        engine.session.stop(LONG_S)
 
 
 def test_orders_end_at_once_while_the_node_is_left_alone(
-    place: PlayedPlace, engine: Engine
+    place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     engine.begin()
     engine.session._line.breakers.pauses = Pauses(LONG_S, LONG_S)
@@ -201,7 +184,7 @@ def test_orders_end_at_once_while_the_node_is_left_alone(
 
 
 def test_chunk_that_did_not_come_is_a_miss_for_its_request(
-    place: PlayedPlace, engine: Engine
+    place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     place.fetch = lambda _: place.hang_up()
     engine.begin()
@@ -211,7 +194,7 @@ def test_chunk_that_did_not_come_is_a_miss_for_its_request(
 
 
 def test_stop_waits_for_nothing_and_ends_what_is_under_way(
-    place: PlayedPlace, engine: Engine
+    place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     engine.begin()
     engine.order(order(0))

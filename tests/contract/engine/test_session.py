@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +16,16 @@ import ray
 
 from raykv.base.deadlines import PROMPT_S
 from raykv.base.errors import ClusterError
-from raykv.base.settings import Settings
 from raykv.cluster import names
 from raykv.cluster.breaker import BreakerState, Pauses
 from raykv.cluster.join import leave_ray
 from raykv.engine.lines import OWN_PLACE
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import EngineRuntime
-from raykv.engine.session import Session
-from raykv.engine.view import EngineView
 from raykv.protocol.engine import Space
 from raykv.protocol.node import NodeDescription
 from tests.fixtures.breakers import failures_of
-from tests.fixtures.engine.place import PlayedPlace, session_at
-from tests.fixtures.engine.scheduler import PlayedScheduler
+from tests.fixtures.engine.place import EngineAt, PlayedPlace
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.waiting import wait_until
 
@@ -43,189 +39,131 @@ def die() -> None:
 
 
 @pytest.fixture
-def scheduler() -> PlayedScheduler:
-    return PlayedScheduler()
-
-
-@pytest.fixture
-def place() -> Iterator[PlayedPlace]:
-    with PlayedPlace() as made:
+def engine() -> Iterator[EngineAt]:
+    with PlayedPlace() as place, EngineAt(place) as made:
+        made.session._breakers.pauses = Pauses(0.01, 0.02)
         yield made
 
 
-@pytest.fixture
-def view() -> EngineView:
-    return EngineView(Settings(request_deadline_s=5.0))
-
-
-@pytest.fixture
-def session(place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView) -> Iterator[Session]:
-    made = session_at(place, scheduler, view)
-    made._breakers.pauses = Pauses(0.01, 0.02)
-    yield made
-    scheduler.trouble = lambda: None
-    made.stop(LONG_S)
-
-
-def drained(session: Session, is_so: Callable[[], object], what: str) -> None:
-    """The engine goes on from step to step until something is so."""
-
-    def step() -> bool:
-        session.drain()
-        session.nudge()
-        return bool(is_so())
-
-    wait_until(step, LONG_S, what)
-
-
-def asks(view: EngineView) -> None:
-    """A request wants to know of a chunk."""
-    view.remote.has_peers = True
-    view.start_request("r", RequestOptions())
-    view.ask("r", [key(1)])
-
-
-def state(session: Session) -> BreakerState:
-    return session._breakers.state_of(names.SCHEDULER)
+def state(engine: EngineAt) -> BreakerState:
+    return engine.session._breakers.state_of(names.SCHEDULER)
 
 
 # The scheduler actor
 
 
 def test_dead_scheduler_actor_is_logged_once_and_its_return_too(
-    session: Session,
-    scheduler: PlayedScheduler,
-    place: PlayedPlace,
-    view: EngineView,
-    caplog: pytest.LogCaptureFixture,
+    engine: EngineAt, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "raykv.session")
-    session.attach(LONG_S)
-    session.start()
-    scheduler.trouble = die
-    asks(view)
-    session.nudge()
+    engine.begin()
+    engine.scheduler.trouble = die
+    engine.ask()
+    engine.session.nudge()
     wait_until(
-        lambda: failures_of(session._breakers, names.SCHEDULER) > 5, LONG_S, "it fails and fails"
+        lambda: failures_of(engine.session._breakers, names.SCHEDULER) > 5,
+        LONG_S,
+        "it fails and fails",
     )
-    scheduler.trouble = lambda: None
-    wait_until(lambda: state(session) is BreakerState.CLOSED, LONG_S, "it is back")
+    engine.scheduler.trouble = lambda: None
+    wait_until(lambda: state(engine) is BreakerState.CLOSED, LONG_S, "it is back")
     assert caplog.text.count("the scheduler actor does not answer: ConnectionError") == 1
     assert caplog.text.count("answers again") == 1
-    drained(session, lambda: place.tells[-1].breakers.failed > 5, "that is told")
-    assert place.tells[-1].breakers.opened == 1
+    engine.until(lambda: engine.place.tells[-1].breakers.failed > 5, "that is told")
+    assert engine.place.tells[-1].breakers.opened == 1
 
 
 # The line
 
 
 def test_line_that_broke_is_opened_again_with_all_that_is_there(
-    session: Session, place: PlayedPlace, view: EngineView, caplog: pytest.LogCaptureFixture
+    engine: EngineAt, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "raykv.session")
-    place.store(key(1))
-    session.attach(LONG_S)
-    session.start()
-    place.hang_up()
-    place.store(key(2))
-    drained(session, lambda: view.num_ready == 2, "it hears of the other chunk")
-    assert len(place.hellos) == 2
+    engine.place.store(key(1))
+    engine.begin()
+    engine.place.hang_up()
+    engine.place.store(key(2))
+    engine.until(lambda: engine.view.num_ready == 2, "it hears of the other chunk")
+    assert len(engine.place.hellos) == 2
     wait_until(lambda: "there again" in caplog.text, LONG_S, "that is said")
     assert caplog.text.count("no line to the NodeActor") == 1
 
 
-def test_line_that_broke_is_opened_again_while_ray_does_not_answer(
-    place: PlayedPlace, scheduler: PlayedScheduler, view: EngineView
-) -> None:
+def test_line_that_broke_is_opened_again_while_ray_does_not_answer() -> None:
     def locate(is_lost: bool) -> NodeDescription:
         if is_lost:
             raise ClusterError("Ray does not answer")
         return place.description()
 
-    session = session_at(place, scheduler, view, locate=locate)
-    try:
-        session.attach(LONG_S)
-        session.start()
+    with PlayedPlace() as place, EngineAt(place, locate=locate) as engine:
+        engine.begin()
         place.hang_up()
         place.store(key(1))
-        drained(session, lambda: view.num_ready == 1, "it is there again")
-    finally:
-        session.stop(LONG_S)
+        engine.until(lambda: engine.view.num_ready == 1, "it is there again")
 
 
-def test_next_life_of_the_node_has_nothing_of_the_last_one(
-    session: Session, place: PlayedPlace, view: EngineView
-) -> None:
-    place.store(key(1))
-    session.attach(LONG_S)
-    session.start()
-    place.__exit__()
-    with PlayedPlace(life=8, name=place.name) as later:
+def test_next_life_of_the_node_has_nothing_of_the_last_one(engine: EngineAt) -> None:
+    engine.place.store(key(1))
+    engine.begin()
+    engine.place.__exit__()
+    with PlayedPlace(life=8, name=engine.place.name) as later:
         later.store(key(2))
-        drained(session, lambda: [*view.loadable] == [key(2)], "it has what the next one has")
-        assert view.life_of(0) == 8
+        engine.until(lambda: [*engine.view.loadable] == [key(2)], "it has what the next one has")
+        assert engine.view.life_of(0) == 8
         wait_until(lambda: bool(later.tells), LONG_S, "the next one is told of the engine")
 
 
-def test_engine_goes_to_the_node_where_it_is_found_with_nothing_of_the_last_one(
-    scheduler: PlayedScheduler, view: EngineView
-) -> None:
+def test_engine_goes_to_the_node_where_it_is_found_with_nothing_of_the_last_one() -> None:
     with PlayedPlace("first") as first, PlayedPlace("second", life=3) as second:
-        second.store(key(2))
         here = [first]
 
         def locate(is_lost: bool) -> NodeDescription:
             return (here[-1] if is_lost else first).description()
 
-        session = session_at(first, scheduler, view, locate=locate)
-        try:
+        with EngineAt(first, locate=locate) as engine:
+            view = engine.view
             first.store(key(1))
-            session.attach(LONG_S)
-            session.start()
+            second.store(key(2))
+            engine.begin()
             view.start_request("r", RequestOptions())
             assert view.prepare_store("r", [key(9)]) == [key(9)]
             here.append(second)
             first.__exit__()
-            drained(session, lambda: [*view.loadable] == [key(2)], "it has what is there")
+            engine.until(lambda: [*view.loadable] == [key(2)], "it has what is there")
             assert view.node_ids == ["second"]
             view.start_request("s", RequestOptions())
             assert view.prepare_store("s", [key(9)]) == [key(9)]
-        finally:
-            session.stop(LONG_S)
 
 
 def test_refused_engine_says_why_and_goes_on_trying(
-    session: Session, place: PlayedPlace, view: EngineView, caplog: pytest.LogCaptureFixture
+    engine: EngineAt, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "raykv.session")
-    place.refusal = "install the same version on both"
+    engine.place.refusal = "install the same version on both"
     with pytest.raises(ClusterError, match="install the same version on both"):
-        session.attach(LONG_S)
-    session.start()
-    wait_until(lambda: len(place.hellos) > 2, LONG_S, "it tries again")
+        engine.begin()
+    wait_until(lambda: len(engine.place.hellos) > 2, LONG_S, "it tries again")
     assert caplog.text.count("install the same version") == 1
-    assert not view.life_of(0)
-    place.refusal = ""
-    drained(session, lambda: view.life_of(0), "it is let in")
+    assert not engine.view.life_of(0)
+    engine.place.refusal = ""
+    engine.until(lambda: engine.view.life_of(0), "it is let in")
 
 
-def test_node_that_does_not_answer_is_left_alone_for_a_while(
-    scheduler: PlayedScheduler, view: EngineView
-) -> None:
-    session = session_at(PlayedPlace(), scheduler, view)
-    session._line.breakers.pauses = Pauses(LONG_S, LONG_S)
-    try:
+def test_node_that_does_not_answer_is_left_alone_for_a_while() -> None:
+    with EngineAt(PlayedPlace()) as engine:
+        breakers = engine.session._line.breakers
+        breakers.pauses = Pauses(LONG_S, LONG_S)
         started = time.monotonic()
         with pytest.raises(ClusterError, match="does not answer"):
-            session.attach(0.2)
-        session.start()
-        session.enter(Space("next"))
+            engine.session.attach(0.2)
+        engine.session.start()
+        engine.session.enter(Space("next"))
         assert time.monotonic() - started < PROMPT_S
-        assert view.namespace == "next"
-        assert failures_of(session._line.breakers, OWN_PLACE) == 1
-    finally:
+        assert engine.view.namespace == "next"
+        assert failures_of(breakers, OWN_PLACE) == 1
         started = time.monotonic()
-        session.stop(LONG_S)
+        engine.session.stop(LONG_S)
         assert time.monotonic() - started < SECONDS
 
 
@@ -241,40 +179,36 @@ def hanging() -> Iterator[threading.Event]:
 
 
 def test_session_ends_in_time_while_a_question_hangs(
-    session: Session, scheduler: PlayedScheduler, view: EngineView, hanging: threading.Event
+    engine: EngineAt, hanging: threading.Event
 ) -> None:
-    session.attach(LONG_S)
-    session.start()
-    scheduler.trouble = lambda: hanging.wait(LONG_S)
-    asks(view)
-    session.nudge()
-    wait_until(lambda: scheduler.num_calls > 0, LONG_S, "a question hangs")
+    engine.begin()
+    engine.scheduler.trouble = lambda: hanging.wait(LONG_S)
+    engine.ask()
+    engine.session.nudge()
+    wait_until(lambda: engine.scheduler.num_calls > 0, LONG_S, "a question hangs")
     started = time.monotonic()
-    session.stop(0.2)
+    engine.session.stop(0.2)
     assert time.monotonic() - started < SECONDS
 
 
-def test_session_ends_at_once_while_it_leaves_the_scheduler_actor_alone(
-    session: Session, scheduler: PlayedScheduler, view: EngineView
-) -> None:
-    session._breakers.pauses = Pauses(LONG_S, LONG_S)
-    session.attach(LONG_S)
-    session.start()
-    scheduler.trouble = die
-    asks(view)
-    session.nudge()
-    wait_until(lambda: state(session) is BreakerState.OPEN, LONG_S, "the breaker opens")
+def test_session_ends_at_once_while_it_leaves_the_scheduler_actor_alone(engine: EngineAt) -> None:
+    engine.session._breakers.pauses = Pauses(LONG_S, LONG_S)
+    engine.begin()
+    engine.scheduler.trouble = die
+    engine.ask()
+    engine.session.nudge()
+    wait_until(lambda: state(engine) is BreakerState.OPEN, LONG_S, "the breaker opens")
     started = time.monotonic()
-    session.stop(LONG_S)
+    engine.session.stop(LONG_S)
     assert time.monotonic() - started < SECONDS
-    assert not session._asking.is_alive()
+    assert not engine.session._asking.is_alive()
 
 
-def test_node_sees_that_an_engine_has_ended(session: Session, place: PlayedPlace) -> None:
-    session.attach(LONG_S)
-    assert place.num_open == 1
-    session.stop(LONG_S)
-    wait_until(lambda: place.num_open == 0, LONG_S, "the line ends")
+def test_node_sees_that_an_engine_has_ended(engine: EngineAt) -> None:
+    engine.session.attach(LONG_S)
+    assert engine.place.num_open == 1
+    engine.session.stop(LONG_S)
+    wait_until(lambda: engine.place.num_open == 0, LONG_S, "the line ends")
 
 
 def test_ray_that_does_not_let_go_is_left(

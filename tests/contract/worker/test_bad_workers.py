@@ -161,13 +161,6 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def test_worker_of_another_version_hears_both_versions(service: NodeService) -> None:
-    for version in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
-        error = error_of(attach(service, msgspec.structs.replace(HELLO, version=version)))
-        assert f"protocol {version} of RayKV" in error
-        assert f"NodeActor {PROTOCOL_VERSION}" in error
-
-
 class LaterHello(msgspec.Struct, frozen=True, tag="attach"):
     """A first message of which only the version can be read."""
 
@@ -175,10 +168,26 @@ class LaterHello(msgspec.Struct, frozen=True, tag="attach"):
     layout: str = "in another form"
 
 
-def test_worker_whose_message_has_another_form_hears_both_versions(service: NodeService) -> None:
-    error = error_of(attach(service, LaterHello(PROTOCOL_VERSION + 5)))
-    assert f"protocol {PROTOCOL_VERSION + 5} of RayKV" in error
+@pytest.mark.parametrize(
+    "hello",
+    [
+        msgspec.structs.replace(HELLO, version=PROTOCOL_VERSION - 1),
+        msgspec.structs.replace(HELLO, version=PROTOCOL_VERSION + 1),
+        LaterHello(PROTOCOL_VERSION + 5),
+    ],
+    ids=["earlier", "later", "in another form"],
+)
+def test_worker_of_another_version_hears_both_versions(
+    service: NodeService, hello: AttachWorker | LaterHello
+) -> None:
+    error = error_of(attach(service, hello))
+    assert f"protocol {hello.version} of RayKV" in error
     assert f"NodeActor {PROTOCOL_VERSION}" in error
+
+
+def test_worker_whose_message_has_another_form_in_this_version_hears_what_it_lacks(
+    service: NodeService,
+) -> None:
     assert "no AttachWorker" in error_of(attach(service, LaterHello(PROTOCOL_VERSION)))
 
 

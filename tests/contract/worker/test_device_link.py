@@ -21,7 +21,6 @@ from raykv.node.devices import Devices
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, boot_life
 from raykv.protocol import wire
-from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import TensorLayout
@@ -39,11 +38,15 @@ from tests.fixtures.jobs import named_job
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import CoreLine, lives
 from tests.fixtures.node.honest_worker import RawHello
+from tests.fixtures.node.links import refusals
 from tests.fixtures.waiting import wait_until
 
 pytest.importorskip("vllm")
 
+from types import SimpleNamespace
+
 from raykv.worker.handover import AutoLink, DeviceLink
+from raykv.worker.staging import StagedLink, StagingMemory
 from tests.fixtures.node.device_links import (
     BLOCKS_PER_CHUNK,
     LONG_S,
@@ -287,10 +290,6 @@ def test_worker_is_refused_when_its_gpu_can_not_be_copied_from() -> None:
 def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World) -> None:
     """Its jobs until then have failed; from then on they go the other way."""
     torch = pytest.importorskip("torch")
-    from types import SimpleNamespace
-
-    from raykv.worker.staging import StagedLink, StagingMemory
-
     world.cuda.visible = (OTHER_GPU,)
     cuda = FakeCuda((GPU,))
     base = cuda.allocate(PAGE)
@@ -313,36 +312,28 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     core = CoreLine(name, life, sizes)
     core.wait()
 
-    def request(direction: Direction, block: int) -> JobRequest:
-        ids = next(job_ids)
-        return JobRequest(named_job(direction, [numbered_key(0)], [[block]], job_id=ids))
+    def submit(direction: Direction, block: int) -> int:
+        job = named_job(direction, [numbered_key(0)], [[block]], job_id=next(job_ids))
+        link.submit(JobRequest(job))
+        return job.job_id
 
-    def run(wanted: JobRequest) -> list[int]:
-        link.submit(wanted)
-        found: list[CopyResult] = []
-
-        def is_there() -> bool:
-            found.extend(link.drain())
-            return bool(found)
-
-        wait_until(is_there, LONG_S, "the job ends")
-        return list(found[0].refusals)
+    def run(direction: Direction, block: int) -> list[Refusal]:
+        return refusals(link, submit(direction, block), LONG_S)
 
     link.set_target(target)
-    assert run(request(Direction.STORE, 1)) == [Refusal.NODE_LOST]
+    assert run(Direction.STORE, 1) == [Refusal.NODE_LOST]
     wait_until(lambda: bool(direct.unsuited), LONG_S, "the NodeActor has refused")
     # A job that is under way ends where it was.
-    late = request(Direction.STORE, 1)
-    link.submit(late)
+    late = submit(Direction.STORE, 1)
     link.set_target(target)
     assert reasons == []
-    wait_until(lambda: bool(link.drain()), LONG_S, "it has failed")
+    assert refusals(link, late, LONG_S) == [Refusal.NODE_LOST]
     link.set_target(target)
     assert len(reasons) == 1
     assert f"does not see GPU {GPU}" in reasons[0]
     wait_until(lambda: link.node_life == world.service.keeper.life, LONG_S, "the staged line is up")
-    assert run(request(Direction.STORE, 1)) == []
-    assert run(request(Direction.LOAD, 9)) == []
+    assert run(Direction.STORE, 1) == []
+    assert run(Direction.LOAD, 9) == []
     assert torch.equal(kv[9], kv[1])
     link.set_target(target)
     assert len(reasons) == 1

@@ -20,6 +20,10 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import torch
+from vllm.device_allocator import alloc_conf
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -30,6 +34,8 @@ from vllm.v1.kv_offload.config import (
 
 from raykv.vllm.internals.engine import ordinary_gpu_memory
 from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
+from raykv.vllm.worker import RayKVConnectorWorker
+from raykv.worker import staging
 from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink
 
@@ -95,31 +101,27 @@ def no_cuda() -> FakeCuda:
     raise CUDAError("CUDA can't be used in this process")
 
 
-@pytest.mark.parametrize(("setting", "kind"), [("auto", AutoLink), ("ipc", DeviceLink)])
+@pytest.mark.parametrize(
+    ("setting", "pieces", "kind", "layout_kind"),
+    [
+        ("auto", None, AutoLink, CUDA_IPC),
+        ("ipc", None, DeviceLink, CUDA_IPC),
+        ("ipc", [PAGE], DeviceLink, CUDA_FD),
+    ],
+    ids=["auto", "ipc", "expandable segments"],
+)
 def test_gpu_memory_is_mapped_where_it_can_be(
-    cuda: FakeCuda, setting: str, kind: type[Any]
+    cuda: FakeCuda, setting: str, pieces: list[int] | None, kind: type[Any], layout_kind: str
 ) -> None:
     spec = Spec(setting)
-    link, layout = make_link(spec, kv_caches(GPUTensor(cuda.allocate(PAGE))), lambda: cuda)
-    assert link.__class__ is kind
-    assert (layout.kind, layout.tensors[0].page_bytes) == (CUDA_IPC, PAGE_BYTES)
-    assert spec.reasons == []
-    link.close(5.0)
-
-
-def test_canonical_pages_go_with_the_gpu_memory(cuda: FakeCuda) -> None:
-    spec = Spec("ipc")
     page = PageMap(2 * PAGE_BYTES, *([0], [PAGE_BYTES], [PAGE_BYTES], [1], [1], [1]))
     spec.pages = CanonicalPages([page], [[0]])
-    link, layout = make_link(spec, kv_caches(GPUTensor(cuda.allocate(PAGE))), lambda: cuda)
+    caches = kv_caches(GPUTensor(cuda.allocate(PAGE, pieces=pieces)))
+    link, layout = make_link(spec, caches, lambda: cuda)
+    assert link.__class__ is kind
+    assert (layout.kind, layout.tensors[0].page_bytes) == (layout_kind, PAGE_BYTES)
     assert layout.canonical == spec.pages
-    link.close(5.0)
-
-
-def test_expandable_segments_go_by_descriptor(cuda: FakeCuda) -> None:
-    base = cuda.allocate(PAGE, pieces=[PAGE])
-    link, layout = make_link(Spec("ipc"), kv_caches(GPUTensor(base)), lambda: cuda)
-    assert layout.kind == CUDA_FD
+    assert spec.reasons == []
     link.close(5.0)
 
 
@@ -178,8 +180,6 @@ def test_engine_that_may_sleep_is_known(config: dict[str, bool], expected: bool)
 @pytest.fixture
 def confs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the allocator was told; this build of torch has none for GPUs."""
-    from vllm.device_allocator import alloc_conf
-
     told: list[str] = []
     monkeypatch.setattr(alloc_conf, "set_alloc_conf", told.append)
     monkeypatch.setattr(alloc_conf, "live_alloc_conf", lambda: None)
@@ -207,41 +207,38 @@ def test_expandable_segments_are_off_while_the_kv_cache_is_allocated(
     assert confs[1:] == [before]
 
 
-@pytest.mark.parametrize("conf", ["", "expandable_segments:False", "max_split_size_mb:512"])
-def test_allocator_is_left_alone_when_its_memory_can_be_shared(
-    confs: list[str], monkeypatch: pytest.MonkeyPatch, conf: str
+@pytest.mark.parametrize(
+    ("conf", "sleeps"),
+    [
+        ("", False),
+        ("expandable_segments:False", False),
+        ("max_split_size_mb:512", False),
+        ("expandable_segments:True", True),
+    ],
+)
+def test_allocator_is_left_alone_when_its_memory_can_be_shared_or_is_that_of_sleep_mode(
+    confs: list[str], monkeypatch: pytest.MonkeyPatch, conf: str, sleeps: bool
 ) -> None:
     monkeypatch.setenv(CONF, conf)
-    assert ordinary_gpu_memory(sleeps=False) is None
-
-
-def test_allocator_of_sleep_mode_is_left_alone(
-    confs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CONF, "expandable_segments:True")
-    assert ordinary_gpu_memory(sleeps=True) is None
+    assert ordinary_gpu_memory(sleeps=sleeps) is None
     assert confs == []
 
 
 # Parts
 
 
-def offloading_config(
-    rank: int, world_size: int, *, replicated: bool, **more: Any
-) -> OffloadingConfig:
+def spec_of(rank: int, world_size: int, *, replicated: bool, **more: Any) -> RayKVOffloadingSpec:
+    ones = dict.fromkeys(("pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
     parallel = OffloadingParallelConfig(
         rank=rank,
         world_size=world_size,
         tp_size=world_size,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
         data_parallel_index=0,
-        data_parallel_size=1,
         data_parallel_rank_local=0,
         is_parallelism_agnostic=more.get("canonical_layout", False),
+        **ones,
     )
-    return OffloadingConfig(
+    config = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
         worker_kv_bytes_per_block=PAGE_BYTES,
         enable_kv_cache_events=False,
@@ -253,6 +250,7 @@ def offloading_config(
         replicated_layout=replicated,
         **more,
     )
+    return RayKVOffloadingSpec(config)
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -261,24 +259,21 @@ def test_canonical_chunk_has_a_part_of_each_rank_and_one_size(*, replicated: boo
     told = SimpleNamespace(block_bytes={0: 5000, 1: 4000}, sleeps=False, kv_cache=None)
     extra = {"canonical_layout": True, TOLD: told}
     canonical = {"canonical_layout": True, "extra_config": extra, "kv_cache_layout": "LBHNC"}
-    specs = [
-        RayKVOffloadingSpec(offloading_config(1, ranks, replicated=replicated, **canonical))
-        for ranks in (2, 8)
-    ]
+    specs = [spec_of(1, ranks, replicated=replicated, **canonical) for ranks in (2, 8)]
     assert [(spec.num_parts, spec.part) for spec in specs] == [(2, 1), (8, 1)]
     assert {spec.slot_bytes for spec in specs} == {20480}
     assert not any(spec.replicated_layout for spec in specs)
 
 
 def test_sharded_chunk_has_a_part_for_each_rank() -> None:
-    spec = RayKVOffloadingSpec(offloading_config(3, 8, replicated=False))
+    spec = spec_of(3, 8, replicated=False)
     assert (spec.num_parts, spec.part) == (8, 3)
     assert spec.slot_bytes == 8 * 4 * PAGE_BYTES
     assert not spec.replicated_layout
 
 
 def test_replicated_chunk_has_one_part_for_all_ranks() -> None:
-    specs = [RayKVOffloadingSpec(offloading_config(rank, 8, replicated=True)) for rank in range(8)]
+    specs = [spec_of(rank, 8, replicated=True) for rank in range(8)]
     assert {(spec.num_parts, spec.part) for spec in specs} == {(1, 0)}
     # 2,048 bytes take a whole page of the pool.
     assert {spec.slot_bytes for spec in specs} == {4096}
@@ -287,14 +282,8 @@ def test_replicated_chunk_has_one_part_for_all_ranks() -> None:
 
 def test_only_rank_0_stores_what_all_have_and_the_others_confirm() -> None:
     """By vLLM's own rules, out of what our spec says."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-    )
-
-    from raykv.vllm.worker import RayKVConnectorWorker
-
     for rank in range(2):
-        spec = RayKVOffloadingSpec(offloading_config(rank, 2, replicated=True))
+        spec = spec_of(rank, 2, replicated=True)
         group = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=[])
         config = SimpleNamespace(kv_cache_groups=[group])
         worker = RayKVConnectorWorker(spec, None, config)
@@ -321,10 +310,8 @@ def test_staged_worker_of_a_replicated_engine_comes_as_its_one_part(
             ranks.append(rank)
             super().__init__(rank, *others)
 
-    from raykv.worker import staging
-
     monkeypatch.setattr(staging, "StagedLink", Link)
-    spec = RayKVOffloadingSpec(offloading_config(1, 2, replicated=True))
+    spec = spec_of(1, 2, replicated=True)
     spec.settings = load_settings({"staging_bytes": 1 << 20}, {})
     kv = torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8)
     worker = spec.get_worker(kv_caches(kv))

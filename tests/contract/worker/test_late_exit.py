@@ -18,7 +18,7 @@ from raykv.base.deadlines import IDLE_LOOK_S, PROMPT_S
 from raykv.base.ids import Direction, Refusal
 from raykv.cluster.deaths import has_halted, kill
 from raykv.worker.link import LINK_EXIT_S
-from tests.fixtures.node.links import SETTINGS, Node, Worker, failures
+from tests.fixtures.node.links import SETTINGS, Node, failures
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until
 
@@ -83,11 +83,10 @@ def is_there(pid: int) -> bool:
 
 
 def test_load_ends_and_leaves_its_blocks_alone_although_the_killed_node_does_not_exit(
-    node: Node, tracer: Tracer, workers: list[Worker]
+    node: Node, tracer: Tracer
 ) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
-    worker.run(worker.job(Direction.STORE, [0], [0]))
+    worker = node.worker()
+    assert worker.store([0], [0]) == []
     before = [worker.block(number) for number in range(8)]
     tracer.hold(node.process.pid)
     job = worker.job(Direction.LOAD, [0], [3])
@@ -105,15 +104,14 @@ def test_load_ends_and_leaves_its_blocks_alone_although_the_killed_node_does_not
 
 
 def test_engine_ends_itself_where_a_gpu_may_still_copy_for_a_node_that_does_not_exit(
-    node: Node, tracer: Tracer, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    node: Node, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker believes that its memory is not the kind that only threads write to."""
     monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
     monkeypatch.setattr(raykv.worker.link, "LINK_LAST_S", LINK_EXIT_S + 1.0)
     reasons: list[str] = []
-    worker = Worker(node, [256], 1, end_engine=reasons.append)
-    workers.append(worker)
-    worker.run(worker.job(Direction.STORE, [0], [0]))
+    worker = node.worker(end_engine=reasons.append)
+    assert worker.store([0], [0]) == []
     tracer.hold(node.process.pid)
     job = worker.job(Direction.LOAD, [0], [3])
     worker.link.submit(job)
@@ -123,12 +121,11 @@ def test_engine_ends_itself_where_a_gpu_may_still_copy_for_a_node_that_does_not_
 
 
 def test_store_from_a_gpu_ends_although_the_killed_node_does_not_exit(
-    node: Node, tracer: Tracer, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    node: Node, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is still read goes into the memory of a NodeActor that says nothing of it any more."""
     monkeypatch.setattr(raykv.worker.link, "MEMFD", "another kind")
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
+    worker = node.worker()
     tracer.hold(node.process.pid)
     job = worker.job(Direction.STORE, [0], [0])
     began = time.monotonic()

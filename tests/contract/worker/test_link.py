@@ -21,6 +21,7 @@ from raykv.protocol import wire
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.worker import (
+    NOT_CANONICAL,
     CanonicalPages,
     KVLayout,
     PageMap,
@@ -38,85 +39,69 @@ from tests.fixtures.node.links import (
     PATIENT,
     SECONDS,
     SETTINGS,
-    Line,
+    MakeNode,
     Node,
-    Worker,
     changed,
     ended,
     failures,
     job_ids,
+    result_of,
 )
 from tests.fixtures.processes import freeze
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 
 
-def test_line_goes_to_the_next_node_when_the_engine_is_at_another_one(
-    workers: list[Worker],
-) -> None:
+def test_line_goes_to_the_next_node_when_the_engine_is_at_another_one(make_node: MakeNode) -> None:
     slot_bytes = aligned(256)
-    first, second = Node(slot_bytes), Node(slot_bytes)
-    try:
-        worker = Worker(first, [256], 1)
-        workers.append(worker)
-        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-        last_life = worker.link.node_life
-        worker.core.move(second.name)
-        worker.link.set_target(replace(worker.target, socket_name=second.name))
-        wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
-        worker.core.wait()
-        assert failures(worker.run(worker.job(Direction.LOAD, [0], [0]))) == [Refusal.NOT_HERE]
-        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-        assert first.process.poll() is None
-    finally:
-        first.end()
-        second.end()
+    first, second = make_node(slot_bytes), make_node(slot_bytes)
+    worker = first.worker()
+    assert worker.store([0], [0]) == []
+    last_life = worker.link.node_life
+    worker.core.move(second.name)
+    worker.link.set_target(replace(worker.target, socket_name=second.name))
+    wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
+    worker.core.wait()
+    assert worker.load([0], [0]) == [Refusal.NOT_HERE]
+    assert worker.store([0], [0]) == []
+    assert first.process.poll() is None
 
 
 def test_jobs_of_the_last_node_have_ended_before_the_line_goes_to_the_next_one(
-    workers: list[Worker],
+    make_node: MakeNode,
 ) -> None:
     slot_bytes = aligned(256)
-    first, second = Node(slot_bytes), Node(slot_bytes)
-    try:
-        worker = Worker(first, [256], 1, settings=PATIENT)
-        workers.append(worker)
-        assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-        last_life = worker.link.node_life
-        freeze(first.process.pid)
-        job = worker.job(Direction.LOAD, [0], [0])
-        worker.link.submit(job)
-        wait_until(lambda: worker.link._pending[job.job_id].stage is Stage.FLYING, LONG_S, "sent")
-        worker.core.move(second.name)
-        worker.link.set_target(replace(worker.target, socket_name=second.name))
-        assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
-        # It could have written into the engine's blocks.
-        assert first.process.wait(LONG_S) == -signal.SIGKILL
-        wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
-    finally:
-        first.end()
-        second.end()
+    first, second = make_node(slot_bytes), make_node(slot_bytes)
+    worker = first.worker(settings=PATIENT)
+    assert worker.store([0], [0]) == []
+    last_life = worker.link.node_life
+    freeze(first.process.pid)
+    job = worker.job(Direction.LOAD, [0], [0])
+    worker.link.submit(job)
+    wait_until(lambda: worker.link._pending[job.job_id].stage is Stage.FLYING, LONG_S, "sent")
+    worker.core.move(second.name)
+    worker.link.set_target(replace(worker.target, socket_name=second.name))
+    assert failures(worker.finish(job.job_id)) == [Refusal.NODE_LOST]
+    # It could have written into the engine's blocks.
+    assert first.process.wait(LONG_S) == -signal.SIGKILL
+    wait_until(lambda: worker.link.node_life > last_life, LONG_S, "it attaches there")
 
 
-def test_first_load_into_blocks_takes_no_page_fault_for_each_page(workers: list[Worker]) -> None:
+def test_first_load_into_blocks_takes_no_page_fault_for_each_page(make_node: MakeNode) -> None:
     """Each costs more than the copy of the page."""
     page_bytes = 1 << 20
-    node = Node(page_bytes)
-    try:
-        worker = Worker(node, [page_bytes], 1)
-        workers.append(worker)
-        pool_bytes, kv_bytes = NUM_SLOTS * page_bytes, worker.kv.num_bytes
-        wait_until(lambda: mapped_bytes(node, "pool") >= pool_bytes, LONG_S, "the pool is mapped")
-        wait_until(lambda: mapped_bytes(node, "test-kv") >= kv_bytes, LONG_S, "the KV is mapped")
-        chunks = list(range(8))
-        assert failures(worker.run(worker.job(Direction.STORE, chunks, chunks))) == []
-        # It loads code in the background, too.
-        wait_until_quiet(lambda: num_faults(node), LONG_S, "it has begun")
-        before = num_faults(node)
-        blocks = list(range(8, 16))
-        assert failures(worker.run(worker.job(Direction.LOAD, chunks, blocks))) == []
-        assert num_faults(node) - before < 8 * page_bytes // mmap.PAGESIZE // 10
-    finally:
-        node.end()
+    node = make_node(page_bytes)
+    worker = node.worker([page_bytes])
+    pool_bytes, kv_bytes = NUM_SLOTS * page_bytes, worker.kv.num_bytes
+    wait_until(lambda: mapped_bytes(node, "pool") >= pool_bytes, LONG_S, "the pool is mapped")
+    wait_until(lambda: mapped_bytes(node, "test-kv") >= kv_bytes, LONG_S, "the KV is mapped")
+    chunks = list(range(8))
+    assert worker.store(chunks, chunks) == []
+    # It loads code in the background, too.
+    wait_until_quiet(lambda: num_faults(node), LONG_S, "it has begun")
+    before = num_faults(node)
+    blocks = list(range(8, 16))
+    assert worker.load(chunks, blocks) == []
+    assert num_faults(node) - before < 8 * page_bytes // mmap.PAGESIZE // 10
 
 
 def mapped_bytes(node: Node, name: str) -> int:
@@ -135,60 +120,51 @@ def num_faults(node: Node) -> int:
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 @pytest.mark.parametrize("pages", [[4096], [256, 256, 256], [128, 1024, 64]])
 def test_bytes_of_one_engine_come_back_in_other_engine(
-    workers: list[Worker], blocks_per_chunk: int, pages: list[int]
+    make_node: MakeNode, blocks_per_chunk: int, pages: list[int]
 ) -> None:
     slot_bytes = aligned(blocks_per_chunk * sum(pages))
-    node = Node(slot_bytes)
-    try:
-        first, second = (Worker(node, pages, blocks_per_chunk) for _ in range(2))
-        workers += [first, second]
-        source = random.Random(1)
-        num_chunks = NUM_BLOCKS // 4 // 2
-        stored = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
-        loaded = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
-        chunks = list(range(num_chunks))
-        untouched = [second.block(n) for n in range(NUM_BLOCKS)]
-        result = first.run(first.job(Direction.STORE, chunks, stored))
-        assert failures(result) == []
-        assert result.num_bytes == len(stored) * sum(pages)
-        expected = [first.block(number) for number in stored]
-        result = second.run(second.job(Direction.LOAD, chunks, loaded))
-        assert failures(result) == []
-        assert [second.block(number) for number in loaded] == expected
-        for number in set(range(NUM_BLOCKS)) - set(loaded):
-            assert second.block(number) == untouched[number]
-    finally:
-        node.end()
+    node = make_node(slot_bytes)
+    first, second = (node.worker(pages, blocks_per_chunk) for _ in range(2))
+    source = random.Random(1)
+    num_chunks = NUM_BLOCKS // 4 // 2
+    stored = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
+    loaded = source.sample(range(NUM_BLOCKS), num_chunks * blocks_per_chunk)
+    chunks = list(range(num_chunks))
+    untouched = [second.block(n) for n in range(NUM_BLOCKS)]
+    result = first.run(first.job(Direction.STORE, chunks, stored))
+    assert failures(result) == []
+    assert result.num_bytes == len(stored) * sum(pages)
+    expected = [first.block(number) for number in stored]
+    result = second.run(second.job(Direction.LOAD, chunks, loaded))
+    assert failures(result) == []
+    assert [second.block(number) for number in loaded] == expected
+    for number in set(range(NUM_BLOCKS)) - set(loaded):
+        assert second.block(number) == untouched[number]
 
 
 def test_layers_of_a_load_are_told_one_by_one_and_bytes_are_those_of_any_load(
-    workers: list[Worker],
+    make_node: MakeNode,
 ) -> None:
     pages = [256, 128, 64]
-    node = Node(aligned(2 * sum(pages)))
-    try:
-        worker = Worker(node, pages, 2)
-        workers.append(worker)
-        assert failures(worker.run(worker.job(Direction.STORE, [0, 1, 2], list(range(6))))) == []
-        expected = [worker.block(number) for number in range(6)]
-        job = changed(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
-        worker.link.submit(job)
-        for count in (1, 2, 3):
-            worker.link.wait_layers([job.job_id], count)
-            for position, block in enumerate(range(6, 12)):
-                assert worker.block(block)[:count] == expected[position][:count]
-        result = worker.finish(job.job_id)
-        assert failures(result) == []
-        assert result.num_bytes == 6 * sum(pages)
-        worker.link.wait_layers([job.job_id], 1 << 30)
-    finally:
-        node.end()
+    node = make_node(aligned(2 * sum(pages)))
+    worker = node.worker(pages, 2)
+    assert worker.store([0, 1, 2], list(range(6))) == []
+    expected = [worker.block(number) for number in range(6)]
+    job = changed(worker.job(Direction.LOAD, [0, 1, 2], list(range(6, 12))), by_layer=True)
+    worker.link.submit(job)
+    for count in (1, 2, 3):
+        worker.link.wait_layers([job.job_id], count)
+        for position, block in enumerate(range(6, 12)):
+            assert worker.block(block)[:count] == expected[position][:count]
+    result = worker.finish(job.job_id)
+    assert failures(result) == []
+    assert result.num_bytes == 6 * sum(pages)
+    worker.link.wait_layers([job.job_id], 1 << 30)
 
 
-def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256, 128], 1)
-    workers.append(worker)
-    assert failures(worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))) == []
+def test_load_by_layer_leaves_out_what_is_not_there(node: Node) -> None:
+    worker = node.worker([256, 128])
+    assert worker.store([0, 1], [0, 1]) == []
     untouched = worker.block(6)
     load = worker.job(Direction.LOAD, [0, 7, 1], [5, 6, 7])
     worker.link.submit(changed(load, by_layer=True))
@@ -201,28 +177,20 @@ def test_load_by_layer_leaves_out_what_is_not_there(node: Node, workers: list[Wo
     assert failures(worker.run(none)) == [Refusal.NOT_HERE]
 
 
-def test_wait_for_layers_ends_with_the_deadline_of_the_load(workers: list[Worker]) -> None:
-    node = Node(4096, "endless")
-    try:
-        worker = Worker(node, [256, 128], 1)
-        workers.append(worker)
-        worker.link.submit(worker.job(Direction.STORE, [0], [0]))
-        load = changed(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
-        freeze(node.process.pid)
-        worker.link.submit(load)
-        worker.link.wait_layers([load.job_id], 1)
-        assert failures(worker.finish(load.job_id)) == [Refusal.NODE_LOST]
-    finally:
-        node.end()
+def test_wait_for_layers_ends_with_the_deadline_of_the_load(make_node: MakeNode) -> None:
+    node = make_node(4096, "endless")
+    worker = node.worker([256, 128])
+    worker.link.submit(worker.job(Direction.STORE, [0], [0]))
+    load = changed(worker.job(Direction.LOAD, [0], [5]), by_layer=True)
+    freeze(node.process.pid)
+    worker.link.submit(load)
+    worker.link.wait_layers([load.job_id], 1)
+    assert failures(worker.finish(load.job_id)) == [Refusal.NODE_LOST]
 
 
-def test_load_is_refused_unless_its_name_and_its_blocks_are_there(
-    node: Node, workers: list[Worker]
-) -> None:
-    mine = Worker(node, [256], 1)
-    stranger = Worker(node, [256], 1, namespace="other")
-    workers += [mine, stranger]
-    assert failures(mine.run(mine.job(Direction.STORE, [3], [0]))) == []
+def test_load_is_refused_unless_its_name_and_its_blocks_are_there(node: Node) -> None:
+    mine, stranger = node.worker(), node.worker(namespace="other")
+    assert mine.store([3], [0]) == []
     before = mine.block(5)
     right = mine.job(Direction.LOAD, [3], [5])
     wrong = [
@@ -235,120 +203,107 @@ def test_load_is_refused_unless_its_name_and_its_blocks_are_there(
         result = mine.run(changed(job, job_id=next(job_ids)))
         assert failures(result) == [refusal], job
         assert mine.block(5) == before
-    foreign = stranger.run(stranger.job(Direction.LOAD, [3], [5]))
-    assert failures(foreign) == [Refusal.NOT_HERE]
+    assert stranger.load([3], [5]) == [Refusal.NOT_HERE]
     assert failures(mine.run(right)) == []
     assert mine.block(5) == mine.block(0)
 
 
 def test_job_is_of_the_namespace_that_it_names_whatever_the_line_was_attached_with(
-    node: Node, workers: list[Worker]
+    node: Node,
 ) -> None:
-    moved, other = Worker(node, [256], 1), Worker(node, [256], 1, namespace="other")
-    workers += [moved, other]
+    moved, other = node.worker(), node.worker(namespace="other")
     core = CoreLine(node.name, moved.target.life, {0: node.slot_bytes}, ("ns", "other"))
     core.wait()
     store = moved.job(Direction.STORE, [3], [0])
     assert failures(moved.run(changed(store, namespace="other"))) == []
-    assert failures(other.run(other.job(Direction.LOAD, [3], [5]))) == []
+    assert other.load([3], [5]) == []
     assert other.block(5) == moved.block(0)
-    assert failures(moved.run(moved.job(Direction.LOAD, [3], [5]))) == [Refusal.NOT_HERE]
+    assert moved.load([3], [5]) == [Refusal.NOT_HERE]
     core.end()
 
 
-def test_jobs_of_an_engine_that_is_not_here_are_refused(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256], 1, settings=PATIENT)
-    workers.append(worker)
-    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
+def test_jobs_of_an_engine_that_is_not_here_are_refused(node: Node) -> None:
+    worker = node.worker(settings=PATIENT)
+    assert worker.store([0], [0]) == []
     worker.core.end()
 
     def is_refused() -> bool:
-        return failures(worker.run(worker.job(Direction.LOAD, [0], [5]))) == [Refusal.BAD_HANDLE]
+        return worker.load([0], [5]) == [Refusal.BAD_HANDLE]
 
     wait_until(is_refused, LONG_S, "the NodeActor has noticed")
     worker.core = CoreLine(node.name, worker.target.life, {0: node.slot_bytes})
     worker.core.wait()
-    assert failures(worker.run(worker.job(Direction.LOAD, [0], [5]))) == []
+    assert worker.load([0], [5]) == []
 
 
-def test_chunk_of_two_ranks_is_readable_after_both_have_stored(
-    node: Node, workers: list[Worker]
-) -> None:
+def test_chunk_of_two_ranks_is_readable_after_both_have_stored(node: Node) -> None:
     life, job_id = next(lives), next(job_ids)
-    ranks = [Worker(node, [256, 128], 1, rank=rank, num_ranks=2, life=life) for rank in range(2)]
-    workers += ranks
-    assert failures(ranks[0].run(ranks[0].job(Direction.STORE, [2], [1], job_id))) == []
-    too_early = ranks[1].run(ranks[1].job(Direction.LOAD, [2], [9]))
-    assert failures(too_early) == [Refusal.WRITING]
-    assert failures(ranks[1].run(ranks[1].job(Direction.STORE, [2], [1], job_id))) == []
+    ranks = [node.worker([256, 128], rank=rank, num_ranks=2, life=life) for rank in range(2)]
+    assert ranks[0].store([2], [1], job_id) == []
+    assert ranks[1].load([2], [9]) == [Refusal.WRITING]
+    assert ranks[1].store([2], [1], job_id) == []
     for rank in ranks:
-        assert failures(rank.run(rank.job(Direction.LOAD, [2], [9]))) == []
+        assert rank.load([2], [9]) == []
         assert rank.block(9) == rank.block(1)
     assert ranks[0].block(9) != ranks[1].block(9)
 
 
-def test_canonical_chunk_of_two_ranks_is_one_ranks_after_both_have_stored(
-    node: Node, workers: list[Worker]
-) -> None:
+def test_canonical_chunk_of_two_ranks_is_one_ranks_after_both_have_stored(node: Node) -> None:
     def pages(own_bytes: int, place: int) -> CanonicalPages:
         columns = ([0], [place], [own_bytes], [1], [own_bytes], [own_bytes])
         return CanonicalPages([PageMap(512, *columns)], [[0]])
 
     life, job_id = next(lives), next(job_ids)
-    two = [Worker(node, [256], 1, n, 2, canonical=pages(256, n * 256), life=life) for n in range(2)]
-    one = Worker(node, [512], 1, canonical=pages(512, 0))
-    workers += [*two, one]
-    assert failures(two[0].run(two[0].job(Direction.STORE, [2], [1], job_id))) == []
-    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == [Refusal.WRITING]
-    assert failures(two[1].run(two[1].job(Direction.STORE, [2], [6], job_id))) == []
-    assert failures(one.run(one.job(Direction.LOAD, [2], [9]))) == []
+    two = [
+        node.worker(rank=n, num_ranks=2, canonical=pages(256, n * 256), life=life) for n in range(2)
+    ]
+    one = node.worker([512], canonical=pages(512, 0))
+    assert two[0].store([2], [1], job_id) == []
+    assert one.load([2], [9]) == [Refusal.WRITING]
+    assert two[1].store([2], [6], job_id) == []
+    assert one.load([2], [9]) == []
     assert one.block(9) == [two[0].block(1)[0] + two[1].block(6)[0]]
-    assert failures(one.run(one.job(Direction.STORE, [3], [4]))) == []
+    assert one.store([3], [4]) == []
     for number, rank in enumerate(two):
-        assert failures(rank.run(rank.job(Direction.LOAD, [3], [8]))) == []
+        assert rank.load([3], [8]) == []
         assert rank.block(8) == [one.block(4)[0][number * 256 : number * 256 + 256]]
 
 
-def test_canonical_chunk_that_is_larger_than_its_slot_is_refused(node: Node) -> None:
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_layout_that_points_outside_of_its_memory_or_slot_is_refused(
+    node: Node, is_canonical: bool
+) -> None:
     kv = Region.anonymous(4096, "test-kv")
     page = PageMap(node.slot_bytes + 1, *([0], [0], [256], [1], [256], [256]))
-    pages = CanonicalPages([page], [[0]])
-    layout = KVLayout("memfd", 4096, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]], canonical=pages)
+    pages = CanonicalPages([page], [[0]]) if is_canonical else NOT_CANONICAL
+    num_bytes = 4096 if is_canonical else 1 << 30
+    tensor = TensorLayout(0, 4, 256, 256)
+    layout = KVLayout("memfd", num_bytes, 1, [tensor], [0], [[0]], canonical=pages)
     link = WorkerLink(0, layout, [kv.fd], SETTINGS)
     link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: node.slot_bytes}))
-    link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
-    found: list[CopyResult] = []
-
-    def is_there() -> bool:
-        found.extend(link.drain())
-        return bool(found)
-
-    wait_until(is_there, 10.0, "the job fails")
-    assert failures(found[0]) != []
+    job = named_job(Direction.STORE, [numbered_key(0)], [[0]], job_id=next(job_ids))
+    link.submit(JobRequest(job))
+    assert failures(result_of(link, job.job_id)) == [Refusal.NODE_LOST]
     assert link.node_life == 0
+    assert node.process.poll() is None
     link.close(5.0)
 
 
-def test_frozen_node_is_dead_before_its_load_is_reported_failed(
-    node: Node, workers: list[Worker]
-) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
-    worker.run(worker.job(Direction.STORE, [0], [0]))
+def test_frozen_node_is_dead_before_its_load_is_reported_failed(node: Node) -> None:
+    worker = node.worker()
+    assert worker.store([0], [0]) == []
     before = worker.block(3)
     freeze(node.process.pid)
-    result = worker.run(worker.job(Direction.LOAD, [0], [3]))
-    assert failures(result) == [Refusal.NODE_LOST]
+    assert worker.load([0], [3]) == [Refusal.NODE_LOST]
     # Were it alive, it could still write into block 3.
     assert node.process.wait(0) == -signal.SIGKILL
     assert worker.block(3) == before
 
 
 def test_jobs_that_do_not_fit_into_one_message_are_sent_with_several(
-    node: Node, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
+    worker = node.worker()
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200 << 10)
     kept, large = [worker.job(Direction.STORE, [at], [at]) for at in range(8)], job_of([0] * 30_000)
     with worker.link._lock:
@@ -372,9 +327,8 @@ def job_of(blocks: list[int]) -> JobRequest:
     return JobRequest(job)
 
 
-def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
+def test_wait_for_store_ends_although_node_is_frozen(node: Node) -> None:
+    worker = node.worker()
     freeze(node.process.pid)
     job = worker.job(Direction.STORE, [0], [0])
     worker.link.submit(job)
@@ -384,22 +338,17 @@ def test_wait_for_store_ends_although_node_is_frozen(node: Node, workers: list[W
     assert [failures(result) for result in worker.link.drain()] == [[Refusal.NODE_LOST]]
 
 
-def test_all_chunks_of_a_job_have_failed_if_its_result_is_absurd(workers: list[Worker]) -> None:
-    node = Node(4096, "absurd")
-    try:
-        worker = Worker(node, [256], 1)
-        workers.append(worker)
-        result = worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))
-        assert (list(result.failed_chunks), result.num_bytes) == ([0, 1], 0)
-        assert failures(result) == [Refusal.COPY_FAILED] * 2
-    finally:
-        node.end()
+def test_all_chunks_of_a_job_have_failed_if_its_result_is_absurd(make_node: MakeNode) -> None:
+    node = make_node(4096, "absurd")
+    worker = node.worker()
+    result = worker.run(worker.job(Direction.STORE, [0, 1], [0, 1]))
+    assert (list(result.failed_chunks), result.num_bytes) == ([0, 1], 0)
+    assert failures(result) == [Refusal.COPY_FAILED] * 2
 
 
-def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
-    worker.run(worker.job(Direction.STORE, [0], [0]))
+def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node) -> None:
+    worker = node.worker()
+    assert worker.store([0], [0]) == []
     freeze(node.process.pid)
     job = worker.job(Direction.LOAD, [0], [3])
     worker.link.submit(job)
@@ -409,72 +358,51 @@ def test_node_frozen_for_a_moment_lives_and_does_its_job(node: Node, workers: li
     assert node.process.poll() is None
 
 
-def test_worker_attaches_again_to_next_life_of_node(node: Node, workers: list[Worker]) -> None:
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
-    worker.run(worker.job(Direction.STORE, [0], [0]))
+def test_worker_attaches_again_to_next_life_of_node(node: Node) -> None:
+    worker = node.worker()
+    assert worker.store([0], [0]) == []
     old = worker.link.node_life
     node.end()
-    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == [Refusal.NODE_LOST]
+    assert worker.load([0], [3]) == [Refusal.NODE_LOST]
     node.start()
     wait_until(lambda: worker.link.node_life > old, 10.0, "the worker attaches again")
     worker.core.wait()
-    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == [Refusal.NOT_HERE]
-    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-    assert failures(worker.run(worker.job(Direction.LOAD, [0], [3]))) == []
+    assert worker.load([0], [3]) == [Refusal.NOT_HERE]
+    assert worker.store([0], [0]) == []
+    assert worker.load([0], [3]) == []
     assert worker.block(3) == worker.block(0)
 
 
-def test_idle_line_stays_up(node: Node, workers: list[Worker]) -> None:
+def test_idle_line_stays_up(node: Node) -> None:
     """Longer than any deadline of the line: silence alone is no reason to hang up."""
-    worker = Worker(node, [256], 1)
-    workers.append(worker)
+    worker = node.worker()
     life = worker.link.node_life
     quiet_until = time.monotonic() + 2.5
     wait_until(lambda: time.monotonic() > quiet_until, 5.0, "some silence")
     assert worker.link.node_life == life
-    assert failures(worker.run(worker.job(Direction.STORE, [0], [0]))) == []
-
-
-def test_layout_that_points_outside_of_its_memory_is_refused(node: Node) -> None:
-    kv = Region.anonymous(4096, "test-kv")
-    layout = KVLayout("memfd", 1 << 30, 1, [TensorLayout(0, 4, 256, 256)], [0], [[0]])
-    link = WorkerLink(0, layout, [kv.fd], SETTINGS)
-    link.set_target(LinkTarget(node.name, "e", 1, "ns", 1, {0: 4096}))
-    link.submit(JobRequest(named_job(Direction.STORE, [numbered_key(0)], [[0]])))
-    found: list[CopyResult] = []
-
-    def has_ended() -> bool:
-        found.extend(link.drain())
-        return bool(found)
-
-    wait_until(has_ended, 10.0, "the job ends")
-    assert failures(found[0]) == [Refusal.NODE_LOST]
-    assert link.node_life == 0
-    assert node.process.poll() is None
-    link.close(5.0)
+    assert worker.store([0], [0]) == []
 
 
 # The breaker, and the end
 
 
 def test_job_fails_at_once_while_there_is_no_node(
-    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raykv.base.deadlines.RETRY_PAUSES_S", (LONG_S, LONG_S))
     node.end()
-    lines.append(Line(node, PATIENT))
-    link = lines[0].link
+    line = node.line(PATIENT)
+    link = line.link
     wait_until(lambda: link.breaker_report().opened == 1, LONG_S, "the breaker opens")
-    lines[0].submit()
-    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+    line.submit()
+    assert ended(line, SECONDS) == [Refusal.NODE_LOST]
 
 
 def test_node_that_is_gone_is_said_once_and_its_return_too(
-    node: Node, lines: list[Line], caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines.append(Line(node, PATIENT))
-    link = lines[0].link
+    line = node.line(PATIENT)
+    link = line.link
     wait_until(lambda: link.node_life != 0, LONG_S, "the worker attaches")
     assert link.breaker_report().peers == []
     node.end()
@@ -489,17 +417,15 @@ def test_node_that_is_gone_is_said_once_and_its_return_too(
     assert caplog.text.count("is there again") == 1
 
 
-def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(
-    node: Node, lines: list[Line]
-) -> None:
+def test_frozen_node_costs_a_job_its_deadline_at_most_while_the_worker_attaches(node: Node) -> None:
     freeze(node.process.pid)
-    lines.append(Line(node, replace(PATIENT, step_deadline_s=0.3)))
-    lines[0].submit()
-    assert ended(lines[0], SECONDS) == [Refusal.NODE_LOST]
+    line = node.line(replace(PATIENT, step_deadline_s=0.3))
+    line.submit()
+    assert ended(line, SECONDS) == [Refusal.NODE_LOST]
 
 
 def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
-    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze(node.process.pid)
     begun = threading.Event()
@@ -510,42 +436,42 @@ def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
         return connect(name, timeout_s)
 
     monkeypatch.setattr(wire, "connect", connect_and_tell)
-    lines.append(Line(node, PATIENT))
+    line = node.line(PATIENT)
     assert begun.wait(LONG_S)
-    lines[0].end_in_time()
+    line.end_in_time()
 
 
-def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node, lines: list[Line]) -> None:
-    lines.append(Line(node, PATIENT))
-    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
+def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node) -> None:
+    line = node.line(PATIENT)
+    line.wait_until_attached()
     freeze(node.process.pid)
-    lines[0].submit()
-    lines[0].end_in_time()
-    assert lines[0].link.drain() == []
+    line.submit()
+    line.end_in_time()
+    assert line.link.drain() == []
 
 
-def test_flush_ends_with_the_engine(node: Node, lines: list[Line]) -> None:
-    lines.append(Line(node, PATIENT))
-    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
+def test_flush_ends_with_the_engine(node: Node) -> None:
+    line = node.line(PATIENT)
+    line.wait_until_attached()
     freeze(node.process.pid)
-    job_id = lines[0].submit()
-    flush = threading.Thread(target=lines[0].link.wait, args=([job_id],))
+    job_id = line.submit()
+    flush = threading.Thread(target=line.link.wait, args=([job_id],))
     flush.start()
-    lines[0].end_in_time()
+    line.end_in_time()
     flush.join(SECONDS)
     assert not flush.is_alive()
 
 
 def test_engine_ends_in_time_while_a_killed_node_does_not_exit(
-    node: Node, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is not reported: its copy may still be made."""
     killed = threading.Event()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: killed.set())
-    lines.append(Line(node, replace(PATIENT, step_deadline_s=0.2, cancel_grace_s=0.2)))
-    wait_until(lambda: lines[0].link.node_life != 0, LONG_S, "the worker attaches")
+    line = node.line(replace(PATIENT, step_deadline_s=0.2, cancel_grace_s=0.2))
+    line.wait_until_attached()
     freeze(node.process.pid)
-    lines[0].submit()
+    line.submit()
     assert killed.wait(LONG_S)
-    lines[0].end_in_time()
-    assert lines[0].link.drain() == []
+    line.end_in_time()
+    assert line.link.drain() == []

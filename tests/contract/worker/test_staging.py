@@ -14,6 +14,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId, Refusal
 from raykv.node.keeper import PoolKeeper
 from raykv.node.service import NodeService, boot_life
+from raykv.protocol.copies import CopyResult
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.jobs import named_job
@@ -22,8 +23,12 @@ from tests.fixtures.node.cores import CoreLine
 from tests.fixtures.node.links import changed, result_of
 from tests.fixtures.waiting import wait_until
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
+
+import torch
+
+from raykv.worker.staging import StagedLink, StagingMemory
 
 PAGES = (256, 512)
 NUM_BLOCKS = 64
@@ -74,16 +79,32 @@ def device(request: pytest.FixtureRequest) -> Device:
     return Device(request.param)
 
 
+def staged_link(
+    service: NodeService, device: Device, life: int = LIFE, rank: int = 0, num_ranks: int = 1
+) -> Any:
+    memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
+    staged = StagedLink(rank, memory, LinkSettings())
+    target = LinkTarget(service.socket_name, "e", life, "ns", num_ranks, {0: SLOT_BYTES})
+    staged.set_target(target)
+    wait_until(lambda: staged.node_life == service.keeper.life, 10.0, "the link attaches")
+    return staged
+
+
 @pytest.fixture
 def link(service: NodeService, device: Device) -> Iterator[Any]:
-    from raykv.worker.staging import StagedLink, StagingMemory
+    made = staged_link(service, device)
+    yield made
+    made.close(5.0)
 
-    memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, STAGING_BLOCKS * sum(PAGES))
-    staged = StagedLink(0, memory, LinkSettings())
-    staged.set_target(LinkTarget(service.socket_name, "e", LIFE, "ns", 1, {0: SLOT_BYTES}))
-    wait_until(lambda: staged.node_life == service.keeper.life, 10.0, "the link attaches")
-    yield staged
-    staged.close(5.0)
+
+def store(link: Any, chunks: list[int], blocks: list[int], job_id: int) -> CopyResult:
+    link.submit(request(Direction.STORE, chunks, blocks, job_id))
+    return result_of(link, job_id)
+
+
+def load(link: Any, chunks: list[int], blocks: list[int], job_id: int) -> CopyResult:
+    link.submit(request(Direction.LOAD, chunks, blocks, job_id))
+    return result_of(link, job_id)
 
 
 def request(direction: Direction, chunks: list[int], blocks: list[int], job_id: int) -> JobRequest:
@@ -92,11 +113,11 @@ def request(direction: Direction, chunks: list[int], blocks: list[int], job_id: 
     return JobRequest(named_job(direction, keys, parts, job_id=job_id))
 
 
-def store_eight(service: NodeService, link: Any) -> None:
+def store_eight(link: Any) -> None:
     """Chunks 0 to 7, of blocks 0 to 15."""
     for chunk in range(8):
-        link.submit(request(Direction.STORE, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk))
-        assert result_of(link, 10 + chunk).failed_chunks == []
+        stored = store(link, [chunk], [2 * chunk, 2 * chunk + 1], 10 + chunk)
+        assert stored.failed_chunks == []
 
 
 def assert_blocks(device: Device, numbers: Sequence[int], expected: Sequence[Any]) -> None:
@@ -106,37 +127,29 @@ def assert_blocks(device: Device, numbers: Sequence[int], expected: Sequence[Any
             assert torch.equal(found, wanted)
 
 
-def test_stored_blocks_come_back_in_other_blocks(
-    service: NodeService, link: Any, device: Device
-) -> None:
+def test_stored_blocks_come_back_in_other_blocks(link: Any, device: Device) -> None:
     before = [device.block(number) for number in (4, 9, 2, 3)]
     link.submit(request(Direction.STORE, [0, 1], [4, 9, 2, 3], 1))
     # The blocks may be reused at once: their bytes have left.
     for tensor in device.tensors:
         tensor[torch.tensor([4, 9, 2, 3])] = 0
     assert result_of(link, 1).failed_chunks == []
-    link.submit(request(Direction.LOAD, [0, 1], [20, 21, 22, 23], 2))
-    result = result_of(link, 2)
+    result = load(link, [0, 1], [20, 21, 22, 23], 2)
     assert result.failed_chunks == []
     assert result.num_bytes == 4 * sum(PAGES)
     assert_blocks(device, range(20, 24), before)
 
 
-def test_load_larger_than_staging_memory_is_made_in_parts(
-    service: NodeService, link: Any, device: Device
-) -> None:
-    store_eight(service, link)
+def test_load_larger_than_staging_memory_is_made_in_parts(link: Any, device: Device) -> None:
+    store_eight(link)
     untouched = [device.block(number) for number in range(16)]
-    link.submit(request(Direction.LOAD, list(range(8)), list(range(30, 46)), 30))
-    assert result_of(link, 30).failed_chunks == []
+    assert load(link, list(range(8)), list(range(30, 46)), 30).failed_chunks == []
     assert_blocks(device, range(30, 46), untouched)
 
 
-def test_load_by_layer_is_there_when_its_first_layer_is(
-    service: NodeService, link: Any, device: Device
-) -> None:
+def test_load_by_layer_is_there_when_its_first_layer_is(link: Any, device: Device) -> None:
     """Also one that is larger than the staging memory, which a store still has a part of."""
-    store_eight(service, link)
+    store_eight(link)
     expected = [device.block(number) for number in range(16)]
     link.submit(request(Direction.STORE, [20, 21, 22], list(range(6)), 20))
     load = request(Direction.LOAD, list(range(8)), list(range(30, 46)), 30)
@@ -147,9 +160,7 @@ def test_load_by_layer_is_there_when_its_first_layer_is(
     assert result_of(link, 30).failed_chunks == []
 
 
-def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
-    service: NodeService, link: Any
-) -> None:
+def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(link: Any) -> None:
     taken = link._memory.take(STAGING_BLOCKS)
     link._settings = LinkSettings(step_deadline_s=0.05)
     link.submit(request(Direction.LOAD, [0], [4, 5], 1))
@@ -161,38 +172,32 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(
 @pytest.mark.expects_failures
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_job_that_the_line_does_not_take_has_failed_and_keeps_nothing(
-    service: NodeService, link: Any, monkeypatch: pytest.MonkeyPatch
+    link: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no more jobs")
 
-    store_eight(service, link)
+    store_eight(link)
     with monkeypatch.context() as patches:
         patches.setattr(WorkerLink, "submit", refuse)
         link.submit(request(Direction.LOAD, [0], [4, 5], 1))
     assert link.wait_layers([1], 1)
     assert list(result_of(link, 1).refusals) == [Refusal.COPY_FAILED]
     assert link._memory.num_free == STAGING_BLOCKS
-    link.submit(request(Direction.LOAD, [0], [4, 5], 2))
-    assert result_of(link, 2).failed_chunks == []
+    assert load(link, [0], [4, 5], 2).failed_chunks == []
 
 
-def test_chunk_that_is_refused_leaves_its_blocks_alone(
-    service: NodeService, link: Any, device: Device
-) -> None:
-    link.submit(request(Direction.STORE, [0], [0, 1], 1))
-    result_of(link, 1)
+def test_chunk_that_is_refused_leaves_its_blocks_alone(link: Any, device: Device) -> None:
+    store(link, [0], [0, 1], 1)
     before = device.block(40)
-    link.submit(request(Direction.LOAD, [5, 0], [40, 41, 42, 43], 2))
-    result = result_of(link, 2)
+    result = load(link, [5, 0], [40, 41, 42, 43], 2)
     assert result.failed_chunks == [0]
     assert list(result.refusals) == [Refusal.NOT_HERE]
     assert_blocks(device, [40, 42], [before, device.block(0)])
 
 
-def test_store_without_room_fails_beyond_what_fits(service: NodeService, link: Any) -> None:
-    link.submit(request(Direction.STORE, list(range(5)), list(range(10)), 1))
-    result = result_of(link, 1)
+def test_store_without_room_fails_beyond_what_fits(link: Any) -> None:
+    result = store(link, list(range(5)), list(range(10)), 1)
     assert result.failed_chunks == [3, 4]
     assert list(result.refusals) == [Refusal.QUEUE_FULL] * 2
 
@@ -201,18 +206,10 @@ def test_rank_that_stores_less_of_a_job_leaves_no_chunk_that_waits_for_it(
     service: NodeService, device: Device
 ) -> None:
     """Whatever room each rank's staging memory has: both speak of the same job."""
-    from raykv.worker.staging import StagedLink, StagingMemory
-
     name, life = service.socket_name, LIFE + 1
     core = CoreLine(name, life, {0: SLOT_BYTES}, num_ranks=2)
     core.wait()
-    ranks = []
-    for rank in range(2):
-        room = STAGING_BLOCKS * sum(PAGES)
-        memory = StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, room)
-        ranks.append(StagedLink(rank, memory, LinkSettings()))
-        ranks[rank].set_target(LinkTarget(name, "e", life, "ns", 2, {0: SLOT_BYTES}))
-    wait_until(lambda: all(link.node_life for link in ranks), 10.0, "the links attach")
+    ranks = [staged_link(service, device, life, rank, num_ranks=2) for rank in range(2)]
     for taken, there in ((4, [0]), (STAGING_BLOCKS, [])):
         held = ranks[1]._memory.take(taken)
         job_id = 50 + taken
@@ -222,31 +219,23 @@ def test_rank_that_stores_less_of_a_job_leaves_no_chunk_that_waits_for_it(
         results = [result_of(link, job_id) for link in ranks]
         assert results[1].failed_chunks == ([1] if there else [0, 1])
         with service.keeper.lock:
-            assert not service.keeper.owner.index.contents()[1]
-            found = [
-                service.keeper.owner.index.find(Namespace("ns"), numbered_key(chunk)) is not None
-                for chunk in chunks
-            ]
-        assert found == [chunk in there for chunk in range(2)]
+            index = service.keeper.owner.index
+            assert not index.contents()[1]
+            found = [index.find(Namespace("ns"), numbered_key(chunk)) for chunk in chunks]
+        assert [at for at, record in enumerate(found) if record is not None] == there
         ranks[1]._memory.give_back(held)
     for link in ranks:
         link.close(5.0)
     core.end()
 
 
-def test_staging_memory_is_free_again_after_every_job(service: NodeService, link: Any) -> None:
+def test_staging_memory_is_free_again_after_every_job(link: Any) -> None:
     for job_id in range(1, 6):
-        link.submit(request(Direction.STORE, [job_id], [0, 1], job_id))
-        link.wait([job_id])
-        result_of(link, job_id)
-        link.submit(request(Direction.LOAD, [job_id, 60], [2, 3, 4, 5], 100 + job_id))
-        link.wait([100 + job_id])
-        result_of(link, 100 + job_id)
+        store(link, [job_id], [0, 1], job_id)
+        load(link, [job_id, 60], [2, 3, 4, 5], 100 + job_id)
     assert link._memory.num_free == STAGING_BLOCKS
 
 
 def test_staging_memory_of_less_than_a_chunk_is_refused(device: Device) -> None:
-    from raykv.worker.staging import StagingMemory
-
     with pytest.raises(SettingError, match="staging_bytes=1000 is less than one chunk"):
         StagingMemory(device.kv_caches, [0], BLOCKS_PER_CHUNK, 1000)

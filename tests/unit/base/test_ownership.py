@@ -198,19 +198,36 @@ def test_folder_of_another_user_is_not_told_as_left_behind(tmp_path: Path) -> No
     assert unowned_folders(tmp_path, 0.0) == []
 
 
-@each_trap
-def test_pool_file_is_refused_and_keeps_its_content_when_it_may_be_anothers(
-    tmp_path: Path, trap: Trap, why: str
-) -> None:
-    trap(tmp_path / "pool")
-    with pytest.raises(HandleError) as raised:
-        Region.in_file(tmp_path / "pool", 8 * SLOT_ALIGNMENT)
-    assert why in str(raised.value)
-    assert (tmp_path / "pool").read_bytes() == b"precious"
-
-
 def pool_in(folder: Path) -> Pool:
     return Pool(PoolGeometry(8 * SLOT_ALIGNMENT, 4 * SLOT_ALIGNMENT), str(folder / "pool"))
+
+
+START_LOCK = f"raykv-start-{os.getuid()}.lock"
+OPENERS: list[tuple[str, type[Exception], Callable[[Path], object]]] = [
+    ("pool", HandleError, lambda folder: Region.in_file(folder / "pool", 8 * SLOT_ALIGNMENT)),
+    ("pool.new", HandleError, lambda folder: pool_in(folder).recover()),
+    ("states.lock", PermissionError, lambda folder: captured.promise(str(folder / "states"))),
+    (START_LOCK, ClusterError, lambda _: cluster.ensure_cluster("10.0.0.1:6379")),
+]
+
+
+@each_trap
+@pytest.mark.parametrize(("name", "error", "opens"), OPENERS, ids=lambda value: str(value)[:12])
+def test_who_opens_a_file_refuses_what_may_be_anothers_and_leaves_it_as_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trap: Trap,
+    why: str,
+    name: str,
+    error: type[Exception],
+    opens: Callable[[Path], object],
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trap(tmp_path / name)
+    with pytest.raises(error) as raised:
+        opens(tmp_path)
+    assert why in str(raised.value)
+    assert (tmp_path / name).read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("how", ["link", pytest.param("foreign", marks=needs_root), "writable"])
@@ -235,42 +252,6 @@ def test_journal_of_a_pool_file_is_set_aside_when_it_may_be_anothers(
     assert again.recover() == []
     assert again.journal.num_set_aside == 1
     assert (tmp_path / "pool.journal.quarantined-1").read_bytes() == content
-
-
-@each_trap
-def test_new_journal_of_a_pool_file_is_not_written_to_what_may_be_anothers(
-    tmp_path: Path, trap: Trap, why: str
-) -> None:
-    trap(tmp_path / "pool.new")
-    with pytest.raises(HandleError) as raised:
-        pool_in(tmp_path).recover()
-    assert why in str(raised.value)
-    assert (tmp_path / "pool.new").read_bytes() == b"precious"
-
-
-@each_trap
-def test_local_ray_is_not_started_under_a_lock_of_somebody_else(
-    tmp_path: Path, trap: Trap, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = tmp_path / f"raykv-start-{os.getuid()}.lock"
-    trap(path)
-    with pytest.raises(ClusterError) as raised:
-        cluster.ensure_cluster("10.0.0.1:6379")
-    assert why in str(raised.value)
-    assert path.read_bytes() == b"precious"
-
-
-@each_trap
-def test_lock_of_hidden_states_is_not_believed_when_it_may_be_anothers(
-    tmp_path: Path, trap: Trap, why: str
-) -> None:
-    path = tmp_path / "states"
-    trap(path.with_name("states.lock"))
-    with pytest.raises(PermissionError) as raised:
-        captured.promise(str(path))
-    assert why in str(raised.value.strerror)
-    assert path.with_name("states.lock").read_bytes() == b"precious"
 
 
 @each_folder

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import raykv.base.threads
-from raykv.base.threads import (
-    MAX_FAILURES,
-    OnFailure,
-    SupervisedThread,
-    num_failed,
-    sleep_precisely,
-    start_thread,
-    within,
-)
+from raykv.base import threads
+from tests import house
 from tests.house import ROOT
 
 LEFT_OUT = ("raykv/lab/", "raykv/serve/models.py", "raykv/base/threads.py")
-SOURCES = [
-    path
-    for path in sorted((ROOT / "raykv").rglob("*.py"))
+SOURCES = {
+    path: path.read_text()
+    for path in house.SOURCES
     if not str(path.relative_to(ROOT)).startswith(LEFT_OUT)
-]
+}
 STARTERS = {
     "Thread",
     "Timer",
@@ -41,34 +32,17 @@ STARTERS = {
     "create_task",
     "run_coroutine_threadsafe",
 }
-WATCHED = {
-    (
-        "raykv.serve.router.rendering",
-        "ThreadPoolExecutor",
-    ): "a request takes its answer, or what failed",
-    ("raykv.serve.http.exchange", "create_task"): "it is awaited for the end of each answer",
-    (
-        "raykv.serve.http.ingress",
-        "create_task",
-    ): "both are awaited by the request that they are for",
-    ("raykv.serve.http.metrics", "create_task"): "awaited by every request that it is for",
-    ("raykv.serve.disaggregated.proxy", "create_task"): "what it calls says False for all errors",
-    ("raykv.serve.replica", "create_task"): "awaited by the next request once the engine is dead",
-    (
-        "raykv.serve.router.directory",
-        "create_task",
-    ): "begun again by the next question when it is done",
-}
-"""By module and call: who notices that it has failed."""
-
+WATCHED = re.compile(r"# watched: \w")
 TIMES_S = 10.0
 
 
-def starts(tree: ast.Module, module: str) -> Iterator[str]:
+def starts(source: str) -> list[str]:
     """Threads and tasks that nobody supervises.
 
-    Who opens a pool in a `with` statement waits for the ends of all that it does.
+    Who opens a pool in a `with` statement waits for the ends of all that it does; elsewhere
+    `# watched: who notices that it has failed` stands in or above the call.
     """
+    tree, lines, found = ast.parse(source), ["", *source.splitlines()], []
     awaited = {
         id(item.context_expr)
         for node in ast.walk(tree)
@@ -79,27 +53,16 @@ def starts(tree: ast.Module, module: str) -> Iterator[str]:
         if not isinstance(node, ast.Call) or id(node) in awaited:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-        if name in STARTERS and (module, name) not in WATCHED:
-            yield f"{module}, line {node.lineno}: {name} dies silently; see raykv.base.threads"
-
-
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        is_watched = any(map(WATCHED.search, lines[node.lineno - 1 : node.lineno + 1]))
+        if name in STARTERS and not is_watched:
+            found.append(f"line {node.lineno}: {name} dies silently; see raykv.base.threads")
+    return found
 
 
 def test_every_thread_is_supervised() -> None:
     assert len(SOURCES) > 50
-    found = [
-        each for path in SOURCES for each in starts(ast.parse(path.read_text()), module_of(path))
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_list_of_watched_threads_has_nothing_that_is_not_there() -> None:
-    there = {
-        (module_of(path), name) for path in SOURCES for name in STARTERS if name in path.read_text()
-    }
-    assert set(WATCHED) <= there, set(WATCHED) - there
+    found = {str(path): starts(source) for path, source in SOURCES.items() if starts(source)}
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -115,7 +78,8 @@ def test_list_of_watched_threads_has_nothing_that_is_not_there() -> None:
     ],
 )
 def test_thread_that_nobody_supervises_is_found(source: str) -> None:
-    assert len(list(starts(ast.parse(source), "raykv.node.actor"))) == 1
+    assert len(starts(source)) == 1
+    assert not starts("# watched: by a test\n" + source.splitlines()[-1].strip())
 
 
 class Failing:
@@ -139,29 +103,29 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), MemoryError()])
-@pytest.mark.parametrize("on_failure", [OnFailure.RUN_AGAIN, OnFailure.END_PROCESS])
+@pytest.mark.parametrize("on_failure", [threads.OnFailure.RUN_AGAIN, threads.OnFailure.END_PROCESS])
 def test_thread_goes_on_after_failures_that_are_counted_and_said_once(
-    on_failure: OnFailure, error: BaseException, caplog: pytest.LogCaptureFixture
+    on_failure: threads.OnFailure, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body, before = Failing(MAX_FAILURES - 1, error), num_failed()
-    thread = start_thread("raykv-test", body, on_failure)
+    body, before = Failing(threads.MAX_FAILURES - 1, error), threads.num_failed()
+    thread = threads.start_thread("raykv-test", body, on_failure)
     assert body.has_ended.wait(TIMES_S)
     thread.join(TIMES_S)
     assert not thread.is_alive()
-    assert num_failed() - before == MAX_FAILURES - 1
+    assert threads.num_failed() - before == threads.MAX_FAILURES - 1
     assert caplog.text.count("the thread raykv-test failed and begins anew") == 1
     assert type(error).__name__ in caplog.text
 
 
 def test_thread_of_an_engine_goes_on_for_as_long_as_it_fails() -> None:
-    body = Failing(4 * MAX_FAILURES, ValueError("a bug"))
-    start_thread("raykv-test", body, OnFailure.RUN_AGAIN)
+    body = Failing(4 * threads.MAX_FAILURES, ValueError("a bug"))
+    threads.start_thread("raykv-test", body, threads.OnFailure.RUN_AGAIN)
     assert body.has_ended.wait(TIMES_S)
 
 
 def test_thread_that_works_once_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     body = Failing(1, ValueError("a bug"))
-    thread = start_thread("raykv-test", body)
+    thread = threads.start_thread("raykv-test", body)
     thread.join(TIMES_S)
     assert not thread.is_alive()
     assert not body.has_ended.is_set()
@@ -172,9 +136,9 @@ def test_thread_that_ran_well_for_a_while_counts_its_failures_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else an actor would end after some failures in a year."""
-    monkeypatch.setattr(raykv.base.threads, "THREAD_WELL_S", 0.0)
-    body = Failing(3 * MAX_FAILURES, ValueError("a bug"))
-    start_thread("raykv-test", body, OnFailure.END_PROCESS)
+    monkeypatch.setattr(threads, "THREAD_WELL_S", 0.0)
+    body = Failing(3 * threads.MAX_FAILURES, ValueError("a bug"))
+    threads.start_thread("raykv-test", body, threads.OnFailure.END_PROCESS)
     assert body.has_ended.wait(TIMES_S)
 
 
@@ -195,7 +159,9 @@ def test_process_of_an_actor_ends_when_its_thread_fails_again_and_again() -> Non
         [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=30, check=False
     )
     assert ended.returncode == 1
-    expected = f"thread raykv-test has failed {MAX_FAILURES} times, the last time with ValueError"
+    expected = (
+        f"thread raykv-test has failed {threads.MAX_FAILURES} times, the last time with ValueError"
+    )
     assert expected in ended.stderr
     assert ended.stderr.count("Traceback") == 1
 
@@ -238,26 +204,20 @@ def test_thread_that_the_system_does_not_give_is_an_error_and_comes_once_there_i
     assert ran == "it ran"
 
 
-def test_thread_that_was_never_started_is_none_that_lives() -> None:
-    thread = SupervisedThread("raykv-test", lambda: None, OnFailure.GIVE_UP)
-    assert not thread.is_alive()
-    thread.join(0)
-
-
 LONG_S = 10.0
 
 
 def test_what_the_call_returns_or_raises_is_passed_on() -> None:
-    assert within(LONG_S, lambda: 5) == 5
+    assert threads.within(LONG_S, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        within(LONG_S, lambda: 1 // 0)
+        threads.within(LONG_S, lambda: 1 // 0)
 
 
 def test_call_that_takes_too_long_is_left() -> None:
     hanging = threading.Event()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        within(0.1, lambda: hanging.wait(LONG_S))
+        threads.within(0.1, lambda: hanging.wait(LONG_S))
     assert time.monotonic() - started < LONG_S / 2
     hanging.set()
 
@@ -276,7 +236,7 @@ def test_sleeps_of_a_thread_that_asks_for_it_are_not_made_longer() -> None:
         pytest.skip("this kernel has no timer slack")
 
     def ask() -> None:
-        sleep_precisely()
+        threads.sleep_precisely()
         found.append(slack())
 
     thread = threading.Thread(target=ask)

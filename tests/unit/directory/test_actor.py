@@ -17,24 +17,13 @@ from raykv.directory.actor import SchedulerActor
 from raykv.directory.known import document as orders_document
 from raykv.directory.known.desk import Draft
 from raykv.directory.steward import Steward, next_life
+from raykv.protocol import operator
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, Naming
 from raykv.protocol.events import EventPage
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.measures import ClusterMetrics
 from raykv.protocol.node import Report, ReportAnswer
-from raykv.protocol.operator import (
-    ClearOrder,
-    NameWeights,
-    OperatorOrder,
-    OrderAnswer,
-    OrderedPin,
-    OrdersDocument,
-    OrderState,
-    PauseOrder,
-    PinOrder,
-    UnpinOrder,
-)
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, WherePage, WhereQuery
 from raykv.protocol.status import ClusterStatus
 from tests.fixtures.directory.reporting import engine_of
@@ -76,15 +65,15 @@ def start() -> SchedulerActor:
     return SchedulerActor("here")
 
 
-def order(actor: SchedulerActor, what: OperatorOrder) -> OrderAnswer:
-    return decode(actor.order(encode(what)), OrderAnswer)
+def order(actor: SchedulerActor, what: operator.OperatorOrder) -> operator.OrderAnswer:
+    return decode(actor.order(encode(what)), operator.OrderAnswer)
 
 
-def state(actor: SchedulerActor, order_id: str) -> OrderState:
-    return decode(actor.order_state(order_id), OrderState)
+def state(actor: SchedulerActor, order_id: str) -> operator.OrderState:
+    return decode(actor.order_state(order_id), operator.OrderState)
 
 
-def carry_out(actor: SchedulerActor, what: OperatorOrder) -> Stamp:
+def carry_out(actor: SchedulerActor, what: operator.OperatorOrder) -> Stamp:
     assert not order(actor, what).error
     wait_until(lambda: state(actor, what.order_id).orders is not None, 10.0, "it is in force")
     stamp = state(actor, what.order_id).orders
@@ -115,16 +104,16 @@ def test_lives_rise(store: Store) -> None:
 
 def test_order_is_in_force_once_the_store_has_it_and_for_the_next_life(store: Store) -> None:
     actor = start()
-    stamp = carry_out(actor, ClearOrder(V, "a", "space"))
+    stamp = carry_out(actor, operator.ClearOrder(V, "a", "space"))
     kept = decode(store[ORDERS], KeptOrders).document
     assert kept.stamp == stamp == report(actor).orders
     assert kept.floors == {"space": stamp.number}
-    carry_out(actor, PauseOrder(V, "b", paused=True))
+    carry_out(actor, operator.PauseOrder(V, "b", paused=True))
     later = start()
     assert decode(later.status(), ClusterStatus).paused
-    assert decode(later.orders(), OrdersDocument).floors == {"space": stamp.number}
+    assert decode(later.orders(), operator.OrdersDocument).floors == {"space": stamp.number}
     assert state(later, "a").orders == stamp
-    assert carry_out(later, PauseOrder(V, "c", paused=False)) > stamp
+    assert carry_out(later, operator.PauseOrder(V, "c", paused=False)) > stamp
 
 
 def test_nobody_hears_of_orders_that_the_store_may_not_have(
@@ -138,9 +127,9 @@ def test_nobody_hears_of_orders_that_the_store_may_not_have(
 
     monkeypatch.setattr(steward, "end_process", end_process)
     actor = start()
-    before = carry_out(actor, PauseOrder(V, "a", paused=True))
+    before = carry_out(actor, operator.PauseOrder(V, "a", paused=True))
     store.is_away = True
-    order(actor, PauseOrder(V, "b", paused=False))
+    order(actor, operator.PauseOrder(V, "b", paused=False))
     wait_until(lambda: bool(ended), 10.0, "the process ends")
     assert "not known whether orders were kept" in ended[0]
     assert state(actor, "b").orders is None
@@ -150,19 +139,19 @@ def test_nobody_hears_of_orders_that_the_store_may_not_have(
 
 def test_pin_outlives_the_actor_with_the_time_that_is_left(store: Store) -> None:
     first = start()
-    carry_out(first, PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
-    carry_out(first, PinOrder(V, "b", "q", "space", Keys.of([b"other"]), 100.0))
-    carry_out(first, UnpinOrder(V, "c", "q"))
+    carry_out(first, operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(first, operator.PinOrder(V, "b", "q", "space", Keys.of([b"other"]), 100.0))
+    carry_out(first, operator.UnpinOrder(V, "c", "q"))
     kept = decode(store[ORDERS], KeptOrders)
     store[ORDERS] = encode(KeptOrders(kept.document, kept.at - 60.0))
     later = start()
-    ((pin_id, pin),) = decode(later.orders(), OrdersDocument).pins.items()
+    ((pin_id, pin),) = decode(later.orders(), operator.OrdersDocument).pins.items()
     assert pin_id == "p"
     assert 30.0 < pin.left_s <= 40.0
     assert later.pin_keys(pin.digest) == store[PIN + pin.digest.hex()]
     wait_until(lambda: sum(name.startswith(PIN) for name in store) == 1, 10.0, "one is forgotten")
     store[ORDERS] = encode(KeptOrders(kept.document, time.time() - 200.0))
-    assert not decode(start().orders(), OrdersDocument).pins
+    assert not decode(start().orders(), operator.OrdersDocument).pins
 
 
 class TakenAtOnce(list[bytes]):
@@ -178,7 +167,7 @@ class TakenAtOnce(list[bytes]):
 def test_keys_that_are_about_to_be_forgotten_are_kept_with_a_new_pin() -> None:
     made = Steward("here")
     made._unused = TakenAtOnce([b"digest"])
-    made.keep(Draft(OrdersDocument(Stamp(1, 1)), "order", b"digest", b"keys"))
+    made.keep(Draft(operator.OrdersDocument(Stamp(1, 1)), "order", b"digest", b"keys"))
     assert not made._unused
     assert not made.has_kept
 
@@ -192,9 +181,9 @@ def test_keys_of_a_pin_are_kept_before_the_document_that_names_them(
                 lacking.extend([pin] if PIN + pin.digest.hex() not in store else [])
         store.put(name, value)
 
-    lacking: list[OrderedPin] = []
+    lacking: list[operator.OrderedPin] = []
     monkeypatch.setattr(bequest, "put", put)
-    carry_out(start(), PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(start(), operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
     assert decode(store[ORDERS], KeptOrders).document.pins
     assert not lacking
 
@@ -203,28 +192,28 @@ def test_clock_that_was_set_back_makes_no_pin_longer_and_no_life_lower(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start()
-    carry_out(first, PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(first, operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
     life, now = report(first).life, time.time()
     monkeypatch.setattr(time, "time", lambda: now - YEAR)
     later = start()
-    (pin,) = decode(later.orders(), OrdersDocument).pins.values()
+    (pin,) = decode(later.orders(), operator.OrdersDocument).pins.values()
     assert pin.left_s <= 100.0
     assert report(later).life > life
 
 
 def test_only_what_was_cleared_outlives_the_end_of_all_actors(store: Store) -> None:
     first = start()
-    carry_out(first, PauseOrder(V, "a", paused=True))
-    carry_out(first, PinOrder(V, "b", "p", "space", Keys.of([b"k"]), 100.0))
-    stamp = carry_out(first, ClearOrder(V, "c", "space"))
+    carry_out(first, operator.PauseOrder(V, "a", paused=True))
+    carry_out(first, operator.PinOrder(V, "b", "p", "space", Keys.of([b"k"]), 100.0))
+    stamp = carry_out(first, operator.ClearOrder(V, "c", "space"))
     store[WISH] = b"a wish"
     bequest.delete(WISH)
     # What is ordered until the actors have ended has a number that nothing else has.
-    stamp = carry_out(first, ClearOrder(V, "d", "space"))
+    stamp = carry_out(first, operator.ClearOrder(V, "d", "space"))
     for _ in range(2):
         bequest.forget_orders()
     assert store.keys() == {ORDERS, bequest.LIFE}
-    later = decode(start().orders(), OrdersDocument)
+    later = decode(start().orders(), operator.OrdersDocument)
     assert later.floors == {"space": stamp.number}
     assert later.stamp == Stamp(stamp.history, stamp.number + 1)
     assert not later.is_paused
@@ -243,25 +232,27 @@ def test_life_does_not_begin_without_what_is_left(
 def test_what_is_left_and_can_not_be_read_is_as_if_it_were_not_there(store: Store) -> None:
     store |= {ORDERS: b"no struct", bequest.LIFE: b"no number", PIN + "no digest": b"", "wish": b""}
     actor = start()
-    assert carry_out(actor, PauseOrder(V, "a", paused=True)).number >= 1
+    assert carry_out(actor, operator.PauseOrder(V, "a", paused=True)).number >= 1
 
 
 @pytest.mark.usefixtures("store")
 def test_newer_document_that_a_node_has_seen_is_taken_over() -> None:
     actor = start()
-    mine = carry_out(actor, PauseOrder(V, "a", paused=False))
-    theirs = OrdersDocument(Stamp(mine.history, mine.number + 5), {"space": 3}, is_paused=True)
+    mine = carry_out(actor, operator.PauseOrder(V, "a", paused=False))
+    theirs = operator.OrdersDocument(
+        Stamp(mine.history, mine.number + 5), {"space": 3}, is_paused=True
+    )
     assert report(actor, orders=theirs.stamp).wants_orders
     actor.show_orders(encode(theirs))
     wait_until(lambda: report(actor, orders=theirs.stamp).orders > theirs.stamp, 10.0, "it is kept")
-    assert decode(actor.orders(), OrdersDocument).is_paused
+    assert decode(actor.orders(), operator.OrdersDocument).is_paused
 
 
 @pytest.mark.usefixtures("store")
 def test_engines_hear_what_their_weights_are_called() -> None:
     actor = start()
     report(actor, engines=[engine_of("engine 1"), engine_of("other", 2)])
-    stamp = carry_out(actor, NameWeights(V, "a", "engine", "v2"))
+    stamp = carry_out(actor, operator.NameWeights(V, "a", "engine", "v2"))
     assert state(actor, "a").told == ["engine 1"]
     assert not actor.has_heard("a")
     told = report(actor, engines=[engine_of("engine 1")]).namings

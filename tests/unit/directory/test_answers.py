@@ -5,17 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-import raykv.directory.answers
 from raykv.base.ids import Namespace, NodeId, Stamp
-from raykv.directory.answers import (
-    NEWS_S,
-    cluster_status,
-    event_page,
-    order_session,
-    space_page,
-    tenants,
-    where_page,
-)
+from raykv.directory import answers
 from raykv.directory.known.directory import Directory
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.engine import EngineHello
@@ -50,7 +41,7 @@ def cluster() -> TwoNodes:
 
 
 def page_of(directory: Directory, life: int, after: int, now: float = 0.0) -> EventPage:
-    return decode(encode(event_page(directory, life, after, now)), EventPage)
+    return decode(encode(answers.event_page(directory, life, after, now)), EventPage)
 
 
 def test_events_follow_on_the_place_that_a_reader_knows(cluster: TwoNodes) -> None:
@@ -90,7 +81,7 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
     one.report(0.0, row_of(1), row_of(2, Where.RAM | Where.DISK))
     two.report(0.0, row_of(2, Where.DISK), row_of(3, Where.COMING))
     query = WhereQuery(PROTOCOL_VERSION, SPACE, [key_of(number) for number in range(4)])
-    page = where_page(directory, query)
+    page = answers.where_page(directory, query)
     check_where_page(page, query)
     rows = zip(page.key_index, (page.sources[at] for at in page.source_index), strict=True)
     assert set(rows) == {
@@ -100,8 +91,8 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
         (2, Source("two", SourceKind.DISK)),
     }
     assert page.answered == 4
-    monkeypatch.setattr(raykv.directory.answers, "MOST_COPIES", 8)
-    assert where_page(directory, query).answered == 2
+    monkeypatch.setattr(answers, "MOST_COPIES", 8)
+    assert answers.where_page(directory, query).answered == 2
 
 
 def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: TwoNodes) -> None:
@@ -110,15 +101,15 @@ def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: TwoN
     other = Namespace("other")
     one.report(0.0, row_of(1), row_of(1, space=other), engines=[ReportedEngine(hello)])
     two.report(0.0, row_of(1), row_of(2), engines=[ReportedEngine(hello)])
-    page = space_page(directory)
+    page = answers.space_page(directory)
     known, unknown = page.spaces
     assert (known.namespace, known.model, known.chunks, known.num_bytes) == (SPACE, "tiny", 3, 60)
     assert (unknown.namespace, unknown.chunks, unknown.num_bytes) == (other, 1, None)
     assert page.engine_nodes == [["one", "two"], []]
     one.report(1.0, engines=[])
     two.report(1.0, engines=[])
-    assert space_page(directory).spaces[0].model == "tiny"
-    assert space_page(directory).engine_nodes == [[], []]
+    assert answers.space_page(directory).spaces[0].model == "tiny"
+    assert answers.space_page(directory).engine_nodes == [[], []]
 
 
 # Status
@@ -137,7 +128,7 @@ def test_status_has_what_nodes_have_reported_last(cluster: TwoNodes) -> None:
         is_leaving=True,
     )
     two.report(1.0)
-    status = cluster_status(directory, orders.told(3.0), BASE, 3.0)
+    status = answers.cluster_status(directory, orders.told(3.0), BASE, 3.0)
     assert decode(encode(status), ClusterStatus) == status
     first, second = status.nodes
     assert (first.node_id, first.hostname, first.chunks, first.age_s) == ("one", "host", 1, 3.0)
@@ -147,11 +138,11 @@ def test_status_has_what_nodes_have_reported_last(cluster: TwoNodes) -> None:
     assert (status.namespaces, status.disk_chunks) == ({SPACE: 1}, {SPACE: 1})
     assert (status.orders, status.paused) == (Stamp(7, 10), False)
     paused = msgspec.structs.replace(OrdersDocument(Stamp(7, 11)), is_paused=True)
-    assert cluster_status(directory, paused, BASE, 3.0).paused
+    assert answers.cluster_status(directory, paused, BASE, 3.0).paused
 
 
 @pytest.mark.parametrize(
-    ("ranks", "age_s", "is_open"), [(1, 0.0, False), (0, 0.0, True), (1, NEWS_S + 1, True)]
+    ("ranks", "age_s", "is_open"), [(1, 0.0, False), (0, 0.0, True), (1, answers.NEWS_S + 1, True)]
 )
 def test_engine_is_said_to_be_cut_off_until_its_node_has_all_its_ranks(
     cluster: TwoNodes, ranks: int, age_s: float, is_open: bool
@@ -160,21 +151,21 @@ def test_engine_is_said_to_be_cut_off_until_its_node_has_all_its_ranks(
     told = BreakerReport([OWN_NODE], ["open"], [3], [1.0], ["why"])
     engine = msgspec.structs.replace(engine_of("e"), breakers=told)
     one.report(0.0, engines=[engine], stats=NodeStats(ranks={"e": ranks}))
-    (found,) = cluster_status(directory, orders.told(age_s), BASE, age_s).engines
+    (found,) = answers.cluster_status(directory, orders.told(age_s), BASE, age_s).engines
     assert (OWN_NODE in found.breakers.peers) == is_open
 
 
 def test_tenants_are_those_with_quotas_or_chunks(cluster: TwoNodes) -> None:
     directory, _, one, two = cluster
     one.report(0.0, tenant_bytes={"": 5})
-    assert tenants(directory.members.values(), OrdersDocument(Stamp(7, 10))) == []
+    assert answers.tenants(directory.members.values(), OrdersDocument(Stamp(7, 10))) == []
     one.report(0.0, tenant_bytes={"": 5, "acme": 10})
     two.report(
         0.0, tenant_bytes={"acme": 1}, stats=NodeStats(disk=DiskStats(tenant_bytes={"acme": 7}))
     )
     shares = {"idle": OrderedShare("people's name", 0.2, 0.5)}
     document = OrdersDocument(Stamp(7, 10), shares=shares)
-    others, acme, idle = tenants(directory.members.values(), document)
+    others, acme, idle = answers.tenants(directory.members.values(), document)
     assert (others.name, others.tenant, others.pool_bytes) == ("others", "", 5)
     assert (acme.name, acme.pool_bytes, acme.disk_bytes, acme.has_quota) == ("acme", 11, 7, False)
     assert (idle.name, idle.tenant, idle.has_quota, idle.most) == (
@@ -193,7 +184,7 @@ def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: Tw
     for node in (one, two):
         node.report(0.0)
     order = SessionOrder(PROTOCOL_VERSION, SPACE, "chat", SessionWord.PAUSED, 5.0, 3)
-    assert order_session(directory, order).nodes == ["one", "two"]
+    assert answers.order_session(directory, order).nodes == ["one", "two"]
     news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
     for node in (one, two):
         assert node.report(0.0).words == [SessionsWord(SPACE, news)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ OTHER, OPTED_OUT = MissReason.OTHER, MissReason.OPTED_OUT
 
 def closed(
     prompt: int,
-    own: int,
+    own: int = 0,
     loaded: int = 0,
     miss: Miss | None = None,
     otherwise: MissReason = OTHER,
@@ -74,49 +76,46 @@ def test_id_that_a_client_has_chosen_is_printable_and_short_in_a_record(
     check_record(record)
 
 
-def test_whole_prompt_that_was_loaded_misses_nothing() -> None:
-    assert closed(4 * CHUNK, 0, 4 * CHUNK).missed == {}
+MISSED_WINDOW = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUNK)
 
 
-@pytest.mark.parametrize("prompt", [5, CHUNK - 1, 3 * CHUNK + 5])
-def test_prompts_end_alone_is_an_incomplete_chunk_and_names_no_key(prompt: int) -> None:
-    end = prompt % CHUNK
-    record = closed(prompt, own=0, loaded=prompt - end)
-    assert (record.missed, record.missing) == ({"incomplete_chunk": end}, b"")
-
-
-def test_less_than_a_chunk_before_the_end_is_not_looked_up_and_not_blamed_on_anything() -> None:
-    # vLLM's cache is in blocks, several to a chunk.
-    record = closed(4 * CHUNK, own=4 * CHUNK - 16, otherwise=OPTED_OUT)
-    assert record.missed == {"incomplete_chunk": 16}
-
-
-def test_whole_last_chunk_that_is_missing_has_the_reason_of_the_lookup() -> None:
-    record = closed(4 * CHUNK, own=0, loaded=3 * CHUNK, miss=EVICTED)
-    assert record.missed == {"evicted": CHUNK}
-
-
-def test_known_prefix_without_its_window_is_told_apart_from_what_is_behind_it() -> None:
-    miss = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUNK)
-    record = closed(10 * CHUNK + 5, own=0, loaded=2 * CHUNK, miss=miss)
-    assert record.missed == {
-        "incomplete_chunk": 5,
-        "window_missing": 6 * CHUNK,
-        "never_stored": 2 * CHUNK,
-    }
-    assert record.missing == EVICTED.key
-    # All that could be loaded is known.
-    record = closed(6 * CHUNK, own=0, miss=miss)
-    assert (record.missed, record.missing) == ({"window_missing": 6 * CHUNK}, b"")
-
-
-def test_last_token_of_a_window_counts_as_the_prompts_end() -> None:
-    assert closed(4 * CHUNK, own=0, loaded=4 * CHUNK - 1).missed == {"incomplete_chunk": 1}
-
-
-def test_rest_that_no_lookup_explains_has_the_reason_that_was_named_before() -> None:
-    assert closed(4 * CHUNK, 0, otherwise=OPTED_OUT).missed == {"opted_out": 4 * CHUNK}
-    assert closed(4 * CHUNK, 0).missed == {"other": 4 * CHUNK}
+@pytest.mark.parametrize(
+    ("request_", "missed", "missing"),
+    [
+        ({"prompt": 4 * CHUNK, "loaded": 4 * CHUNK}, {}, b""),
+        ({"prompt": 5}, {"incomplete_chunk": 5}, b""),
+        ({"prompt": CHUNK - 1}, {"incomplete_chunk": CHUNK - 1}, b""),
+        ({"prompt": 3 * CHUNK + 5, "loaded": 3 * CHUNK}, {"incomplete_chunk": 5}, b""),
+        # vLLM's cache is in blocks, several to a chunk: less than one is not looked up.
+        (
+            {"prompt": 4 * CHUNK, "own": 4 * CHUNK - 16, "otherwise": OPTED_OUT},
+            {"incomplete_chunk": 16},
+            b"",
+        ),
+        (
+            {"prompt": 4 * CHUNK, "loaded": 3 * CHUNK, "miss": EVICTED},
+            {"evicted": CHUNK},
+            EVICTED.key,
+        ),
+        # The last token of a window.
+        ({"prompt": 4 * CHUNK, "loaded": 4 * CHUNK - 1}, {"incomplete_chunk": 1}, b""),
+        ({"prompt": 4 * CHUNK, "otherwise": OPTED_OUT}, {"opted_out": 4 * CHUNK}, b""),
+        ({"prompt": 4 * CHUNK}, {"other": 4 * CHUNK}, b""),
+        (
+            {"prompt": 10 * CHUNK + 5, "loaded": 2 * CHUNK, "miss": MISSED_WINDOW},
+            {"incomplete_chunk": 5, "window_missing": 6 * CHUNK, "never_stored": 2 * CHUNK},
+            EVICTED.key,
+        ),
+        # All that could be loaded is known.
+        ({"prompt": 6 * CHUNK, "miss": MISSED_WINDOW}, {"window_missing": 6 * CHUNK}, b""),
+    ],
+    ids=lambda each: "+".join(each) if isinstance(each, dict) else "",
+)
+def test_what_is_neither_in_the_own_cache_nor_loaded_has_its_reason(
+    request_: dict[str, Any], missed: dict[str, int], missing: bytes
+) -> None:
+    record = closed(**request_)
+    assert (record.missed, record.missing) == (missed, missing)
 
 
 def test_later_lookups_before_blocks_are_given_replace_the_earlier_ones() -> None:
@@ -140,35 +139,12 @@ def test_load_that_failed_in_part_counts_up_to_where_vllm_goes_on() -> None:
     assert record.missed == {"load_failed": 4 * CHUNK, "evicted": 3 * CHUNK}
 
 
-def test_load_that_failed_as_a_whole_is_looked_up_anew() -> None:
-    account = TokenAccount(4 * CHUNK, CHUNK)
-    account.look(0, OTHER)
-    account.admit(0, 4 * CHUNK, None)
-    account.failure = MissReason.LOAD_FAILED
-    account.look(0, OTHER)
-    account.admit(0, 0, Miss(EVICTED.key, MissReason.LOAD_FAILED))
-    record = account.record("r")
-    assert (record.loaded, record.missed) == (0, {"load_failed": 4 * CHUNK})
-    assert record.missing == EVICTED.key
-
-
 def test_full_prompt_of_which_vllm_computes_the_last_token_again_was_loaded() -> None:
     account = TokenAccount(4 * CHUNK, CHUNK)
     account.look(0, OTHER)
     account.admit(0, 4 * CHUNK, None)
     account.admit(4 * CHUNK - 1, 0, None)
     assert account.record("r").loaded == 4 * CHUNK
-
-
-def test_preemption_counts_nothing_twice() -> None:
-    account = TokenAccount(4 * CHUNK, CHUNK)
-    account.look(CHUNK, OTHER)
-    account.admit(0, 0, EVICTED)
-    before = account.record("r")
-    account.look(3 * CHUNK, OPTED_OUT)
-    account.admit(0, CHUNK, None)
-    account.admit(4 * CHUNK, 0, None)
-    assert account.record("r") == before
 
 
 @pytest.mark.parametrize("begins_to_load", [False, True])
@@ -264,14 +240,10 @@ def recorded(accounts: Accounts, request_id: str, num_chunks: int) -> MissRecord
     return record
 
 
-def test_record_names_the_requests_chunks_in_order() -> None:
-    record = recorded(Accounts(tokens_per_chunk=32), "r", 3)
-    assert (record.chunks, record.chunk_tokens) == (chunk_names(0, 1, 2), 32)
-
-
-def test_names_of_one_request_have_a_bound() -> None:
-    record = recorded(Accounts(), "r", MAX_NAMED + 1)
-    assert record.chunks == chunk_names(*range(MAX_NAMED))
+@pytest.mark.parametrize(("num_chunks", "num_named"), [(3, 3), (MAX_NAMED + 1, MAX_NAMED)])
+def test_record_names_the_requests_first_chunks_in_order(num_chunks: int, num_named: int) -> None:
+    record = recorded(Accounts(tokens_per_chunk=32), "r", num_chunks)
+    assert (record.chunks, record.chunk_tokens) == (chunk_names(*range(num_named)), 32)
 
 
 def test_names_of_waiting_records_have_a_bound_until_they_are_taken() -> None:

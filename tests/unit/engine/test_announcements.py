@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from raykv.engine.announcements import Announcements, News
 from tests.fixtures.keys import numbered_key
 
+NOTHING = News([], [], [])
 KEYS = [numbered_key(number) for number in range(8)]
 
 
-def test_chunk_is_announced_when_it_came_and_not_again() -> None:
-    announcements = Announcements()
+@pytest.fixture
+def announcements() -> Announcements:
+    return Announcements()
+
+
+def test_chunk_is_announced_when_it_came_and_not_again(announcements: Announcements) -> None:
     announcements.expect(KEYS[:1])
-    assert announcements.take() == News([], [], [])
+    assert announcements.take() == NOTHING
     announcements.changed(KEYS[0], is_there=True)
     announcements.changed(KEYS[0], is_there=True)
     announcements.expect(KEYS[:1])
     assert announcements.take() == News(KEYS[:1], [], [])
     announcements.come(KEYS[:1])
-    assert announcements.take() == News([], [], [])
+    assert announcements.take() == NOTHING
 
 
-def test_expected_chunk_that_has_not_come_is_missing() -> None:
-    announcements = Announcements()
+def test_expected_chunk_that_has_not_come_is_missing(announcements: Announcements) -> None:
     announcements.expect(KEYS[:2])
     announcements.changed(KEYS[1], is_there=False)
     assert announcements.take() == News([], [], [KEYS[1]])
@@ -31,18 +37,15 @@ def test_expected_chunk_that_has_not_come_is_missing() -> None:
     assert len(announcements) == 1
 
 
-def test_what_the_engine_has_not_found_is_not_announced() -> None:
-    announcements = Announcements()
+def test_what_the_engine_has_not_found_or_came_and_went_in_between_is_not_announced(
+    announcements: Announcements,
+) -> None:
     for is_there in (True, False):
         announcements.changed(KEYS[0], is_there=is_there)
-    assert announcements.take() == News([], [], [])
-
-
-def test_what_came_and_went_in_between_is_not_announced() -> None:
-    announcements = Announcements()
+    assert announcements.take() == NOTHING
     announcements.come(KEYS[:1])
     announcements.changed(KEYS[0], is_there=False)
-    assert announcements.take() == News([], [], [])
+    assert announcements.take() == NOTHING
     assert len(announcements) == 0
 
 
@@ -52,7 +55,7 @@ def test_cleared_chunks_are_announced_by_vllm_and_lost_ones_here() -> None:
     announcements.take()
     announcements.changed(KEYS[0], is_there=False)
     announcements.clear()
-    assert announcements.take() == News([], [], [])
+    assert announcements.take() == NOTHING
     announcements.come(KEYS[:2])
     announcements.take()
     announcements.expect(KEYS[2:3])

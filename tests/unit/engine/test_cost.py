@@ -21,10 +21,6 @@ def rates(cost: FetchCost) -> tuple[float | None, float | None]:
     return cost.fetch_bytes_per_s, cost.prefill_tokens_per_s
 
 
-def test_rates_are_unknown_at_first() -> None:
-    assert rates(FetchCost()) == (None, None)
-
-
 # What is preferred
 
 
@@ -64,32 +60,19 @@ def test_fetches_that_are_under_way_count_against_another_one() -> None:
 
 def test_every_so_many_refusals_one_fetch_is_tried_all_the_same() -> None:
     cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    answers = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(3 * EXPLORE_EVERY)]
+    answers = []
+    for _ in range(3 * EXPLORE_EVERY):
+        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0), "that counts for no refusal"
+        answers.append(cost.prefers_fetch(100 * MB, 1, queued_bytes=0))
     assert [number for number, fetches in enumerate(answers, start=1) if fetches] == [32, 64, 96]
-
-
-def test_only_refusals_are_counted() -> None:
-    cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    for _ in range(EXPLORE_EVERY):
-        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0)
-    refused = [cost.prefers_fetch(100 * MB, 1, queued_bytes=0) for _ in range(EXPLORE_EVERY - 1)]
-    assert not any(refused)
-    assert cost.prefers_fetch(100 * MB, 1, queued_bytes=0)
 
 
 # What is measured
 
 
-def test_first_measurement_is_the_rate() -> None:
-    cost = FetchCost()
-    cost.fetched(8 * MB, 2.0)
-    cost.computed(1000, 0.5)
-    assert cost.fetch_bytes_per_s == 4 * MB
-    assert cost.prefill_tokens_per_s == 2000
-
-
 def test_later_measurements_move_the_rate_by_a_fifth() -> None:
     cost = measured(bytes_per_s=10 * MB, tokens_per_s=1000)
+    assert rates(cost) == (10 * MB, 1000), "the first one is the rate"
     cost.fetched(20 * MB, 1.0)
     cost.computed(2000, 1.0)
     assert cost.fetch_bytes_per_s == pytest.approx(12 * MB)
@@ -99,30 +82,21 @@ def test_later_measurements_move_the_rate_by_a_fifth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "seconds"), [(MIN_FETCH_BYTES - 1, 1.0), (8 * MB, 0.0), (8 * MB, -1.0), (0, 1.0)]
+    ("amount", "seconds"), [(-1, 1.0), (MB, 0.0), (MB, -1.0), (None, 1.0)], ids=str
 )
-def test_fetch_that_is_small_or_took_no_time_is_not_measured(
-    num_bytes: int, seconds: float
-) -> None:
+def test_what_is_small_or_took_no_time_is_not_measured(amount: int | None, seconds: float) -> None:
+    """`amount`: more than the least that is measured; None: nothing."""
     cost = FetchCost()
-    cost.fetched(num_bytes, seconds)
-    assert cost.fetch_bytes_per_s is None
+    for measure, least in (
+        (cost.fetched, MIN_FETCH_BYTES),
+        (cost.computed, MIN_PREFILL_TOKENS),
+        (cost.came_from_disk, MIN_FETCH_BYTES),
+    ):
+        measure(0 if amount is None else least + amount, seconds)
+    assert (*rates(cost), cost.disk_bytes_per_s) == (None, None, None)
     cost.fetched(MIN_FETCH_BYTES, 1.0)
-    assert cost.fetch_bytes_per_s == MIN_FETCH_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "seconds"),
-    [(MIN_PREFILL_TOKENS - 1, 1.0), (1000, 0.0), (1000, -1.0), (1, 0.01)],
-)
-def test_step_that_is_small_or_took_no_time_is_not_measured(
-    num_tokens: int, seconds: float
-) -> None:
-    cost = FetchCost()
-    cost.computed(num_tokens, seconds)
-    assert cost.prefill_tokens_per_s is None
     cost.computed(MIN_PREFILL_TOKENS, 1.0)
-    assert cost.prefill_tokens_per_s == MIN_PREFILL_TOKENS
+    assert rates(cost) == (MIN_FETCH_BYTES, MIN_PREFILL_TOKENS)
 
 
 # Who is asked: the chunks that a request has found
@@ -158,27 +132,25 @@ A, B, C, OTHER_GROUP = key("a"), key("b"), key("c"), key("d", 1)
 HIT_PENDING, MISS = Lookup.HIT_PENDING, Lookup.MISS
 
 
-def test_found_chunks_are_a_miss_for_a_request_when_computing_them_is_faster() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=17)
-    request = fetcher.found(A, B, C)
-    assert fetcher.look(request, A, B, C) == [MISS] * 3
-    assert fetcher.remote.take_orders() == []
-    assert fetcher.remote.counters["fetches_declined"] == 3
-
-
-def test_found_chunks_are_fetched_when_that_is_not_slower() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=16)
-    assert fetcher.look(fetcher.found(A, B, C), A, B, C) == [HIT_PENDING] * 3
-    assert [order.num_bytes for order in fetcher.remote.take_orders()] == [1000] * 3
-    assert fetcher.remote.fetching_bytes == 3000
-    assert fetcher.remote.counters["fetches_declined"] == 0
-
-
-def test_chunks_of_several_groups_are_bytes_of_each_and_tokens_of_one() -> None:
-    fetcher = Fetcher(prefill_tokens_per_s=16)
-    assert fetcher.look(fetcher.found(A, OTHER_GROUP), A) == [MISS]
-    fetcher = Fetcher(prefill_tokens_per_s=15)
-    assert fetcher.look(fetcher.found(OTHER_GROUP, A), A) == [HIT_PENDING]
+@pytest.mark.parametrize(
+    ("prefill_tokens_per_s", "found", "expected"),
+    [
+        (17, (A, B, C), MISS),
+        (16, (A, B, C), HIT_PENDING),
+        # Bytes of each group, and tokens of one.
+        (16, (A, OTHER_GROUP), MISS),
+        (15, (A, OTHER_GROUP), HIT_PENDING),
+    ],
+)
+def test_found_chunks_are_fetched_unless_computing_them_is_faster(
+    prefill_tokens_per_s: float, found: tuple[Key, ...], expected: Lookup
+) -> None:
+    fetcher = Fetcher(prefill_tokens_per_s)
+    assert fetcher.look(fetcher.found(*found), *found) == [expected] * len(found)
+    fetched = found if expected is HIT_PENDING else ()
+    assert [order.key for order in fetcher.remote.take_orders()] == [*fetched]
+    assert fetcher.remote.fetching_bytes == sum(50 if at is OTHER_GROUP else 1000 for at in fetched)
+    assert fetcher.remote.counters["fetches_declined"] == len(found) - len(fetched)
 
 
 def test_decision_holds_for_what_the_request_finds_later() -> None:
@@ -233,9 +205,3 @@ def test_disk_has_a_rate_of_its_own() -> None:
     # What waits before it, and what comes from elsewhere, takes its time too.
     assert not cost.prefers_fetch(0, 1000, 20 << 20, disk_bytes=90 << 20)
     assert cost.prefers_fetch(1, 1000, 20 << 20, disk_bytes=90 << 20)
-
-
-def test_small_reads_of_a_disk_say_nothing() -> None:
-    cost = FetchCost()
-    cost.came_from_disk(4096, 1.0)
-    assert cost.disk_bytes_per_s is None

@@ -26,43 +26,39 @@ def told(allowed: Allowed, hint: Hint, count: int = 2) -> tuple[Hints, dict[str,
     return box.take(), box.counters
 
 
-def test_nothing_is_passed_on_unless_the_server_allows_it() -> None:
-    hints, counters = told(Allowed.NONE, BOTH)
-    assert hints == Hints()
-    ignored, *others = counters.values()
-    assert (ignored, others) == (2, [0, 0, 0])
+@pytest.mark.parametrize(
+    ("allowed", "pins", "priorities", "ignored", "hinted"),
+    [
+        (Allowed.NONE, [], [], 2, 0),
+        (Allowed.PRIORITY, [], [3, 3], 1, 2),
+        (Allowed.PIN, [60.0, 60.0], [3, 3], 0, 4),
+    ],
+    ids=str,
+)
+def test_hints_are_passed_on_as_far_as_the_server_allows_it(
+    allowed: Allowed, pins: list[float], priorities: list[int], ignored: int, hinted: int
+) -> None:
+    hints, counters = told(allowed, BOTH)
+    pinned, favoured = ([*keys(2)] if some else [] for some in (pins, priorities))
+    assert hints == Hints(Keys.of(pinned), pins, Keys.of(favoured), priorities)
+    assert (counters["hints_ignored"], counters["hinted_chunks"]) == (ignored, hinted)
 
 
-def test_priority_is_passed_on_without_the_pin_where_only_that_is_allowed() -> None:
-    hints, counters = told(Allowed.PRIORITY, BOTH)
-    assert hints == Hints(favoured=Keys.of([*keys(2)]), priorities=[3, 3])
-    assert (counters["hints_ignored"], counters["hinted_chunks"]) == (1, 2)
-
-
-def test_both_are_passed_on_where_pins_are_allowed() -> None:
-    hints, counters = told(Allowed.PIN, BOTH)
-    assert hints == Hints(Keys.of([*keys(2)]), [60.0, 60.0], Keys.of([*keys(2)]), [3, 3])
-    assert counters["hints_ignored"] == 0
-
-
-def test_long_pin_of_a_request_is_cut_down() -> None:
+def test_long_pins_and_pauses_are_cut_down() -> None:
     hints, _ = told(Allowed.PIN, Hint(pin_s=1e6))
     assert hints.pin_s == [MAX_HINT_S] * 2
+    (*_, paused) = run(HintBox(Allowed.SESSION), Hint(session="agent", pause_s=1e6))
+    assert paused.pause_s == MAX_PAUSE_S
 
 
-def test_request_without_hints_queues_nothing() -> None:
+def test_requests_without_hints_or_that_have_ended_queue_nothing() -> None:
     box = HintBox(Allowed.PIN)
     box.begin("plain", Hint())
-    box.add("plain", keys(2))
-    box.add("unknown", keys(2))
+    box.begin("ended", BOTH)
+    box.end("ended")
+    for request in ("plain", "ended", "unknown"):
+        box.add(request, keys(2))
     assert not box.has_news
-
-
-def test_request_that_has_ended_hints_no_more() -> None:
-    box = HintBox(Allowed.PIN)
-    box.begin("request", BOTH)
-    box.end("request")
-    box.add("request", keys(2))
     assert box.take() == Hints()
 
 
@@ -133,16 +129,14 @@ def test_end_and_pause_are_told_with_the_chunks_of_the_request() -> None:
     )
 
 
-def test_long_pause_is_cut_down() -> None:
-    box = HintBox(Allowed.SESSION)
-    assert run(box, Hint(session="agent", pause_s=1e6))[-1].pause_s == MAX_PAUSE_S
-
-
-def test_only_what_is_new_of_a_session_is_told() -> None:
+def test_only_what_is_new_of_a_session_is_told_until_everything_is_told_again() -> None:
+    """To a scheduler actor that may have forgotten."""
     box = HintBox(Allowed.SESSION)
     run(box, SESSION, keys(3), keys(2))
     assert run(box, SESSION, keys(5), keys(4))[-1].keys == [*keys(5)[3:], *keys(4)[2:]]
     assert run(box, SESSION, keys(5), keys(4))[-1].keys == []
+    box.sessions.tell_again()
+    assert run(box, SESSION, keys(5), keys(4))[-1].keys == [*keys(5), *keys(4)]
 
 
 def test_prompt_that_goes_on_otherwise_is_told_as_a_whole() -> None:
@@ -151,13 +145,6 @@ def test_prompt_that_goes_on_otherwise_is_told_as_a_whole() -> None:
     other = [*keys(2), Key(b"x"), Key(b"y")]
     assert run(box, SESSION, other)[-1].keys == other
     assert run(box, SESSION, keys(1))[-1].keys == keys(1)
-
-
-def test_everything_is_told_again_to_a_scheduler_actor_that_may_have_forgotten() -> None:
-    box = HintBox(Allowed.SESSION)
-    run(box, SESSION, keys(3))
-    box.sessions.tell_again()
-    assert run(box, SESSION, keys(4))[-1].keys == keys(4)
 
 
 def test_session_of_many_chunks_is_told_in_pieces_and_its_end_with_the_last() -> None:

@@ -37,68 +37,11 @@ def test_request_waits_that_found_a_block_which_is_loaded_or_computed() -> None:
     assert not known.must_wait([*HASHES[:2], b"other"])
 
 
-def test_request_waits_for_each_of_several_loads() -> None:
-    known = loads(12, 13)
-    known.begin(LayeredLoad("b", frozenset([b"x", b"y"]), (21, 22)))
-    assert known.must_wait([b"x"])
-    assert known.must_wait(HASHES[:3])
-    assert {name: load.blocks for name, load in known.beginning.items()} == {
-        "a": (12, 13),
-        "b": (21, 22),
-    }
-    assert known.held == {"a", "b"}
-
-
-def test_load_that_has_come_holds_up_nobody() -> None:
-    known = loads(12, 13)
-    assert ended(known) == set()
-    known.evicted()
-    assert not known.is_busy
-    assert not known.must_wait(HASHES)
-    assert "a" not in known.held
-    assert "a" not in known.spoiled
-
-
-def test_load_of_a_step_of_whose_end_nobody_tells_counts_as_lost() -> None:
-    known = loads(12, 13)
-    known.lose_step(known.close_step())
-    assert known.must_wait(HASHES), "until it has left the prefix cache"
-    assert ended(known) == {12, 13}
-    known.evicted()
-    assert not known.must_wait(HASHES)
-    assert "a" in known.spoiled
-
-
 def test_block_that_did_not_come_is_evicted_with_all_behind_it_of_its_request_only() -> None:
     known = loads(12, 13, 14, 15)
     known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
     assert ended(known, 13) == {13, 14, 15}
     assert [name in known.spoiled for name in "ab"] == [True, False]
-
-
-def test_invalid_block_of_nobody_is_evicted() -> None:
-    assert ended(LayeredLoads(), 7) == {7}
-
-
-def test_who_waits_goes_on_waiting_until_it_was_evicted() -> None:
-    known = loads(12, 13, 14)
-    ended(known, 13)
-    assert known.must_wait(HASHES)
-    # That failed. The next step has lost nothing.
-    assert ended(known) == {13, 14}
-    known.evicted()
-    assert not known.must_wait(HASHES)
-    assert ended(known) == set()
-
-
-def test_request_that_lost_something_stores_nothing_until_it_is_forgotten() -> None:
-    known = loads(12)
-    ended(known, 12)
-    known.evicted()
-    assert "a" in known.spoiled
-    known.spoiled.discard("a")
-    known.spoiled.discard("unknown")
-    assert "a" not in known.spoiled
 
 
 def test_load_is_under_way_until_its_own_step_has_ended() -> None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from typing import TypeVar
-
 import msgspec
 import pytest
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, Stamp, in_group
+from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace
 from raykv.engine.listed import SILENT_S, ListedPlace, PlaceChange
-from raykv.node.pool.floors import Floors
-from raykv.node.pool.index import PoolIndex
-from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,
@@ -25,11 +17,9 @@ from raykv.protocol.listing import (
     Where,
 )
 from tests.fixtures.keys import numbered_key
-from tests.fixtures.node.owned_pool import end_store
 
 OURS, OTHERS = Namespace("ours"), Namespace("others'")
 A, B, C = Key(b"a"), Key(b"b"), Key(b"c")
-M = TypeVar("M")
 
 
 def row(
@@ -166,6 +156,15 @@ def test_result_counts_while_the_page_that_has_its_chunk_is_not_read_yet() -> No
     assert place.take(part(Position(1, 60, 4), 60, row(A, Where.RAM)), 1.0) == []
 
 
+def test_older_refusal_counts_while_a_listing_that_began_anew_has_not_shown_its_chunk(
+    place: ListedPlace,
+) -> None:
+    place.take(part(Position(1, 25), 25, begins=True, place=7), 2.0)
+    assert place.learn(1, 20, [row(A, Where.RAM)], 2.0) == []
+    refused = place.learn(1, 20, [row(A, Where.NOWHERE, Reason.EVICTED)], 2.0)
+    assert refused == [PlaceChange([A], None, Reason.EVICTED)]
+
+
 def test_late_answer_for_another_namespace_is_not_taken() -> None:
     """The engine has other weights, and begins to read anew."""
     late = part(Position(1, 100), 100, row(A, Where.RAM, namespace=OTHERS), begins=True)
@@ -231,99 +230,3 @@ def test_place_that_is_silent_says_so_until_it_is_heard_again(place: ListedPlace
     assert place.is_silent(20.0)
     place.take(part(at(10), 10), 20.0)
     assert not place.is_silent(20.0)
-
-
-KEYS = [in_group(Key(bytes([number]) * 8), 0) for number in range(8)]
-PAGE = 4096
-
-
-class World:
-    """A node's pool in its lives, and an engine that hears of it late, twice or never."""
-
-    def __init__(self, seed: int, place: ListedPlace) -> None:
-        self.source = random.Random(seed)
-        self.place = place
-        self.now, self.jobs = 0.0, 0
-        self.index = self.begin(1)
-        self.parts: list[ListingPart] = []
-        self.results: list[tuple[int, int, ListedRow]] = []
-        # By life, key and number, whether a chunk was there from then on.
-        self.truth: dict[tuple[int, Key], list[tuple[int, bool]]] = {}
-
-    def begin(self, life: int) -> PoolIndex:
-        return PoolIndex(PoolGeometry(6 * PAGE, 6 * PAGE), Listing(life, most=8), Floors(1))
-
-    def note(self) -> None:
-        listing = self.index.listing
-        for key in KEYS:
-            past = self.truth.setdefault((listing.life, key), [(0, False)])
-            is_there = self.index.find(OURS, key) is not None
-            if past[-1][1] != is_there:
-                past.append((listing.number, is_there))
-
-    def step(self) -> None:
-        key = self.source.choice(KEYS)
-        match self.source.randrange(10):
-            case 0 | 1 | 2:
-                self.store(key)
-            case 3:
-                self.drop(key)
-            case 4 if not self.source.randrange(6):
-                self.index = self.begin(self.index.listing.life + 1)
-            case 5 | 6:
-                made = self.index.part_after(self.place.position, self.source.randrange(1, 4))
-                self.parts.append(made)
-            case 7 | 8 if self.parts:
-                self.place.take(self.some(self.parts), self.now)
-            case 9 if self.results:
-                life, number, found = self.some(self.results)
-                self.place.learn(life, number, [found], self.now)
-                self.check(life, number, found)
-
-    def some(self, messages: list[M]) -> M:
-        place = self.source.randrange(len(messages))
-        return messages[place] if self.source.randrange(3) else messages.pop(place)
-
-    def store(self, key: Key) -> None:
-        self.jobs, self.now = self.jobs + 1, self.now + 1.0
-        part = StorePart(1, self.jobs)
-        chunk = OfferedChunk(OURS, key, PAGE, Stamp(1, 1))
-        found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
-        if isinstance(found, ChunkRecord):
-            end_store(self.index, found, 0, ok=True)
-        self.index.end_job(part)
-        self.answer(key)
-
-    def drop(self, key: Key) -> None:
-        found = self.index.find(OURS, key)
-        if found is not None:
-            self.index.drop(found, Reason.EVICTED)
-        if self.source.randrange(2):
-            self.answer(key)
-
-    def answer(self, key: Key) -> None:
-        """A job about that key has ended."""
-        self.note()
-        listing = self.index.listing
-        where = Where.RAM if self.index.find(OURS, key) else Where.NOWHERE
-        self.results.append((listing.life, listing.number, row(key, where)))
-
-    def check(self, life: int, number: int, found: ListedRow) -> None:
-        """What was refused is there again only if it has come since then."""
-        if life != self.place.position.life or found.where or self.place.is_silent(self.now):
-            return
-        past = self.truth[life, found.key]
-        came_later = any(there and since > number for since, there in past)
-        assert came_later or found.key not in self.place.ready
-
-
-def test_engine_knows_what_is_there_in_the_end_and_no_refused_chunk_comes_back() -> None:
-    for seed in range(300):
-        world = World(seed, ListedPlace(OURS, 3, 0.0))
-        for _ in range(150):
-            world.step()
-            world.note()
-        for _ in range(40):
-            world.place.take(world.index.part_after(world.place.position, 5), world.now)
-        there = [world.index.find(OURS, key) is not None for key in KEYS]
-        assert [key in world.place.ready for key in KEYS] == there, seed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raykv.base.ids import Key, Lookup, MissReason, Namespace, Refusal, Stamp
+from raykv.base.ids import Key, Lookup, MissReason, Refusal, Stamp
 from raykv.base.settings import Settings
 from raykv.engine.remote import ChunkSize
 from raykv.engine.requests import RequestOptions
@@ -14,10 +14,10 @@ from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers
 from raykv.protocol.engine import AskAnswer
 from raykv.protocol.listing import Reason, Where
-from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, measured, row, told
+from tests.fixtures.engine.views import HERE, STORE_S, HeardPlace, asked, made, row, told
 from tests.fixtures.keys import named_key as key
 
-QUERY_S, PENDING_S, FETCH_S = 1.0, STORE_S, 10.0
+QUERY_S = 1.0
 SIZES = {0: ChunkSize(1000, 16)}
 A, B, C = key("a"), key("b"), key("c")
 
@@ -48,10 +48,10 @@ def look(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> L
     return view.lookup(request, name, now)
 
 
-def learn(view: EngineView, where: str = "one", *, is_pending: bool = False) -> None:
-    """The request asks for A, and is told where that is, or that it is being stored."""
+def learn(view: EngineView) -> None:
+    """The request asks for A, and is told where that is."""
     view.ask("r", [A])
-    told(view, asked(view), {A: where}, [A] if is_pending else None)
+    told(view, asked(view), {A: "one"})
 
 
 def why(view: EngineView, name: Key, now: float = 0.0, request: str = "r") -> MissReason:
@@ -73,43 +73,16 @@ def finished(place: HeardPlace, refusal: Refusal | None) -> None:
     view.finish_fetch(view.remote.take_orders(), [result], 0.0)
 
 
-def test_hit_leaves_no_miss_behind(alone: HeardPlace) -> None:
-    assert look(alone.view, A) is Lookup.HIT
-    assert alone.view.requests.take_miss("r") is None
-
-
-def test_latest_miss_is_kept_until_it_is_taken(alone: HeardPlace) -> None:
+def test_latest_miss_is_kept_until_it_is_taken_and_a_hit_is_none(alone: HeardPlace) -> None:
     view = alone.view
+    assert look(view, A) is Lookup.HIT
+    assert view.requests.take_miss("r") is None
     view.bar("r", [A])
     assert [look(view, name) for name in (A, B)] == [Lookup.MISS] * 2
     miss = view.requests.take_miss("r")
     assert miss is not None
     assert (miss.key, miss.reason) == (B, MissReason.NEVER_STORED)
     assert view.requests.take_miss("r") is None
-
-
-def test_opted_out(alone: HeardPlace) -> None:
-    alone.view.start_request("other", RequestOptions(load=False))
-    assert why(alone.view, A, request="other") is MissReason.OPTED_OUT
-
-
-def test_paused(alone: HeardPlace) -> None:
-    alone.says(is_paused=True)
-    assert why(alone.view, A) is MissReason.PAUSED
-
-
-def test_weights_changed(alone: HeardPlace) -> None:
-    alone.view.leave(0.0)
-    assert why(alone.view, A) is MissReason.WEIGHTS_CHANGED
-    alone.view.enter(Namespace("theirs"), 0.0)
-    assert why(alone.view, A) is MissReason.NOT_ATTACHED
-
-
-def test_node_lost_while_the_workers_do_not_reach_it(alone: HeardPlace) -> None:
-    alone.view.set_line(0, None, 0.0)
-    assert why(alone.view, A) is MissReason.NODE_LOST
-    alone.view.set_line(0, alone.life, 0.0)
-    assert look(alone.view, A) is Lookup.HIT
 
 
 def test_node_lost_with_all_that_it_had(alone: HeardPlace) -> None:
@@ -128,11 +101,6 @@ def test_not_attached() -> None:
     assert why(view, B) is MissReason.NOT_ATTACHED
 
 
-def test_never_stored(view: EngineView) -> None:
-    learn(view, "")
-    assert why(view, A) is MissReason.NEVER_STORED
-
-
 def test_stores_off_for_what_a_request_did_not_store(alone: HeardPlace) -> None:
     alone.view.start_request("other", RequestOptions(store=False))
     assert alone.view.prepare_store("other", [B]) == []
@@ -141,68 +109,38 @@ def test_stores_off_for_what_a_request_did_not_store(alone: HeardPlace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "expected"),
-    [
-        (Refusal.COPY_FAILED, MissReason.STORE_FAILED),
-        (Refusal.NO_ROOM, MissReason.POOL_FULL),
-    ],
+    "gone", [Reason.EVICTED, Reason.QUOTA, Reason.CLEARED], ids=lambda gone: gone.name
 )
-def test_store_failed_or_found_no_room(
-    alone: HeardPlace, refusal: Refusal, expected: MissReason
-) -> None:
-    view = alone.view
-    assert view.prepare_store("r", [B]) == [B]
-    view.end_store(0, "r", [B], alone.result(failed={0: refusal}), 0.0)
-    view.complete_store([B])
-    assert why(view, B) is expected
+def test_what_the_place_says(alone: HeardPlace, gone: Reason) -> None:
+    alone.says(row(A, Where.NOWHERE, gone))
+    assert why(alone.view, A).name == gone.name
 
 
-def test_pool_full_for_what_was_not_offered_behind_it(alone: HeardPlace) -> None:
-    view = alone.view
-    assert view.prepare_store("r", [B]) == [B]
-    view.end_store(0, "r", [B], alone.result(failed={0: Refusal.NO_ROOM}), 0.0)
-    view.complete_store([B])
-    assert view.prepare_store("r", [C]) == []
-    assert why(view, C) is MissReason.POOL_FULL
-
-
-@pytest.mark.parametrize("by_a_result", [True, False])
-def test_evicted(alone: HeardPlace, by_a_result: bool) -> None:
+def test_evicted_by_the_result_of_anothers_load(alone: HeardPlace) -> None:
     view, gone = alone.view, row(A, Where.NOWHERE, Reason.EVICTED)
-    if by_a_result:
-        view.start_request("other", RequestOptions())
-        refused = alone.result(gone, failed={0: Refusal.NOT_HERE})
-        view.end_load(0, "other", [A], refused, 0.0)
-        assert why(view, A, request="other") is MissReason.LOAD_FAILED
-    else:
-        alone.says(gone)
+    view.start_request("other", RequestOptions())
+    refused = alone.result(gone, failed={0: Refusal.NOT_HERE})
+    view.end_load(0, "other", [A], refused, 0.0)
+    assert why(view, A, request="other") is MissReason.LOAD_FAILED
     assert why(view, A) is MissReason.EVICTED
-    assert why(view, B) is MissReason.NEVER_STORED
 
 
-def test_quota(alone: HeardPlace) -> None:
-    alone.says(row(A, Where.NOWHERE, Reason.QUOTA))
-    assert why(alone.view, A) is MissReason.QUOTA
+@pytest.mark.parametrize("begins_anew", [True, False])
+def test_cleared_though_nobody_says_why_the_chunk_is_gone(
+    alone: HeardPlace, begins_anew: bool
+) -> None:
+    """Of a large namespace the listing begins anew."""
+    clear(alone)
+    if begins_anew:
+        alone.says_anew()
+    else:
+        alone.says(row(A, Where.NOWHERE, Reason.FAILED))
+    assert why(alone.view, A) is MissReason.CLEARED
 
 
 def test_evicted_if_a_listing_that_is_read_anew_does_not_have_it(alone: HeardPlace) -> None:
     alone.says_anew()
     assert why(alone.view, A) is MissReason.EVICTED
-
-
-@pytest.mark.parametrize("by_this_engine", [True, False])
-def test_cleared(alone: HeardPlace, by_this_engine: bool) -> None:
-    if by_this_engine:
-        clear(alone)
-    alone.says(row(A, Where.NOWHERE, Reason.FAILED if by_this_engine else Reason.CLEARED))
-    assert why(alone.view, A) is MissReason.CLEARED
-
-
-def test_cleared_though_nobody_says_why_the_chunk_is_gone(alone: HeardPlace) -> None:
-    """Of a large namespace the listing begins anew."""
-    clear(alone)
-    alone.says_anew()
-    assert why(alone.view, A) is MissReason.CLEARED
 
 
 def clear(place: HeardPlace) -> None:
@@ -211,13 +149,6 @@ def clear(place: HeardPlace) -> None:
     place.orders = Stamp(1, 6)
     place.view.cleared(place.view.wanted_clear, place.orders, 0.0)
     place.says()
-
-
-def test_clearing_until_the_place_has_shown_it(alone: HeardPlace) -> None:
-    alone.view.reset()
-    assert why(alone.view, A) is MissReason.CLEARING
-    alone.view.look(0.0)
-    assert why(alone.view, B) is MissReason.CLEARING
 
 
 @pytest.mark.parametrize(
@@ -251,36 +182,10 @@ def test_engine_that_is_alone_learns_why_though_nobody_waits_for_it(
     assert why(view, B) is expected
 
 
-def test_pending_too_long_here(view: EngineView) -> None:
-    view.prepare_store("r", [A])
-    assert look(view, A, now=0.0) is Lookup.HIT_PENDING
-    assert why(view, A, now=STORE_S) is MissReason.PENDING_TOO_LONG
-
-
-def test_pending_too_long_elsewhere(view: EngineView) -> None:
-    learn(view, is_pending=True)
-    assert look(view, A, now=0.0) is Lookup.HIT_PENDING
-    assert why(view, A, now=PENDING_S) is MissReason.PENDING_TOO_LONG
-
-
-def test_unanswered(view: EngineView) -> None:
-    assert look(view, A, now=0.0) is Lookup.RETRY
-    assert why(view, A, now=QUERY_S) is MissReason.UNANSWERED
-
-
 def test_breaker_open_while_the_scheduler_actor_is_left_alone(view: EngineView) -> None:
     view.remote.is_cut_off = True
     assert look(view, A, now=0.0) is Lookup.RETRY
     assert why(view, A, now=QUERY_S) is MissReason.BREAKER_OPEN
-
-
-def test_fetch_slower() -> None:
-    view, (place,) = made(HERE, sizes=SIZES)
-    view.remote.cost = measured(1.0, 1e9)
-    place.has_peers = True
-    place.says()
-    learn(view)
-    assert why(view, A) is MissReason.FETCH_SLOWER
 
 
 @pytest.mark.parametrize(
@@ -302,19 +207,6 @@ def test_fetch_failed_or_what_its_source_said(
     assert why(place.view, A) is expected
 
 
-def test_fetch_failed_when_it_takes_too_long(view: EngineView) -> None:
-    learn(view)
-    assert look(view, A, now=0.0) is Lookup.HIT_PENDING
-    assert why(view, A, now=FETCH_S) is MissReason.FETCH_FAILED
-
-
-def test_fetch_failed_when_the_time_is_up_before_it_begins(view: EngineView) -> None:
-    view.prepare_store("r", [B])
-    assert look(view, B, now=0.0) is Lookup.HIT_PENDING
-    learn(view)
-    assert why(view, A, now=FETCH_S) is MissReason.FETCH_FAILED
-
-
 def test_failed_fetch_is_no_reason_for_who_did_not_know_of_it(place: HeardPlace) -> None:
     finished(place, Refusal.CORRUPT)
     place.has_peers = False
@@ -323,30 +215,6 @@ def test_failed_fetch_is_no_reason_for_who_did_not_know_of_it(place: HeardPlace)
     assert why(place.view, A, request="other") is MissReason.NEVER_STORED
 
 
-def test_load_failed_for_that_request_alone(alone: HeardPlace) -> None:
-    view = alone.view
-    view.end_load(0, "r", [A], alone.result(failed={0: Refusal.COPY_FAILED}), 0.0)
-    assert why(view, A) is MissReason.LOAD_FAILED
-    view.start_request("other", RequestOptions())
-    assert look(view, A, request="other") is Lookup.HIT
-
-
-def test_chunk_that_came_back_is_a_hit_whatever_is_remembered(alone: HeardPlace) -> None:
-    alone.says(row(A, Where.NOWHERE, Reason.EVICTED))
-    alone.says(row(A))
-    assert look(alone.view, A) is Lookup.HIT
-
-
 def test_unknown_request_keeps_no_miss(view: EngineView) -> None:
     assert look(view, A, request="stranger") is not Lookup.HIT
     assert view.requests.take_miss("stranger") is None
-
-
-def test_records_are_told_once_and_counted_for_ever(view: EngineView) -> None:
-    view.accounts.open("r", 100)
-    view.accounts.close("r")
-    assert view.accounts.has_records
-    assert [each.request_id for each in view.accounts.take_records()] == ["r"]
-    assert view.accounts.take_records() == []
-    counters = view.counter_values()
-    assert (counters["prompt_tokens"], counters["missed_tokens_aborted"]) == (100, 100)

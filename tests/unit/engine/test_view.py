@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import raykv.engine.found
@@ -157,6 +159,9 @@ def test_nothing_is_offered_behind_a_chunk_that_found_no_room_unless_it_comes() 
     view.complete_store([A])
     assert view.prepare_store("r", [B, OTHER_GROUP]) == [OTHER_GROUP], "others have their own room"
     assert view.counters["stores_without_room"] == 1
+    for key in (A, B):
+        assert view.lookup("r", key, 0.0) is MISS
+        assert reason(view) is MissReason.POOL_FULL
     view.start_request("s", RequestOptions())
     assert view.prepare_store("s", [B]) == [B]
     node.says(row(A))
@@ -240,8 +245,7 @@ def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_com
     node.has_peers = True
     node.says()
     view.ask("r", [A])
-    column = Numbers.of([0])
-    asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
+    answered(view, {A: SourceKind.POOL})
     assert view.lookup("r", A, 0.0) is PENDING
     node.says(row(A, Where.COMING, Reason.COMING))
     settings = view.settings
@@ -249,6 +253,15 @@ def test_fetch_is_waited_for_as_long_as_fetches_are_though_the_place_says_it_com
     assert view.lookup("r", A, settings.request_deadline_s - 0.1) is PENDING
     assert view.lookup("r", A, settings.request_deadline_s) is MISS
     assert reason(view) is MissReason.FETCH_FAILED
+
+
+def test_late_answer_to_an_earlier_reset_does_not_count_for_a_later_one(view: EngineView) -> None:
+    view.reset()
+    first = view.wanted_clear
+    view.reset()
+    view.cleared(first, ORDERS, 0.0)
+    assert view.wanted_clear == first + 1
+    assert view.is_clearing
 
 
 def test_clearing_is_ordered_anew_where_the_place_has_moved(view: EngineView) -> None:
@@ -282,15 +295,6 @@ def test_after_a_reset_nothing_is_found_or_stored_until_every_place_has_shown_it
     assert not view.is_clearing
     assert view.prepare_store("r", [B]) == [B]
     view.check()
-
-
-def test_late_answer_to_an_earlier_reset_does_not_count_for_a_later_one(view: EngineView) -> None:
-    view.reset()
-    first = view.wanted_clear
-    view.reset()
-    view.cleared(first, ORDERS, 0.0)
-    assert view.wanted_clear == first + 1
-    assert view.is_clearing
 
 
 def test_store_from_before_a_reset_is_not_waited_for(view: EngineView) -> None:
@@ -331,7 +335,10 @@ def test_other_weights_begin_with_nothing_and_the_old_results_count_for_nothing(
     late = node.result(row(B))
     view.leave(0.0)
     assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.WEIGHTS_CHANGED
     view.enter(Namespace("theirs"), 0.0)
+    assert view.lookup("r", A, 0.0) is MISS
+    assert reason(view) is MissReason.NOT_ATTACHED
     assert not view.loadable
     assert view.is_new
     assert view.query(0).namespace == "theirs"
@@ -343,34 +350,14 @@ def test_other_weights_begin_with_nothing_and_the_old_results_count_for_nothing(
     view.check()
 
 
-def asked(view: EngineView, **answer: object) -> None:
-    keys = view.remote.take_questions(100, may_repeat=True)
-    question = view.question(1, keys, [])
-    view.take_answer(question, AskAnswer(life=1, **answer))  # type: ignore[arg-type]
-
-
-def test_chunk_of_another_node_is_fetched_and_then_as_the_own_place_says() -> None:
-    view, (node,) = made(HERE)
-    node.has_peers = True
-    node.says()
-    view.ask("r", [A, B])
-    assert view.lookup("r", A, 0.0) is RETRY
-    asked(
-        view,
-        nodes=[FAR],
-        key_index=Numbers.of([0, 1]),
-        node_index=Numbers.of([0, 0]),
-        where=bytes([SourceKind.POOL, SourceKind.DISK]),
-    )
-    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [PENDING, PENDING]
-    orders = view.remote.take_orders()
-    sources = [order.sources for order in orders]
-    assert sources == [(Source(FAR),), (Source(FAR, SourceKind.DISK),)]
-    result = node.result(row(A), failed={1: Refusal.NOT_HERE})
-    view.finish_fetch(orders, [result], 0.0)
-    assert [view.lookup("r", key, 0.0) for key in (A, B)] == [HIT, MISS]
-    assert reason(view) is MissReason.EVICTED
-    view.check()
+def answered(view: EngineView, on: dict[Key, SourceKind] | None = None, **answer: Any) -> None:
+    """What is asked for is answered; `on`: it is on another node."""
+    keys = [Key(each) for each in view.remote.take_questions(100, may_repeat=True)]
+    if on:
+        found = Numbers.of(keys.index(key) for key in on)
+        answer |= {"nodes": [FAR], "key_index": found, "node_index": Numbers.of([0] * len(found))}
+        answer["where"] = bytes(on.values())
+    view.take_answer(view.question(1, keys, []), AskAnswer(1, **answer))
 
 
 def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> None:
@@ -385,7 +372,7 @@ def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> N
     assert order.sources == (Source(HERE, SourceKind.DISK),)
     view.finish_fetch([order], [node.result(failed={0: Refusal.CORRUPT})], 0.0)
     assert view.lookup("r", A, 0.0) is RETRY, "others are asked now"
-    asked(view)
+    answered(view)
     assert view.lookup("r", A, 0.0) is MISS
     assert reason(view) is MissReason.FETCH_FAILED
     view.start_request("s", RequestOptions())
@@ -414,8 +401,7 @@ def test_chunk_that_did_not_come_to_every_place_is_a_miss() -> None:
         node.has_peers = True
     node.says()
     view.ask("r", [A])
-    column = Numbers.of([0])
-    asked(view, nodes=[FAR], key_index=column, node_index=column, where=b"\0")
+    answered(view, {A: SourceKind.POOL})
     view.lookup("r", A, 0.0)
     came = nodes[0].result(row(A))
     view.finish_fetch(view.remote.take_orders(), [came, None], 0.0)
@@ -428,10 +414,8 @@ def test_answer_says_why_a_chunk_is_nowhere() -> None:
     node.has_peers = True
     node.says()
     view.ask("r", [A, B, C])
-    column = Numbers.of([0])
-    asked(
-        view, gone=column, reasons=bytes([Reason.CLEARED]), other=Numbers.of([1]), coming=Numbers()
-    )
+    gone, cleared = Numbers.of([0]), bytes([Reason.CLEARED])
+    answered(view, gone=gone, reasons=cleared, other=Numbers.of([1]), coming=Numbers())
     told = []
     for key in (A, B, C):
         assert view.lookup("r", key, 0.0) is MISS

@@ -90,23 +90,6 @@ def test_pages_of_one_rank_are_merged_as_ever() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_writers", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sizes", [[64], [4096] * 3, [100, 7, 5000], [1] * 7])
-def test_shares_of_all_writers_are_each_byte_once(sizes: list[int], num_writers: int) -> None:
-    found: list[list[range]] = []
-    for writer in range(num_writers):
-        pages = [
-            PageMap(size, [0], [0], [size], [1], [size], [size], num_writers, writer)
-            for size in sizes
-        ]
-        found.append(list(shares(pages)))
-        assert sum(span.stop - span.start for span in found[-1]) > 0
-    for layer, size in enumerate(sizes):
-        spans = [each[layer] for each in found]
-        covered = [byte for span in spans for byte in range(span.start, span.stop)]
-        assert covered == list(range(size))
-
-
 @pytest.mark.parametrize("some", [[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]])
 def test_rows_of_some_chunks_of_several_lengths_are_those_of_each(some: list[int]) -> None:
     slots = [Slot(5), Slot(9), Slot(2)]
@@ -122,15 +105,6 @@ def test_rows_of_some_chunks_of_several_lengths_are_those_of_each(some: list[int
 def test_large_shares_are_whole_pages_but_for_their_ends() -> None:
     pages = [PageMap(4096, [0], [0], [4096], [1], [1], [1], 2, 1) for _ in range(3)]
     assert list(shares(pages)) == [range(4096, 4096), range(2048, 4096), range(4096)]
-
-
-def test_share_that_begins_inside_of_a_fragment_goes_to_its_own_place() -> None:
-    page = PageMap(256, [0], [128], [64], [1], [64], [64], num_writers=2, writer=1)
-    of = replace(LAYOUT, groups=[[0]], canonical=CanonicalPages([page], [[0]]))
-    runs = runs_of(Planner(of, 3), job(STORE, 0, [2]))
-    assert [column.tolist() for column in (runs.kv, runs.pool, runs.size)] == [
-        *([2 * 64 + 32], [128 + 32], [32])
-    ]
 
 
 def test_honest_maps_are_believed_and_survive_the_wire() -> None:

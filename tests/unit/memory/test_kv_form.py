@@ -10,15 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from raykv.base.errors import HandleError
+from raykv.memory import kv_form
 from raykv.memory.handles import MEMFD, check_layout
-from raykv.memory.kv_form import (
-    MAX_FORMS,
-    Forms,
-    layers_of,
-    objection,
-    part_bytes,
-    tokens_per_chunk,
-)
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm, KVLayout, TensorLayout
 
@@ -98,10 +91,10 @@ def expected(layer: int, side: int, num_tokens: int, num_heads: int) -> Any:
 def test_elements_come_out_where_they_went_in(
     known: KVForm, heads_of_rank: list[list[int]], num_heads: int
 ) -> None:
-    assert objection(known) == ""
-    num_tokens = tokens_per_chunk(known, GROUP)
+    assert kv_form.objection(known) == ""
+    num_tokens = kv_form.tokens_per_chunk(known, GROUP)
     assert num_tokens == TOKENS * known.blocks_per_chunk
-    found = list(layers_of(known, 0, chunk(known, heads_of_rank)))
+    found = list(kv_form.layers_of(known, 0, chunk(known, heads_of_rank)))
     assert [each.layer for each in found] == LAYERS
     for number, each in enumerate(found):
         assert each.keys.tolist() == expected(number, 0, num_tokens, num_heads)
@@ -110,7 +103,7 @@ def test_elements_come_out_where_they_went_in(
 
 def test_what_comes_out_is_a_copy() -> None:
     data = chunk(form(), [[0, 1]])
-    (first, *_) = layers_of(form(), 0, data)
+    (first, *_) = kv_form.layers_of(form(), 0, data)
     data[:] = 0
     assert first.keys.tolist() == expected(0, 0, TOKENS, 2)
 
@@ -152,15 +145,15 @@ def test_honest_forms_pass() -> None:
 
 
 def test_part_of_a_rank_has_all_layers_and_blocks() -> None:
-    assert part_bytes(form(blocks_per_chunk=3), GROUP) == 3 * 3 * GROUP.page_bytes
+    assert kv_form.part_bytes(form(blocks_per_chunk=3), GROUP) == 3 * 3 * GROUP.page_bytes
 
 
 def test_forms_are_remembered_by_namespace_up_to_a_bound() -> None:
-    forms = Forms()
-    for number in range(MAX_FORMS + 1):
+    forms = kv_form.Forms()
+    for number in range(kv_form.MAX_FORMS + 1):
         forms.take(f"space {number}", form(num_ranks=number + 1))
     assert forms.get("space 0") == KVForm()
-    assert forms.get(f"space {MAX_FORMS}").num_ranks == MAX_FORMS + 1
+    assert forms.get(f"space {kv_form.MAX_FORMS}").num_ranks == kv_form.MAX_FORMS + 1
     # An engine that can't say does not wipe out what another has said.
     forms.take("space 1", KVForm())
     assert forms.get("space 1").num_ranks == 2

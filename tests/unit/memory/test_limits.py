@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv.memory.limits import (
-    is_in_memory,
-    memory_limit,
-    pool_objection,
-    ray_monitor,
-    worker_limits,
-)
+from raykv.memory import limits
 from raykv.memory.room import monitor_settings
 from raykv.protocol.findings import MemoryLimit
 
@@ -56,7 +50,7 @@ class Host:
             self.write(f"{folder}/memory.stat", stat)
 
     def free(self) -> int:
-        return memory_limit(self.root).free_bytes
+        return limits.memory_limit(self.root).free_bytes
 
 
 V1_LINES = "12:cpu,cpuacct:/pod/box\n5:memory:/pod/box\n1:name=systemd:/pod\n"
@@ -73,14 +67,14 @@ def v1(tmp_path: Path) -> Host:
 
 
 def test_limit_is_the_machines_memory_when_no_group_limits(v2: Host) -> None:
-    limit = memory_limit(v2.root)
+    limit = limits.memory_limit(v2.root)
     assert (limit.free_bytes, limit.total_bytes) == (AVAILABLE, TOTAL)
     assert limit.source == "this machine's memory"
 
 
 def test_limit_is_that_of_our_own_group(v2: Host) -> None:
     v2.v2("pod/box", str(8 * GIB), 3 * GIB)
-    limit = memory_limit(v2.root)
+    limit = limits.memory_limit(v2.root)
     assert (limit.free_bytes, limit.total_bytes) == (5 * GIB, 8 * GIB)
     assert limit.source.endswith("sys/fs/cgroup/pod/box")
 
@@ -135,7 +129,7 @@ def test_group_that_cannot_be_read_does_not_limit(v2: Host, text: str) -> None:
 
 def monitored(host: Host, **environment: str) -> MemoryLimit | None:
     """What Ray's memory monitor leaves, for a raylet with that environment."""
-    return ray_monitor(monitor_settings(environment), host.root)
+    return limits.ray_monitor(monitor_settings(environment), host.root)
 
 
 def test_ray_counts_the_machines_memory_when_no_group_limits(v2: Host) -> None:
@@ -171,17 +165,17 @@ def test_ray_does_not_see_a_group_below_the_mount(v2: Host) -> None:
 
 def test_limits_of_a_worker_include_rays_unless_it_is_off(v2: Host) -> None:
     v2.v2("pod/box", str(60 * GIB), GIB)
-    sources = [limit.source for limit in worker_limits({}, v2.root)]
+    sources = [limit.source for limit in limits.worker_limits({}, v2.root)]
     assert len(sources) == 3
     assert any("Ray's memory monitor" in source for source in sources)
-    off = worker_limits({"RAY_memory_monitor_refresh_ms": "0"}, v2.root)
+    off = limits.worker_limits({"RAY_memory_monitor_refresh_ms": "0"}, v2.root)
     assert not any("Ray" in limit.source for limit in off)
 
 
 def test_pool_is_refused_when_ray_would_kill_for_it(v2: Host) -> None:
     size = AVAILABLE - 2 * GIB
-    assert pool_objection(size, "", {"RAY_memory_monitor_refresh_ms": "0"}, v2.root) == ""
-    text = pool_objection(size, "", {}, v2.root)
+    assert limits.pool_objection(size, "", {"RAY_memory_monitor_refresh_ms": "0"}, v2.root) == ""
+    text = limits.pool_objection(size, "", {}, v2.root)
     assert "Ray's memory monitor (RAY_memory_usage_threshold=0.95" in text
     assert "would fit" in text
 
@@ -193,24 +187,24 @@ def test_pool_file_is_refused_when_its_disk_has_no_room(v2: Host, tmp_path: Path
         f"MemTotal: {free} kB\nMemAvailable: {free} kB\n"  # far more than the disk has
     )
     path = str(tmp_path / "pool")
-    assert pool_objection(GIB >> 10, path, {}, v2.root) == ""
-    text = pool_objection(2 * free, path, {}, v2.root)
+    assert limits.pool_objection(GIB >> 10, path, {}, v2.root) == ""
+    text = limits.pool_objection(2 * free, path, {}, v2.root)
     assert f"the file system of {path}" in text
     assert not Path(path).exists()
 
 
 def test_pool_file_in_tmpfs_counts_as_memory(v2: Host, tmp_path: Path) -> None:
-    assert is_in_memory(Path("/dev/shm/pool"))
+    assert limits.is_in_memory(Path("/dev/shm/pool"))
     pool = str(tmp_path / "ram" / "pool")
     mounts = [f"1 0 8:1 / {tmp_path} rw - ext4 /dev/x rw"]
     v2.write("proc/self/mountinfo", "\n".join(mounts))
-    assert not is_in_memory(Path(pool), v2.root)
+    assert not limits.is_in_memory(Path(pool), v2.root)
     mounts.append(f"2 1 0:5 / {tmp_path}/ram rw shared:2 - tmpfs tmpfs rw")
     v2.write("proc/self/mountinfo", "\n".join(mounts))
-    assert is_in_memory(Path(pool), v2.root)
-    assert not is_in_memory(tmp_path / "rambo" / "pool", v2.root)
+    assert limits.is_in_memory(Path(pool), v2.root)
+    assert not limits.is_in_memory(tmp_path / "rambo" / "pool", v2.root)
 
 
 def test_limit_of_this_machine_is_a_plausible_one() -> None:
-    limit = memory_limit()
+    limit = limits.memory_limit()
     assert 0 < limit.free_bytes <= limit.total_bytes

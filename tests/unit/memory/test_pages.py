@@ -10,15 +10,6 @@ import pytest
 
 from raykv.base.errors import HandleError
 from raykv.memory import pages
-from raykv.memory.pages import (
-    HugePages,
-    gpu_nodes,
-    memory_nodes,
-    place_near_gpus,
-    placement,
-    pool_region,
-    wanted_pages,
-)
 from raykv.memory.region import Region
 
 HUGE = 2 << 20
@@ -47,28 +38,28 @@ def gpu(root: Path, slot: str, node: int, vendor: str = "0x10de", kind: str = "0
 
 
 @pytest.mark.parametrize(
-    ("pages", "free", "claimed", "mode", "expected"),
+    ("count", "free", "claimed", "mode", "expected"),
     [
-        (4, 4, 0, "never", HugePages.RESERVED),
+        (4, 4, 0, "never", pages.HugePages.RESERVED),
         # Those that others have claimed are left to them.
-        (4, 4, 1, "never", HugePages.NONE),
-        (4, 4, 1, "within_size", HugePages.TRANSPARENT),
-        (4, 3, 0, "advise", HugePages.TRANSPARENT),
-        (4, 0, 0, "force", HugePages.TRANSPARENT),
-        (4.5, 9, 0, "always", HugePages.TRANSPARENT),
-        (4.5, 9, 0, "deny", HugePages.NONE),
-        (4, 0, 0, "", HugePages.NONE),
+        (4, 4, 1, "never", pages.HugePages.NONE),
+        (4, 4, 1, "within_size", pages.HugePages.TRANSPARENT),
+        (4, 3, 0, "advise", pages.HugePages.TRANSPARENT),
+        (4, 0, 0, "force", pages.HugePages.TRANSPARENT),
+        (4.5, 9, 0, "always", pages.HugePages.TRANSPARENT),
+        (4.5, 9, 0, "deny", pages.HugePages.NONE),
+        (4, 0, 0, "", pages.HugePages.NONE),
     ],
 )
 def test_pages_are_the_largest_that_all_of_the_pool_can_have(
-    tmp_path: Path, pages: float, free: int, claimed: int, mode: str, expected: HugePages
+    tmp_path: Path, count: float, free: int, claimed: int, mode: str, expected: pages.HugePages
 ) -> None:
-    assert wanted_pages(int(pages * HUGE), machine(tmp_path, free, claimed, mode)) is expected
+    assert pages.wanted_pages(int(count * HUGE), machine(tmp_path, free, claimed, mode)) is expected
 
 
 def test_machine_that_says_nothing_has_small_pages(tmp_path: Path) -> None:
-    assert wanted_pages(4 * HUGE, tmp_path) is HugePages.NONE
-    assert gpu_nodes(tmp_path) == memory_nodes(tmp_path) == []
+    assert pages.wanted_pages(4 * HUGE, tmp_path) is pages.HugePages.NONE
+    assert pages.gpu_nodes(tmp_path) == pages.memory_nodes(tmp_path) == []
 
 
 def test_only_gpus_count_and_only_where_their_node_is_known(tmp_path: Path) -> None:
@@ -77,7 +68,7 @@ def test_only_gpus_count_and_only_where_their_node_is_known(tmp_path: Path) -> N
     gpu(tmp_path, "0000:02:00.0", 0, vendor="0x8086")
     gpu(tmp_path, "0000:03:00.0", -1)
     gpu(tmp_path, "0000:04:00.0", 3)
-    assert gpu_nodes(tmp_path) == [1, 3]
+    assert pages.gpu_nodes(tmp_path) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +78,7 @@ def test_nodes_with_memory_are_read_off_the_kernels_list(
     tmp_path: Path, text: str, nodes: list[int]
 ) -> None:
     write(tmp_path / "sys/devices/system/node/has_memory", text)
-    assert memory_nodes(tmp_path) == nodes
+    assert pages.memory_nodes(tmp_path) == nodes
 
 
 def test_pages_come_from_the_node_that_was_asked_for(tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_pages_come_from_the_node_that_was_asked_for(tmp_path: Path) -> None:
     write(tmp_path / "sys/devices/system/node/has_memory", "0-1")
     region = Region.anonymous(HUGE, "placed-test")
     try:
-        assert place_near_gpus(region, tmp_path) == [0]
+        assert pages.place_near_gpus(region, tmp_path) == [0]
         try:
             lines = Path("/proc/self/numa_maps").read_text()
         except OSError:
@@ -115,7 +106,7 @@ def test_node_that_can_not_be_had_is_said_and_pages_come_from_anywhere(
     write(tmp_path / "sys/devices/system/node/has_memory", "0,900")
     region = Region.anonymous(HUGE, "placed-test")
     try:
-        assert place_near_gpus(region, tmp_path) == []
+        assert pages.place_near_gpus(region, tmp_path) == []
         assert "the pool's memory is not placed near the GPUs" in caplog.text
         region.prefault(lambda _done: True)
         region.array()[HUGE - 1] = 7
@@ -128,9 +119,9 @@ def test_pool_has_memory_whatever_the_machine_says(
 ) -> None:
     """Also when huge pages are gone that were there a moment ago."""
     caplog.set_level(logging.INFO, "raykv.node")
-    for wanted in HugePages:
+    for wanted in pages.HugePages:
         monkeypatch.setattr(pages, "wanted_pages", lambda _bytes, wanted=wanted: wanted)
-        region = pool_region(2 * HUGE)
+        region = pages.pool_region(2 * HUGE)
         region.prefault(lambda _done: True)
         region.array()[2 * HUGE - 1] = 7
         assert region.num_bytes == 2 * HUGE
@@ -155,4 +146,4 @@ def test_huge_pages_that_are_not_there_are_refused() -> None:
     ],
 )
 def test_pool_is_near_the_gpus(gpus: list[int], memory: list[int], expected: list[int]) -> None:
-    assert placement(gpus, memory) == expected
+    assert pages.placement(gpus, memory) == expected

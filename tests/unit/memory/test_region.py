@@ -68,18 +68,6 @@ def test_close_unmaps_and_closes_once() -> None:
     os.close(again)
 
 
-def test_file_region_keeps_its_contents(tmp_path: Path) -> None:
-    path = tmp_path / "pool"
-    region = Region.in_file(path, SIZE)
-    assert path.stat().st_size == SIZE
-    assert path.stat().st_mode & 0o777 == 0o600
-    region.array()[5] = 7
-    region.close()
-    again = Region.in_file(path, SIZE)
-    assert again.array()[5] == 7
-    again.close()
-
-
 @pytest.mark.parametrize("size", [SIZE - 4096, SIZE + 4096])
 def test_file_region_has_the_size_that_is_asked_for(tmp_path: Path, size: int) -> None:
     path = tmp_path / "pool"

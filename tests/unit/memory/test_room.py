@@ -5,30 +5,21 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.errors import SettingError
-from raykv.memory.room import (
-    RESERVE_BYTES,
-    MonitorSettings,
-    PoolNeeds,
-    check_pool_bytes,
-    default_pool_bytes,
-    monitor_limit,
-    monitor_settings,
-    objection,
-)
+from raykv.memory import room
 from raykv.protocol.findings import MemoryLimit
 
 GIB = 1 << 30
 BOX = MemoryLimit(10 * GIB, 16 * GIB, "the box")
-FITS = 10 * GIB - RESERVE_BYTES
+FITS = 10 * GIB - room.RESERVE_BYTES
 
 
 def test_pool_fits_when_the_reserve_stays_free() -> None:
-    assert objection(PoolNeeds(FITS), [BOX], None) == ""
-    assert objection(PoolNeeds(FITS + 1), [BOX], None) != ""
+    assert room.objection(room.PoolNeeds(FITS), [BOX], None) == ""
+    assert room.objection(room.PoolNeeds(FITS + 1), [BOX], None) != ""
 
 
 def test_objection_names_limit_free_bytes_and_what_would_fit() -> None:
-    text = objection(PoolNeeds(12 * GIB), [BOX], None)
+    text = room.objection(room.PoolNeeds(12 * GIB), [BOX], None)
     assert f"pool_bytes={12 * GIB} (12.0 GiB) does not fit" in text
     assert "the box allows 16.0 GiB and has 10.0 GiB free" in text
     assert f"pool_bytes='{FITS >> 20}MiB' would fit" in text
@@ -36,62 +27,62 @@ def test_objection_names_limit_free_bytes_and_what_would_fit() -> None:
 
 def test_objection_is_that_of_the_tightest_limit_and_says_so_when_no_pool_fits() -> None:
     tight = MemoryLimit(4 * GIB, 5 * GIB, "the group")
-    text = objection(PoolNeeds(12 * GIB), [BOX, tight], None)
+    text = room.objection(room.PoolNeeds(12 * GIB), [BOX, tight], None)
     assert "the group" in text
     assert "the box" not in text
-    full = MemoryLimit(RESERVE_BYTES, 16 * GIB, "the box")
-    assert "no pool fits now" in objection(PoolNeeds(GIB), [full], None)
-    assert objection(PoolNeeds(GIB, present_bytes=GIB), [full], None) == ""
+    full = MemoryLimit(room.RESERVE_BYTES, 16 * GIB, "the box")
+    assert "no pool fits now" in room.objection(room.PoolNeeds(GIB), [full], None)
+    assert room.objection(room.PoolNeeds(GIB, present_bytes=GIB), [full], None) == ""
 
 
 def test_pages_that_are_there_are_not_asked_for_again() -> None:
-    needs = PoolNeeds(12 * GIB, present_bytes=3 * GIB)
-    assert objection(needs, [BOX], None) == ""
-    text = objection(PoolNeeds(15 * GIB, present_bytes=3 * GIB), [BOX], None)
+    needs = room.PoolNeeds(12 * GIB, present_bytes=3 * GIB)
+    assert room.objection(needs, [BOX], None) == ""
+    text = room.objection(room.PoolNeeds(15 * GIB, present_bytes=3 * GIB), [BOX], None)
     assert "(3.0 GiB of it are there)" in text
     assert f"pool_bytes='{(FITS + 3 * GIB) >> 20}MiB' would fit" in text
 
 
 def test_pool_file_on_a_disk_needs_room_there_and_no_free_memory() -> None:
     disk = MemoryLimit(20 * GIB, 100 * GIB, "the disk")
-    assert objection(PoolNeeds(12 * GIB, in_memory=False), [BOX], disk) == ""
+    assert room.objection(room.PoolNeeds(12 * GIB, in_memory=False), [BOX], disk) == ""
     small = MemoryLimit(11 * GIB, 100 * GIB, "the disk")
-    text = objection(PoolNeeds(12 * GIB, in_memory=False), [BOX], small)
+    text = room.objection(room.PoolNeeds(12 * GIB, in_memory=False), [BOX], small)
     assert "the disk allows 100.0 GiB and has 11.0 GiB free" in text
     assert f"pool_bytes='{11 << 10}MiB' would fit" in text
 
 
 def test_pool_file_on_a_disk_is_refused_when_it_is_larger_than_memory() -> None:
     disk = MemoryLimit(90 * GIB, 100 * GIB, "the disk")
-    text = objection(PoolNeeds(17 * GIB, in_memory=False), [BOX], disk)
+    text = room.objection(room.PoolNeeds(17 * GIB, in_memory=False), [BOX], disk)
     assert "never wholly in memory" in text
     assert f"pool_bytes='{16 << 10}MiB' would fit" in text
 
 
 def test_pool_file_in_memory_counts_against_both() -> None:
     mount = MemoryLimit(5 * GIB, 6 * GIB, "the tmpfs")
-    assert "the tmpfs" in objection(PoolNeeds(6 * GIB), [BOX], mount)
+    assert "the tmpfs" in room.objection(room.PoolNeeds(6 * GIB), [BOX], mount)
     wide = MemoryLimit(50 * GIB, 60 * GIB, "the tmpfs")
-    assert "the box" in objection(PoolNeeds(12 * GIB), [BOX], wide)
+    assert "the box" in room.objection(room.PoolNeeds(12 * GIB), [BOX], wide)
 
 
 def test_ray_kills_above_its_threshold() -> None:
-    limit = monitor_limit(MonitorSettings(), 4 * GIB, 100 * GIB, "this")
+    limit = room.monitor_limit(room.MonitorSettings(), 4 * GIB, 100 * GIB, "this")
     assert limit is not None
     assert (limit.free_bytes, limit.total_bytes) == (91 * GIB, 95 * GIB)
     assert "RAY_memory_usage_threshold=0.95" in limit.source
-    full = monitor_limit(MonitorSettings(), 97 * GIB, 100 * GIB, "this")
+    full = room.monitor_limit(room.MonitorSettings(), 97 * GIB, 100 * GIB, "this")
     assert full is not None
     assert full.free_bytes == 0
-    assert monitor_limit(MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
+    assert room.monitor_limit(room.MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
 
 
 def test_higher_one_of_rays_two_thresholds_counts() -> None:
-    limit = monitor_limit(MonitorSettings(min_free_bytes=GIB), 0, 100 * GIB, "this")
+    limit = room.monitor_limit(room.MonitorSettings(min_free_bytes=GIB), 0, 100 * GIB, "this")
     assert limit is not None
     assert limit.total_bytes == 99 * GIB
     assert "RAY_min_memory_free_bytes" in limit.source
-    limit = monitor_limit(MonitorSettings(min_free_bytes=9 * GIB), 0, 100 * GIB, "this")
+    limit = room.monitor_limit(room.MonitorSettings(min_free_bytes=9 * GIB), 0, 100 * GIB, "this")
     assert limit is not None
     assert limit.total_bytes == 95 * GIB
 
@@ -99,25 +90,25 @@ def test_higher_one_of_rays_two_thresholds_counts() -> None:
 @pytest.mark.parametrize(
     ("environment", "settings"),
     [
-        ({}, MonitorSettings()),
-        ({"RAY_memory_usage_threshold": "0.8"}, MonitorSettings(threshold=0.8)),
-        ({"RAY_memory_usage_threshold": "much"}, MonitorSettings()),
-        ({"RAY_memory_usage_threshold": "1.5"}, MonitorSettings()),
-        ({"RAY_min_memory_free_bytes": "5"}, MonitorSettings(min_free_bytes=5)),
-        ({"RAY_memory_monitor_refresh_ms": "0"}, MonitorSettings(is_on=False)),
-        ({"RAY_memory_monitor_refresh_ms": "100"}, MonitorSettings()),
+        ({}, room.MonitorSettings()),
+        ({"RAY_memory_usage_threshold": "0.8"}, room.MonitorSettings(threshold=0.8)),
+        ({"RAY_memory_usage_threshold": "much"}, room.MonitorSettings()),
+        ({"RAY_memory_usage_threshold": "1.5"}, room.MonitorSettings()),
+        ({"RAY_min_memory_free_bytes": "5"}, room.MonitorSettings(min_free_bytes=5)),
+        ({"RAY_memory_monitor_refresh_ms": "0"}, room.MonitorSettings(is_on=False)),
+        ({"RAY_memory_monitor_refresh_ms": "100"}, room.MonitorSettings()),
     ],
 )
 def test_settings_of_rays_monitor_are_read(
-    environment: dict[str, str], settings: MonitorSettings
+    environment: dict[str, str], settings: room.MonitorSettings
 ) -> None:
-    assert monitor_settings(environment) == settings
+    assert room.monitor_settings(environment) == settings
 
 
 def test_pool_is_at_least_a_chunk_and_at_most_what_is_free() -> None:
-    check_pool_bytes(100, chunk_bytes=100, free_bytes=100, limit="this machine's memory")
+    room.check_pool_bytes(100, chunk_bytes=100, free_bytes=100, limit="this machine's memory")
     with pytest.raises(SettingError, match=r"pool_bytes=99 .*\(100 bytes\).*at least 100"):
-        check_pool_bytes(99, chunk_bytes=100, free_bytes=1000, limit="x")
+        room.check_pool_bytes(99, chunk_bytes=100, free_bytes=1000, limit="x")
     with pytest.raises(SettingError, match=r"pool_bytes=1001 .*the box can give.*1000 bytes"):
-        check_pool_bytes(1001, chunk_bytes=100, free_bytes=1000, limit="the box")
-    assert default_pool_bytes(4001) == 1000
+        room.check_pool_bytes(1001, chunk_bytes=100, free_bytes=1000, limit="the box")
+    assert room.default_pool_bytes(4001) == 1000

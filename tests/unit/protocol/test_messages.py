@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Key, Namespace, Stamp
-from raykv.protocol import framing, wire
+from raykv.protocol import copies, engine, framing, wire
 from raykv.protocol.columns import (
     MAX_KEYS,
     MAX_NAME,
@@ -22,30 +22,6 @@ from raykv.protocol.columns import (
     Numbers,
     Source,
     SourceKind,
-)
-from raykv.protocol.copies import (
-    MOST_RESULT_BYTES,
-    MOST_ROW_BYTES,
-    Capture,
-    CopyJob,
-    CopyResult,
-    Fetch,
-    Read,
-    ReadReply,
-)
-from raykv.protocol.engine import (
-    MOST_ASKED,
-    Ask,
-    AskAnswer,
-    ChangesAnswer,
-    ChangesQuery,
-    EngineHello,
-    EngineMessage,
-    Fetched,
-    FoundKeys,
-    PlaceFacts,
-    Tell,
-    Welcome,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import (
@@ -73,21 +49,23 @@ PART = ListingPart(
 )
 
 SOUND: list[msgspec.Struct] = [
-    EngineHello(V, "engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
-    Welcome(3, "no room"),
-    Tell(7, 1, "a", FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
-    ChangesQuery(7, "a", Position(1, 2, 0), 5),
-    ChangesAnswer(PART, PlaceFacts(Stamp(1, 2), store_share=16)),
-    Ask(V, "engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
-    AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
+    engine.EngineHello(V, "engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
+    engine.Welcome(3, "no room"),
+    engine.Tell(7, 1, "a", engine.FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
+    engine.ChangesQuery(7, "a", Position(1, 2, 0), 5),
+    engine.ChangesAnswer(PART, engine.PlaceFacts(Stamp(1, 2), store_share=16)),
+    engine.Ask(V, "engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
+    engine.AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
     Report(V, "here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
     ReportAnswer(3, Position(1, 2, 0), Stamp(1, 2), marks=Marks(1, 2, NAMED, NAMED)),
-    CopyJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
-    CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
-    Fetched(CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2")),
-    Fetch(V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])),
-    Read(V, "a", KEYS, TWO),
-    ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
+    copies.CopyJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
+    copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
+    engine.Fetched(copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2")),
+    copies.Fetch(
+        V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])
+    ),
+    copies.Read(V, "a", KEYS, TWO),
+    copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
     NAMED,
 ]
 
@@ -102,28 +80,28 @@ def of(kind: type[msgspec.Struct]) -> msgspec.Struct:
 
 
 WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
-    (EngineHello, {"namespace": ""}),
-    (EngineHello, {"life": -1}),
-    (EngineHello, {"life": 0}),
-    (EngineHello, {"slot_bytes": {-1: 4096}}),
-    (EngineHello, {"slot_bytes": {1 << 32: 4096}}),
-    (EngineHello, {"num_ranks": 0}),
-    (EngineHello, {"slot_bytes": {0: -1}}),
-    (EngineHello, {"engine_id": "e" * 5000}),
-    (Tell, {"seq": 1 << 63}),
-    (Tell, {"counters": {"hits": -1}}),
-    (ChangesQuery, {"most": MAX_KEYS + 1}),
-    (ChangesQuery, {"most": -1}),
-    (ChangesAnswer, {"facts": PlaceFacts(store_share=0)}),
-    (Ask, {"places": []}),
-    (Ask, {"keys": Keys.of([b"x"] * (MOST_ASKED + 1))}),
-    (Ask, {"coming": Keys.of([b"x" * 200])}),
-    (AskAnswer, {"where": b"\2"}),
-    (AskAnswer, {"where": b"\0\0"}),
-    (AskAnswer, {"node_index": Numbers.of([1])}),
-    (AskAnswer, {"node_index": Numbers.of([-1])}),
-    (AskAnswer, {"reasons": b"\x09"}),
-    (AskAnswer, {"reasons": b""}),
+    (engine.EngineHello, {"namespace": ""}),
+    (engine.EngineHello, {"life": -1}),
+    (engine.EngineHello, {"life": 0}),
+    (engine.EngineHello, {"slot_bytes": {-1: 4096}}),
+    (engine.EngineHello, {"slot_bytes": {1 << 32: 4096}}),
+    (engine.EngineHello, {"num_ranks": 0}),
+    (engine.EngineHello, {"slot_bytes": {0: -1}}),
+    (engine.EngineHello, {"engine_id": "e" * 5000}),
+    (engine.Tell, {"seq": 1 << 63}),
+    (engine.Tell, {"counters": {"hits": -1}}),
+    (engine.ChangesQuery, {"most": MAX_KEYS + 1}),
+    (engine.ChangesQuery, {"most": -1}),
+    (engine.ChangesAnswer, {"facts": engine.PlaceFacts(store_share=0)}),
+    (engine.Ask, {"places": []}),
+    (engine.Ask, {"keys": Keys.of([b"x"] * (engine.MOST_ASKED + 1))}),
+    (engine.Ask, {"coming": Keys.of([b"x" * 200])}),
+    (engine.AskAnswer, {"where": b"\2"}),
+    (engine.AskAnswer, {"where": b"\0\0"}),
+    (engine.AskAnswer, {"node_index": Numbers.of([1])}),
+    (engine.AskAnswer, {"node_index": Numbers.of([-1])}),
+    (engine.AskAnswer, {"reasons": b"\x09"}),
+    (engine.AskAnswer, {"reasons": b""}),
     (Report, {"life": 2}),
     (Report, {"life": 0}),
     (Report, {"node_id": ""}),
@@ -131,20 +109,23 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (ReportAnswer, {"pause_ms": -1}),
     (ReportAnswer, {"pause_ms": 5000}),
     (ReportAnswer, {"left": ["a"] * 300}),
-    (CopyJob, {"direction": 2}),
-    (CopyJob, {"num_blocks": Numbers.of([1, -1])}),
-    (CopyJob, {"first_block": Numbers.of([1, 1 << 62])}),
-    (CopyJob, {"first_block": ONE}),
-    (CopyJob, {"namespace": ""}),
-    (CopyJob, {"orders": Stamp(0, -5)}),
-    (CopyJob, {"capture": Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)}),
-    (CopyResult, {"refusals": b""}),
-    (Fetch, {"key_index": Numbers.of([0, 2])}),
-    (Fetch, {"source_index": Numbers.of([0, 1])}),
-    (Fetch, {"source_index": ONE}),
-    (Fetch, {"deadline_s": -1.0}),
-    (Fetch, {"slot_bytes": ONE}),
-    (Read, {"keys": Keys.of([b"one", b""])}),
+    (copies.CopyJob, {"direction": 2}),
+    (copies.CopyJob, {"num_blocks": Numbers.of([1, -1])}),
+    (copies.CopyJob, {"first_block": Numbers.of([1, 1 << 62])}),
+    (copies.CopyJob, {"first_block": ONE}),
+    (copies.CopyJob, {"namespace": ""}),
+    (copies.CopyJob, {"orders": Stamp(0, -5)}),
+    (
+        copies.CopyJob,
+        {"capture": copies.Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)},
+    ),
+    (copies.CopyResult, {"refusals": b""}),
+    (copies.Fetch, {"key_index": Numbers.of([0, 2])}),
+    (copies.Fetch, {"source_index": Numbers.of([0, 1])}),
+    (copies.Fetch, {"source_index": ONE}),
+    (copies.Fetch, {"deadline_s": -1.0}),
+    (copies.Fetch, {"slot_bytes": ONE}),
+    (copies.Read, {"keys": Keys.of([b"one", b""])}),
     (NamedKeys, {"index": ONE}),
     (NamedKeys, {"index": Numbers.of([0, 2])}),
     (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
@@ -194,17 +175,10 @@ def test_one_field_of_anything_is_refused_or_can_be_read(
         return
     readers: dict[type, Callable[[Any], object]] = {
         NamedKeys: list,
-        AskAnswer: lambda answer: list(answer.key_index),
-        CopyResult: lambda result: list(result.rows),
+        engine.AskAnswer: lambda answer: list(answer.key_index),
+        copies.CopyResult: lambda result: list(result.rows),
     }
     readers.get(kind, encode)(found)
-
-
-def test_message_of_this_version_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "introduction", None)
-    for kind in (EngineHello, Tell, ChangesQuery):
-        message = of(kind)
-        assert receive(encode(message), EngineMessage, "an engine", "this test") == message
 
 
 def test_order_that_contradicts_itself_is_no_message() -> None:
@@ -219,9 +193,9 @@ def test_order_that_contradicts_itself_is_no_message() -> None:
 def test_result_of_the_largest_job_fits_into_a_frame(width: int) -> None:
     # Keys of two lengths need a byte more each.
     last = bytes(2 if width == 1 else 1)
-    most = min(MAX_ROWS, (MOST_RESULT_BYTES - len(last)) // (width + MOST_ROW_BYTES))
+    most = min(MAX_ROWS, (copies.MOST_RESULT_BYTES - len(last)) // (width + copies.MOST_ROW_BYTES))
     keys = [*[b"k" * width] * (most - 1), last]
-    assert isinstance(passed_job(keys), CopyJob)
+    assert isinstance(passed_job(keys), copies.CopyJob)
     if most < MAX_ROWS:
         with pytest.raises(MessageError, match="chunks in one job"):
             passed_job([keys[0], keys[0], *keys])
@@ -230,12 +204,12 @@ def test_result_of_the_largest_job_fits_into_a_frame(width: int) -> None:
         for key in keys
     )
     failed = Numbers.of(range(most))
-    result = CopyResult(BIG, BIG, BIG, rows, failed, bytes([1]) * most, BIG, 1.0)
+    result = copies.CopyResult(BIG, BIG, BIG, rows, failed, bytes([1]) * most, BIG, 1.0)
     assert len(wire.frame(JobResults([result], {BIG: BIG}))) <= wire.MAX_FRAME_BYTES
 
 
-def passed_job(keys: list[bytes]) -> CopyJob:
+def passed_job(keys: list[bytes]) -> copies.CopyJob:
     """What arrives of a job of these."""
     count = Numbers(bytes(8 * len(keys)))
-    job = CopyJob(1, 0, "a", Keys.of(keys), count, count)
-    return receive(encode(job), CopyJob, "a worker", "this test")
+    job = copies.CopyJob(1, 0, "a", Keys.of(keys), count, count)
+    return receive(encode(job), copies.CopyJob, "a worker", "this test")

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from raykv.base.errors import MessageError
 from raykv.protocol.descriptions import (
     Description,
-    Descriptions,
     check_description,
     is_whole,
     pack_tokens,
 )
-from raykv.protocol.framing import decode, encode
 from raykv.stream.descriptions import ANSWER_BYTES, ROW_BYTES, DescriptionBook, DescriptionOutbox
 
 BLOCK = 4
@@ -56,11 +54,6 @@ def test_tokens_come_out_as_they_went_in(tokens: list[int]) -> None:
 def test_token_that_has_no_four_bytes_is_refused(token: int) -> None:
     with pytest.raises(OverflowError):
         pack_tokens([token])
-
-
-def test_descriptions_are_the_same_on_the_other_side() -> None:
-    rows = [description(0), description(1, "other"), description(7, num_blocks=3)]
-    assert decode(encode(Descriptions(rows)), Descriptions).rows == rows
 
 
 def test_block_hashes_end_with_the_key() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import raykv.stream.publication as module
 from raykv.base.ids import Key, Namespace, NodeId
 from raykv.protocol.descriptions import Description, pack_tokens
 from raykv.protocol.events import (
@@ -22,16 +21,8 @@ from raykv.protocol.events import (
     NodeJoined,
     NodeLost,
 )
+from raykv.stream import publication
 from raykv.stream.format import WireFormat
-from raykv.stream.publication import (
-    ASK_AGAIN_S,
-    ASK_LATE_S,
-    UNDESCRIBED_S,
-    UNPLACED_S,
-    Message,
-    NodePlace,
-    Publication,
-)
 from raykv.stream.replay import Replay
 from raykv.stream.wire import ChunkId, Stream
 from tests.fixtures.wire_index import WireIndex
@@ -96,16 +87,19 @@ class World:
     """A publication, what engines have said, and a subscriber that misses nothing."""
 
     def __init__(self, topic: str = "kv@{node}@{model}", hashes: str = "bytes") -> None:
-        self.publication = Publication(
+        self.publication = publication.Publication(
             WireFormat(hashes=hashes), topic, FIRST, msgspec.msgpack.encode
         )
-        self.publication.nodes = {A: NodePlace("1.1.1.1", "host-a"), B: NodePlace("2.2.2.2", "b")}
+        self.publication.nodes = {
+            A: publication.NodePlace("1.1.1.1", "host-a"),
+            B: publication.NodePlace("2.2.2.2", "b"),
+        }
         self.publication.models = {MODEL: "tiny"}
         self.said: dict[ChunkId, Description] = {}
         self.index = WireIndex()
         self.now = 0.0
         self._seq = 0
-        self.sent: list[Message] = []
+        self.sent: list[publication.Message] = []
 
     def say(self, *rows: Description) -> None:
         self.said |= {(Namespace(row.namespace), Key(row.key)): row for row in rows}
@@ -132,7 +126,7 @@ class World:
         for node, number in names:
             self.removed(number, node, namespace)
 
-    def settle(self, seconds: float = 0.0) -> list[Message]:
+    def settle(self, seconds: float = 0.0) -> list[publication.Message]:
         """Some time passes, questions are asked, and what is published reaches the subscriber."""
         self.now += seconds
         while asked := self.publication.questions(self.now, 3):
@@ -171,7 +165,7 @@ def test_chunk_waits_until_the_one_before_it_is_told_or_gone() -> None:
     world.removed(5)
     world.settle()
     assert world.seen() == {block_hash(6)}
-    world.settle(UNDESCRIBED_S)
+    world.settle(publication.UNDESCRIBED_S)
     assert world.seen() == {block_hash(number) for number in (1, 2, 6)}
 
 
@@ -181,7 +175,7 @@ def test_description_may_come_after_the_chunk() -> None:
     world.settle()
     assert not world.seen()
     world.say(described(1))
-    world.settle(ASK_AGAIN_S)
+    world.settle(publication.ASK_AGAIN_S)
     assert world.seen() == {block_hash(1)}
     assert world.publication.counters["undescribed"] == 0
 
@@ -190,12 +184,12 @@ def test_chunk_that_nobody_describes_is_told_as_a_bare_hash_until_somebody_does(
     world = World()
     world.stored(1)
     world.settle()
-    world.settle(UNDESCRIBED_S)
+    world.settle(publication.UNDESCRIBED_S)
     assert world.index.blocks["kv@a@tiny"][0, block_hash(1)].tokens == []
     assert world.publication.counters["undescribed"] == 1
     world.say(described(1, inner=(100, 101)))
-    assert not world.settle(ASK_AGAIN_S)
-    world.settle(ASK_LATE_S)
+    assert not world.settle(publication.ASK_AGAIN_S)
+    world.settle(publication.ASK_LATE_S)
     assert world.seen() == {block_hash(number) for number in (100, 101, 1)}
     assert world.index.blocks["kv@a@tiny"][0, block_hash(1)].tokens == [1, 1]
     world.removed(1)
@@ -208,7 +202,7 @@ def test_chunk_that_goes_while_it_waits_is_never_told() -> None:
     world.stored(1)
     world.settle()
     world.removed(1)
-    assert not world.settle(UNDESCRIBED_S)
+    assert not world.settle(publication.UNDESCRIBED_S)
     assert world.publication.num_waiting == 0
 
 
@@ -253,7 +247,7 @@ def test_chunk_waits_for_the_names_in_its_topic_for_a_while() -> None:
     world.settle()
     assert not world.sent
     assert world.publication.unnamed == ({A}, set())
-    world.settle(UNPLACED_S)
+    world.settle(publication.UNPLACED_S)
     # The model's name came with the description.
     assert world.sent[0].topic == "kv@a@tiny"
 
@@ -314,12 +308,12 @@ def test_questions_have_a_bound_and_come_again() -> None:
         names += asked
         world.publication.answer(asked, {}, 0.0)
     assert sorted(names) == [(MODEL, key(number)) for number in range(5)]
-    assert not world.publication.questions(ASK_AGAIN_S / 2, 9)
-    assert len(world.publication.questions(ASK_AGAIN_S, 9)) == 5
+    assert not world.publication.questions(publication.ASK_AGAIN_S / 2, 9)
+    assert len(world.publication.questions(publication.ASK_AGAIN_S, 9)) == 5
 
 
 def test_chunks_beyond_the_bound_are_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_HELD_BYTES", 2000)
+    monkeypatch.setattr(publication, "MAX_HELD_BYTES", 2000)
     world = World()
     world.say(*(described(number, root=True) for number in range(6)))
     for number in range(6):
@@ -338,7 +332,7 @@ def test_chunks_beyond_the_bound_are_skipped_and_counted(monkeypatch: pytest.Mon
 # Subscribers that have missed something
 
 
-def missed(world: World, start: int, topic: str = "") -> Iterator[Message]:
+def missed(world: World, start: int, topic: str = "") -> Iterator[publication.Message]:
     yield from world.publication.replay(start, topic, 0.0)
 
 
@@ -371,7 +365,7 @@ def test_replay_is_for_topics_that_begin_so() -> None:
 def test_replay_of_what_is_not_kept_is_a_picture_under_the_last_numbers(
     monkeypatch: pytest.MonkeyPatch, start: int
 ) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT", 4)
+    monkeypatch.setattr(publication, "MAX_KEPT", 4)
     world = World()
     fill(world, 20)
     world.removed(3)
@@ -392,8 +386,8 @@ def test_replay_of_what_is_not_kept_is_a_picture_under_the_last_numbers(
 def test_picture_takes_no_more_messages_than_numbers_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT", 1)
-    monkeypatch.setattr(module, "MAX_EVENTS", 2)
+    monkeypatch.setattr(publication, "MAX_KEPT", 1)
+    monkeypatch.setattr(publication, "MAX_EVENTS", 2)
     world = World()
     fill(world, 40)
     last = world.sent[-1].seq
@@ -406,7 +400,7 @@ def test_picture_takes_no_more_messages_than_numbers_are_missing(
 
 
 def test_kept_messages_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(publication, "MAX_KEPT_BYTES", 1000)
     world = World()
     fill(world, 30)
     assert 1 <= len(world.publication._kept) < 30
@@ -442,7 +436,7 @@ def test_subscribers_know_the_directory_whatever_happens_and_whatever_they_miss(
     """One subscriber hears all, one comes late, one goes deaf in the middle."""
     world = World(topic)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_KEPT", kept)
+        patch.setattr(publication, "MAX_KEPT", kept)
         held: set[tuple[str, str, int]] = set()
         for step in [*steps, ("late",), ("late",)]:
             play(world, held, step)
@@ -475,7 +469,7 @@ def test_model_is_named_before_any_chunk_of_the_same_answer_is_told() -> None:
     world.settle(0.1)
     world.stored(1, namespace="other")
     world.say(described(0, Namespace("other"), root=True))
-    world.settle(2 * UNDESCRIBED_S)
+    world.settle(2 * publication.UNDESCRIBED_S)
     assert world.seen() == {block_hash(0), block_hash(1)}
     assert not world.seen("kv@a@other")
 
@@ -493,7 +487,7 @@ def play(world: World, held: set[tuple[str, str, int]], step: Any) -> None:
         case ("settle",):
             world.settle(0.1)
         case ("late",):
-            world.settle(UNDESCRIBED_S)
+            world.settle(publication.UNDESCRIBED_S)
         case ("lost",):
             held -= {each for each in held if each[0] == A}
             world.event(NodeLost, node_id=A, node_life=1, number=0)

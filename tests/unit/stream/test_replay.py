@@ -11,16 +11,7 @@ from raykv.base.ids import Key, Namespace, NodeId, Stamp
 from raykv.directory.answers import event_page
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
-from raykv.protocol.events import (
-    BlockRemoved,
-    BlockStored,
-    CacheCleared,
-    EventsMissed,
-    LifeBegan,
-    NodeJoined,
-    NodeLost,
-    events_of,
-)
+from raykv.protocol import events
 from raykv.protocol.listing import Where
 from raykv.protocol.operator import OrdersDocument
 from raykv.stream.replay import Replay
@@ -42,20 +33,20 @@ class Stream:
         return self.replay.apply(kind(life=3, seq=self.seq, **fields))
 
     def stored(self, number: int, node: str = A, life: int = 1) -> Any:
-        return self._block(BlockStored, number, node, life)
+        return self._block(events.BlockStored, number, node, life)
 
     def removed(self, number: int, node: str = A, life: int = 1) -> Any:
-        return self._block(BlockRemoved, number, node, life)
+        return self._block(events.BlockRemoved, number, node, life)
 
     def _block(self, kind: Any, number: int, node: str, life: int) -> Any:
         key = key_of(number)
         return self(kind, node_id=node, node_life=life, number=1, namespace=SPACE, key=key)
 
     def joined(self, node: str = A, life: int = 1) -> Any:
-        return self(NodeJoined, node_id=node, node_life=life, number=0)
+        return self(events.NodeJoined, node_id=node, node_life=life, number=0)
 
     def lost(self, node: str = A, life: int = 1) -> Any:
-        return self(NodeLost, node_id=node, node_life=life, number=0)
+        return self(events.NodeLost, node_id=node, node_life=life, number=0)
 
 
 def place(number: int, node: NodeId = A) -> tuple[NodeId, Namespace, Key]:
@@ -78,7 +69,7 @@ def test_chunks_come_and_go_with_their_nodes() -> None:
     assert stream.replay.nodes == {A: 1}
     assert stream.replay.place == (3, stream.seq)
     stream.stored(1)
-    assert stream(LifeBegan).went == [place(1)]
+    assert stream(events.LifeBegan).went == [place(1)]
     assert (stream.replay.nodes, stream.replay.chunks) == ({}, set())
 
 
@@ -86,9 +77,9 @@ def test_clearing_and_missed_events_change_nothing_by_themselves() -> None:
     stream = Stream()
     stream.joined()
     stream.stored(1)
-    stream(CacheCleared, namespace=SPACE, history=1, floor=9)
+    stream(events.CacheCleared, namespace=SPACE, history=1, floor=9)
     at = stream.replay.place
-    stream(EventsMissed, missed=5)
+    stream(events.EventsMissed, missed=5)
     assert stream.replay.chunks == {place(1)}
     assert stream.replay.place == at
 
@@ -167,7 +158,7 @@ class Cluster:
         for replay in self.readers:
             page = event_page(self.directory, *replay.place, self.now)
             assert not page.is_gap
-            for event in events_of(page):
+            for event in events.events_of(page):
                 replay.apply(event)
 
     def settle(self) -> None:

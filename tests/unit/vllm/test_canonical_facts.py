@@ -34,12 +34,12 @@ def caches(spec: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[group], num_blocks=8)
 
 
-def engine(num_ranks: int) -> Any:
+def engine(num_ranks: int, dtype: Any = torch.float32) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=num_ranks, decode_context_parallel_size=1
         ),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, dtype=torch.float32),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, dtype=dtype),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 
@@ -90,11 +90,7 @@ def test_layers_of_their_own_specs_are_told_one_by_one() -> None:
         {"layout": "LBNHC"},
         {"spec": layer(1, block_size=16)},
         {"spec": layer(1, dtype=torch.bfloat16)},
-        {
-            "spec": FullAttentionSpec(
-                block_size=TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32
-            )
-        },
+        {"spec": layer(2)},
     ],
     ids=["layout", "tokens", "dtype", "heads"],
 )
@@ -134,10 +130,7 @@ def test_pages_that_vllms_cpu_kernel_writes_are_those_that_vllm_certifies(
     num_ranks: int, dtype: Any
 ) -> None:
     """Its mapping takes a page for heads of plain rows; the kernel orders the inside of a head."""
-    config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto"), model_config=SimpleNamespace(dtype=dtype)
-    )
-    write = cpu_writer(config, SimpleNamespace(block_size=TOKENS, head_size=DIMS, dtype=dtype))
+    write = cpu_writer(engine(1, dtype), layer(1, dtype=dtype))
     random = np.random.default_rng(0)
     keys, values = (
         random.integers(-100, 100, (TOKENS, HEADS, DIMS)).astype(np.float32) for _ in range(2)

@@ -11,10 +11,24 @@ from raykv.base.ids import Key, Namespace
 from raykv.base.settings import Settings, load_settings
 from raykv.engine.announcements import Announcements
 from raykv.engine.view import EngineView
-from raykv.protocol.descriptions import Description
 from raykv.stream.descriptions import DescriptionOutbox
 
 pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventsTracker,
+)
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
+from vllm.v1.request import Request
+
+from raykv.vllm.internals.offloading import SchedulerTables, silent
+from raykv.vllm.manager import ChunkTracker, RayOffloadingManager, offloading_events
+from raykv.vllm.spec import RayKVOffloadingSpec
 
 BLOCK = 16
 CHUNK = 2 * BLOCK
@@ -22,11 +36,6 @@ TOKENS = list(range(1, 3 * CHUNK + 1))
 
 
 def request(**fields: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
     init_none_hash(sha256)
     return Request(
         request_id="r",
@@ -52,10 +61,6 @@ def group(window: int | None = None) -> Any:
 
 
 def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | None = None) -> Any:
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
-
-    from raykv.vllm.manager import ChunkTracker
-
     config = OffloadingKVEventsConfig(
         enable_kv_cache_events=announcements is not None, self_describing_kv_events=True
     )
@@ -65,13 +70,13 @@ def tracker(outbox: DescriptionOutbox | None, announcements: Announcements | Non
 
 
 def key_of(req: Any, chunk: int) -> Any:
-    from vllm.v1.kv_offload.base import make_offload_key
-
     return make_offload_key(req.block_hashes[2 * chunk + 1], 0)
 
 
-def told(outbox: DescriptionOutbox) -> list[Description]:
-    return outbox.take()
+def described(outbox: DescriptionOutbox, req: Any, of: Any = None, chunk: int = 0) -> bool:
+    """Whether a chunk is described when it is stored."""
+    tracker(outbox).record_store(req, of or group(), chunk, key_of(req, 0))
+    return outbox.has_news
 
 
 def test_stored_chunk_is_described_with_tokens_hashes_and_the_one_before_it() -> None:
@@ -79,7 +84,7 @@ def test_stored_chunk_is_described_with_tokens_hashes_and_the_one_before_it() ->
     tracks = tracker(outbox)
     for chunk in (0, 1):
         tracks.record_store(req, group(), chunk, key_of(req, chunk))
-    first, second = told(outbox)
+    first, second = outbox.take()
     hashes = [bytes(each) for each in req.block_hashes]
     assert (first.parent, first.block_hashes) == (None, hashes[:2])
     assert (second.parent, second.block_hashes) == (hashes[1], hashes[2:4])
@@ -93,55 +98,43 @@ def test_chunk_is_described_once_whether_it_is_stored_or_found() -> None:
     tracks = tracker(outbox)
     tracks.record_lookup(req, group(), 0, key_of(req, 0))
     tracks.record_store(req, group(), 0, key_of(req, 0))
-    assert len(told(outbox)) == 1
+    assert len(outbox.take()) == 1
     tracks.record_lookup(req, group(), 0, key_of(req, 0))
     assert not outbox.has_news
 
 
-def test_adapter_is_named() -> None:
-    from vllm.lora.request import LoRARequest
+ADAPTER = LoRARequest("poems", 1, "/nowhere")
 
-    outbox, req = DescriptionOutbox(), request(lora_request=LoRARequest("poems", 1, "/nowhere"))
-    tracker(outbox).record_store(req, group(), 0, key_of(req, 0))
-    assert [row.lora for row in told(outbox)] == ["poems"]
+
+def test_adapter_is_named() -> None:
+    outbox = DescriptionOutbox()
+    assert described(outbox, request(lora_request=ADAPTER))
+    assert [row.lora for row in outbox.take()] == ["poems"]
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "poems\ud800"])
 def test_chunk_of_an_adapter_whose_name_no_message_takes_is_not_described(name: str) -> None:
-    from vllm.lora.request import LoRARequest
-
-    outbox, req = DescriptionOutbox(), request(lora_request=LoRARequest("poems", 1, "/nowhere"))
-    key = key_of(req, 0)
+    req = request(lora_request=ADAPTER)
+    assert req.block_hashes
     req.lora_request = LoRARequest(name, 1, "/nowhere")
-    tracker(outbox).record_store(req, group(), 0, key)
-    assert not outbox.has_news
+    assert not described(DescriptionOutbox(), req)
 
 
 def test_chunk_of_a_salted_prompt_is_a_secret() -> None:
-    outbox, req = DescriptionOutbox(), request(cache_salt="mine")
-    tracker(outbox).record_store(req, group(), 0, key_of(req, 0))
-    assert not outbox.has_news
+    assert not described(DescriptionOutbox(), request(cache_salt="mine"))
 
 
 def test_chunk_of_a_sliding_window_is_not_described() -> None:
-    outbox, req = DescriptionOutbox(), request()
-    tracker(outbox).record_store(req, group(window=1), 0, key_of(req, 0))
-    assert not outbox.has_news
+    assert not described(DescriptionOutbox(), request(), group(window=1))
 
 
 @pytest.mark.expects_failures
 def test_request_that_vllm_cant_describe_breaks_nothing() -> None:
-    outbox, req = DescriptionOutbox(), request()
-    tracker(outbox).record_store(req, group(), 99, key_of(req, 0))
-    assert not outbox.has_news
+    assert not described(DescriptionOutbox(), request(), chunk=99)
 
 
 def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
     """The tracker keeps what it knows of a chunk until that is gone, and no longer."""
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
-
-    from raykv.vllm.manager import offloading_events
-
     announcements, req = Announcements(), request()
     tracks = tracker(None, announcements)
 
@@ -165,9 +158,6 @@ def test_vllms_own_events_come_and_go_with_the_chunk() -> None:
 
 
 def test_chunk_that_never_came_leaves_nothing_behind_and_is_not_said_to_have_gone() -> None:
-    from raykv.vllm.internals.offloading import silent
-    from raykv.vllm.manager import offloading_events
-
     announcements, req = Announcements(), request()
     tracks = tracker(None, announcements)
     tracks.record_store(req, group(), 1, key_of(req, 1))
@@ -180,12 +170,6 @@ def test_chunk_that_never_came_leaves_nothing_behind_and_is_not_said_to_have_gon
 
 
 def test_tracker_keeps_what_vllm_knows_of_the_kv_groups() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-
-    from raykv.vllm.internals.offloading import SchedulerTables
-
     first, second = tracker(None, Announcements()), tracker(None, Announcements())
     first._group_specs = {0: "specification"}
     owner = SimpleNamespace(_events_tracker=first)
@@ -195,9 +179,6 @@ def test_tracker_keeps_what_vllm_knows_of_the_kv_groups() -> None:
 
 
 def test_settings_are_labels_of_vllms_metric() -> None:
-    from raykv.vllm.manager import RayOffloadingManager
-    from raykv.vllm.spec import RayKVOffloadingSpec
-
     extra = {"pool_bytes": "1GiB", "layerwise_loads": True}
     manager = RayOffloadingManager(EngineView(Settings()), load_settings(extra))
     (labels,) = manager.config_info()

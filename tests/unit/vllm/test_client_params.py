@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-import torch
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    RequestOffloadState,
+    _create_req_context,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, TierFilter
+from vllm.v1.request import Request
 
 from raykv.base.ids import Key, group_of
 from raykv.base.tenants import salt_label
@@ -43,30 +50,14 @@ from raykv.vllm.params import (
     request_options,
     tenant_of,
 )
-from tests.fixtures.vllm import CHUNK, FULL, Engine, PlayedRequest
-
-WINDOW = SlidingWindowSpec(
-    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
-)
+from tests.fixtures.vllm import CHUNK, FULL, WINDOW, Engine, PlayedRequest
 
 VLLM_KEYS = (
-    "max_load_tokens",
-    "max_offload_tokens",
-    "kv_load_tiers",
-    "do_remote_prefill",
-    "do_remote_decode",
-    "remote_kv_source",
-    "remote_engine_id",
-    "remote_host",
-    "remote_port",
-    "remote_block_ids",
-    "node_id",
-    "namespace",
-    "pool_path",
-    "raykv_namespace",
-    "raykv_node",
-    "",
+    *("max_load_tokens", "max_offload_tokens", "kv_load_tiers", "do_remote_prefill"),
+    *("do_remote_decode", "remote_kv_source", "remote_engine_id", "remote_host", "remote_port"),
+    *("remote_block_ids", "node_id", "namespace", "pool_path", "raykv_namespace", "raykv_node", ""),
 )
+DOCUMENTED = {*PARAMS, *HINTS, PREFILLED, MOST_LOADED, OUR_MOST_STORED, TIERS}
 VALUES = st.recursive(
     st.one_of(
         st.none(),
@@ -103,27 +94,22 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
     assert request_options(sent) == RequestOptions(load, store, prefilled, most_stored=most)
     kept = documented(sent)
     assert kept is None or (
-        set(kept) <= {*PARAMS, *HINTS, PREFILLED, MOST_LOADED, OUR_MOST_STORED, TIERS}
-        and all(type(kept.get(name, True)) is bool for name in PARAMS)
+        set(kept) <= DOCUMENTED and all(type(kept.get(name, True)) is bool for name in PARAMS)
     )
-    hint = hint_of(sent)
-    pin_s: Any = said.get("raykv_pin_s")
-    priority: Any = said.get("raykv_priority")
-    is_number = isinstance(pin_s, int | float) and not isinstance(pin_s, bool)
-    can_be_meant = is_number and 0 < pin_s <= 30 * 86_400
-    assert hint.pin_s == (pin_s if can_be_meant else None)
-    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
-    assert hint.priority == (priority if is_whole and 1 <= priority <= 9 else None)
-    session: Any = said.get("raykv_session")
-    is_name = isinstance(session, str) and session.isprintable() and 0 < len(session) <= 128
-    assert hint.session == (session if is_name else "")
-    assert hint.is_over == (is_name and said.get("raykv_session_over") is True)
-    assert hint.pause_s is None or is_name
 
 
 @pytest.mark.parametrize(
     ("sent", "hint"),
     [
+        (None, Hint()),
+        ({PIN: 60, PRIORITY: 9}, Hint(pin_s=60.0, priority=9)),
+        ({PIN: 0.5}, Hint(pin_s=0.5)),
+        ({PIN: True, PRIORITY: True}, Hint()),
+        ({PIN: "60", PRIORITY: 1.0}, Hint()),
+        ({PIN: float("nan"), PRIORITY: 0}, Hint()),
+        ({PIN: float("inf"), PRIORITY: 10}, Hint()),
+        ({PIN: 10**400, PRIORITY: -(10**400)}, Hint()),
+        ({PIN: -1, PRIORITY: [1]}, Hint()),
         ({SESSION: "agent 7"}, Hint(session="agent 7")),
         ({SESSION: "a", OVER: True}, Hint(session="a", is_over=True)),
         ({SESSION: "a", PAUSE: 9, PRIORITY: 2}, Hint(session="a", pause_s=9.0, priority=2)),
@@ -136,7 +122,8 @@ def test_only_what_is_documented_has_an_effect(sent: Any) -> None:
         ({SESSION: 7}, Hint()),
     ],
 )
-def test_session_is_a_printable_name_and_the_rest_needs_it(sent: Any, hint: Hint) -> None:
+def test_hint_is_what_its_keys_can_mean_and_nothing_else(sent: Any, hint: Hint) -> None:
+    """A number in its range; a session with a printable name, without which the rest is nothing."""
     assert hint_of(sent) == hint
 
 
@@ -169,44 +156,43 @@ def test_kv_hints_of_vllm_carry_the_same_wishes(kv_hints: Any, hint: Hint) -> No
     assert hint_of({SESSION: "a"}, kv_hints) == hint
 
 
+def hinting(allowed: Allowed, *kinds: Any, **fields: Any) -> tuple[Engine, HintBox, PlayedRequest]:
+    """An engine that allows hints, and has begun with a request."""
+    engine, request = Engine(kinds or (FULL,)), PlayedRequest(**fields)
+    box = engine.connector._manager.hints = HintBox(allowed)
+    engine.hold(0)
+    engine.begin(request)
+    return engine, box, request
+
+
 def test_kv_hints_do_not_switch_loading_off() -> None:
     """They come to the manager as vLLM's request has them."""
-    engine = Engine()
-    manager = engine.connector._manager
-    assert manager is not None
-    manager.hints = HintBox(Allowed.SESSION)
     hints = envelope(("raykv.hints", "1", {SESSION: "agent", "raykv_load": False}))
-    engine.hold(0)
-    request = PlayedRequest(kv_hints=hints)
-    engine.begin(request)
+    engine, box, request = hinting(Allowed.SESSION, kv_hints=hints)
     assert engine.schedule(request) == CHUNK
-    (came,) = manager.hints.sessions.take()
+    (came,) = box.sessions.take()
     assert (came.session, came.word) == ("agent", SessionWord.CAME)
+
+
+def groups_of(keys: Any) -> list[int]:
+    return [group_of(Key(each)) for each in keys]
 
 
 def test_session_is_told_all_chunks_of_its_request_at_the_end() -> None:
     """Those of full attention before those of windows."""
-    engine = Engine((WINDOW, FULL))
-    manager = engine.connector._manager
-    assert manager is not None
-    manager.hints = HintBox(Allowed.SESSION)
-    request = PlayedRequest(kv_transfer_params={SESSION: "agent", OVER: True})
-    engine.begin(request)
+    params = {SESSION: "agent", OVER: True}
+    engine, box, request = hinting(Allowed.SESSION, WINDOW, FULL, kv_transfer_params=params)
     engine.schedule(request)
     engine.finish(request)
-    (came,) = manager.hints.sessions.take()
+    (came,) = box.sessions.take()
     assert came.word is SessionWord.CAME, "its last chunks are not stored yet"
-    manager.on_request_finished(ReqContext(request.request_id))
-    (last,) = manager.hints.sessions.take()
-    count = request.num_prompt_tokens // CHUNK
+    engine.connector._manager.on_request_finished(ReqContext(request.request_id))
+    (last,) = box.sessions.take()
     assert last.word is SessionWord.OVER
-    assert [group_of(Key(each)) for each in last.keys] == [1] * count + [0] * count
+    assert groups_of(last.keys) == [1] * 5 + [0] * 5
 
 
 def made_request(sent: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     return Request(
         request_id="../../etc/passwd",
         prompt_token_ids=[1, 2, 3],
@@ -219,12 +205,6 @@ def made_request(sent: Any) -> Any:
 @given(sent=SENT)
 def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     """With vLLM's own code: all that it makes of a request's params is how much may be loaded."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-        _create_req_context,
-    )
-    from vllm.v1.kv_offload.base import RequestOffloadingContext, TierFilter
-
     request = made_request(sent)
     config: Any = SimpleNamespace(kv_group_configs=[])
     with only_documented(request):
@@ -240,61 +220,31 @@ def test_vllms_offloading_scheduler_sees_nothing_of_the_rest(sent: Any) -> None:
     assert state.max_offload_tokens is None
     if not isinstance(sent, dict) or TIERS not in sent:
         assert context.load_tier_filter is TierFilter.ALL
-    assert set(context.kv_transfer_params or {}) <= {
-        *PARAMS,
-        *HINTS,
-        PREFILLED,
-        MOST_LOADED,
-        OUR_MOST_STORED,
-        TIERS,
-    }
+    assert set(context.kv_transfer_params or {}) <= DOCUMENTED
     assert hint_of(context.kv_transfer_params) == hint_of(sent)
     assert request_options(context.kv_transfer_params) == request_options(sent)
 
 
 @pytest.mark.parametrize(
-    ("sent", "pin_s", "priority"),
+    ("sent", "seen", "left"),
     [
-        ({"raykv_pin_s": 60, "raykv_priority": 9}, 60.0, 9),
-        ({"raykv_pin_s": 0.5}, 0.5, None),
-        ({"raykv_pin_s": True, "raykv_priority": True}, None, None),
-        ({"raykv_pin_s": "60", "raykv_priority": 1.0}, None, None),
-        ({"raykv_pin_s": float("nan"), "raykv_priority": 0}, None, None),
-        ({"raykv_pin_s": float("inf"), "raykv_priority": 10}, None, None),
-        ({"raykv_pin_s": 10**400, "raykv_priority": -(10**400)}, None, None),
-        ({"raykv_pin_s": -1, "raykv_priority": [1]}, None, None),
-        (None, None, None),
+        ({"do_remote_prefill": True, "raykv_load": False}, {"raykv_load": False}, True),
+        *((said, None, False) for said in (["x"], "text", 5, 0.5, True)),
     ],
+    ids=str,
 )
-def test_hint_is_a_number_in_its_range_or_nothing(
-    sent: Any, pin_s: float | None, priority: int | None
+def test_params_are_there_again_for_other_connectors_if_they_are_a_dictionary(
+    sent: Any, seen: Any, left: bool
 ) -> None:
-    hint = hint_of(sent)
-    assert (hint.pin_s, hint.priority) == (pin_s, priority)
-
-
-@pytest.mark.parametrize("sent", [["x"], "text", 5, 0.5, True])
-def test_params_that_are_no_dictionary_do_not_reach_vllms_scheduler(sent: Any) -> None:
-    """It calls `params.get` after the connector's hook: EngineCore would die of it."""
+    """Else vLLM's scheduler, which calls `params.get` after the hook, would die of them."""
     request = made_request(sent)
     with only_documented(request):
-        assert request.kv_transfer_params is None
-    assert request.kv_transfer_params is None
-
-
-def test_params_are_there_again_for_other_connectors() -> None:
-    sent = {"do_remote_prefill": True, "raykv_load": False}
-    request = made_request(sent)
-    with only_documented(request):
-        assert request.kv_transfer_params == {"raykv_load": False, "raykv_store": True}
-    assert request.kv_transfer_params is sent
+        told = request.kv_transfer_params
+    assert told == (seen and {"raykv_store": True, **seen})
+    assert request.kv_transfer_params is (sent if left else None)
 
 
 def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
     seen: list[Any] = []
     vllms = OffloadingConnector.on_new_request
 
@@ -353,15 +303,8 @@ def test_request_stores_so_many_tokens_at_most(most: Any, stored: int) -> None:
 
 def test_chunks_of_full_attention_are_hinted_before_those_of_windows() -> None:
     """What exceeds the queue is left out, and windows alone serve nothing."""
-    engine = Engine((WINDOW, FULL))
-    manager = engine.connector._manager
-    assert manager is not None
-    manager.hints = HintBox(Allowed.PIN)
-    request = PlayedRequest(kv_transfer_params={PIN: 60.0})
-    engine.begin(request)
-    pinned = manager.hints.take().pinned
-    count = request.num_prompt_tokens // CHUNK
-    assert [group_of(Key(each)) for each in pinned] == [1] * count + [0] * count
+    _, box, _ = hinting(Allowed.PIN, WINDOW, FULL, kv_transfer_params={PIN: 60.0})
+    assert groups_of(box.take().pinned) == [1] * 5 + [0] * 5
 
 
 def asked(salt: str | None = None, tenant: Any = None) -> SimpleNamespace:
@@ -370,33 +313,39 @@ def asked(salt: str | None = None, tenant: Any = None) -> SimpleNamespace:
     return SimpleNamespace(cache_salt=salt, kv_transfer_params=params)
 
 
-def test_tenant_is_named_by_a_digest_of_its_salt() -> None:
-    label = tenant_of(asked("a secret"), by_server=False)
-    assert label == salt_label("a secret")
-    assert label.startswith("salt:")
-    assert "secret" not in label
-    assert label != tenant_of(asked("another"), by_server=False)
-    assert tenant_of(asked(), by_server=False) == tenant_of(asked(""), by_server=False) == ""
-
-
-def test_tenant_stays_the_same_where_media_were_named_by_the_client() -> None:
-    marked = asked(f"{NAMED_BY_CLIENT} a secret")
-    assert tenant_of(marked, by_server=False) == salt_label("a secret")
-    assert tenant_of(asked(f"{NAMED_BY_CLIENT} "), by_server=False) == ""
-
-
-def test_label_of_a_tenant_counts_only_where_the_server_sets_it() -> None:
-    assert tenant_of(asked(tenant="acme"), by_server=True) == "acme"
-    assert tenant_of(asked("salt", "acme"), by_server=True) == "acme"
-    assert tenant_of(asked(tenant="acme"), by_server=False) == ""
-    assert tenant_of(asked("salt", "acme"), by_server=False) == salt_label("salt")
+NO_LABELS: list[Any] = [
+    *("", "others", "salt:0123456789", "x" * 65, "two\nlines"),
+    *(7, ["acme"], {}),
+]
+"""No tenant can have one of these."""
 
 
 @pytest.mark.parametrize(
-    "label", ["", "others", "salt:0123456789", "x" * 65, "two\nlines", 7, ["acme"], {}]
+    ("request_", "by_server", "expected"),
+    [
+        (asked("a secret"), False, salt_label("a secret")),
+        (asked(), False, ""),
+        (asked(""), False, ""),
+        (asked(f"{NAMED_BY_CLIENT} a secret"), False, salt_label("a secret")),
+        (asked(f"{NAMED_BY_CLIENT} "), False, ""),
+        (asked(tenant="acme"), True, "acme"),
+        (asked("salt", "acme"), True, "acme"),
+        (asked(tenant="acme"), False, ""),
+        (asked("salt", "acme"), False, salt_label("salt")),
+        *((asked(tenant=label), True, "") for label in NO_LABELS),
+    ],
 )
-def test_label_that_no_tenant_can_have_is_none(label: Any) -> None:
-    assert tenant_of(asked(tenant=label), by_server=True) == ""
+def test_tenant_is_its_salts_digest_or_the_label_of_a_server_that_sets_it(
+    request_: Any, by_server: bool, expected: str
+) -> None:
+    """The salt stays the same where media were named by the client."""
+    assert tenant_of(request_, by_server=by_server) == expected
+
+
+def test_digest_of_a_salt_does_not_say_it() -> None:
+    assert salt_label("a secret").startswith("salt:")
+    assert "secret" not in salt_label("a secret")
+    assert salt_label("a secret") != salt_label("another")
 
 
 def test_request_is_its_tenants_from_its_first_hook_on() -> None:

@@ -19,7 +19,6 @@ from raykv.protocol.copies import Capture, CopyResult
 from raykv.worker.job import JobRequest
 
 hidden_states = pytest.importorskip("raykv.vllm.hidden_states")
-readers = pytest.importorskip("raykv.vllm.identity.readers")
 
 BLOCK = 4
 
@@ -50,22 +49,20 @@ def tokens(order: Any) -> list[int]:
     return [int(token) for token in np.frombuffer(order.token_ids, "<i8")]
 
 
-def test_states_of_the_prompt_are_ordered_with_their_blocks_when_a_request_has_ended() -> None:
-    plan = planner()
+@pytest.mark.parametrize(
+    ("params", "num_tokens"), [(None, 10), ({"include_output_tokens": True}, 12)], ids=str
+)
+def test_states_of_the_tokens_that_are_asked_for_are_ordered_when_a_request_has_ended(
+    params: dict[str, bool] | None, num_tokens: int
+) -> None:
+    """Of the last token that was generated there are none."""
+    plan, ended = planner(), request(kv_transfer_params=params)
     assert plan.began([scheduled()]) == {"r": "/states/r.safetensors"}
-    assert plan.ended(request(), [7, 8, 9, 3], BLOCK) == "/states/r.safetensors"
+    assert plan.ended(ended, [7, 8, 9, 3], BLOCK) == "/states/r.safetensors"
     (order,) = plan.take_orders()
-    assert (tokens(order), order.block_ids) == (list(range(10)), [7, 8, 9])
+    assert (tokens(order), order.block_ids) == (list(range(num_tokens)), [7, 8, 9])
     assert plan.take_orders() == []
-    assert plan.ended(request(), [7, 8, 9, 3], BLOCK) is None
-
-
-def test_generated_tokens_are_in_it_where_asked_for_but_for_the_last_one() -> None:
-    plan = planner()
-    plan.began([scheduled()])
-    plan.ended(request(kv_transfer_params={"include_output_tokens": True}), [7, 8, 9, 3], BLOCK)
-    (order,) = plan.take_orders()
-    assert (tokens(order), order.block_ids) == (list(range(12)), [7, 8, 9])
+    assert plan.ended(ended, [7, 8, 9, 3], BLOCK) is None
 
 
 @pytest.mark.parametrize(
@@ -129,54 +126,61 @@ def order(path: str) -> Any:
     return hidden_states.StatesOrder("r", path, np.arange(3, dtype="<i8").tobytes(), [5])
 
 
+class Promised:
+    """A worker that has promised the file of the request "r"."""
+
+    def __init__(self, folder: Path, *, is_writer: bool = True) -> None:
+        self.path, self.line = str(folder / "r.safetensors"), Line()
+        self.states = worker(is_writer=is_writer)
+        self.states.promise({"r": self.path})
+
+    def submit(self) -> None:
+        self.states.submit(self.line, order(self.path))
+
+    def assert_reader_hears(self, why: str) -> None:
+        with pytest.raises(HiddenStatesError, match=why):
+            load_hidden_states(self.path, 5.0)
+
+
 def test_blocks_are_free_when_the_capture_has_ended_and_not_before(tmp_path: Path) -> None:
-    path, states, line = str(tmp_path / "r.safetensors"), worker(), Line()
-    states.promise({"r": path})
-    states.submit(line, order(path))
+    promised = Promised(tmp_path)
+    promised.submit()
+    states = promised.states
     assert states.finish({"r"}) == set()
-    (job,) = line.jobs
+    (job,) = promised.line.jobs
     capture = job.job.capture
     assert capture is not None
-    assert (capture.path, capture.has_lock, capture.layer) == (path, True, 2)
+    assert (capture.path, capture.has_lock, capture.layer) == (promised.path, True, 2)
     states.take_results([CopyResult(job.job_id, 1, 1, num_bytes=96)])
     assert states.finish(set()) == {"r"}
     assert states.finish(set()) == set()
 
 
 def test_capture_that_failed_frees_the_blocks_and_the_reader_hears_why(tmp_path: Path) -> None:
-    path, states, line = str(tmp_path / "r.safetensors"), worker(), Line()
-    states.promise({"r": path})
-    states.submit(line, order(path))
-    (job,) = line.jobs
+    promised = Promised(tmp_path)
+    promised.submit()
+    (job,) = promised.line.jobs
     refusals = bytes([Refusal.NODE_LOST])
     lost = CopyResult(job.job_id, 0, 0, failed_chunks=Numbers.of([0]), refusals=refusals)
-    states.take_results([lost])
-    assert states.finish(set()) == {"r"}
-    with pytest.raises(HiddenStatesError, match="node_lost"):
-        load_hidden_states(path, 5.0)
+    promised.states.take_results([lost])
+    assert promised.states.finish({"r"}) == {"r"}
+    promised.assert_reader_hears("node_lost")
 
 
 @pytest.mark.expects_failures
-@pytest.mark.parametrize("line", [None, "broken"])
-def test_capture_that_can_not_be_asked_for_frees_the_blocks(
-    tmp_path: Path, line: str | None
-) -> None:
-    path, states = str(tmp_path / "r.safetensors"), worker()
-    broken = Line()
-    broken.is_broken = True
-    states.promise({"r": path})
-    states.submit(None if line is None else broken, order(path))
-    assert states.finish({"r"}) == {"r"}
-    with pytest.raises(HiddenStatesError, match="could not be asked for"):
-        load_hidden_states(path, 5.0)
+@pytest.mark.parametrize("has_line", [True, False])
+def test_capture_that_can_not_be_asked_for_frees_the_blocks(tmp_path: Path, has_line: bool) -> None:
+    promised = Promised(tmp_path)
+    promised.line.is_broken = True
+    promised.states.submit(promised.line if has_line else None, order(promised.path))
+    assert promised.states.finish({"r"}) == {"r"}
+    promised.assert_reader_hears("could not be asked for")
 
 
 def test_request_that_was_taken_back_leaves_no_lock_behind(tmp_path: Path) -> None:
-    path, states = str(tmp_path / "r.safetensors"), worker()
-    states.promise({"r": path})
-    assert states.finish({"r"}) == set(), "its blocks are free already"
-    with pytest.raises(HiddenStatesError, match="taken back"):
-        load_hidden_states(path, 5.0)
+    promised = Promised(tmp_path)
+    assert promised.states.finish({"r"}) == set(), "its blocks are free already"
+    promised.assert_reader_hears("taken back")
 
 
 def test_path_that_can_not_be_written_costs_the_file_only(tmp_path: Path) -> None:
@@ -190,26 +194,24 @@ def test_path_that_can_not_be_written_costs_the_file_only(tmp_path: Path) -> Non
 
 
 def test_ranks_that_do_not_write_free_the_blocks_at_once(tmp_path: Path) -> None:
-    path, states, line = str(tmp_path / "r.safetensors"), worker(is_writer=False), Line()
-    states.promise({"r": path})
-    states.submit(line, order(path))
-    assert states.finish({"r"}) == {"r"}
-    assert line.jobs == []
+    promised = Promised(tmp_path, is_writer=False)
+    promised.submit()
+    assert promised.states.finish({"r"}) == {"r"}
+    assert promised.line.jobs == []
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("is_captured", "why"), [(True, "died"), (False, "engine has ended")], ids=str
+)
 def test_end_of_the_engine_leaves_it_to_the_node_to_say_what_became_of_its_captures(
-    tmp_path: Path,
+    tmp_path: Path, is_captured: bool, why: str
 ) -> None:
-    states, line = worker(), Line()
-    paths = {name: str(tmp_path / name) for name in "rs"}
-    states.promise(paths)
-    states.submit(line, order(paths["r"]))
-    states.close()
-    with pytest.raises(HiddenStatesError, match="died"):
-        load_hidden_states(paths["r"], 5.0)
-    with pytest.raises(HiddenStatesError, match="engine has ended"):
-        load_hidden_states(paths["s"], 5.0)
+    promised = Promised(tmp_path)
+    if is_captured:
+        promised.submit()
+    promised.states.close()
+    promised.assert_reader_hears(why)
 
 
 def group(*names: str) -> Any:
@@ -234,20 +236,6 @@ def test_other_methods_stop_the_start(method: str | None) -> None:
     config = None if method is None else SimpleNamespace(method=method)
     with pytest.raises(SettingError, match="extract_hidden_states"):
         hidden_states.refuse_other_methods(config)
-
-
-def test_states_of_other_layers_are_another_namespace() -> None:
-    def facts(*layers: int) -> Any:
-        config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(layers))
-        draft = SimpleNamespace(hf_config=config)
-        told = SimpleNamespace(method="extract_hidden_states", draft_model_config=draft)
-        engine: Any = SimpleNamespace(vllm=SimpleNamespace(speculative_config=told))
-        return readers.draft(engine)
-
-    assert facts(1, 2) != facts(1, 3)
-    assert facts(1, 2) == facts(1, 2)
-    nothing: Any = SimpleNamespace(vllm=SimpleNamespace(speculative_config=None))
-    assert readers.draft(nothing) is None
 
 
 def test_request_whose_load_is_under_way_is_not_captured() -> None:

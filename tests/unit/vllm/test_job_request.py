@@ -12,7 +12,6 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction, Key, Refusal, Stamp, group_of
-from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import KVLayout, TensorLayout
@@ -91,14 +90,36 @@ def chunks(made: FlyingJob) -> list[tuple[int, int, list[int]]]:
     return rows
 
 
-def test_request_has_one_block_for_each_chunk_of_one_block() -> None:
-    made = request(layout(1, 0), [7, 3, 9], [0] * 3)
-    assert chunks(made) == [(0, 0, [7]), (0, 0, [3]), (0, 0, [9])]
+LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
-def test_request_has_the_blocks_of_each_chunk_of_four() -> None:
-    made = request(layout(4, 0), [7, 3, 9, 1, 20, 21, 22, 23], [0] * 2)
-    assert chunks(made) == [(0, 0, [7, 3, 9, 1]), (0, 0, [20, 21, 22, 23])]
+@pytest.mark.parametrize(
+    ("direction", "per_chunk", "index", "block_ids", "expected"),
+    [
+        (STORE, 1, 0, [7, 3, 9], [(0, 0, [7]), (0, 0, [3]), (0, 0, [9])]),
+        (STORE, 2, 0, [7, 3, 20, 21], [(0, 0, [7, 3]), (0, 0, [20, 21])]),
+        (LOAD, 4, 8, [1, 2, 3, 4, 5, 6], [(0, 0, [1, 2, 3, 4]), (0, 0, [5, 6])]),
+        (LOAD, 4, 1, [1, 2, 3, 4, 5, 6], [(0, 1, [1, 2, 3]), (0, 0, [4, 5, 6])]),
+        (LOAD, 4, 6, [1, 2, 3, 4, 5, 6], [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
+        (LOAD, 4, 11, [1, 2, 3, 4, 5, 6], [(0, 3, [1]), (0, 0, [2, 3, 4, 5]), (0, 0, [6])]),
+        (LOAD, 4, 5, [8, 9], [(0, 1, [8, 9])]),
+        (STORE, 4, 2, [1, 2], [(0, 2, [1, 2])]),
+        (STORE, 4, 6, [1, 2, 3, 4, 5, 6], [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
+        (STORE, 4, 3, [1, 2, 3, 4, 5], [(0, 3, [1]), (0, 0, [2, 3, 4, 5])]),
+    ],
+)
+def test_chunks_have_their_blocks_from_the_first_one_on(
+    direction: Direction,
+    per_chunk: int,
+    index: int,
+    block_ids: list[int],
+    expected: list[tuple[int, int, list[int]]],
+) -> None:
+    """The first block of a job may be inside of a chunk."""
+    groups = [0] * len(expected)
+    made = request(layout(per_chunk, 0), block_ids, groups, indices=[index], direction=direction)
+    assert chunks(made) == expected
+    assert not made.torn
 
 
 def test_request_carries_names_orders_tenant_and_direction() -> None:
@@ -106,33 +127,6 @@ def test_request_carries_names_orders_tenant_and_direction() -> None:
     assert (job.job_id, job.direction, job.namespace) == (77, 1, "changed")
     assert job.keys == [name(0), name(1)]
     assert (job.orders, job.tenant) == (Stamp(3, 4), "ann")
-
-
-@pytest.mark.parametrize(
-    ("index", "expected"),
-    [
-        (8, [(0, 0, [1, 2, 3, 4]), (0, 0, [5, 6])]),
-        (1, [(0, 1, [1, 2, 3]), (0, 0, [4, 5, 6])]),
-        (6, [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
-        (11, [(0, 3, [1]), (0, 0, [2, 3, 4, 5]), (0, 0, [6])]),
-    ],
-)
-def test_load_begins_inside_of_a_chunk_where_its_first_block_is(
-    index: int, expected: list[tuple[int, int, list[int]]]
-) -> None:
-    made = request(
-        layout(4, 0),
-        [1, 2, 3, 4, 5, 6],
-        [0] * len(expected),
-        indices=[index],
-        direction=Direction.LOAD,
-    )
-    assert chunks(made) == expected
-
-
-def test_load_of_a_few_blocks_inside_of_one_chunk_takes_one_chunk() -> None:
-    made = request(layout(4, 0), [8, 9], [0], indices=[5], direction=Direction.LOAD)
-    assert chunks(made) == [(0, 1, [8, 9])]
 
 
 def test_request_goes_through_the_groups_in_the_layouts_order() -> None:
@@ -161,22 +155,6 @@ def test_request_is_refused_when_blocks_and_chunks_do_not_match(num_chunks: int)
 def test_request_is_refused_when_the_groups_are_not_those_of_the_layout() -> None:
     with pytest.raises(ValueError, match="zip"):
         request(layout(1, 0, 1), [1], [0])
-
-
-@pytest.mark.parametrize(
-    ("index", "block_ids", "expected"),
-    [
-        (2, [1, 2], [(0, 2, [1, 2])]),
-        (6, [1, 2, 3, 4, 5, 6], [(0, 2, [1, 2]), (0, 0, [3, 4, 5, 6])]),
-        (3, [1, 2, 3, 4, 5], [(0, 3, [1]), (0, 0, [2, 3, 4, 5])]),
-    ],
-)
-def test_store_without_the_first_blocks_of_its_first_chunk_says_which_are_there(
-    index: int, block_ids: list[int], expected: list[tuple[int, int, list[int]]]
-) -> None:
-    made = request(layout(4, 0), block_ids, [0] * len(expected), indices=[index])
-    assert chunks(made) == expected
-    assert not made.torn
 
 
 @pytest.mark.parametrize(
@@ -209,88 +187,30 @@ def test_store_with_a_gap_in_one_group_stores_the_chunks_of_the_others() -> None
     assert made.torn == [name(1, 1), name(2, 1)]
 
 
-def failures(result: Any) -> dict[bytes, Refusal]:
-    """Of a store, by key, as the scheduler's side hears of it."""
+def stored(of: KVLayout, sizes: list[int], keys: list[bytes]) -> tuple[list[Any], dict[bytes, Any]]:
+    """A store with a gap: keys that were sent, and why the others have failed, as the scheduler's
+    side hears of it.
+    """
+    link = PlayedLink()
+    worker = worker_of(link, of)
+    blocks = GPULoadStoreSpec(list(range(sum(sizes))), sizes, [0] * len(sizes))
+    assert worker.submit_store(7, blocks, ChunkSpec(keys, "model"))
+    sent = [list(each.job.keys) for each in link.submitted]
+    if sent:
+        link.ended.append(CopyResult(7, 1, 1, num_bytes=100))
+    (result,) = worker.get_finished()
     assert isinstance(result, RayKVTransferResult)
     assert result.end is not None
     assert not result.success
     said = result.end.result
     rows = zip(said.failed_chunks, said.refusals, strict=True)
-    return {result.end.keys[at]: Refusal(refusal) for at, refusal in rows}
+    return sent, {result.end.keys[at]: refusal for at, refusal in rows}
 
 
 def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:
-    link = PlayedLink()
-    worker = worker_of(link, layout(4, 0, 1))
-    blocks = GPULoadStoreSpec([1, 2, 3, 4, 7, 8], [4, 2], [0, 0])
-    assert worker.submit_store(7, blocks, ChunkSpec([b"a", b"b"], "model"))
-    link.ended.append(CopyResult(7, 1, 1, num_bytes=100))
-    (result,) = worker.get_finished()
-    assert failures(result) == {b"b": Refusal.COPY_FAILED}
-    assert [request.job.keys for request in link.submitted] == [[b"a"]]
+    failed = {b"b": Refusal.COPY_FAILED}
+    assert stored(layout(4, 0, 1), [4, 2], [b"a", b"b"]) == ([[b"a"]], failed)
 
 
 def test_store_of_nothing_but_a_chunk_with_a_gap_is_not_even_sent() -> None:
-    link = PlayedLink()
-    worker = worker_of(link, layout(4, 0))
-    blocks = GPULoadStoreSpec([1, 2, 3], [3], [0])
-    assert worker.submit_store(7, blocks, ChunkSpec([b"a"], "model"))
-    (result,) = worker.get_finished()
-    assert failures(result) == {b"a": Refusal.COPY_FAILED}
-    assert not link.submitted
-
-
-@pytest.mark.expects_failures
-def test_stores_are_sent_together_and_each_that_can_not_be_fails_alone() -> None:
-    link = PlayedLink()
-    worker = worker_of(link, layout(1, 0))
-    stores = {1: [b"a"], 2: [b"b", b"c"], 3: [b"d"], 4: []}
-    worker.submit_stores(
-        (number, GPULoadStoreSpec([number], [1], [0]), ChunkSpec(keys, "model" if keys else ""))
-        for number, keys in stores.items()
-    )
-    assert link.together == [[1, 3]]
-    assert [result.job_id for result in worker.get_finished()] == [2, 4]
-    link.ended += [CopyResult(number, 1, 1) for number in (1, 3)]
-    assert [(result.job_id, result.success) for result in worker.get_finished()] == [
-        (1, True),
-        (3, True),
-    ]
-
-
-@pytest.mark.expects_failures
-def test_stores_whose_line_fails_have_failed() -> None:
-    class FailingLink(PlayedLink):
-        def submit(self, *requests: JobRequest) -> None:
-            raise OSError(len(requests))
-
-    worker = worker_of(FailingLink(), layout(1, 0))
-    blocks = GPULoadStoreSpec([1], [1], [0])
-    worker.submit_stores((number, blocks, ChunkSpec([b"a"], "model")) for number in (1, 2))
-    ended = worker.get_finished()
-    assert [result.job_id for result in ended] == [1, 2]
-    assert [set(failures(result)) for result in ended] == [{b"a"}, {b"a"}]
-    assert not worker.is_flying(1)
-
-
-def test_job_without_a_namespace_is_not_even_sent() -> None:
-    link = PlayedLink()
-    worker = worker_of(link, layout(1, 0))
-    blocks = GPULoadStoreSpec([1, 2], [2], [0])
-    assert worker.submit_load(7, ChunkSpec([b"a", b"b"]), blocks)
-    (result,) = worker.get_finished()
-    assert set(failures(result)) == {b"a", b"b"}
-    assert result.lost_blocks == [1, 2]
-    assert not link.submitted
-
-
-def test_blocks_of_chunks_that_were_not_loaded_are_lost() -> None:
-    link = PlayedLink()
-    worker = worker_of(link, layout(2, 0))
-    blocks = GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [1])
-    assert worker.submit_load(7, ChunkSpec([b"a", b"b", b"c"], "model"), blocks)
-    refusals = bytes([Refusal.NOT_HERE])
-    link.ended.append(CopyResult(7, 1, 1, failed_chunks=Numbers.of([1]), refusals=refusals))
-    (result,) = worker.get_finished()
-    assert failures(result) == {b"b": Refusal.NOT_HERE}
-    assert result.lost_blocks == [2, 3]
+    assert stored(layout(4, 0), [3], [b"a"]) == ([], {b"a": Refusal.COPY_FAILED})

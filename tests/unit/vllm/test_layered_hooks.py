@@ -11,13 +11,11 @@ import pytest
 pytest.importorskip("vllm", exc_type=ImportError)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from raykv.engine.layered import MOST_STEPS, LayeredLoad, LayeredLoads
 from raykv.vllm.layered import LayeredScheduling
-from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, key
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
 
 
 class Pool:
@@ -90,20 +88,10 @@ class LayeredEngine(Engine):
         self.connector.update_state_after_alloc(request, SimpleNamespace(blocks=[blocks]), loads)
         assert all(block.block_hash == b"there" for block in blocks)
 
-    def metadata(self, *ended: str, **blocks: list[int]) -> Any:
-        """A step goes out, which gives running requests more `blocks`; others have ended before."""
+    def metadata(self) -> Any:
+        """A step goes out."""
         output = SchedulerOutput.make_empty()
-        output.finished_req_ids = {*ended}
         output.total_num_scheduled_tokens = 1
-        output.scheduled_cached_reqs = CachedRequestData(
-            req_ids=[*blocks],
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[(each,) for each in blocks.values()],
-            num_computed_tokens=[0 for _ in blocks],
-            num_output_tokens=[0 for _ in blocks],
-        )
         self.steps.append(output)
         before = deepcopy(output)
         meta = self.connector.build_connector_meta(output)
@@ -137,53 +125,34 @@ class LayeredEngine(Engine):
         return told.invalid_block_ids
 
 
-def begun(num_prompt_tokens: int, request_id: str = "r") -> tuple[LayeredEngine, PlayedRequest]:
-    engine = LayeredEngine()
-    request = PlayedRequest(request_id, num_prompt_tokens)
+def begun(num_prompt_tokens: int) -> tuple[LayeredEngine, PlayedRequest]:
+    engine, request = LayeredEngine(), PlayedRequest("r", num_prompt_tokens)
     engine.begin(request)
     return engine, request
+
+
+def loading(num_chunks: int = 7, own: int = 1) -> tuple[LayeredEngine, PlayedRequest]:
+    """A request "r" is given what the node has of its prompt behind vLLM's own first chunks, and
+    "other" has come.
+    """
+    engine, request = begun(num_chunks * CHUNK)
+    engine.begin(other(num_chunks))
+    engine.give(request, engine.ask(request, own * CHUNK)[0] or 0)
+    return engine, request
+
+
+def other(num_chunks: int = 7) -> PlayedRequest:
+    return PlayedRequest("other", num_chunks * CHUNK)
+
+
+def fail(*_arguments: Any) -> None:
+    raise RuntimeError("planted")
 
 
 @pytest.mark.parametrize(("more", "left_out"), [(0, 2), (1, 1), (2, 0), (9, 0)])
 def test_load_leaves_two_tokens_to_compute_and_vllm_does_not_wait(more: int, left_out: int) -> None:
     engine, request = begun(5 * CHUNK + more)
     assert engine.ask(request, CHUNK) == (4 * CHUNK - left_out, False)
-
-
-def test_load_is_of_all_blocks_though_vllm_has_them_in_its_cache_already() -> None:
-    engine, request = begun(5 * CHUNK)
-    loads, _ = engine.ask(request, CHUNK)
-    engine.give(request, loads or 0)
-    (job,) = engine.connector.scheduler._current_batch_load_jobs.values()
-    assert job.dst_spec.block_ids.tolist() == [2, 3, 4, 5]
-    assert job.src_spec.keys == [key(at) for at in range(1, 5)]
-
-
-def test_other_request_waits_while_vllm_has_it_share_what_is_coming() -> None:
-    engine, request = begun(7 * CHUNK)
-    other, late = PlayedRequest("other", 7 * CHUNK), PlayedRequest("late", 7 * CHUNK)
-    for each in (other, late):
-        engine.begin(each)
-    engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
-    assert engine.ask(other, 7 * CHUNK - 1) == (None, False)
-    assert engine.ask(late, 2 * CHUNK) != (None, True)
-    engine.end_step()
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
-    assert engine.pool.evicted == set()
-
-
-def test_steps_of_whose_ends_nobody_tells_are_forgotten() -> None:
-    engine = LayeredEngine()
-    scheduling: Any = engine.connector._loading
-    for number in range(MOST_STEPS + 1):
-        engine.loads.begin(LayeredLoad(f"r{number}", frozenset([b"%d" % number]), (number,)))
-        scheduling.close_step(object())
-    assert len(scheduling._steps) == MOST_STEPS
-    engine.end_step()
-    assert engine.pool.evicted == {0}
-    assert not engine.loads.must_wait([b"0"])
-    assert engine.loads.must_wait([b"1"])
 
 
 def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() -> None:
@@ -201,17 +170,8 @@ def test_what_steps_leave_of_whose_ends_nobody_tells_is_evicted_and_forgotten() 
     assert not engine.loads.spoiled
 
 
-def test_blocks_behind_what_did_not_come_are_evicted_too() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
-    engine.end_step(4)
-    assert engine.pool.evicted == {4, 5, 6, 7}
-    assert not engine.loads.is_busy
-
-
 def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_of_them() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     for name, blocks in {"a": (10, 11), "r": (1, 2, 3, 4), "b": (12,), "c": (20, 21)}.items():
         engine.scheduler.runs(name, *blocks)
     engine.metadata()
@@ -227,8 +187,7 @@ def test_request_whose_blocks_did_not_come_is_taken_back_and_vllm_does_not_hear_
 
 
 def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     waiting = engine.scheduler.runs("r", stale=5, is_waiting=True)
     other = engine.scheduler.runs("other", 1, stale=5)
     engine.metadata()
@@ -237,36 +196,9 @@ def test_request_that_was_preempted_meanwhile_says_nothing_of_what_did_not_come(
     assert engine.scheduler.preempted == []
 
 
-def test_blocks_of_a_step_ahead_are_evicted_with_the_load_that_failed() -> None:
-    engine, request = begun(9 * CHUNK)
-    engine.begin(PlayedRequest("other", 9 * CHUNK))
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
-    engine.metadata()
-    engine.metadata(r=[41, 42], other=[51])
-    engine.end_step(4)
-    assert engine.pool.evicted == {4, 5, 6, 7, 8, 9, 41, 42}
-    assert not engine.loads.is_busy
-
-
-def test_load_is_under_way_until_its_own_step_has_ended_not_one_before() -> None:
-    engine, request = begun(7 * CHUNK)
-    other = PlayedRequest("other", 7 * CHUNK)
-    engine.begin(other)
-    engine.metadata()
-    engine.give(request, engine.ask(request, 2 * CHUNK)[0] or 0)
-    engine.metadata()
-    engine.end_step()
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
-    assert engine.most_stored("r") == 0
-    engine.end_step()
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
-    assert engine.most_stored("r") is None
-
-
 @pytest.mark.expects_failures
 def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
+    engine, _ = loading()
     engine.scheduler.runs("r", 1, 2, 3, 4)
     engine.scheduler.prev_step_scheduled_req_ids = None  # type: ignore[assignment]
     engine.metadata()
@@ -277,44 +209,14 @@ def test_vllms_own_recovery_has_what_can_not_be_taken_back() -> None:
 
 @pytest.mark.expects_failures
 def test_who_shares_waits_on_when_the_eviction_fails() -> None:
-    engine, request = begun(7 * CHUNK)
-    other = PlayedRequest("other", 7 * CHUNK)
-    engine.begin(other)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
+    engine, _ = loading(own=0)
     engine.pool.failing = True
     engine.end_step(2)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
     engine.pool.failing = False
     engine.end_step()
     assert engine.pool.evicted == {2, 3, 4, 5, 6, 7}
-    assert engine.ask(other, 5 * CHUNK) == (0, False)
-
-
-def test_request_stores_nothing_while_it_loads_and_nothing_more_once_that_failed() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
-    manager, context = engine.connector._manager, ReqContext(req_id="r")
-    assert manager.prepare_store([key(5)], context) is None
-    assert engine.most_stored("r") == 0
-    engine.end_step(3)
-    assert engine.most_stored("r") is None
-    assert manager.prepare_store([key(5)], context).keys_to_store == []
-    manager.on_request_finished(context)
-    assert "r" not in engine.loads.spoiled
-
-
-def test_nothing_is_left_of_a_request_that_ended_before_its_load_failed() -> None:
-    engine, request = begun(7 * CHUNK)
-    engine.give(request, engine.ask(request, 0)[0] or 0)
-    engine.metadata()
-    gone: Any = request
-    gone.status = RequestStatus.FINISHED_ABORTED
-    engine.connector.request_finished(request, [])
-    request.is_over = True
-    engine.metadata("r")
-    engine.end_step(3)
-    assert not engine.loads.spoiled
-    assert not engine.loads.is_busy
+    assert engine.ask(other(), 5 * CHUNK) == (0, False)
 
 
 def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
@@ -333,20 +235,16 @@ def test_own_limit_of_a_request_is_kept_over_its_load() -> None:
 @pytest.mark.expects_failures
 def test_lookup_that_fails_lets_nobody_have_what_is_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, request = begun(7 * CHUNK)
-    other, unlucky = PlayedRequest("other", 7 * CHUNK), PlayedRequest("unlucky", 7 * CHUNK)
-    engine.begin(other)
-    engine.begin(unlucky)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
-    assert engine.ask(unlucky, 0) == (0, False)
-    monkeypatch.undo()
+    unlucky = PlayedRequest("unlucky", 7 * CHUNK)
+    for each in (other(), unlucky):
+        engine.begin(each)
+    with monkeypatch.context() as patch:
+        patch.setattr(LayeredScheduling, "must_wait", fail)
+        assert engine.ask(unlucky, 0) == (0, False)
     assert engine.ask(unlucky, 0) == (0, False)
     engine.give(request, engine.ask(request, 0)[0] or 0)
     monkeypatch.setattr(LayeredScheduling, "must_wait", fail)
-    assert engine.ask(other, 3 * CHUNK) == (None, False)
+    assert engine.ask(other(), 3 * CHUNK) == (None, False)
 
 
 @pytest.mark.expects_failures
@@ -354,10 +252,6 @@ def test_load_that_was_never_made_up_is_told_by_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, request = begun(5 * CHUNK)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
     scheduler = engine.connector.connector_scheduler
     monkeypatch.setattr(scheduler, "update_state_after_alloc", fail)
     engine.give(request, engine.ask(request, CHUNK)[0] or 0)
@@ -372,12 +266,7 @@ def test_load_that_was_never_made_up_is_told_by_its_blocks(
 def test_loads_go_out_though_the_step_failed_and_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, request = begun(5 * CHUNK)
-    engine.give(request, engine.ask(request, CHUNK)[0] or 0)
-
-    def fail(*_arguments: Any) -> None:
-        raise RuntimeError("planted")
-
+    engine, _ = loading(5)
     scheduler = engine.connector.connector_scheduler
     monkeypatch.setattr(scheduler, "build_connector_meta", fail)
     # A store of another step, and one of a cache that was reset meanwhile.

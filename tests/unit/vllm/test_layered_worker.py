@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction, Refusal
+from raykv.base.settings import Settings
 from raykv.prompts import adapters
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
-from raykv.vllm.identity.adapters import AdapterUse, LoadedAdapters
-from raykv.vllm.identity.weight_watch import WeightWatch
-from raykv.vllm.internals.offloading import WorkerTables
+from raykv.vllm.identity.adapters import AdapterUse
 from raykv.vllm.layered import LayeredConnectorWorker
 from raykv.vllm.transfers import (
     ChunkSpec,
@@ -36,9 +35,7 @@ from raykv.vllm.transfers import (
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker.job import JobRequest
 from raykv.worker.link import ALL_LAYERS
-
-KEYS = ((b"l", "b"), (b"m", "c"))
-"""Chunks of two requests."""
+from tests.fixtures.vllm import kv_cache_config, layerwise_config, worker_spec
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 
@@ -103,60 +100,55 @@ class Link:
 
 
 class Side:
-    """A connector's worker side without vLLM's configuration, and the calls that vLLM makes."""
+    """A connector's worker side, and the calls that vLLM makes."""
 
-    def __init__(self, tensors: int = 3, *, is_layerwise: bool = True) -> None:
+    def __init__(
+        self, tensors: int = 3, *, is_layerwise: bool = True, is_durable: bool = False
+    ) -> None:
         self.link = Link()
         page = [TensorLayout(0, 10, 64, 64)] * tensors
         layout = KVLayout("memfd", 1, 1, page, [0], [list(range(tensors))])
+        settings = Settings(layerwise_loads=is_layerwise)
         kind = LayeredConnectorWorker if is_layerwise else RayKVConnectorWorker
-        worker: Any = kind.__new__(kind)
+        self.worker: Any = kind(
+            worker_spec(settings), layerwise_config(), kv_cache_config([LAYERS])
+        )
+        self.worker._is_durable = is_durable
         link: Any = self.link
-        worker.worker = RayOffloadingWorker(link, layout, by_layer=is_layerwise)
-        worker.spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(rank=0)))
-        group = SimpleNamespace(layer_names=LAYERS)
-        worker.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-        worker._load_jobs = {}
-        worker._unsubmitted_store_jobs = []
-        worker._is_store_writer = True
-        worker._connector_worker_meta = RayKVWorkerMetadata()
-        worker._vllm = WorkerTables(worker)
-        worker._meta = RayKVWorkerMetadata()
-        worker._is_durable = worker._by_request = False
-        worker._unseen = {}
-        worker._waited = set()
-        worker._numbers = None
-        worker._place_life = worker._failed_before = 0
-        worker._reported_line = (0, 0, 0, 0)
-        worker._invalid_block_ids = set()
-        worker._failed_recving = set()
-        worker._stranded = set()
-        worker._received = set()
-        worker._results = deque()
-        worker._adapters = LoadedAdapters()
-        worker._weights = WeightWatch()
-        worker._noticed, worker._are_named = 0, True
-        worker._ended = set()
-        connector: Any = RayKVConnector.__new__(RayKVConnector)
-        connector.connector_worker = worker
-        self.connector = connector
+        self.worker.worker = RayOffloadingWorker(link, layout, by_layer=is_layerwise)
+        self.connector: Any = RayKVConnector.__new__(RayKVConnector)
+        self.connector.connector_worker = self.worker
+
+    def take(self, metadata: RayKVConnectorMetadata) -> None:
+        self.connector._connector_metadata = metadata
+        self.connector.handle_preemptions(metadata)
 
     def begin(self, place_life: int = 0, **loads: list[int]) -> None:
         """A step in which requests load into blocks; their jobs are numbered from 1 on."""
         jobs = {
-            number: TransferJob(
-                req_id=request_id,
-                src_spec=ChunkSpec([b"k"] * len(blocks), "model", request_id=request_id),
-                dst_spec=GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0]),
-            )
+            number: load_job(request_id, blocks)
             for number, (request_id, blocks) in enumerate(loads.items(), start=1)
         }
-        metadata = RayKVConnectorMetadata(jobs, {}, None, place_life=place_life)
-        self.connector._connector_metadata = metadata
-        self.connector.handle_preemptions(metadata)
+        self.take(RayKVConnectorMetadata(jobs, {}, None, place_life=place_life))
 
     def start(self) -> None:
         self.connector.start_load_kv(None)
+
+    def load(self, **loads: list[int]) -> None:
+        """The step begins, with its loads."""
+        self.begin(0, **loads)
+        self.start()
+
+    def store(self, job_id: int) -> None:
+        """A step in which a request stores a block, up to its end."""
+        jobs = {job_id: store_job("a", [2])}
+        self.take(RayKVConnectorMetadata({}, jobs, None))
+        self.start()
+        self.connector.wait_for_save()
+        self.connector.get_finished(set())
+
+    def submitted(self) -> list[int]:
+        return [request.job_id for request in self.link.submitted]
 
     def layer(self, name: str) -> tuple[set[int], int] | None:
         """What is waited for before the layer is computed."""
@@ -173,40 +165,62 @@ class Side:
         return received, invalid, Counter(meta.completed_jobs if meta else {})
 
 
+def blocks_of(blocks: list[int]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+
+
+def load_job(request_id: str, blocks: list[int], key: bytes = b"k") -> TransferJob:
+    pool = ChunkSpec([key] * len(blocks), "model", request_id=request_id)
+    return TransferJob(request_id, pool, blocks_of(blocks))
+
+
+def store_job(request_id: str, blocks: list[int], key: bytes = b"k") -> TransferJob:
+    pool = ChunkSpec([key] * len(blocks), "model", request_id=request_id)
+    return TransferJob(request_id, blocks_of(blocks), pool)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """The first call of a method fails."""
+    method, calls = getattr(owner, name), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, call)
+
+
 def test_each_layer_waits_for_itself_and_the_step_for_all() -> None:
     side = Side()
-    side.begin(a=[1, 2], b=[3])
-    side.start()
+    side.load(a=[1, 2], b=[3])
     assert all(request.job.by_layer for request in side.link.submitted)
     assert [side.layer(name) for name in LAYERS] == [({1, 2}, 1), ({1, 2}, 2), ({1, 2}, 3)]
     assert side.end() == (set(), set(), Counter({1: 1, 2: 1}))
     assert side.link.waits[-1] == ({1, 2}, ALL_LAYERS)
-    side.begin()
-    side.start()
+    side.load()
     assert side.layer(LAYERS[0]) is None
     assert side.end() == (set(), set(), Counter())
 
 
-@pytest.mark.parametrize("tensors", [1, 2, 4])
-def test_all_layers_are_waited_for_where_the_layers_are_not_those_of_vllm(tensors: int) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "layer"),
+    [(1, LAYERS[0]), (2, LAYERS[0]), (4, LAYERS[0]), (3, "draft.layers.0")],
+    ids=["one", "fewer", "more", "unknown"],
+)
+def test_all_layers_are_waited_for_where_the_layers_are_not_those_of_vllm(
+    tensors: int, layer: str
+) -> None:
     side = Side(tensors)
-    side.begin(a=[1])
-    side.start()
-    assert side.layer(LAYERS[0]) == ({1}, ALL_LAYERS)
-
-
-def test_unknown_layer_waits_for_all() -> None:
-    side = Side()
-    side.begin(a=[1])
-    side.start()
-    assert side.layer("draft.layers.0") == ({1}, ALL_LAYERS)
+    side.load(a=[1])
+    assert side.layer(layer) == ({1}, ALL_LAYERS)
 
 
 def test_blocks_of_chunks_that_did_not_come_are_invalid_and_the_job_has_ended() -> None:
     side = Side()
     side.link.refused = {1: [1]}
-    side.begin(a=[1, 2, 3], b=[4])
-    side.start()
+    side.load(a=[1, 2, 3], b=[4])
     for name in LAYERS:
         side.layer(name)
     assert side.end() == (set(), {2}, Counter({1: 1, 2: 1}))
@@ -216,33 +230,29 @@ def test_loads_that_a_layer_has_not_waited_for_are_invalid(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     side = Side()
-    side.begin(a=[1, 2])
-    side.start()
+    side.load(a=[1, 2])
     for name in LAYERS[:-1]:
         side.layer(name)
     assert side.end() == (set(), {1, 2}, Counter({1: 1}))
     assert f"1 layers ({LAYERS[-1]}) did not wait" in caplog.text
     # The next step begins anew.
-    side.begin(a=[3])
-    side.start()
+    side.load(a=[3])
     side.layer(LAYERS[-1])
     assert side.end()[1] == {3}
 
 
-def test_load_that_never_began_is_invalid_and_has_ended() -> None:
+@pytest.mark.parametrize("begins_behind_a_layer", [False, True])
+def test_load_that_never_began_or_behind_a_layer_is_invalid_and_has_ended(
+    begins_behind_a_layer: bool,
+) -> None:
     side = Side()
     side.begin(a=[1, 2])
+    if begins_behind_a_layer:
+        side.layer(LAYERS[0])
+        side.start()
     assert side.end() == (set(), {1, 2}, Counter({1: 1}))
     side.begin()
     assert side.end() == (set(), set(), Counter())
-
-
-def test_load_that_begins_behind_a_layer_is_invalid() -> None:
-    side = Side()
-    side.begin(a=[1, 2])
-    side.layer(LAYERS[0])
-    side.start()
-    assert side.end() == (set(), {1, 2}, Counter({1: 1}))
 
 
 @pytest.mark.expects_failures
@@ -268,8 +278,7 @@ def test_result_that_is_not_understood_leaves_its_blocks_invalid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
-    side.begin(a=[1, 2], b=[3])
-    side.start()
+    side.load(a=[1, 2], b=[3])
 
     def strange(request: JobRequest, result: CopyResult) -> Any:
         return SimpleNamespace(job_id=result.job_id)
@@ -283,22 +292,12 @@ def test_late_end_that_is_not_understood_is_told_of_no_request_that_vllm_goes_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
-    side.begin(a=[1, 2])
-    side.start()
+    side.load(a=[1, 2])
     side.link.failing = "wait"
     assert side.end() == (set(), {1, 2}, Counter())
     side.link.failing = ""
     side.link.wait_layers([], ALL_LAYERS)
-
-    mark, calls = RayKVWorkerMetadata.mark_completed, []
-
-    def fail_once(meta: RayKVWorkerMetadata, job_id: int) -> None:
-        calls.append(job_id)
-        if len(calls) == 1:
-            raise RuntimeError("planted")
-        mark(meta, job_id)
-
-    monkeypatch.setattr(RayKVWorkerMetadata, "mark_completed", fail_once)
+    fail_once(monkeypatch, RayKVWorkerMetadata, "mark_completed")
     side.begin()
     results = side.connector.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == (set(), set())
@@ -307,17 +306,14 @@ def test_late_end_that_is_not_understood_is_told_of_no_request_that_vllm_goes_on
 
 def test_stranded_blocks_are_invalid() -> None:
     side = Side()
-    side.begin()
-    metadata = RayKVConnectorMetadata({}, {}, None, stranded_blocks=[5, 6])
-    side.connector.handle_preemptions(metadata)
+    side.take(RayKVConnectorMetadata({}, {}, None, stranded_blocks=[5, 6]))
     assert side.end()[1] == {5, 6}
     assert side.end()[1] == set()
 
 
 def test_ordinary_loads_are_waited_for_by_nobody() -> None:
     side = Side(is_layerwise=False)
-    side.begin(a=[1])
-    side.start()
+    side.load(a=[1])
     assert not side.link.submitted[0].job.by_layer
     assert side.layer(LAYERS[0]) is None
     assert side.end() == (set(), set(), Counter())
@@ -331,16 +327,8 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
 ) -> None:
     side = Side(is_layerwise=False)
     side.begin(a=[1, 2])
-    side.connector.connector_worker._are_named = False
-    refuse, calls = RayOffloadingWorker.refuse, []
-
-    def fail_once(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise RuntimeError("planted")
-        refuse(*arguments)
-
-    monkeypatch.setattr(RayOffloadingWorker, "refuse", fail_once)
+    side.worker._are_named = False
+    fail_once(monkeypatch, RayOffloadingWorker, "refuse")
     side.start()
     assert side.end() == ({"a"}, {1, 2}, Counter({1: 1}))
 
@@ -348,19 +336,11 @@ def test_load_that_must_not_be_ends_though_its_refusal_fails(
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_stores_of_a_step_begin_with_the_next_one_unless_they_are_durable(is_durable: bool) -> None:
     """A step's kernels may still be writing what is to be stored."""
-    side = Side(is_layerwise=False)
-    side.connector.connector_worker._is_durable = is_durable
-    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
-    jobs = {7: TransferJob("a", blocks, ChunkSpec([b"k"], "model", request_id="a"))}
-    side.connector._connector_metadata = RayKVConnectorMetadata({}, jobs, None)
-    side.connector.handle_preemptions(side.connector._connector_metadata)
-    side.start()
-    side.connector.wait_for_save()
-    side.connector.get_finished(set())
-    assert [job.job_id for job in side.link.submitted] == ([7] if is_durable else [])
-    side.begin()
-    side.start()
-    assert [job.job_id for job in side.link.submitted] == [7]
+    side = Side(is_layerwise=False, is_durable=is_durable)
+    side.store(7)
+    assert side.submitted() == ([7] if is_durable else [])
+    side.load()
+    assert side.submitted() == [7]
 
 
 @pytest.mark.parametrize("is_told", [False, True])
@@ -369,25 +349,24 @@ def test_stores_that_were_left_to_the_next_step_are_submitted_before_the_worker_
 ) -> None:
     """vLLM 0.33 tells connectors; else the worker's methods are watched."""
     side = Side(is_layerwise=False)
-    worker = side.connector.connector_worker
-    blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    worker._unsubmitted_store_jobs.append((7, blocks, ChunkSpec([b"k"], "model", request_id="a")))
-    (side.connector.unregister_kv_caches if is_told else worker.store_before_sleep)()
-    assert [job.job_id for job in side.link.submitted] == [7]
+    side.store(7)
+    (side.connector.unregister_kv_caches if is_told else side.worker.store_before_sleep)()
+    assert side.submitted() == [7]
     assert side.link.waits == [({7}, 0)]
-    assert not worker._unsubmitted_store_jobs
+    side.load()
+    assert side.submitted() == [7]
 
 
 @pytest.mark.expects_failures
 def test_stores_that_cant_be_submitted_before_the_worker_sleeps_have_failed() -> None:
     side = Side(is_layerwise=False)
-    worker = side.connector.connector_worker
-    blocks = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    worker._unsubmitted_store_jobs.append((7, blocks, ChunkSpec([b"k"], "model", request_id="a")))
+    side.store(7)
     side.link.failing = "submit"
-    worker.store_before_sleep()
-    assert not worker._unsubmitted_store_jobs
+    side.worker.store_before_sleep()
     assert side.end()[2] == Counter({7: 1})
+    side.link.failing = ""
+    side.load()
+    assert side.submitted() == []
 
 
 def test_jobs_of_requests_with_another_adapter_than_the_worker_has_are_refused(
@@ -399,40 +378,31 @@ def test_jobs_of_requests_with_another_adapter_than_the_worker_has_are_refused(
     right = AdapterUse(1, str(tmp_path), content.digest, reloads=False)
     uses = {"a": right, "b": replace(right, digest="what the files were before")}
     side = Side(is_layerwise=False)
-    side.connector.connector_worker._adapters.note(1, content)
-    pool = ChunkSpec([b"k"], "model", request_id="a")
-    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
-    loads = {number: TransferJob(name, pool, blocks) for number, name in enumerate(uses, 1)}
-    stores = {number: TransferJob(name, blocks, pool) for number, name in enumerate(uses, 3)}
-    metadata = RayKVConnectorMetadata(loads, stores, None, adapters=uses, beginning=uses)
-    side.connector._connector_metadata = metadata
-    side.connector.handle_preemptions(metadata)
+    side.worker._adapters.note(1, content)
+    loads = {number: load_job(name, [2]) for number, name in enumerate(uses, 1)}
+    stores = {number: store_job(name, [2]) for number, name in enumerate(uses, 3)}
+    side.take(RayKVConnectorMetadata(loads, stores, None, adapters=uses, beginning=uses))
     side.start()
     side.connector.wait_for_save()
     assert side.end() == ({"b"}, {2}, Counter({2: 1, 4: 1}))
-    side.begin()
-    side.start()
-    assert [job.job_id for job in side.link.submitted] == [1, 3]
+    side.load()
+    assert side.submitted() == [1, 3]
 
 
 def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_told() -> None:
     side = Side(is_layerwise=False)
-    worker = side.connector.connector_worker
-    side.begin(a=[1])
-    side.start()
-    assert len(side.link.submitted) == 1
+    worker = side.worker
+    side.load(a=[1])
+    assert side.submitted() == [1]
     # Somebody writes into the model between two steps.
     worker._weights.note("load_weights")
     watch = worker._weights.name
-    blocks = GPULoadStoreSpec([2], group_sizes=[1], block_indices=[0])
-    first, second = (ChunkSpec([key], "model", request_id=name) for key, name in KEYS)
-    load = TransferJob(req_id="b", src_spec=first, dst_spec=blocks)
-    store = TransferJob(req_id="c", src_spec=blocks, dst_spec=second)
+    load, store = load_job("b", [2], b"l"), store_job("c", [2], b"m")
     metadata = RayKVConnectorMetadata({2: load}, {3: store}, None)
     worker.take_metadata(metadata)
     worker.start_kv_transfers(metadata)
     worker.prepare_store_kv(metadata)
-    assert len(side.link.submitted) == 1
+    assert side.submitted() == [1]
     side.link.wait_layers([], ALL_LAYERS)
     worker.get_finished(set())
     meta = worker.build_connector_worker_meta()
@@ -446,7 +416,7 @@ def test_loads_of_a_step_whose_engine_does_not_know_the_weights_fail_and_it_is_t
     known = RayKVConnectorMetadata({4: load}, {}, None, weights_seen={watch: 1})
     worker.take_metadata(known)
     worker.start_kv_transfers(known)
-    assert [job.job_id for job in side.link.submitted] == [4]
+    assert side.submitted() == [4]
     assert worker.build_connector_worker_meta() is None
 
 

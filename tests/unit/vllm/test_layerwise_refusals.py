@@ -24,44 +24,25 @@ from raykv.base.settings import load_settings
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.layered import refuse_layerwise
 from raykv.vllm.spec import refuse_non_causal
-
-FORM: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-PLAIN = FullAttentionSpec(**FORM)
-
-
-def engine(**changed: Any) -> Any:
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
-    fields: dict[str, Any] = {
-        "speculative_config": None,
-        "use_v2_model_runner": False,
-        "scheduler_config": SimpleNamespace(
-            async_scheduling=changed.pop("async_scheduling", False)
-        ),
-        "compilation_config": SimpleNamespace(
-            cudagraph_mode=changed.pop("cudagraph_mode", CUDAGraphMode.PIECEWISE)
-        ),
-        "kv_transfer_config": SimpleNamespace(
-            kv_load_failure_policy=changed.pop("policy", "recompute"),
-            kv_connector=changed.pop("connector", "RayKVConnector"),
-        ),
-        "cache_config": SimpleNamespace(cache_dtype=changed.pop("cache_dtype", "auto")),
-        "parallel_config": SimpleNamespace(**{**parallel, **changed.pop("parallel", {})}),
-    }
-    return SimpleNamespace(**{**fields, **changed})
+from tests.fixtures.vllm import ATTENTION, FULL, kv_cache_config, layerwise_config
 
 
 def groups(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+    return kv_cache_config(specs)
 
 
 def check(vllm_config: Any, kv: Any = None, **settings: Any) -> None:
-    refuse_layerwise(load_settings(settings), vllm_config, kv or groups(PLAIN))
+    refuse_layerwise(load_settings(settings), vllm_config, kv or groups(FULL))
 
 
 @pytest.mark.parametrize("mode", [None, *(each for each in CUDAGraphMode if each.name != "FULL")])
 @pytest.mark.parametrize("is_usual", [False, True])
 def test_engine_as_users_run_it_may_load_by_layer(mode: Any, is_usual: bool) -> None:
-    check(engine(cudagraph_mode=mode, async_scheduling=is_usual, use_v2_model_runner=is_usual))
+    check(
+        layerwise_config(
+            cudagraph_mode=mode, async_scheduling=is_usual, use_v2_model_runner=is_usual
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,29 +66,29 @@ def test_engine_as_users_run_it_may_load_by_layer(mode: Any, is_usual: bool) -> 
 )
 def test_engine_that_could_give_wrong_tokens_is_refused(changed: Any, said: str) -> None:
     with pytest.raises(SettingError, match=f"layerwise_loads can't be had: .*{said}"):
-        check(engine(**changed))
+        check(layerwise_config(**changed))
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        MLAAttentionSpec(**FORM),
-        SlidingWindowSpec(**FORM, sliding_window=32),
+        MLAAttentionSpec(**ATTENTION),
+        SlidingWindowSpec(**ATTENTION, sliding_window=32),
         MambaSpec(block_size=16, shapes=((1, 2),), dtypes=(torch.float32,)),
-        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": PLAIN}),
+        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL}),
     ],
     ids=lambda spec: type(spec).__name__,
 )
 def test_model_whose_layers_may_not_wait_is_refused(spec: Any) -> None:
     with pytest.raises(SettingError, match=f"can't be had: .* {type(spec).__name__}, .*leave it"):
-        check(engine(), groups(spec))
+        check(layerwise_config(), groups(spec))
 
 
 def test_model_whose_tokens_depend_on_later_ones_is_refused_with_and_without_it() -> None:
-    refuse_non_causal(groups(PLAIN, SlidingWindowSpec(**FORM, sliding_window=32)))
-    spec = FullAttentionSpec(**FORM, non_causal=True)
-    together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": PLAIN, "b": spec})
-    for some in (groups(spec), groups(PLAIN, spec), groups(together)):
+    refuse_non_causal(groups(FULL, SlidingWindowSpec(**ATTENTION, sliding_window=32)))
+    spec = FullAttentionSpec(**ATTENTION, non_causal=True)
+    together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": spec})
+    for some in (groups(spec), groups(FULL, spec), groups(together)):
         with pytest.raises(SettingError, match="depends on tokens behind it"):
             refuse_non_causal(some)
 
@@ -115,12 +96,12 @@ def test_model_whose_tokens_depend_on_later_ones_is_refused_with_and_without_it(
 @pytest.mark.parametrize("count", [0, 2])
 def test_model_with_several_groups_is_refused(count: int) -> None:
     with pytest.raises(SettingError, match=f"can't be had: .* {count} KV groups"):
-        check(engine(), groups(*[PLAIN] * count))
+        check(layerwise_config(), groups(*[FULL] * count))
 
 
 def test_durable_stores_beside_it_are_refused() -> None:
     with pytest.raises(SettingError, match="can't be had: with durable_stores"):
-        check(engine(), durable_stores=True)
+        check(layerwise_config(), durable_stores=True)
 
 
 def test_vllm_keeps_its_graphs_of_decoding() -> None:

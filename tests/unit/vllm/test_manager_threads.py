@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +17,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadingManager
 
 from raykv.protocol.node import ReportAnswer
-from tests.fixtures.engine.place import PlayedPlace, session_at
-from tests.fixtures.engine.scheduler import DEADLINE_S, PlayedScheduler
+from tests.fixtures.engine.place import EngineAt, PlayedPlace
+from tests.fixtures.engine.scheduler import DEADLINE_S
 from tests.fixtures.vllm import Engine, PlayedRequest, key
-from tests.fixtures.waiting import wait_until
 
 MUTATORS = ("__setitem__", "__delitem__", "clear", "pop", "popitem", "setdefault", "update")
 OF_SETS = ("add", "clear", "discard", "pop", "remove", "update")
@@ -71,19 +71,13 @@ def play(engine: Engine, number: int) -> None:
 
 
 def test_session_leaves_alone_what_a_step_relies_on() -> None:
-    engine, threads, scheduler = Engine(), Threads(), PlayedScheduler()
+    engine, threads = Engine(), Threads()
     view, manager = engine.view, engine.connector._manager
-    with PlayedPlace() as place:
-        session = session_at(place, scheduler, view)
-        session.attach(DEADLINE_S)
+    with PlayedPlace() as place, EngineAt(place, view) as at_place:
+        at_place.session.attach(DEADLINE_S)
         place.pool.report()
         place.pool.answered(ReportAnswer(1, alone=[view.namespace]), time.monotonic())
-
-        def is_alone() -> bool:
-            session.drain()
-            return not view.remote.has_peers
-
-        wait_until(is_alone, DEADLINE_S, "the engine knows that nobody else has its chunks")
+        at_place.until(lambda: not view.remote.has_peers, "nobody else has its chunks")
         (at,) = view._places
         at.listed.ready = threads.table("ready")
         view._ready = view.loadable = at.listed.ready
@@ -92,22 +86,15 @@ def test_session_leaves_alone_what_a_step_relies_on() -> None:
         for name in hooks:
             setattr(manager, name, threads.watched(name, getattr(manager, name)))
         place.store(key(0), key(1))
-        session.start()
-        played = 0
-        try:
+        at_place.session.start()
+        numbers = itertools.count()
 
-            def is_played() -> bool:
-                nonlocal played
-                session.drain()
-                session.nudge()
-                for _ in range(10):
-                    played += 1
-                    play(engine, played)
-                return len(place.tells) > 10
+        def is_played() -> bool:
+            for _ in range(10):
+                play(engine, next(numbers))
+            return len(place.tells) > 10
 
-            wait_until(is_played, DEADLINE_S, "the line has told what the steps had to say")
-        finally:
-            session.stop(DEADLINE_S)
+        at_place.until(is_played, "the line has told what the steps had to say")
     view.check()
     assert {"lookup", "prepare_load", "prepare_store", "on_schedule_end"} <= threads.seen.keys()
     assert {"ready", "pending"} <= threads.seen.keys()

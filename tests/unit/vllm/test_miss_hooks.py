@@ -17,6 +17,15 @@ from raykv.vllm.identity import media
 from tests.fixtures.vllm import CHUNK, NUM_PROMPT, Engine, PlayedRequest, key
 
 
+def loading(*chunks: int) -> tuple[Engine, PlayedRequest]:
+    """A request has begun to load these first chunks of its prompt."""
+    engine, request = Engine(), PlayedRequest()
+    engine.hold(*chunks)
+    engine.begin(request)
+    assert engine.schedule(request) == len(chunks) * CHUNK
+    return engine, request
+
+
 def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
     engine, request = Engine(), PlayedRequest()
     engine.hold(1, 2, 4)
@@ -24,15 +33,10 @@ def test_prompt_that_is_cached_loaded_and_computed_in_parts() -> None:
     assert engine.schedule(request, own=CHUNK) == 2 * CHUNK
     engine.end_load(request)
     engine.schedule(request)
+    missed = {"incomplete_chunk": 3, "never_stored": 2 * CHUNK}
+    names = b"".join(key(at)[:8] for at in range(5))
     assert engine.finish(request) == MissRecord(
-        "r",
-        NUM_PROMPT,
-        CHUNK,
-        2 * CHUNK,
-        {"incomplete_chunk": 3, "never_stored": 2 * CHUNK},
-        key(3),
-        b"".join(key(at)[:8] for at in range(5)),
-        CHUNK,
+        "r", NUM_PROMPT, CHUNK, 2 * CHUNK, missed, key(3), names, CHUNK
     )
 
 
@@ -48,10 +52,7 @@ def test_request_that_waits_has_what_it_has_found_told_again() -> None:
 
 def test_step_is_vllms_own_and_stays_as_it_was_scheduled() -> None:
     """Other connectors, and the scheduler itself, read it afterwards."""
-    engine, request = Engine(), PlayedRequest()
-    engine.hold(0, 1)
-    engine.begin(request)
-    assert engine.schedule(request) == 2 * CHUNK
+    engine, _ = loading(0, 1)
     assert engine.connector.build_connector_meta(SchedulerOutput.make_empty()).load_jobs
     step = SchedulerOutput.make_empty()
     step.preempted_req_ids = {"r", "somebody's"}
@@ -61,34 +62,24 @@ def test_step_is_vllms_own_and_stays_as_it_was_scheduled() -> None:
     assert step == before
 
 
-def test_part_of_a_load_that_failed_is_computed_for_that_reason() -> None:
-    engine, request = Engine(), PlayedRequest()
-    engine.hold(0, 1, 2)
-    engine.begin(request)
-    assert engine.schedule(request) == 3 * CHUNK
-    engine.end_load(request, 1)
-    request.num_computed_tokens = CHUNK
-    engine.schedule(request)
-    record = engine.finish(request)
-    assert (record.own, record.loaded) == (0, CHUNK)
-    assert record.missed == {
-        "incomplete_chunk": 3,
-        "load_failed": 2 * CHUNK,
-        "never_stored": 2 * CHUNK,
-    }
-
-
-def test_load_that_failed_from_its_first_chunk_is_computed_for_that_reason() -> None:
-    engine, request = Engine(), PlayedRequest()
-    engine.hold(0, 1, 2)
-    engine.begin(request)
-    assert engine.schedule(request) == 3 * CHUNK
-    engine.end_load(request, 0)
-    request.num_computed_tokens = 0
+@pytest.mark.parametrize(
+    ("failed", "missed"),
+    [
+        (1, {"incomplete_chunk": 3, "load_failed": 2 * CHUNK, "never_stored": 2 * CHUNK}),
+        (0, {"incomplete_chunk": 3, "load_failed": 5 * CHUNK}),
+    ],
+    ids=["in part", "as a whole"],
+)
+def test_load_that_failed_is_computed_from_there_on_for_that_reason(
+    failed: int, missed: dict[str, int]
+) -> None:
+    engine, request = loading(0, 1, 2)
+    engine.end_load(request, failed)
+    request.num_computed_tokens = failed * CHUNK
     assert engine.schedule(request) == 0
     record = engine.finish(request)
-    assert record.missed == {"incomplete_chunk": 3, "load_failed": 5 * CHUNK}
-    assert record.missing == key(0)
+    assert (record.own, record.loaded, record.missed) == (0, failed * CHUNK, missed)
+    assert record.missing == key(0 if not failed else 3)
 
 
 @pytest.mark.expects_failures
@@ -125,26 +116,21 @@ def test_request_that_is_preempted_keeps_its_first_account() -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "mine"])
-def test_request_with_media_that_its_client_named_neither_loads_nor_stores(
+def test_request_with_media_neither_loads_nor_stores_unless_they_go_by_content(
     monkeypatch: pytest.MonkeyPatch, salt: str | None
 ) -> None:
     monkeypatch.setattr(media, "_is_watching", True)
     engine = Engine()
-    request = PlayedRequest(mm_features=[SimpleNamespace(mm_hash="cat")], cache_salt=salt)
     engine.hold(0, 1, 2, 3, 4)
-    engine.begin(request)
-    assert engine.schedule(request) == 0
-    assert not engine.view.prepare_store("r", [key(9)])
-    assert engine.finish(request).missed == {"incomplete_chunk": 3, "media_unknown": 5 * CHUNK}
-
-
-def test_request_with_media_by_their_content_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "_is_watching", True)
-    engine = Engine()
-    request = PlayedRequest(mm_features=[SimpleNamespace(mm_hash="0123456789abcdef" * 4)])
-    engine.hold(0, 1, 2, 3, 4)
-    engine.begin(request)
-    assert engine.schedule(request) == 5 * CHUNK
+    for name, loads in (("cat", 0), ("0123456789abcdef" * 4, 5 * CHUNK)):
+        request = PlayedRequest(mm_features=[SimpleNamespace(mm_hash=name)], cache_salt=salt)
+        engine.begin(request)
+        assert engine.schedule(request) == loads
+        if not loads:
+            assert not engine.view.prepare_store("r", [key(9)])
+            missed = engine.finish(request).missed
+            assert missed == {"incomplete_chunk": 3, "media_unknown": 5 * CHUNK}
+            request.is_over = True
 
 
 @pytest.mark.parametrize("is_barred", [False, True])

@@ -13,13 +13,11 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -31,17 +29,14 @@ from raykv.protocol.copies import CopyJob
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.manager import track_chunks
 from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
-from tests.fixtures.vllm import CHUNK, FULL, Engine
+from tests.fixtures.vllm import CHUNK, FULL, STATE, Engine, new_request
 
 COPY_FAILED, NONE = Refusal.COPY_FAILED, Refusal.NONE
 
 HASH = 4
 """Tokens of a hash: four to a block."""
 
-RECURRENT = MambaSpec(
-    block_size=CHUNK, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
-KINDS = (FULL, RECURRENT)
+KINDS = (FULL, STATE)
 LAYOUT = KVLayout("memfd", 1, 1, [TensorLayout(0, 99, 64, 64)] * 2, [0, 1], [[0], [1]])
 PROMPT = list(range(2, 32))
 """A whole block and 14 tokens, of which 12 have hashes."""
@@ -110,13 +105,6 @@ class TailEngine(Engine):
 
     def events(self) -> list[Any]:
         return list(self.connector.take_events())
-
-
-def new_request(request: Request, blocks: tuple[list[int], ...]) -> NewRequestData:
-    made: Any = NewRequestData.__new__(NewRequestData)
-    made.req_id, made.block_ids = request.request_id, blocks
-    made.num_computed_tokens = 0
-    return made
 
 
 def asked(name: str, tokens: list[int]) -> Request:
@@ -201,18 +189,22 @@ def test_next_request_with_that_beginning_loads_the_tail_too() -> None:
     assert (list(job.first_block), list(job.num_blocks)) == ([0, 0, 0], [1, 1, 1])
 
 
-def test_request_that_differs_before_the_boundary_loads_whole_blocks_only() -> None:
-    engine, request = all_stored(), asked("second", PROMPT[: BOUNDARY - 1] + [60] * 12)
+def found(engine: TailEngine, request: Request) -> tuple[int | None, bool]:
+    """What a request that comes may load, and whether vLLM waits for it."""
     engine.begin(request)
-    assert engine.connector.get_num_new_matched_tokens(request, 0) == (CHUNK, True)
+    answer: tuple[int | None, bool] = engine.connector.get_num_new_matched_tokens(request, 0)
+    return answer
+
+
+def test_request_that_differs_before_the_boundary_loads_whole_blocks_only() -> None:
+    request = asked("second", PROMPT[: BOUNDARY - 1] + [60] * 12)
+    assert found(all_stored(), request) == (CHUNK, True)
 
 
 def test_tail_of_which_one_group_was_not_stored_is_no_hit() -> None:
     engine, request, stores = stored_tail()
     engine.end_jobs(stores, keys_at(request, BOUNDARY)[1:])
-    second = asked("second", [*PROMPT, 60])
-    engine.begin(second)
-    assert engine.connector.get_num_new_matched_tokens(second, 0) == (CHUNK, True)
+    assert found(engine, asked("second", [*PROMPT, 60])) == (CHUNK, True)
 
 
 def test_tail_comes_and_goes_in_vllms_own_events() -> None:
@@ -245,9 +237,7 @@ def test_description_of_a_tail_that_was_found_goes_with_it() -> None:
     engine = all_stored()
     engine.announced.clear()
     engine.tracker.reset()
-    request = asked("second", [*PROMPT, 60])
-    engine.begin(request)
-    assert engine.connector.get_num_new_matched_tokens(request, 0) == (BOUNDARY, True)
+    assert found(engine, asked("second", [*PROMPT, 60])) == (BOUNDARY, True)
     assert {each.group_idx for each in engine.events()} == {0, 1}
     engine.evict(*engine.view.loadable)
     engine.events()

@@ -16,6 +16,23 @@ from tests.fixtures.model_configs import BERT, LLAMA, MIXTRAL
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig, PoolerConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpecs
+
+from raykv.protocol.worker import KVLayout
+from raykv.vllm import plugin
+from raykv.vllm.connector import RayKVConnector, logged_refusals
+from raykv.vllm.identity.placement import (
+    RankPlace,
+    refuse_ranks_elsewhere,
+    refuse_several_hosts,
+)
+from raykv.vllm.internals.arguments import refuse_arguments
+from raykv.vllm.spec import refuse_kinds, refuse_unsupported, stores_prompts_alone
+from raykv.vllm.transfers import ChunkSpec, RayOffloadingWorker
+from tests.fixtures.vllm import ATTENTION, FULL, PROMPT, STATE, WINDOW, kv_cache_config
+
 
 def config(**fields: Any) -> Any:
     values: dict[str, Any] = {
@@ -27,13 +44,6 @@ def config(**fields: Any) -> Any:
 
 
 def test_plain_engine_is_accepted() -> None:
-    from raykv.vllm.identity.placement import (
-        RankPlace,
-        refuse_ranks_elsewhere,
-        refuse_several_hosts,
-    )
-    from raykv.vllm.spec import refuse_unsupported
-
     refuse_unsupported(config())
     shared = SimpleNamespace(pp_size=1, tp_size=2, is_parallelism_agnostic=True)
     refuse_unsupported(config(canonical_layout=True, parallel=shared))
@@ -49,8 +59,6 @@ def parallel(**fields: Any) -> Any:
 
 
 def test_vllms_loads_within_the_step_are_refused_before_any_process_starts() -> None:
-    from raykv.vllm.connector import RayKVConnector
-
     given = {"sync_load_budget_bytes": 1 << 20}
     with pytest.raises(SettingError, match=r"sync_load_budget_bytes is not .*layerwise_loads=true"):
         RayKVConnector.requires_piecewise_for_cudagraph(given)
@@ -70,8 +78,6 @@ def test_vllms_loads_within_the_step_are_refused_before_any_process_starts() -> 
     ],
 )
 def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
-    from raykv.vllm.spec import refuse_unsupported
-
     with pytest.raises(SettingError, match=named):
         refuse_unsupported(config(**fields))
 
@@ -89,8 +95,6 @@ def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: s
 def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
     fields: dict[str, Any], named: str
 ) -> None:
-    from raykv.vllm.identity.placement import refuse_several_hosts
-
     with pytest.raises(SettingError, match=named):
         refuse_several_hosts(parallel(**fields))
 
@@ -105,9 +109,6 @@ def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
 def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
     nodes: list[str], named: str
 ) -> None:
-    from raykv.vllm.connector import RayKVConnector
-    from raykv.vllm.identity.placement import RankPlace
-
     stopped: list[str] = []
     runtime = SimpleNamespace(node_id="here", stop=lambda: stopped.append("here"))
     engine: Any = SimpleNamespace(_runtime=runtime)
@@ -132,9 +133,6 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
     """vLLM 0.33 calls `submit_load(..., expedited=False)`."""
     import numpy as np
 
-    from raykv.protocol.worker import KVLayout
-    from raykv.vllm.transfers import ChunkSpec, RayOffloadingWorker
-
     submitted: list[Any] = []
     link: Any = SimpleNamespace(submit=submitted.append, node_life=1, drain=list)
     worker = RayOffloadingWorker(link, KVLayout("memfd", 1, 1, [], [0], [[]]))
@@ -146,19 +144,12 @@ def test_transfer_takes_arguments_of_later_vllm() -> None:
 
 
 def test_start_that_is_stopped_says_why_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from raykv.vllm.connector import logged_refusals
-
     with pytest.raises(SettingError), logged_refusals():
         raise SettingError("leave it out")
     assert caplog.messages == ["RayKV stops the start of the engine: leave it out"]
 
 
 def test_kinds_of_kv_that_say_nothing_about_beginnings_are_refused() -> None:
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpecs
-
-    from raykv.vllm.spec import refuse_kinds
-    from tests.fixtures.vllm import ATTENTION, FULL, STATE, kv_cache_config
-
     refuse_kinds(kv_cache_config([FULL, STATE]))
     cross = CrossAttentionSpec(**ATTENTION)
     together = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": cross})
@@ -172,9 +163,6 @@ def test_kinds_of_kv_that_say_nothing_about_beginnings_are_refused() -> None:
 
 
 def test_of_a_model_whose_answers_see_less_prompts_alone_are_stored() -> None:
-    from raykv.vllm.spec import stores_prompts_alone
-    from tests.fixtures.vllm import FULL, PROMPT, WINDOW, kv_cache_config
-
     assert stores_prompts_alone(kv_cache_config([FULL, PROMPT]))
     assert not stores_prompts_alone(kv_cache_config([FULL, WINDOW]))
     assert not stores_prompts_alone(None)
@@ -189,11 +177,6 @@ AMONG = {
 
 def parsed(folder: Path, model: dict[str, Any], transfer: dict[str, Any], **arguments: Any) -> Any:
     """What vLLM makes of an engine's arguments, with RayKV's plugin."""
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from raykv.vllm import plugin
-
     (folder / "config.json").write_text(json.dumps(model))
     plugin.register()
     return EngineArgs(
@@ -246,11 +229,6 @@ def test_what_vllm_has_off_for_a_reason_is_refused_when_arguments_are_parsed(
 
 
 def test_connector_refuses_the_same_where_the_plugin_did_not(tmp_path: Path) -> None:
-    from vllm.config import PoolerConfig
-
-    from raykv.vllm.connector import RayKVConnector
-    from tests.fixtures.vllm import FULL, kv_cache_config
-
     pooling = {"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="MEAN")}
     unseen = parsed(tmp_path, LLAMA, {"kv_connector": "ExampleConnector"}, **pooling)
     with pytest.raises(SettingError, match="seq_pooling_type=MEAN"):
@@ -258,8 +236,6 @@ def test_connector_refuses_the_same_where_the_plugin_did_not(tmp_path: Path) -> 
 
 
 def test_pooling_of_the_last_token_is_accepted(tmp_path: Path) -> None:
-    from vllm.config import PoolerConfig
-
     pooling = {"runner": "pooling", "pooler_config": PoolerConfig(seq_pooling_type="LAST")}
     found = parsed(tmp_path, LLAMA, OURS, **pooling)
     assert found.kv_transfer_config.kv_connector == "RayKVConnector"
@@ -274,8 +250,6 @@ def test_engines_without_raykv_are_left_alone(tmp_path: Path) -> None:
 def test_answers_that_must_not_depend_on_the_cache_are_refused_where_vllm_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raykv.vllm.internals.arguments import refuse_arguments
-
     config = parsed(tmp_path, LLAMA, OURS)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     refuse_arguments(config)

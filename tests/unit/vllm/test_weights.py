@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.base.ids import ALL_BLOCKS, Direction, Key, Namespace, Stamp
@@ -25,7 +26,7 @@ from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
-from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key
+from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key, new_request
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
@@ -61,22 +62,46 @@ class Session:
 class Changing(Engine):
     """An engine whose weights change."""
 
-    def __init__(self) -> None:
-        super().__init__(namespace=namespace_of(FACTS))
+    def __init__(self, facts: Mapping[str, str] = FACTS) -> None:
+        super().__init__(namespace=namespace_of(dict(facts)))
         manager: Any = self.connector._manager
         self.session = manager.session = Session(self)
-        self.weights = WeightChanges(FACTS, manager, self.connector._tables)
+        self.weights = WeightChanges(dict(facts), manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
         self.count = 0
 
     def change(self, content: str | None) -> None:
         self.count += 1
-        self.weights.change("reload_weights")
-        state = WeightState("w", self.count, "reload_weights", content, "first")
-        self.weights.know([state])
+        self.changed(state(self.count, content))
 
-    def step(self, request: PlayedRequest) -> Any:
+    def changed(self, *states: WeightState | None) -> str | None:
+        """Into which namespace it goes with what its workers say."""
+        self.weights.change("reload_weights")
+        assert namespace(self.weights) is None
+        self.weights.know(states)
+        return namespace(self.weights)
+
+    def called(self, version: str) -> str | None:
+        """Into which it goes with what the user calls its weights."""
+        self.session.naming = Naming(Stamp(1, 5), version)
+        self.weights.listen()
+        return namespace(self.weights)
+
+    def hear(self, **told: Any) -> None:
+        """Workers report so with a step."""
+        meta = RayKVWorkerMetadata(**told)
+        self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+
+    def step(self) -> Any:
         return self.connector.build_connector_meta(SchedulerOutput.make_empty())
+
+
+def state(count: int, content: str | None, watch: str = "w") -> WeightState:
+    return WeightState(watch, count, "reload_weights", content, "first")
+
+
+def namespace(weights: WeightChanges) -> str | None:
+    return None if weights.space is None else weights.space.namespace
 
 
 def begun(engine: Changing, name: str = "r", own: int = 0) -> tuple[PlayedRequest, int]:
@@ -98,7 +123,7 @@ def test_engine_loads_under_the_name_of_the_weights_that_it_has() -> None:
     engine.hold(0)
     request, loads = begun(engine, "t")
     assert loads == CHUNK
-    (job,) = engine.connector.build_connector_meta(SchedulerOutput.make_empty()).load_jobs.values()
+    (job,) = engine.step().load_jobs.values()
     assert job.src_spec.namespace == engine.view.namespace
     assert job.req_id == request.request_id
     engine.change("first")
@@ -149,19 +174,6 @@ def stored_at_its_beginning(engine: Changing, name: str, computed: int, **more: 
     output.num_scheduled_tokens = {name: request.num_tokens - computed}
     request.num_computed_tokens = computed
     return len(engine.connector.build_connector_meta(output).store_jobs)
-
-
-def new_request(request: PlayedRequest, blocks: Any, computed: int) -> NewRequestData:
-    return NewRequestData(
-        req_id=request.request_id,
-        prompt_token_ids=[],
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=blocks,
-        num_computed_tokens=computed,
-        lora_request=None,
-    )
 
 
 @pytest.mark.parametrize(("computed", "stores"), [(0, 1), (CHUNK // 2, 0)])
@@ -253,29 +265,9 @@ def test_name_that_was_given_before_a_change_is_not_the_new_weights() -> None:
 
 def test_steps_say_of_which_weights_their_jobs_are() -> None:
     engine = Changing()
-    assert engine.connector.build_connector_meta(SchedulerOutput.make_empty()).weights_seen == {}
+    assert engine.step().weights_seen == {}
     engine.change("new")
-    meta = engine.connector.build_connector_meta(SchedulerOutput.make_empty())
-    assert meta.weights_seen == {"w": 1}
-
-
-def test_what_workers_report_ends_the_use_of_the_namespace_until_they_are_asked() -> None:
-    engine = Changing()
-
-    def report(count: int) -> None:
-        told = RayKVWorkerMetadata(weights={"w": (count, "load_weights")})
-        engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-
-    report(1)
-    assert engine.weights.is_asking
-    assert engine.view.has_left
-    engine.weights.know([WeightState("w", 1, "load_weights", "new", "first")])
-    assert not engine.view.has_left
-    # Of a step that was under way.
-    report(1)
-    assert not engine.view.has_left
-    report(2)
-    assert engine.view.has_left
+    assert engine.step().weights_seen == {"w": 1}
 
 
 def test_weights_that_have_not_changed_are_no_news() -> None:
@@ -305,8 +297,7 @@ def test_ends_of_jobs_of_other_weights_bar_what_did_not_come_and_say_nothing_els
     ends = [
         failed_end(request.request_id, [key(0)], direction=direction) for direction in Direction
     ]
-    told = RayKVWorkerMetadata(ends=ends)
-    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    engine.hear(ends=ends)
     assert engine.view.requests.get(request.request_id).barred == {key(0)}
     assert not engine.view.counters["stores_failed"]
 
@@ -322,142 +313,79 @@ def test_what_ends_of_jobs_of_other_weights_say_is_there_is_not_believed() -> No
     ]
     result = CopyResult(1, before.life, before.number + 5, ListedRows.of(rows))
     ends = [JobEnd(each, old, "r", Keys.of([key(0)]), result) for each in Direction]
-    told = RayKVWorkerMetadata(ends=ends)
-    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    engine.hear(ends=ends)
     assert not engine.view.loadable
 
 
 # Names
 
 
-class Manager:
-    """Takes down by what weights change, and hands on what the user calls them."""
+def test_engines_with_the_same_weights_have_the_same_namespace() -> None:
+    def entered(*states: WeightState, **facts: str) -> str | None:
+        return Changing({**FACTS, **facts}).changed(*states)
 
-    def __init__(self) -> None:
-        self.barred: set[str] = set()
-        self.left: list[str] = []
-        self.naming: str | None = None
-
-    def change_weights(self) -> None:
-        self.naming = None
-
-    def take_naming(self) -> str | None:
-        naming, self.naming = self.naming, None
-        return naming
-
-    def leave(self, what: str) -> None:
-        self.left.append(what)
-
-    def enter(self, space: Space) -> None:
-        """It has the name from `space`, too."""
-
-
-@pytest.fixture
-def manager() -> Any:
-    return Manager()
-
-
-def weights_of(manager: Any, facts: dict[str, Any] = FACTS) -> WeightChanges:
-    tables: Any = SimpleNamespace(requests={})
-    return WeightChanges(facts, manager, tables)
-
-
-@pytest.fixture
-def weights(manager: Any) -> WeightChanges:
-    return weights_of(manager)
-
-
-def state(count: int, content: str | None, watch: str = "w") -> WeightState:
-    return WeightState(watch, count, "reload_weights", content, "first")
-
-
-def namespace(weights: WeightChanges) -> str | None:
-    return None if weights.space is None else weights.space.namespace
-
-
-def changed(weights: WeightChanges, *states: WeightState | None) -> str | None:
-    weights.change("reload_weights")
-    assert namespace(weights) is None
-    weights.know(states)
-    return namespace(weights)
-
-
-def called(weights: WeightChanges, manager: Any, version: str) -> str | None:
-    manager.naming = version
-    weights.listen()
-    return namespace(weights)
-
-
-def test_first_weights_have_the_namespace_of_the_start(weights: WeightChanges) -> None:
-    start = namespace_of(FACTS)
-    assert namespace(weights) == start
-    assert changed(weights, state(1, "other")) not in (start, None)
-    assert changed(weights, state(2, "first")) == start
-
-
-def test_engines_with_the_same_weights_have_the_same_namespace(
-    weights: WeightChanges, manager: Any
-) -> None:
-    def other(*states: WeightState, **facts: str) -> str | None:
-        return changed(weights_of(manager, {**FACTS, **facts}), *states)
-
-    there = changed(weights, state(1, "a"), state(3, "b", "w2"))
-    assert other(state(7, "a", "x"), state(7, "b", "y")) == there
-    assert other(state(7, "b", "x"), state(7, "a", "y")) != there
-    assert other(state(1, "a"), state(3, "b"), model="other") != there
+    there = entered(state(1, "a"), state(3, "b", "w2"))
+    assert entered(state(7, "a", "x"), state(7, "b", "y")) == there
+    assert entered(state(7, "b", "x"), state(7, "a", "y")) != there
+    assert entered(state(1, "a"), state(3, "b"), model="other") != there
 
 
 @pytest.mark.parametrize("states", [[state(1, None)], [state(1, "a"), None]])
 def test_weights_that_cant_be_told_have_no_name_until_they_are_given_one(
-    weights: WeightChanges, manager: Any, states: list[WeightState | None]
+    states: list[WeightState | None],
 ) -> None:
-    assert changed(weights, *states) is None
-    named = called(weights, manager, "v2")
+    engine = Changing()
+    assert engine.changed(*states) is None
+    named = engine.called("v2")
     assert named not in (None, namespace_of(FACTS))
-    assert weights.space is not None
-    assert weights.space.traits["weights_version"] == "v2"
+    assert engine.weights.space is not None
+    assert engine.weights.space.traits["weights_version"] == "v2"
     # A name is of the weights that it was given to.
-    assert changed(weights, *states) is None
-    assert called(weights, manager, "v3") not in (None, named)
-    assert called(weights, manager, "v2") == named
+    assert engine.changed(*states) is None
+    assert engine.called("v3") not in (None, named)
+    assert engine.called("v2") == named
 
 
-def test_vllms_own_name_counts_where_nothing_else_tells(weights: WeightChanges) -> None:
-    assert changed(weights, state(1, None)) is None
-    weights.label("7")
-    seven = namespace(weights)
+def test_vllms_own_name_counts_where_nothing_else_tells() -> None:
+    engine = Changing()
+    assert engine.changed(state(1, None)) is None
+    engine.weights.label("7")
+    seven = namespace(engine.weights)
     assert seven is not None
-    weights.label("8")
-    assert namespace(weights) not in (None, seven)
-    there = changed(weights, state(2, "a"))
-    weights.label("7")
-    assert namespace(weights) == there
+    engine.weights.label("8")
+    assert namespace(engine.weights) not in (None, seven)
+    there = engine.changed(state(2, "a"))
+    engine.weights.label("7")
+    assert namespace(engine.weights) == there
 
 
-def test_users_name_tells_weights_apart_beside_their_content(
-    weights: WeightChanges, manager: Any
-) -> None:
-    there = changed(weights, state(1, "a"))
-    assert called(weights, manager, "v2") not in (None, there)
-    assert changed(weights, state(2, "a")) == there
+def test_users_name_tells_weights_apart_beside_their_content() -> None:
+    engine = Changing()
+    there = engine.changed(state(1, "a"))
+    assert engine.called("v2") not in (None, there)
+    assert engine.changed(state(2, "a")) == there
 
 
-def test_update_under_way_is_asked_about_again(weights: WeightChanges) -> None:
+def test_update_under_way_is_asked_about_again() -> None:
+    weights = Changing().weights
     weights.change("start_weight_update")
     weights.know([WeightState("w", 1, "start_weight_update", None, "first", is_open=True)])
     assert weights.is_asking
     assert weights.space is None
 
 
-def test_news_are_changes_that_were_not_known(weights: WeightChanges, manager: Any) -> None:
+def test_news_are_changes_that_were_not_known() -> None:
+    engine = Changing()
+    weights, start = engine.weights, engine.view.namespace
     weights.know([state(0, "")])
-    assert manager.left == []
+    assert engine.view.namespace == start
     weights.know([state(0, ""), state(1, "a", "w2")])
-    assert manager.left == ["reload_weights"]
-    changed(weights, state(2, "a"))
-    weights.know([state(2, "a")])
+    there = engine.view.namespace
+    assert there != start
     # A report of a step may come late.
-    weights.hear({"w": (1, "late")})
-    assert len(manager.left) == 2
-    weights.hear({"w": (3, "load_weights")})
-    assert manager.left[2:] == ["load_weights"]
+    engine.hear(weights={"w2": (1, "late")})
+    assert not engine.view.has_left
+    engine.hear(weights={"w2": (2, "load_weights")})
+    assert engine.view.has_left
+    weights.know([state(0, ""), state(2, "a", "w2")])
+    assert (engine.view.has_left, engine.view.namespace) == (False, there)

@@ -8,9 +8,6 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
-
 from raykv.base.ids import Key, MissReason
 from raykv.base.settings import Settings
 from raykv.engine.requests import Miss
@@ -19,17 +16,7 @@ from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
 from tests.fixtures.place import CopyingPlace, engine_hello
-from tests.fixtures.vllm import CHUNK, FULL, PlayedRequest, key, vllm_scheduler
-
-WINDOW = SlidingWindowSpec(
-    block_size=CHUNK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * CHUNK
-)
-STATE = MambaSpec(
-    block_size=CHUNK,
-    shapes=((2, 2),),
-    dtypes=(torch.float32,),
-    mamba_cache_mode="align",
-)
+from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW, PlayedRequest, key, vllm_scheduler
 
 
 class World:
@@ -78,58 +65,57 @@ class World:
         return request.shared_prefix_boundary
 
 
-def test_windows_are_stored_at_intervals_and_in_the_tail() -> None:
-    world = World(0.5)
-    tail = range(200 - 64 - 2, 200)
-    expected = {chunk for chunk in range(200) if chunk % 4 in (2, 3)} | set(tail)
-    assert world.kept(200 * CHUNK, 200) == sorted(expected)
+TAIL = range(200 - 64 - 2, 200)
 
 
-def test_only_what_vllm_keeps_is_stored_with_a_share_of_zero() -> None:
-    assert World(0).kept(200 * CHUNK, 200) == [197, 198]
+@pytest.mark.parametrize(
+    ("share", "retention_interval", "kept"),
+    [
+        (0.5, 0, {chunk for chunk in range(200) if chunk % 4 in (2, 3)} | {*TAIL}),
+        (0, 0, {197, 198}),
+        (0.01, None, {*range(200)}),
+    ],
+    ids=["at intervals and in the tail", "what vLLM keeps", "where vLLM keeps all"],
+)
+def test_windows_are_stored(share: float, retention_interval: int | None, kept: set[int]) -> None:
+    world = World(share)
+    config = world.scheduler.config._replace(retention_interval=retention_interval)
+    world.scheduler.config = config
+    assert world.kept(200 * CHUNK, 200) == sorted(kept)
 
 
-def test_every_window_is_stored_where_vllm_keeps_every_window() -> None:
-    world = World(0.01)
-    world.scheduler.config = world.scheduler.config._replace(retention_interval=None)
-    assert len(world.kept(200 * CHUNK, 200)) == 200
+@pytest.mark.parametrize(
+    ("found", "vllms", "boundary"),
+    [(0, 0, 3 * CHUNK), (3 * CHUNK, 0, 0), (0, 4 * CHUNK, 4 * CHUNK)],
+    ids=["windows are missing", "all that is known is loaded", "vLLM sees them part later"],
+)
+def test_request_parts_where_the_windows_of_a_known_prefix_are_missing(
+    found: int, vllms: int, boundary: int
+) -> None:
+    request = PlayedRequest(shared_prefix_boundary=vllms)
+    assert World(0.5).asked(request, here=3, found=found) == boundary
 
 
-def test_request_parts_where_the_windows_of_a_known_prefix_are_missing() -> None:
-    assert World(0.5).asked(PlayedRequest(), here=3, found=0) == 3 * CHUNK
+NEVER, LACKS = MissReason.NEVER_STORED, MissReason.WINDOW_MISSING
 
 
-def test_request_parts_nowhere_where_all_that_is_known_is_loaded() -> None:
-    assert World(0.5).asked(PlayedRequest(), here=3, found=3 * CHUNK) == 0
-
-
-def test_place_where_vllm_sees_prompts_part_later_stays() -> None:
-    request = PlayedRequest(shared_prefix_boundary=4 * CHUNK)
-    assert World(0.5).asked(request, here=3, found=0) == 4 * CHUNK
-
-
-@pytest.mark.parametrize("share", [0.5, 0])
-def test_known_prefix_without_its_window_is_said_to_lack_it(share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "window", "expected"),
+    [
+        (0.5, NEVER, Miss(key(3), NEVER, 3 * CHUNK, LACKS)),
+        (0, NEVER, Miss(key(3), NEVER, 3 * CHUNK, LACKS)),
+        (0.5, MissReason.EVICTED, Miss(key(3), NEVER, 3 * CHUNK, MissReason.EVICTED)),
+        (0.5, MissReason.UNANSWERED, Miss(Key(b"window"), MissReason.UNANSWERED)),
+    ],
+    ids=["missing", "missing without a share", "evicted", "not asked about in time"],
+)
+def test_known_prefix_without_its_window_is_said_to_lack_it(
+    share: float, window: MissReason, expected: Miss
+) -> None:
     """And what is behind it was never stored, wherever the window's chunks were looked for."""
     world, request = World(share), PlayedRequest()
-    parted = world.asked(request, here=3, found=0, window=MissReason.NEVER_STORED)
-    assert parted == (3 * CHUNK if share else 0)
-    missed = world.view.requests.take_miss(request.request_id)
-    assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.WINDOW_MISSING)
-
-
-def test_prefix_whose_window_was_evicted_is_said_to_be_evicted() -> None:
-    world, request = World(0.5), PlayedRequest()
-    world.asked(request, here=3, found=0, window=MissReason.EVICTED)
-    missed = world.view.requests.take_miss(request.request_id)
-    assert missed == Miss(key(3), MissReason.NEVER_STORED, 3 * CHUNK, MissReason.EVICTED)
-
-
-def test_prefix_that_was_not_asked_about_in_time_is_not_said_to_lack_a_window() -> None:
-    world, request = World(0.5), PlayedRequest()
-    world.asked(request, here=3, found=0, window=MissReason.UNANSWERED)
-    missed = world.view.requests.take_miss(request.request_id)
-    assert missed == Miss(Key(b"window"), MissReason.UNANSWERED)
+    world.asked(request, here=3, found=0, window=window)
+    assert world.view.requests.take_miss(request.request_id) == expected
 
 
 def test_prompt_leaves_a_state_behind_before_its_end() -> None:

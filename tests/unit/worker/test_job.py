@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from raykv.base.ids import Direction
 from raykv.protocol import wire
@@ -27,11 +28,7 @@ def test_jobs_of_a_message_fit_into_its_frame_and_keep_their_order() -> None:
         assert len(wire.frame(JobBatch(batch))) <= wire.MAX_FRAME_BYTES
 
 
-def test_job_is_not_larger_than_it_says() -> None:
-    for num_chunks in (0, 1, 5000):
-        request = job_of(1 << 40, num_chunks)
-        assert len(msgspec.msgpack.encode(JobBatch([request.job]))) <= request.num_bytes
-
-
-def test_nothing_is_no_message() -> None:
-    assert list(batches([], 1)) == []
+@pytest.mark.parametrize("num_chunks", [0, 1, 5000])
+def test_job_is_not_larger_than_it_says(num_chunks: int) -> None:
+    request = job_of(1 << 40, num_chunks)
+    assert len(msgspec.msgpack.encode(JobBatch([request.job]))) <= request.num_bytes

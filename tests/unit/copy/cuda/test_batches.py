@@ -14,7 +14,6 @@ from raykv.copy.cuda.batches import (
     Route,
     batches,
     cut,
-    direct,
     has_words,
     staged,
     usual_route,
@@ -104,15 +103,6 @@ def test_batches_are_as_few_as_the_bounds_allow(
     for batch, after in pairwise(made):
         one_more = batch.num_bytes + int(after.size[0])
         assert len(batch) == most_runs or one_more > most_bytes
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_direct_copies_go_from_one_side_to_the_other(direction: Direction) -> None:
-    copies = direct(rows((1, 2, 3), (40, 50, 6)), direction, 1000, 1 << 63)
-    kv, pool = [1001, 1040], [(1 << 63) + 2, (1 << 63) + 50]
-    expected = (pool, kv) if direction is STORE else (kv, pool)
-    assert (copies.to.tolist(), copies.source.tolist()) == expected
-    assert copies.size.tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("direction", Direction)

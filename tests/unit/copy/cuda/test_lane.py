@@ -71,6 +71,11 @@ class Memory:
     def copy(self, direction: Direction, runs: CopyRuns, stop: StopSign = NEVER) -> bool:
         return carried_out(self.backend, direction, runs, stop)
 
+    def arrives(self, direction: Direction, runs: CopyRuns) -> bool:
+        """Whether a copy of the runs does what it should, and nothing else."""
+        expected = self.after(direction, runs)
+        return self.copy(direction, runs) and self.now == expected
+
     def after(self, direction: Direction, runs: CopyRuns) -> tuple[bytes, bytes]:
         """KV cache and pool as they should be after a copy."""
         kv, pool = self.kv.copy(), self.pool.copy()
@@ -125,9 +130,7 @@ def test_copy_of_any_blocks_has_arrived_when_it_returns(
 ) -> None:
     memory = Memory(FakeDriver(seed), limits, route)
     runs = runs_of(blocks, page)
-    expected = memory.after(direction, runs)
-    assert memory.copy(direction, runs)
-    assert memory.now == expected
+    assert memory.arrives(direction, runs)
     assert memory.driver.num_pending == 0
     memory.device.close()
     assert not memory.driver.streams
@@ -404,9 +407,7 @@ def test_neighbouring_slots_in_two_pinned_pieces_are_copied(
     memory.backend = CUDABackend(memory.device, place)
     at, size = np.array([0, 2 * PAGE]), np.full(2, 2 * PAGE)
     runs = CopyRuns(at, at, size, 2 * PAGE)
-    expected = memory.after(direction, runs)
-    assert memory.copy(direction, runs)
-    assert memory.now == expected
+    assert memory.arrives(direction, runs)
     start = np.array([0])
     whole = CopyRuns(start, start, np.array([4 * PAGE]))
     with pytest.raises(CUDAError):
@@ -490,13 +491,6 @@ def test_small_pages_are_copied_one_by_one_when_staging_memory_cant_be_had(
     assert caplog.text.count("lower gpu_memory_utilization") == 1
     memory.device.close()
     assert driver.num_allocations == 0
-
-
-def test_small_pages_are_copied_one_by_one_when_nothing_moves_them() -> None:
-    memory = Memory(FakeDriver(mover=None), route=Route.GATHER)
-    expected = memory.after(STORE, SCATTERED)
-    assert memory.copy(STORE, SCATTERED)
-    assert memory.now == expected
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -588,9 +582,11 @@ def test_batches_of_the_usual_limits_are_small() -> None:
     assert largest * limits.in_flight / 12e9 < 0.010
 
 
-def test_run_that_is_larger_than_the_staging_buffer_is_not_gathered() -> None:
-    memory = Memory(FakeDriver(), Limits(staging_bytes=PAGE - 8), route=Route.GATHER)
-    expected = memory.after(STORE, SCATTERED)
-    assert memory.copy(STORE, SCATTERED)
-    assert memory.now == expected
+@pytest.mark.parametrize(("mover", "staging_bytes"), [("fake", PAGE - 8), (None, 2 * PAGE)])
+def test_pages_are_copied_one_by_one_if_none_fits_the_staging_buffer_or_nothing_moves_them(
+    mover: str | None, staging_bytes: int
+) -> None:
+    limits = Limits(staging_bytes=staging_bytes)
+    memory = Memory(FakeDriver(mover=mover), limits, Route.GATHER)
+    assert memory.arrives(STORE, SCATTERED)
     assert not memory.driver.calls_of("move_pages")

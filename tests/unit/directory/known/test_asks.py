@@ -12,7 +12,7 @@ from raykv.base.ids import Namespace
 from raykv.directory.known.coming import COMING_S
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
-from raykv.protocol.columns import Keys, Source, SourceKind
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import Reason, Where
@@ -73,25 +73,6 @@ def sources(answer: AskAnswer, *numbers: int) -> list[list[tuple[str, bool]]]:
 
 
 # Sources
-
-
-def test_sources_are_other_nodes_that_have_a_key(
-    directory: Directory, nodes: list[ReportingNode]
-) -> None:
-    a, b, *_ = nodes
-    a.report(0.0, row_of(1), row_of(2))
-    b.report(0.0, row_of(2), row_of(3, Where.DISK))
-    answer = ask(directory, 1, 2, 3, 4)
-    assert answer.life == 1000
-    assert sources(answer, 1, 2, 3, 4) == [
-        [("a", False)],
-        [("a", False), ("b", False)],
-        [("b", True)],
-        [],
-    ]
-    assert answer.sources(keys_of([1, 2, 3, 4]))[key_of(3)] == [Source("b", SourceKind.DISK)]
-    assert sources(ask(directory, 1, 2, places=("a",)), 1, 2) == [[], [("b", False)]]
-    assert sources(ask(directory, 2, places=("a", "b")), 2) == [[]]
 
 
 def test_best_sources_come_first_and_no_more_than_two(

@@ -11,22 +11,11 @@ from raykv.base.ids import Namespace, NodeId, Stamp
 from raykv.directory.known import document
 from raykv.directory.known.desk import MOST_WAITING, OrderDesk
 from raykv.directory.known.document import MEMBERS_S, Orders
+from raykv.protocol import operator
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import Naming
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
 from raykv.protocol.node import ReportedEngine
-from raykv.protocol.operator import (
-    MAX_TOLD_NAMINGS,
-    EndQuota,
-    NameWeights,
-    OperatorOrder,
-    OrdersDocument,
-    OrderState,
-    PauseOrder,
-    PinOrder,
-    Quota,
-    UnpinOrder,
-)
 from tests.fixtures.directory.reporting import engine_of
 
 V = PROTOCOL_VERSION
@@ -35,7 +24,7 @@ V = PROTOCOL_VERSION
 class Store:
     """A desk, and a store that keeps what it is given."""
 
-    def __init__(self, kept: OrdersDocument | None = None) -> None:
+    def __init__(self, kept: operator.OrdersDocument | None = None) -> None:
         self.now = 0.0
         self.orders = Orders(kept, 7, 0.0)
         self.engines: list[ReportedEngine] = []
@@ -52,7 +41,7 @@ class Store:
             self.keys.pop(digest, None)
         return True
 
-    def order(self, order: OperatorOrder) -> str:
+    def order(self, order: operator.OperatorOrder) -> str:
         """Carry an order out; why it was refused."""
         if error := self.desk.take(order):
             return error
@@ -60,11 +49,11 @@ class Store:
             pass
         return self.state(order.order_id).error
 
-    def state(self, order_id: str) -> OrderState:
+    def state(self, order_id: str) -> operator.OrderState:
         return self.desk.state(order_id, self.now)
 
     @property
-    def document(self) -> OrdersDocument:
+    def document(self) -> operator.OrdersDocument:
         told = self.orders.told(self.now)
         assert told is not None
         return told
@@ -78,13 +67,15 @@ def store() -> Store:
     return made
 
 
-def pin(pin_id: str, *keys: bytes, order_id: str = "", **fields: Any) -> PinOrder:
-    return PinOrder(V, order_id or f"pins {pin_id}", pin_id, "space", Keys.of(keys), 60.0, **fields)
+def pin(pin_id: str, *keys: bytes, order_id: str = "", **fields: Any) -> operator.PinOrder:
+    return operator.PinOrder(
+        V, order_id or f"pins {pin_id}", pin_id, "space", Keys.of(keys), 60.0, **fields
+    )
 
 
 def test_order_waits_until_members_had_time_to_show_what_they_know() -> None:
     store = Store()
-    assert not store.order(PauseOrder(V, "a", paused=True))
+    assert not store.order(operator.PauseOrder(V, "a", paused=True))
     assert store.state("a").orders is None
     assert store.state("a").is_known
     store.now = MEMBERS_S
@@ -97,20 +88,20 @@ def test_order_waits_until_members_had_time_to_show_what_they_know() -> None:
 
 def test_order_that_comes_again_is_the_same_one(store: Store) -> None:
     for _ in range(3):
-        store.order(PauseOrder(V, "a", paused=True))
+        store.order(operator.PauseOrder(V, "a", paused=True))
     number = store.document.stamp.number
-    store.order(PauseOrder(V, "b", paused=False))
-    store.order(PauseOrder(V, "a", paused=True))
+    store.order(operator.PauseOrder(V, "b", paused=False))
+    store.order(operator.PauseOrder(V, "a", paused=True))
     assert store.document.stamp.number == number + 1
     assert not store.document.is_paused
     assert not store.state("c").is_known
 
 
 def test_order_that_is_being_kept_and_comes_again_is_not_carried_out_twice(store: Store) -> None:
-    store.desk.take(PauseOrder(V, "a", paused=True))
+    store.desk.take(operator.PauseOrder(V, "a", paused=True))
     assert store.desk.next(store.now)
     assert store.desk.next(store.now) is None
-    store.desk.take(PauseOrder(V, "a", paused=True))
+    store.desk.take(operator.PauseOrder(V, "a", paused=True))
     assert store.state("a").is_known
     store.desk.kept(store.now)
     assert store.desk.next(store.now) is None
@@ -128,27 +119,27 @@ def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     assert len(store.keys) == 1
     store.order(pin("p", b"k3", order_id="another"))
     assert len(store.keys) == 2
-    store.order(UnpinOrder(V, "c", "q"))
+    store.order(operator.UnpinOrder(V, "c", "q"))
     assert len(store.keys) == 1
     assert store.desk.pin_keys(told_pin.digest) == b""
-    assert "no pin 'q'" in store.order(UnpinOrder(V, "d", "q"))
-    assert not store.order(UnpinOrder(V, "c", "q"))
+    assert "no pin 'q'" in store.order(operator.UnpinOrder(V, "d", "q"))
+    assert not store.order(operator.UnpinOrder(V, "c", "q"))
 
 
 def test_quotas_that_guarantee_too_much_together_are_refused(store: Store) -> None:
-    assert not store.order(Quota(V, "a", "acme", "one", 0.5, 0.6))
-    assert "guaranteed 0.5" in store.order(Quota(V, "b", "other", "two", 0.5, 0.6))
-    assert "same tenant" in store.order(Quota(V, "c", "other", "one", 0.1, 0.6))
-    assert not store.order(Quota(V, "d", "acme", "one", 0.1, 0.6))
-    assert not store.order(Quota(V, "e", "other", "two", 0.5, 0.6))
-    assert not store.order(EndQuota(V, "f", "acme"))
-    assert "no quota" in store.order(EndQuota(V, "g", "acme"))
+    assert not store.order(operator.Quota(V, "a", "acme", "one", 0.5, 0.6))
+    assert "guaranteed 0.5" in store.order(operator.Quota(V, "b", "other", "two", 0.5, 0.6))
+    assert "same tenant" in store.order(operator.Quota(V, "c", "other", "one", 0.1, 0.6))
+    assert not store.order(operator.Quota(V, "d", "acme", "one", 0.1, 0.6))
+    assert not store.order(operator.Quota(V, "e", "other", "two", 0.5, 0.6))
+    assert not store.order(operator.EndQuota(V, "f", "acme"))
+    assert "no quota" in store.order(operator.EndQuota(V, "g", "acme"))
     assert [share.name for share in store.document.shares.values()] == ["other"]
 
 
 def name(store: Store, version: str, order_id: str = "", beginning: str = "engine") -> Stamp:
     """Name weights; the number of the order."""
-    assert not store.order(NameWeights(V, order_id or version, beginning, version))
+    assert not store.order(operator.NameWeights(V, order_id or version, beginning, version))
     return store.document.stamp
 
 
@@ -173,15 +164,15 @@ def test_engine_of_that_id_which_comes_later_has_other_weights(store: Store) -> 
     stamp = name(store, "v2")
     assert store.document.namings == {12: Naming(stamp, "v2")}
     store.engines = []
-    assert "the id of no engine" in store.order(NameWeights(V, "b", "engine", "v3"))
+    assert "the id of no engine" in store.order(operator.NameWeights(V, "b", "engine", "v3"))
 
 
 def test_names_of_the_latest_engines_are_told_and_more_at_once_are_refused(store: Store) -> None:
-    store.engines = [engine_of(f"{life:04}", life) for life in range(MAX_TOLD_NAMINGS + 1)]
-    assert "a longer beginning" in store.order(NameWeights(V, "all", "0", "v"))
+    store.engines = [engine_of(f"{life:04}", life) for life in range(operator.MAX_TOLD_NAMINGS + 1)]
+    assert "a longer beginning" in store.order(operator.NameWeights(V, "all", "0", "v"))
     for engine in store.engines:
         name(store, f"of {engine.hello.life}", beginning=engine.hello.engine_id)
-    assert list(store.document.namings) == list(range(1, MAX_TOLD_NAMINGS + 1))
+    assert list(store.document.namings) == list(range(1, operator.MAX_TOLD_NAMINGS + 1))
 
 
 def test_name_is_heard_when_all_engines_that_it_is_for_say_so(store: Store) -> None:
@@ -204,7 +195,7 @@ def test_nobody_knows_whether_an_order_is_done_before_members_had_time_to_report
     store.engines = [engine_of("engine", 11)]
     name(store, "v1")
     later = Store(store.document)
-    assert later.state("v1") == OrderState()
+    assert later.state("v1") == operator.OrderState()
     assert not later.desk.has_heard("v1", later.now)
     later.orders.show(NodeId("one"), None)
     later.now = MEMBERS_S
@@ -217,7 +208,7 @@ def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
 ) -> None:
     monkeypatch.setattr(document, "MOST_DONE", 80)
     for number in range(100):
-        store.order(PauseOrder(V, str(number), paused=bool(number % 2)))
+        store.order(operator.PauseOrder(V, str(number), paused=bool(number % 2)))
     assert [str(n) for n in range(100) if store.state(str(n)).is_known] == list(
         map(str, range(20, 100))
     )
@@ -226,8 +217,8 @@ def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
 def test_no_more_orders_wait_than_there_is_room_for() -> None:
     store = Store()
     for number in range(MOST_WAITING):
-        assert not store.desk.take(PauseOrder(V, str(number), paused=True))
-    assert "try again" in store.desk.take(PauseOrder(V, "one more", paused=True))
+        assert not store.desk.take(operator.PauseOrder(V, str(number), paused=True))
+    assert "try again" in store.desk.take(operator.PauseOrder(V, "one more", paused=True))
 
 
 @pytest.mark.parametrize(
@@ -257,9 +248,9 @@ def test_order_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
         "keys": Keys.of([b"k"]),
         "ttl_s": 1.0,
     }
-    good_order = receive(encode(good), OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
+    good_order = receive(encode(good), operator.OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
     assert good_order.order_id == "a"
     with pytest.raises(MessageError):
-        receive(encode(good | fields), OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
+        receive(encode(good | fields), operator.OperatorOrder, "the operator", "here")  # type: ignore[arg-type]
     with pytest.raises(VersionError):
-        receive(encode(good | {"version": V + 1}), OperatorOrder, "them", "here")  # type: ignore[arg-type]
+        receive(encode(good | {"version": V + 1}), operator.OperatorOrder, "them", "here")  # type: ignore[arg-type]

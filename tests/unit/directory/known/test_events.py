@@ -31,20 +31,6 @@ def seqs(ring: EventRing, after: int, most: int = 100) -> list[int]:
     return [each.seq for each in ring.after(after, most)[0]]
 
 
-def test_pages_follow_each_other(ring: EventRing) -> None:
-    ring.moved(NODE, 1, 3, came(*range(4)), 1.0)
-    ring.moved(NODE, 1, 5, came(8, 9), 2.0)
-    assert seqs(ring, 0, 3) == [1, 2, 3]
-    assert seqs(ring, 3, 3) == [4, 5, 6]
-    assert seqs(ring, 6, 3) == [7]
-    events, _ = ring.after(4, 2)
-    assert [(each.key, each.number, each.at) for each in events] == [
-        (key_of(3), 3, 1.0),
-        (key_of(8), 5, 2.0),
-    ]
-    ring.check()
-
-
 def test_reader_that_falls_behind_or_is_ahead_learns_it(ring: EventRing) -> None:
     for number in range(5):
         ring.moved(NODE, 1, number, came(1, 2, 3, 4), 1.0)

@@ -165,6 +165,16 @@ def test_last_copy_is_kept_when_the_keeper_gives_up_its_own(nodes: Nodes) -> Non
         nodes.one_keeper(name(1))
 
 
+def test_copy_that_is_kept_and_spare_again_before_it_is_told_is_spare(nodes: Nodes) -> None:
+    nodes.share(1)
+    keeper = nodes.one_keeper(name(0))
+    nodes.drop(keeper, name(0))
+    nodes.put(keeper, name(0))
+    nodes.marks.check()
+    nodes.hear_all()
+    assert nodes.one_keeper(name(0)) == keeper
+
+
 def test_copy_on_a_disk_keeps_nothing(nodes: Nodes) -> None:
     nodes.share(1)
     keeper = nodes.one_keeper(name(0))

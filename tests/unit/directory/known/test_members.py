@@ -29,16 +29,6 @@ def members() -> Members:
     return made
 
 
-def test_report_counts_if_it_is_later_than_the_last(members: Members) -> None:
-    assert members.hear(report(seq=3, pid=5), 1.0) is None
-    assert members.hear(report(seq=2, pid=5), 1.0) is None
-    assert members.silent(10.0) == [A]
-    assert members.hear(report(seq=4, pid=5), 1.0) is not None
-    assert members.silent(10.0) == []
-    assert members[A].report.pid == 5
-    members.check()
-
-
 def test_report_of_number_0_counts_first() -> None:
     members = Members(10.0)
     assert members.hear(report(seq=0), 0.0) is members[A]

@@ -13,15 +13,11 @@ from raykv.base.errors import MessageError
 from raykv.base.ids import NodeId
 from raykv.directory.known.holdings import HeldAt
 from raykv.directory.known.prefixes import prefix_page
+from raykv.protocol import reader
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import Where
-from raykv.protocol.reader import (
-    PrefixPage,
-    PrefixQuery,
-    check_prefix_page,
-)
 
 NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(
@@ -44,8 +40,8 @@ def loadable(groups: list[ChunkGroup], is_there: dict[int, list[bool]]) -> int:
     return 0
 
 
-def query(**changes: Any) -> PrefixQuery:
-    made = PrefixQuery(PROTOCOL_VERSION, "space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
+def query(**changes: Any) -> reader.PrefixQuery:
+    made = reader.PrefixQuery(PROTOCOL_VERSION, "space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
     return msgspec.structs.replace(made, **changes)
 
 
@@ -72,7 +68,7 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
     keys = [bytes([n + 1]) for n in range(total)]
     asked = query(chunks=groups_text(groups), keys=keys, counts=counts)
     page = prefix_page(asked, found)
-    check_prefix_page(page, len(lengths))
+    reader.check_prefix_page(page, len(lengths))
 
     def expected(there: list[bool]) -> list[int]:
         tokens, first = [], 0
@@ -113,21 +109,21 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
     ids=str,
 )
 def test_question_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> None:
-    receive(encode(query()), PrefixQuery, "a router", "here")
+    receive(encode(query()), reader.PrefixQuery, "a router", "here")
     with pytest.raises(MessageError):
-        receive(encode(query(**changes)), PrefixQuery, "a router", "here")
+        receive(encode(query(**changes)), reader.PrefixQuery, "a router", "here")
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1]),
-        PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1, 2]),
-        PrefixPage(PROTOCOL_VERSION, ["n"], [1, -1], [1, 2]),
-        PrefixPage(PROTOCOL_VERSION, ["n"], [1, 1], [1, -2]),
+        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1]),
+        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1, 2]),
+        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1, -1], [1, 2]),
+        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1, 1], [1, -2]),
     ],
     ids=str,
 )
-def test_answer_that_cannot_be_meant_is_refused(page: PrefixPage) -> None:
+def test_answer_that_cannot_be_meant_is_refused(page: reader.PrefixPage) -> None:
     with pytest.raises(MessageError):
-        check_prefix_page(page, 2)
+        reader.check_prefix_page(page, 2)

@@ -65,24 +65,15 @@ def test_prompt_leaves_the_other_at_the_first_token_that_differs(
     assert where.other == FIRST[at : (at // CHUNK + 1) * CHUNK]
 
 
-@pytest.mark.parametrize("tokens", [FIRST, FIRST[:8], [*FIRST[:12], 99], [*FIRST[:5], 99]])
+@pytest.mark.parametrize(
+    "tokens",
+    [FIRST, FIRST[:8], [*FIRST[:12], 99], [*FIRST[:5], 99], [*FIRST[:12], *range(50, 60)]],
+)
 def test_prompt_whose_whole_chunks_are_known_leaves_none(
     partings: Partings, tokens: list[int]
 ) -> None:
     # Of the last one the second chunk is not whole.
     assert passes(partings, tokens) is None
-
-
-def test_prompt_that_goes_on_where_the_other_ends_leaves_none(partings: Partings) -> None:
-    assert passes(partings, [*FIRST[:12], *range(50, 60)]) is None
-
-
-def test_prompt_leaves_the_one_with_which_it_shares_most(partings: Partings) -> None:
-    passes(partings, [0, 1, 50, 51, 52])
-    passes(partings, [60, 61, 62, 63])
-    where = passes(partings, [0, 1, 50, 70, 71])
-    assert where is not None
-    assert (where.at, where.other) == (3, [51])
 
 
 def test_answer_that_differs_is_no_parting(partings: Partings) -> None:

@@ -12,18 +12,14 @@ from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.inspect import traces
-from raykv.inspect.hits import prefix_hits
 from raykv.inspect.orders import DEFAULT_POLICY, LRU, POLICIES
 from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.policy import (
     GAP,
     LEAST_OF_LRU,
-    RELEASED,
     UNIT,
     num_distinct,
     optimal_rate,
-    read_endings,
-    released_hits,
     replay,
     run,
     unlimited_rate,
@@ -162,9 +158,8 @@ def test_run_has_all_traces_sizes_and_policies_in_one_table(tmp_path: Path) -> N
     first.write_text('{"hash_ids": [1, 2]}\n\n{"hash_ids": ["a", 2]}\n' * 20)
     second.write_text('{"session": "s", "hash_ids": [1, 2]}\n' * 20)
     result = run(Options(traces=(str(first), str(second))))
-    subjects = {"chats": {*POLICIES, "optimum", "unlimited"}}
-    subjects["agents"] = subjects["chats"] | {RELEASED}
-    for name, expected in subjects.items():
+    expected = {*POLICIES, "optimum", "unlimited"}
+    for name in ("chats", "agents"):
         for percent in (1, 2, 5, 10, 20):
             rows = [row for row in result.rows if row.case == f"{name}, {percent} %"]
             assert {row.subject for row in rows} == expected
@@ -174,18 +169,6 @@ def test_run_has_all_traces_sizes_and_policies_in_one_table(tmp_path: Path) -> N
     console.print(result.to_table())
     text = console.export_text()
     assert [UNIT in line for line in text.splitlines() if GAP in line] == [True]
-
-
-def test_session_leaves_what_no_other_has_used(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    lines = [("one", [1, 2]), ("two", [1, 3]), ("one", [1, 2, 4]), ("two", [1, 3])]
-    path.write_text(
-        "".join(json.dumps({"session": who, "hash_ids": ids}) + "\n" for who, ids in lines)
-    )
-    requests = read_trace(str(path))
-    one, two, three, four = requests[0][0], requests[0][1], requests[1][1], requests[2][2]
-    assert requests[3] == [one, three]
-    assert read_endings(str(path), requests) == [[], [], [two, four], [three]]
 
 
 def test_session_trace_with_only_new_chunks_has_whole_prompts(tmp_path: Path) -> None:
@@ -206,8 +189,6 @@ def test_session_trace_with_only_new_chunks_has_whole_prompts(tmp_path: Path) ->
     assert second[:7] == first
     found, whole = 19 + 20 * (7 + 13 + 19 + 25), 20 * (7 + 13 + 19 + 25 + 31)
     assert unlimited_rate(requests) == pytest.approx(found / whole)
-    endings = read_endings(str(path), requests)
-    assert [len(each) for each in endings[-2:]] == [30, 30]
     made = from_trace(str(path), 100, 1, 0, 100_000)
     assert max(len(each.chunks) for each in made.requests) == 30
     assert traces.read_trace(str(path), 512).num_lookups == whole
@@ -231,15 +212,6 @@ def test_session_trace_that_is_unclear_is_refused(
     path.write_text(text)
     with pytest.raises(SettingError, match=complaint):
         read_trace(str(path))
-
-
-def test_release_gives_up_first_what_is_over_unless_it_is_used_again() -> None:
-    requests = [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4]]
-    assert list(prefix_hits(requests, LRU(), 4)) == [0, 0, 0, 0, 0]
-    endings: list[Request] = [[], [3, 4], [], [], []]
-    assert list(released_hits(requests, LRU(), 4, endings)) == [0, 0, 0, 2, 0]
-    again = [[1, 2], [3, 4], [3, 4], [5, 6], [1, 2]]
-    assert list(released_hits(again, LRU(), 4, endings)) == [0, 0, 2, 0, 0]
 
 
 @pytest.mark.parametrize(

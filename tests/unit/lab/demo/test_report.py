@@ -156,7 +156,6 @@ def test_json_has_the_promised_keys_and_survives_a_round_trip() -> None:
     assert data["bytes_loaded"] == 6 << 20
     assert data["hit_tokens"] == 2 * 2047
     assert data["num_unintended"] == 0
-    assert [question["answers"] for question in data["questions"]] == [["because"]]
     assert [ask["phase"] for ask in data["asks"]] == [
         "recompute",
         "prefix_hit",
@@ -169,14 +168,12 @@ def test_json_has_no_time_of_another_node_when_there_was_none() -> None:
     data = make_report(*good_asks()).as_json()
     assert data["ttft_remote_s"] is None
     assert data["bytes_fetched"] == 0
-    assert [question["ttft_remote_s"] for question in data["questions"]] == [None]
 
 
 def test_json_has_asks_time_and_bytes_of_the_other_node() -> None:
     data = json.loads(json.dumps(make_report(*asks_on_two_nodes()).as_json()))
     assert data["ttft_remote_s"] == pytest.approx(0.6)
     assert data["bytes_fetched"] == 10 << 20
-    assert [question["ttft_remote_s"] for question in data["questions"]] == [0.5, 0.7]
     asks = [ask for ask in data["asks"] if ask["phase"] == "remote"]
     assert [ask["bytes_fetched"] for ask in asks] == [5 << 20] * 2
     assert data["num_unintended"] == 0
@@ -185,7 +182,7 @@ def test_json_has_asks_time_and_bytes_of_the_other_node() -> None:
 def test_show_has_a_row_and_a_count_for_the_other_node() -> None:
     text = rendered(make_report(*asks_on_two_nodes()), width=80)
     row = next(line for line in text.splitlines() if line.startswith("RayKV, other node"))
-    assert row.split()[3:] == ["2", "4,096", "2", "0", "4,094", "0.600"]
+    assert row.split()[3:] == ["2", "4,096", "2", "0", "4,094", "0.600", "6.7x"]
     assert "loaded 6 MiB, fetched 10 MiB from node to node and served" in " ".join(text.split())
     assert "…" not in text
 
@@ -215,7 +212,7 @@ def test_show_claims_equal_answers_not_right_ones(last_tokens: tuple[int, ...]) 
 def test_show_fits_eighty_columns_without_cutting_a_number() -> None:
     asks = [replace(ask, ttft_s=12.345, document="Transformers README") for ask in good_asks()]
     text = rendered(make_report(*asks), width=80)
-    assert text.count("12.345") == 6
+    assert text.count("12.345") == 3
     assert "Transformers README" in text
     assert "…" not in text
 
@@ -232,7 +229,8 @@ def test_show_claims_no_speed_up_when_raykv_served_nothing() -> None:
     computed = _SERVED[Phase.RECOMPUTE]
     asks = [replace(ask, sources=computed) for ask in good_asks()]
     text = rendered(make_report(*asks))
-    assert "x " not in text.split("in seconds")[1].split("because")[0]
+    row = next(line for line in text.splitlines() if line.startswith("RayKV "))
+    assert row.split()[-2:] == ["-", "-"]
     assert "3 of 4 asks were not served from where" in text
 
 

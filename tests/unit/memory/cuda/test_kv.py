@@ -175,22 +175,17 @@ def test_memory_in_too_many_pieces_is_refused_with_the_setting_to_change(cuda: F
         export(cuda, TensorLayout(base, count, PAGE, PAGE))
 
 
-def test_memory_of_both_kinds_is_refused_with_the_setting_to_change(cuda: FakeCuda) -> None:
-    tensors = [
-        TensorLayout(cuda.allocate(PAGE), 4, 512, 512),
-        TensorLayout(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512),
-    ]
+def test_memory_of_both_kinds_or_of_two_gpus_is_refused(cuda: FakeCuda) -> None:
+    bases = (
+        cuda.allocate(PAGE),
+        cuda.allocate(PAGE, pieces=[PAGE]),
+        cuda.allocate(PAGE, OTHER_GPU),
+    )
+    plain, mapped, other = (TensorLayout(base, 4, 512, 512) for base in bases)
     with pytest.raises(HandleError, match=r"partly.*expandable_segments:False"):
-        export(cuda, *tensors)
-
-
-def test_memory_of_two_gpus_is_refused(cuda: FakeCuda) -> None:
-    tensors = [
-        TensorLayout(cuda.allocate(PAGE), 4, 512, 512),
-        TensorLayout(cuda.allocate(PAGE, OTHER_GPU), 4, 512, 512),
-    ]
+        export(cuda, plain, mapped)
     with pytest.raises(HandleError, match="on 2 GPUs"):
-        export(cuda, *tensors)
+        export(cuda, plain, other)
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])

@@ -17,39 +17,39 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+
 import torch
+import vllm.envs
+from huggingface_hub import constants
 from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from raykv.base.errors import SettingError
 from raykv.vllm.identity import facts as facts_module
 from raykv.vllm.identity import readers
 from raykv.vllm.identity.facts import FACTS, engine_facts, namespace_of
-from tests.fixtures.vllm_fields import (
-    CANNOT_MATTER,
-    PLACES,
-    READ,
-    fields_of,
-    fields_that_cannot_matter,
-)
+from tests.fixtures.vllm_fields import CANNOT_MATTER, PLACES, READ, fields_of
 
 TOKENS = 32
 
 
+def engine(model: Path, **more: Any) -> Any:
+    """vLLM's own configuration of an engine."""
+    told = {"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True, **more}
+    return EngineArgs(model=str(model), **told).create_engine_config()
+
+
 @pytest.fixture(scope="module")
 def known(tiny_model: Path) -> Any:
-    """vLLM's own configuration of an engine."""
-    return EngineArgs(
-        model=str(tiny_model),
-        dtype="float32",
-        max_model_len=512,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-    ).create_engine_config()
+    return engine(tiny_model, enforce_eager=True)
 
 
 def offloading(**changed: Any) -> Any:
@@ -135,31 +135,23 @@ def all_classes() -> dict[str, type]:
 
 def test_every_field_of_vllms_configuration_is_a_fact_or_cannot_matter() -> None:
     facts = {field for fact in FACTS for field in (*fields_of(fact), *READ.get(fact.name, ()))}
-    others = set(fields_that_cannot_matter())
+    classes, others = all_classes(), set(chain(*CANNOT_MATTER.values()))
+    assert set(PLACES) <= set(classes)
     missing = [
         field
-        for name, cls in all_classes().items()
+        for name, cls in classes.items()
         for field in (f"{name}.{each.name}" for each in dataclasses.fields(cls))
         if not {field, f"{name}.*"} & (facts | others)
     ]
     assert not missing, f"of vLLM's fields neither list has {missing}"
 
 
-def test_walk_over_vllms_classes_meets_those_that_facts_are_read_from() -> None:
-    assert set(PLACES) <= set(all_classes())
-    assert len(all_classes()) > 30
-
-
 def test_no_field_is_in_both_lists_or_twice() -> None:
     fields = [field for fact in FACTS for field in fields_of(fact)]
-    fields += [*chain(*READ.values()), *fields_that_cannot_matter()]
+    fields += [*chain(*READ.values()), *chain(*CANNOT_MATTER.values())]
     assert len(fields) == len(set(fields))
     assert len({fact.name for fact in FACTS}) == len(FACTS)
     assert READ.keys() <= {fact.name for fact in FACTS if fact.read is not None}
-
-
-def test_every_row_says_why() -> None:
-    assert all(fact.why and " " in reason for fact in FACTS for reason in CANNOT_MATTER)
 
 
 # What changes the namespace, and what must not
@@ -198,9 +190,7 @@ def test_facts_of_images_and_sound_change_the_namespace(known: Any) -> None:
 
 def test_engines_with_adapters_share_what_the_model_computes_alone(known: Any) -> None:
     def adapting(**told: Any) -> str:
-        config = copy.copy(known)
-        config.__dict__["lora_config"] = LoRAConfig(**told)
-        return namespace(config)
+        return namespace(changed(known, "VllmConfig.lora_config", LoRAConfig(**told)))
 
     assert adapting() == adapting(max_loras=2, lora_dtype=torch.float32) == namespace(known)
     others: list[dict[str, Any]] = [
@@ -221,7 +211,7 @@ def test_no_field_that_cannot_matter_changes_the_namespace(
     # vLLM takes one model runner or the other for what is asked of it: a fact of its own.
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     before = namespace(known)
-    for field in fields_that_cannot_matter():
+    for field in chain(*CANNOT_MATTER.values()):
         name, _, attribute = field.partition(".")
         if name not in PLACES or attribute == "*" or field in NOT_CHANGEABLE:
             continue
@@ -232,30 +222,29 @@ def test_no_field_that_cannot_matter_changes_the_namespace(
 
 
 def test_equal_engines_have_one_namespace(known: Any, tiny_model: Path) -> None:
-    again = EngineArgs(
-        model=str(tiny_model), dtype="float32", max_model_len=512, skip_tokenizer_init=True
-    ).create_engine_config()
-    assert namespace(again) == namespace(known)
+    assert namespace(engine(tiny_model)) == namespace(known)
 
 
-LAYOUTS: dict[str, Callable[[Any], str]] = {
-    "kv_groups": lambda known: namespace(known, caches(block_size=16)),
-    "kv_layout": lambda known: namespace(known, None, offloading(layout="LBNHC")),
-    "kv_dtype": lambda known: namespace(known, None, offloading(dtype="fp8")),
-    "parallel": lambda known: namespace(known, None, offloading(tp_size=2)),
-    "replicated": lambda known: namespace(known, None, offloading(replicated=True)),
-    "blocks_per_chunk": lambda known: namespace(known, None, offloading(blocks_per_chunk=2)),
-    "tokens_per_hash": lambda known: namespace(known, None, offloading(tokens_per_hash=16)),
-    "weights_version": lambda known: namespace(known, weights_version="2"),
-    "hash_algorithm": lambda known: namespace(
-        changed(known, "CacheConfig.prefix_caching_hash_algo", "sha256_cbor")
-    ),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "kv_groups": {"kv_cache": caches(block_size=16)},
+    "kv_layout": {"offloaded": offloading(layout="LBNHC")},
+    "kv_dtype": {"offloaded": offloading(dtype="fp8")},
+    "parallel": {"offloaded": offloading(tp_size=2)},
+    "replicated": {"offloaded": offloading(replicated=True)},
+    "blocks_per_chunk": {"offloaded": offloading(blocks_per_chunk=2)},
+    "tokens_per_hash": {"offloaded": offloading(tokens_per_hash=16)},
+    "weights_version": {"weights_version": "2"},
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_and_keys_change_the_namespace(known: Any, name: str) -> None:
-    assert LAYOUTS[name](known) != namespace(known)
+    assert namespace(known, **LAYOUTS[name]) != namespace(known)
+
+
+def test_hash_algorithm_changes_the_namespace(known: Any) -> None:
+    other = changed(known, "CacheConfig.prefix_caching_hash_algo", "sha256_cbor")
+    assert namespace(other) != namespace(known)
 
 
 def test_interleaving_of_context_parallelism_counts_only_with_it(known: Any) -> None:
@@ -300,55 +289,47 @@ def length_of(**config: Any) -> Any:
     )
 
 
-def long_rope(most: int, **more: Any) -> Any:
-    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-    return length_of(
-        max_model_len=most,
-        original_max_position_embeddings=4096,
-        rope_parameters=rope,
-        **more,
-    )
+ORIGINAL = "original_max_position_embeddings"
+LONG: dict[str, Any] = {"rope_type": "longrope", ORIGINAL: 4096}
+LLAMA4: dict[str, Any] = {"text_config": {"model_type": "llama4_text"}}
 
 
-def test_longest_prompt_counts_where_longrope_picks_its_factors_by_it() -> None:
-    assert long_rope(2048) == long_rope(4096) == {"rope": "short"}
-    assert long_rope(4097) == long_rope(131072) == {"rope": "long"}
-    # The workers built the model before that length was known.
-    assert long_rope(2048, original_max_model_len=-1) not in (long_rope(2048), long_rope(8192))
+@pytest.mark.parametrize(
+    ("config", "most", "expected"),
+    [
+        ({"rope_parameters": LONG}, 2048, {"rope": "short"}),
+        ({"rope_parameters": LONG}, 4096, {"rope": "short"}),
+        ({"rope_parameters": LONG}, 4097, {"rope": "long"}),
+        ({"rope_scaling": {"type": "su"}, ORIGINAL: 4096}, 8192, {"rope": "long"}),
+        ({"text_config": {"rope_parameters": {"full": LONG}}}, 8192, {"rope": "long"}),
+        (LLAMA4, 8192, {"temperature": False}),
+        (LLAMA4, 32768, {"temperature": False}),
+        (LLAMA4, 32769, {"temperature": True}),
+        *(
+            ({"rope_parameters": {"rope_type": kind}}, 8192, None)
+            for kind in ("default", "linear", "llama3", "yarn", "dynamic")
+        ),
+        ({"rope_parameters": {"rope_type": "new"}}, 4096, {"rope": ["new", 4096]}),
+        ({"is_multimodal_model": True}, 4096, {"multimodal": 4096}),
+    ],
+)
+def test_longest_prompt_counts_by_its_effect_or_as_it_is_where_that_is_not_known(
+    config: dict[str, Any], most: int, expected: Any
+) -> None:
+    assert length_of(max_model_len=most, **config) == expected
 
 
-def test_longrope_is_found_in_parts_and_by_kind_of_layer() -> None:
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
-    found = length_of(max_model_len=8192, text_config={"rope_parameters": {"full": rope}})
-    assert found == {"rope": "long"}
-    old = {"type": "su", "original_max_position_embeddings": 4096}
-    assert length_of(max_model_len=8192, rope_scaling=old) == {"rope": "long"}
-
-
-def test_longest_prompt_counts_where_llama4_has_its_temperature_by_it() -> None:
+def test_longrope_of_a_length_that_workers_did_not_know_is_another() -> None:
+    """They built the model before."""
     found = [
-        length_of(max_model_len=most, text_config={"model_type": "llama4_text"})
-        for most in (8192, 32768, 32769)
+        length_of(max_model_len=most, original_max_model_len=first, rope_parameters=LONG)
+        for most, first in ((2048, -1), (2048, 4096), (8192, 4096))
     ]
-    assert found == [{"temperature": False}, {"temperature": False}, {"temperature": True}]
-
-
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic"])
-def test_longest_prompt_does_not_count_where_rope_is_the_same_at_all_lengths(kind: str) -> None:
-    assert length_of(max_model_len=8192, rope_parameters={"rope_type": kind}) is None
-
-
-def test_longest_prompt_counts_as_it_is_where_its_effect_is_not_known() -> None:
-    for most in (4096, 8192):
-        unknown = length_of(max_model_len=most, rope_parameters={"rope_type": "new"})
-        assert unknown == {"rope": ["new", most]}
-        assert length_of(max_model_len=most, is_multimodal_model=True) == {"multimodal": most}
+    assert found[0] not in found[1:]
 
 
 def test_only_longrope_looks_at_the_longest_prompt_among_vllms_ropes() -> None:
     """A rope that vLLM adds, and that does so as well, must come into `readers.length`."""
-    from vllm.model_executor.layers import rotary_embedding
-
     folder = Path(inspect.getfile(rotary_embedding)).parent
     found = [path.name for path in folder.glob("*.py") if "max_model_len" in path.read_text()]
     assert found == ["phi3_long_rope_scaled_rope.py"]
@@ -394,21 +375,11 @@ def weights_in(folder: Path, text: bytes = b"w", name: str = "model.safetensors"
     return folder
 
 
-def test_weights_in_a_folder_go_by_content(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", ["", "model.safetensors"], ids=["folder", "file"])
+def test_weights_in_a_folder_or_a_file_go_by_content(tmp_path: Path, inside: str) -> None:
     one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
     other = weights_in(tmp_path / "other", b"v")
-    assert content(model=str(one)) == content(model=str(same)) != content(model=str(other))
-
-
-def test_weights_in_a_file_go_by_content(tmp_path: Path) -> None:
-    files = [tmp_path / name / "model.gguf" for name in ("one", "same", "other")]
-    for file, text in zip(files, (b"w", b"w", b"v"), strict=True):
-        file.parent.mkdir()
-        info = (1).to_bytes(8, "little") + b"w" + (1).to_bytes(4, "little")
-        info += len(text).to_bytes(8, "little") + bytes(4) + bytes(8)
-        head = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8) + info
-        file.write_bytes(head + bytes(-len(head) % 32) + text * 4)
-    found = [content(load("gguf"), model=str(file)) for file in files]
+    found = [content(model=str(folder / inside)) for folder in (one, same, other)]
     assert found[0] == found[1] != found[2]
 
 
@@ -425,8 +396,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the hub; returns where the commit's files are."""
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     root = tmp_path / "models--org--name"
     (root / "refs").mkdir(parents=True)
@@ -475,12 +444,6 @@ def test_weights_that_cannot_be_read_are_refused(
         content(load_config, **{"model": folder, **told})
 
 
-def test_folder_with_configs_only_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    with pytest.raises(SettingError, match="weights_version"):
-        content(model=str(tmp_path))
-
-
 def test_weights_that_cannot_be_read_go_by_weights_version(known: Any) -> None:
     far = changed(known, "ModelConfig.model_weights", "s3://bucket/model")
     with pytest.raises(SettingError, match="weights_version"):
@@ -505,8 +468,6 @@ def test_dummy_weights_depend_on_ranks() -> None:
 
 
 def test_vllm_fills_dummy_weights_from_one_fixed_seed() -> None:
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
     tensors = [torch.empty(64) for _ in range(2)]
     for seed, tensor in enumerate(tensors):
         torch.manual_seed(seed)
@@ -518,34 +479,20 @@ def test_vllm_fills_dummy_weights_from_one_fixed_seed() -> None:
 
 
 def test_model_that_transformers_computes_is_another(tiny_model: Path, known: Any) -> None:
-    config = EngineArgs(
-        model=str(tiny_model),
-        dtype="float32",
-        max_model_len=512,
-        skip_tokenizer_init=True,
-        model_impl="transformers",
-    ).create_engine_config()
-    assert namespace(config) != namespace(known)
+    assert namespace(engine(tiny_model, model_impl="transformers")) != namespace(known)
     assert namespace(changed(known, "ModelConfig.model_impl", "vllm")) == namespace(known)
 
 
 def test_overrides_of_the_models_config_count_as_what_they_have_changed(
     tiny_model: Path, known: Any
 ) -> None:
-    def overridden(**overrides: Any) -> str:
-        return namespace(
-            EngineArgs(
-                model=str(tiny_model),
-                dtype="float32",
-                max_model_len=512,
-                skip_tokenizer_init=True,
-                hf_overrides=overrides,
-            ).create_engine_config()
-        )
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    same = {"rms_norm_eps": known.model_config.hf_config.rms_norm_eps}
+    assert namespace(engine(tiny_model, hf_overrides=rope)) != namespace(known)
+    assert namespace(engine(tiny_model, hf_overrides=same)) == namespace(known)
 
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    assert overridden(rope_parameters=rope) != namespace(known)
-    assert overridden(rms_norm_eps=known.model_config.hf_config.rms_norm_eps) == namespace(known)
+
+SPECULATIVE = "VllmConfig.speculative_config"
 
 
 def speculative(method: str, folder: Path, **hf_config: Any) -> Any:
@@ -560,9 +507,7 @@ def speculative(method: str, folder: Path, **hf_config: Any) -> Any:
 
 def test_draft_counts_by_its_weights_where_chunks_have_its_kv(known: Any, tmp_path: Path) -> None:
     def drafted(method: str, folder: Path) -> str:
-        config = copy.copy(known)
-        config.__dict__["speculative_config"] = speculative(method, folder)
-        return namespace(config)
+        return namespace(changed(known, SPECULATIVE, speculative(method, folder)))
 
     one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
     other = weights_in(tmp_path / "other", b"v")
@@ -573,11 +518,9 @@ def test_draft_counts_by_its_weights_where_chunks_have_its_kv(known: Any, tmp_pa
 def test_captured_layers_count(known: Any, tmp_path: Path) -> None:
     found = set()
     for layers in ([1], [1, 2]):
-        config = copy.copy(known)
         told = speculative("extract_hidden_states", tmp_path)
         told.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = layers
-        config.__dict__["speculative_config"] = told
-        found.add(namespace(config))
+        found.add(namespace(changed(known, SPECULATIVE, told)))
     assert len(found | {namespace(known)}) == 3
 
 
@@ -612,16 +555,12 @@ def test_instruction_sets_are_those_of_the_first_core(
 
 
 def test_attention_is_what_vllm_chooses_whatever_was_asked_for(known: Any) -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     asked = changed(known, "AttentionConfig.backend", AttentionBackendEnum.FLASH_ATTN)
     assert readers.attention(readers.ReadableEngine(asked, caches(), offloading())) == "CPU_ATTN"
     assert namespace(asked) == namespace(known)
 
 
 def test_attention_of_other_devices_is_another(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention import selector
-
     before = namespace(known)
     backend = SimpleNamespace(get_name=lambda: "OTHER")
     monkeypatch.setattr(selector, "get_attn_backend", lambda *_, **__: backend)
@@ -629,17 +568,12 @@ def test_attention_of_other_devices_is_another(known: Any, monkeypatch: pytest.M
 
 
 def test_variables_that_change_values_count(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(readers.ENVIRONMENT) <= set(vllm.envs.environment_variables)
     before = namespace(known)
     for name in readers.ENVIRONMENT:
         monkeypatch.setenv(name, "other")
         assert namespace(known) != before, name
         monkeypatch.delenv(name)
-
-
-def test_variables_are_those_that_vllm_has() -> None:
-    import vllm.envs
-
-    assert set(readers.ENVIRONMENT) <= set(vllm.envs.environment_variables)
 
 
 def test_version_counts_whole(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,25 +601,24 @@ def test_seed_of_hashes_counts_and_a_random_one_is_nobody_elses(
     assert seeded("sha256", "a") != unseeded
 
 
-def test_models_own_code_counts_where_it_is_run(tmp_path: Path) -> None:
-    def coded(text: str, **told: Any) -> Any:
-        (tmp_path / "modeling.py").write_text(text)
+@pytest.mark.parametrize(
+    ("read", "file", "told"),
+    [
+        (readers.code, "modeling.py", {"trust_remote_code": True}),
+        (readers.processor, "preprocessor_config.json", {"is_multimodal_model": True}),
+    ],
+    ids=["code", "processor"],
+)
+def test_models_own_code_and_processor_count_by_their_files_where_they_are_used(
+    tmp_path: Path, read: Callable[[Any], Any], file: str, told: dict[str, Any]
+) -> None:
+    def found(text: str, **told: Any) -> Any:
+        (tmp_path / file).write_text(text)
         config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
-        return readers.code(readers.ReadableEngine(config, None, None))
+        return read(readers.ReadableEngine(config, None, None))
 
-    assert coded("a", trust_remote_code=True) != coded("b", trust_remote_code=True)
-    assert coded("a") == coded("b") is None
-
-
-def test_processor_of_images_counts_by_its_files(tmp_path: Path) -> None:
-    def processed(text: str, **told: Any) -> Any:
-        (tmp_path / "preprocessor_config.json").write_text(text)
-        config = SimpleNamespace(model_config=model(model=str(tmp_path), **told), load_config=LOAD)
-        return readers.processor(readers.ReadableEngine(config, None, None))
-
-    images = {"is_multimodal_model": True}
-    assert processed("a", **images) != processed("b", **images)
-    assert processed("a") is None
+    assert found("a", **told) != found("b", **told)
+    assert found("a") == found("b") is None
 
 
 def test_scales_of_an_encoder_count_by_content(tmp_path: Path) -> None:

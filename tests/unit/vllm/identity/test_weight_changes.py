@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCore
 
 from raykv.vllm.identity import weight_changes as weights
 from raykv.vllm.identity import weight_watch
-from raykv.vllm.identity.weight_watch import Effect, WeightState, check, effect_of
+from raykv.vllm.identity.weight_watch import WeightState, check
 
 
 class Model(torch.nn.Module):
@@ -310,9 +310,14 @@ def test_function_that_changes_it_and_fails_is_told(core: Any) -> None:
 def test_function_that_only_looks_is_not_told(core: Any) -> None:
     assert core.collective_rpc("apply_model", args=(lambda model: len(model.odd),)) == [3]
     assert core.collective_rpc(lambda _worker: 1) == [1]
-    assert core.collective_rpc("my_own_method") == ["my_own_method"]
-    assert core.collective_rpc("check_health") == ["check_health"]
+    for name in ("my_own_method", "check_health", "sleep"):
+        assert core.collective_rpc(name) == [name]
     assert told(core) == []
+
+
+def test_sleep_that_throws_the_weights_away_is_told_whoever_calls_it(core: Any) -> None:
+    core.collective_rpc("sleep", kwargs={"level": 2})
+    assert len(told(core)) == 1
 
 
 def test_function_in_sleep_is_told_since_nothing_can_be_compared(core: Any) -> None:
@@ -332,13 +337,3 @@ def test_connector_inside_of_another_one_is_told(core: Any) -> None:
     core.scheduler.connector = SimpleNamespace(_connectors=[object(), ours])
     core.collective_rpc("reload_weights")
     assert ours.raykv_weights.told == ["reload_weights"]
-
-
-def test_checksum_is_the_same_for_the_same_weights() -> None:
-    assert check(Worker()) == check(Worker())
-
-
-def test_function_may_do_anything() -> None:
-    assert effect_of(check) is Effect.UNKNOWN
-    assert effect_of("sleep", (), {"level": 2}) is Effect.CHANGES
-    assert effect_of("sleep") is Effect.NONE

@@ -47,6 +47,11 @@ def watch(worker: Worker) -> WeightWatch:
     return watch
 
 
+def changed(watch: WeightWatch, call: str) -> None:
+    with watch.changing(call):
+        """Nothing is written."""
+
+
 def reload(watch: WeightWatch, value: float) -> WeightState:
     """As vLLM does it, which calls the model."""
     with watch.changing("reload_weights"):
@@ -54,9 +59,14 @@ def reload(watch: WeightWatch, value: float) -> WeightState:
     return watch.state()
 
 
-def test_nothing_is_read_before_weights_change(watch: WeightWatch) -> None:
-    watch.worker.get_model = lambda: pytest.fail("it was read")
-    assert watch.state() == WeightState(watch.name)
+def test_weights_are_read_once_after_each_change(watch: WeightWatch) -> None:
+    read = watch.worker.get_model
+    watch.worker.get_model = unread = lambda: pytest.fail("it was read")
+    assert watch.state() == WeightState(watch.name), "nothing before the first one"
+    watch.worker.get_model = read
+    state = reload(watch, 1.0)
+    watch.worker.get_model = unread
+    assert watch.state() == state
 
 
 def test_weights_are_named_by_content_and_the_first_ones_are_known_again(
@@ -77,31 +87,21 @@ def test_workers_with_the_same_weights_say_the_same(watch: WeightWatch) -> None:
     assert reload(other, 3.0).content == reload(watch, 3.0).content
 
 
-def test_weights_are_read_once_after_each_change(watch: WeightWatch) -> None:
-    state = reload(watch, 1.0)
-    watch.worker.get_model = lambda: pytest.fail("it was read")
-    assert watch.state() == state
-
-
 def test_weights_written_past_vllm_on_a_cpu_are_not_told_until_vllm_writes_all(
     watch: WeightWatch,
 ) -> None:
     watch.worker.model.load_weights(5.0)
     assert (watch.count, watch.what) == (1, "load_weights")
     assert watch.state().content is None
-    with watch.changing("update_weights"):
-        pass
-    with watch.changing("finish_weight_update"):
-        pass
+    changed(watch, "update_weights")
+    changed(watch, "finish_weight_update")
     assert watch.state().content
 
 
 def test_weights_of_an_update_under_way_are_not_told(watch: WeightWatch) -> None:
-    with watch.changing("start_weight_update"):
-        pass
+    changed(watch, "start_weight_update")
     assert watch.state().is_open
-    with watch.changing("finish_weight_update"):
-        pass
+    changed(watch, "finish_weight_update")
     assert not watch.state().is_open
     assert watch.state().content
 
@@ -127,8 +127,7 @@ def test_change_found_afterwards_does_not_make_its_weights_the_first_ones(
     watch: WeightWatch,
 ) -> None:
     watch.note_afterwards("a function")
-    with watch.changing("reload_weights"):
-        pass
+    changed(watch, "reload_weights")
     state = watch.state()
     assert state.first is None
     assert state.content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,46 +25,30 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats
 
-from raykv.base import guard
 from raykv.base.ids import MissReason
-from raykv.base.settings import Settings
 from raykv.engine.requests import RequestOptions
-from raykv.engine.view import EngineView
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.insight import sources
 from raykv.vllm.insight.sources import SOURCES_FIELD, CountedTokens
 from raykv.vllm.internals import scheduling
-from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.misses import SOURCES_PARAM, MissReporter
-from tests.fixtures.place import CopyingPlace, engine_hello
-from tests.fixtures.vllm import Engine
-from tests.unit.vllm.test_miss_reporter import CHUNK, PlayedRequest
+from tests.fixtures.vllm import CHUNK, NUM_PROMPT, Engine, PlayedRequest
 
-PROMPT = 5 * CHUNK + 3
 OF_ALL = {"computed": 19, "own_cache": 16, "same_node": 16, "other_node": 16, "disk": 16}
 
 
 @pytest.fixture
-def view() -> EngineView:
-    """Attached, alone, with the request "r"."""
-    made = EngineView(Settings(request_deadline_s=5.0))
-    made.accounts.tokens_per_chunk = CHUNK
-    CopyingPlace().join(made, engine_hello())
-    made.start_request("r", RequestOptions())
-    return made
-
-
-@pytest.fixture
-def reporter(view: EngineView) -> Iterator[MissReporter]:
-    guard.failures.clear()
-    yield RayOffloadingManager(view).misses
-    assert not guard.failures
+def reporter() -> MissReporter:
+    """Of an engine that is attached, alone, with the request "r"."""
+    engine = Engine()
+    engine.view.start_request("r", RequestOptions())
+    return engine.reporter
 
 
 def first(num_external: int = 0, **more: Any) -> EngineCoreOutput:
     """The request's first output, of whose prompt so many tokens came from connectors."""
     stats = PrefillStats()
-    stats.set(PROMPT, 0, num_external)
+    stats.set(NUM_PROMPT, 0, num_external)
     return EngineCoreOutput("r", [5], prefill_stats=stats, **more)
 
 
@@ -80,12 +64,17 @@ def told(reporter: MissReporter, output: EngineCoreOutput) -> Mapping[str, int] 
     return None if sent is None else sent.get(SOURCES_PARAM)
 
 
-def admit_from_everywhere(reporter: MissReporter) -> PlayedRequest:
-    """A chunk of the prompt is in vLLM's cache, and one in each other place."""
+def admit(reporter: MissReporter, own: int = 0, loaded: int = 0) -> PlayedRequest:
     request = PlayedRequest()
     reporter.began(request)
-    reporter.looks(request, CHUNK, None)
-    reporter.admitted(request, 3 * CHUNK)
+    reporter.looks(request, own, None)
+    reporter.admitted(request, loaded)
+    return request
+
+
+def admit_from_everywhere(reporter: MissReporter) -> PlayedRequest:
+    """A chunk of the prompt is in vLLM's cache, and one in each other place."""
+    request = admit(reporter, CHUNK, 3 * CHUNK)
     reporter.came_from(request, {CacheHitSource.P2P: CHUNK, CacheHitSource.DISK: CHUNK})
     return request
 
@@ -98,19 +87,20 @@ def finish_load(reporter: MissReporter, request: PlayedRequest, came: int) -> No
 # In EngineCore
 
 
-def test_first_output_says_where_the_prompts_tokens_came_from(reporter: MissReporter) -> None:
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_first_output_says_where_the_prompts_tokens_came_from(
+    reporter: MissReporter, is_waited_for: bool
+) -> None:
     request = admit_from_everywhere(reporter)
-    finish_load(reporter, request, 3 * CHUNK)
+    if is_waited_for:
+        finish_load(reporter, request, 3 * CHUNK)
     assert told(reporter, first(3 * CHUNK)) == OF_ALL
-    assert sum(OF_ALL.values()) == PROMPT
+    assert sum(OF_ALL.values()) == NUM_PROMPT
 
 
 def test_prompt_of_nothing_known_is_computed(reporter: MissReporter) -> None:
-    request = PlayedRequest()
-    reporter.began(request)
-    reporter.looks(request, 0, None)
-    reporter.admitted(request, 0)
-    assert told(reporter, first()) == {**dict.fromkeys(OF_ALL, 0), "computed": PROMPT}
+    admit(reporter)
+    assert told(reporter, first()) == {**dict.fromkeys(OF_ALL, 0), "computed": NUM_PROMPT}
 
 
 def test_tokens_that_did_not_come_are_computed(reporter: MissReporter) -> None:
@@ -119,17 +109,7 @@ def test_tokens_that_did_not_come_are_computed(reporter: MissReporter) -> None:
     finish_load(reporter, request, CHUNK)
     said = told(reporter, first(3 * CHUNK))
     assert said is not None
-    assert (said["computed"], sum(said.values())) == (PROMPT - 2 * CHUNK, PROMPT)
-
-
-def test_load_for_which_the_prompt_did_not_wait_counts(
-    reporter: MissReporter, view: EngineView
-) -> None:
-    request = admit_from_everywhere(reporter)
-    assert told(reporter, first(3 * CHUNK)) == OF_ALL
-    reporter.ended(request)
-    (record,) = view.accounts.take_records()
-    assert record.loaded == 3 * CHUNK
+    assert (said["computed"], sum(said.values())) == (NUM_PROMPT - 2 * CHUNK, NUM_PROMPT)
 
 
 def test_first_output_that_is_the_last_one_says_it_too(reporter: MissReporter) -> None:
@@ -157,10 +137,7 @@ def test_later_output_says_nothing_more(reporter: MissReporter) -> None:
 def test_nothing_is_said_of_a_prompt_that_another_connector_has_loaded(
     reporter: MissReporter,
 ) -> None:
-    request = PlayedRequest()
-    reporter.began(request)
-    reporter.looks(request, 0, None)
-    reporter.admitted(request, 0)
+    admit(reporter)
     assert told(reporter, first(num_external=CHUNK)) is None
 
 
@@ -188,7 +165,7 @@ def test_step_of_vllms_scheduler_is_told_of_while_there_is_news(
 
     assert update() is made
     assert made[0].outputs[0].kv_transfer_params is None
-    reporter = engine.connector._manager.misses
+    reporter = engine.reporter
     finish_load(reporter, admit_from_everywhere(reporter), 3 * CHUNK)
     assert update() is made
     assert made[0].outputs[0].kv_transfer_params == {SOURCES_PARAM: OF_ALL}
@@ -208,7 +185,7 @@ def ask(front_end: OutputProcessor, kind: RequestOutputKind) -> None:
     params = SamplingParams(max_tokens=2, output_kind=kind, detokenize=False)
     names = msgspec.structs.fields(EngineCoreRequest)
     given: dict[str, Any] = dict.fromkeys((field.name for field in names if field.required), None)
-    given |= {"request_id": "r", "external_req_id": "r", "prompt_token_ids": [1] * PROMPT}
+    given |= {"request_id": "r", "external_req_id": "r", "prompt_token_ids": [1] * NUM_PROMPT}
     given |= {"sampling_params": params, "arrival_time": 0.0}
     front_end.add_request(EngineCoreRequest(**given), None)
 
@@ -236,7 +213,9 @@ def test_every_form_of_an_answer_has_it_in_its_usage(
         assert answer.kv_transfer_params is None
         assert answer.num_cached_tokens == 48
         details = PromptTokenUsageInfo(cached_tokens=answer.num_cached_tokens)
-        usage = UsageInfo(prompt_tokens=PROMPT, total_tokens=PROMPT, prompt_tokens_details=details)
+        usage = UsageInfo(
+            prompt_tokens=NUM_PROMPT, total_tokens=NUM_PROMPT, prompt_tokens_details=details
+        )
         shown = msgspec.json.decode(usage.model_dump_json(exclude_unset=True, exclude_none=True))
         assert shown["prompt_tokens_details"] == {"cached_tokens": 48, SOURCES_FIELD: OF_ALL}
 
