@@ -145,7 +145,8 @@ def policy(
 def client(
     *,
     trace: Annotated[
-        str | None, typer.Option(help="A file of requests, as for `raykv bench policy`.")
+        str | None,
+        typer.Option(help="A file of requests, JSON lines with `hash_ids` of whole prompts."),
     ] = None,
     system: Annotated[
         list[str] | None, typer.Option(help="raykv, native or plain; repeatable. Default: all.")
