@@ -208,5 +208,5 @@ OTHER_gpu = cpu
 # last one whose Python part does without its compiled one. For newer Pythons than 3.11 there is none.
 UNWANTED_cpu = torchvision torchaudio torchcodec
 TORCHVISION = torchvision==0.16.2
-HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make PIP_ARGS="--extra-index-url URL"
+HINT_cpu = If pip found no torch of the CPU build, name an index with the CPU wheels of PyTorch: make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 HINT_gpu = The gpu build of vLLM needs the CUDA wheels of PyTorch; make EXTRA=cpu takes the CPU build instead.

@@ -118,7 +118,7 @@ def _print_transfer(found: TransferResult, which: str) -> None:
     for reason, count in sorted(found.refusals.items()):
         say(f"{count:,} failed: {reason}", "red")
     if found.no_room:
-        say(f"there was no room for {found.no_room:,}: the pool can give up no more{which}", "red")
+        say(f"there was no room for {found.no_room:,}: the pool can evict no more{which}", "red")
 
 
 def export_chunks(

@@ -27,7 +27,7 @@ def test_report_counts_what_did_not_come_and_says_why_a_line_each(
     assert reasons == [
         "2 are stored nowhere",
         "1 failed: CORRUPT",
-        "there was no room for 4: the pool can give up no more, so only the first ones came",
+        "there was no room for 4: the pool can evict no more, so only the first ones came",
     ]
 
 

@@ -88,16 +88,8 @@ def test_what_is_no_place_is_refused(monkeypatch: pytest.MonkeyPatch, place: str
 
 
 def test_more_room_is_summed_over_nodes() -> None:
-    one = MoreRoom(
-        window_s=60.0,
-        nodes=1,
-        pool_bytes=100,
-        prompt_tokens=10,
-        computed_tokens=5,
-        more_bytes=[1, 2],
-        saved_tokens=[1, 3],
-        reach_bytes=None,
-    )
+    told: dict[str, Any] = {"nodes": 1, "pool_bytes": 100, "prompt_tokens": 10}
+    one = MoreRoom(**told, window_s=60.0, computed_tokens=5, more_bytes=[1, 2], saved_tokens=[1, 3])
     two = msgspec.structs.replace(one, window_s=90.0, saved_tokens=[0, 1], reach_bytes=7)
     both = accounts.summed([one, two])
     assert (both.nodes, both.pool_bytes, both.window_s) == (2, 200, 90.0)

@@ -55,37 +55,25 @@ def plain(shape: KVShape = SHAPE, **changes: Any) -> Plan:
 
 def test_sizes_follow_from_the_shape() -> None:
     plan = plain()
-    assert plan.bytes_per_token == 128 << 10
-    assert plan.window_bytes == 0
-    assert (plan.pool.chunks, plan.pool.tokens) == (1024, 65_536)
-    assert plan.pool.prompts == [16.0]
+    assert (plan.bytes_per_token, plan.window_bytes) == (128 << 10, 0)
+    assert (plan.pool.chunks, plan.pool.tokens, plan.pool.prompts) == (1024, 65_536, [16.0])
     assert (plan.problems, plan.hints) == ([], [])
-
-
-def test_prompt_takes_slots_of_all_groups() -> None:
-    plan = make_plan(MIXED, PROMPTS, wishes())
-    assert plan.bytes_per_token == 128 << 10
-    assert plan.window_bytes == 2 * 16 * 8 * MIB
-    short, longest = plan.prompts
-    assert short.num_bytes == 80 * 8 * MIB
-    assert longest.num_bytes == 128 * 8 * MIB
-    assert longest.bytes_per_token == 128 * 8 * MIB // 4096
-    assert longest.default_bytes == 96 * 8 * MIB
-    assert longest.default_share == 0.75
-    assert plan.pool.prompts == [12.8, 8.0]
-    assert plan.pool.tokens == 8 * 4096
-
-
-def test_tokens_at_the_end_of_a_prompt_that_fill_no_chunk_are_not_held() -> None:
-    shape = msgspec.structs.replace(SHAPE, max_model_len=4100)
-    assert plain(shape).pool.tokens == 65_536
-
-
-def test_nothing_is_held_of_prompts_of_which_nothing_is_stored() -> None:
+    # Tokens at the end of a prompt that fill no chunk are not held.
+    assert plain(msgspec.structs.replace(SHAPE, max_model_len=4100)).pool.tokens == 65_536
     nothing = StoredPrompt(tokens=4096, chunks=[0], default_chunks=[0])
     plan = make_plan(SHAPE, [nothing], wishes())
     assert (plan.pool.tokens, plan.pool.prompts) == (0, [0.0])
     assert plan.prompts[0].default_share == 1.0
+
+
+def test_prompt_takes_slots_of_all_groups() -> None:
+    plan = make_plan(MIXED, PROMPTS, wishes())
+    assert (plan.bytes_per_token, plan.window_bytes) == (128 << 10, 2 * 16 * 8 * MIB)
+    assert [each.num_bytes for each in plan.prompts] == [80 * 8 * MIB, 128 * 8 * MIB]
+    longest = plan.prompts[1]
+    assert longest.bytes_per_token == 128 * 8 * MIB // 4096
+    assert (longest.default_bytes, longest.default_share) == (96 * 8 * MIB, 0.75)
+    assert (plan.pool.prompts, plan.pool.tokens) == ([12.8, 8.0], 8 * 4096)
 
 
 @pytest.mark.parametrize(
@@ -101,33 +89,18 @@ def test_what_can_not_be_is_a_problem(changes: dict[str, Any], problem: str) -> 
     (found,) = plan.problems
     assert problem in found
     assert plan.hints == []
+    # Staging memory has to hold one part of a chunk.
+    parts = msgspec.structs.replace(SHAPE, num_ranks=8, num_parts=8)
+    assert bool(plain(parts, **changes).problems) == ("staging_bytes" not in changes)
 
 
-def test_staging_memory_has_to_hold_one_part_of_a_chunk() -> None:
-    shape = msgspec.structs.replace(SHAPE, num_ranks=8, num_parts=8)
-    assert plain(shape, staging_bytes=MIB).problems == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "hint"),
-    [
-        ({"pool_bytes": 256 * MIB}, "a prompt of 4,096 tokens takes 512.0 MiB"),
-    ],
-)
-def test_what_may_be_meant_is_a_hint(changes: dict[str, Any], hint: str) -> None:
-    plan = plain(**changes)
-    assert plan.problems == []
-    assert hint in plan.hints[0]
-
-
-def test_hint_that_is_known_already_comes_last() -> None:
-    plan = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
-    *_, note = plan.hints
-    assert note == "known already"
-
-
-def test_window_is_mentioned_where_nothing_looks_further_back() -> None:
-    plan = plain(msgspec.structs.replace(SHAPE, groups=(WINDOW,)))
-    assert plan.bytes_per_token == 0
-    assert "attention looks back 1,024 tokens only" in plan.hints[0]
+def test_what_may_be_meant_is_a_hint() -> None:
+    small = plain(pool_bytes=256 * MIB)
+    assert small.problems == []
+    assert "a prompt of 4,096 tokens takes 512.0 MiB" in small.hints[0]
+    windows = plain(msgspec.structs.replace(SHAPE, groups=(WINDOW,)))
+    assert windows.bytes_per_token == 0
+    assert "attention looks back 1,024 tokens only" in windows.hints[0]
     assert plain(MIXED).hints == []
+    known = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
+    assert known.hints[1:] == ["known already"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.errors import ClusterError, MessageError
+from raykv.base.ids import Key
 from raykv.client import listing
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -15,12 +16,10 @@ from raykv.protocol.reader import (
     ChunkPage,
     ChunkQuery,
     ListedChunk,
-    WherePage,
-    WhereQuery,
 )
 from raykv.protocol.status import NamespaceStatus
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.played_cluster import play, status
+from tests.fixtures.played_cluster import play, status, where_page
 from tests.fixtures.statuses import node
 
 SPACE = "model"
@@ -38,8 +37,7 @@ class PlayedPools:
         nodes = {
             name: {"chunks": lambda raw, name=name: encode(self._page(raw, name))} for name in held
         }
-        scheduler = play(patches, {"where": self._where, "status": self._status}, nodes)
-        self.scheduler = scheduler
+        self.scheduler = play(patches, {"where": self._where, "status": self._status}, nodes)
 
     def _status(self) -> bytes:
         nodes = [node(0, node_id=name) for name in self.held]
@@ -53,36 +51,19 @@ class PlayedPools:
         rows = list(self.held[name].items())[first : first + PAGE]
         is_last = first + PAGE >= len(self.held[name])
         rows = [(at, where) for at, where in rows if key(at).startswith(query.key)]
-        return ChunkPage(
-            PROTOCOL_VERSION,
-            [
-                ListedChunk(SPACE, key(at), where, 4096, 1.0, 1.0, at, "others")
-                for at, where in rows
-            ],
-            cursor="" if is_last else str(first + PAGE),
-        )
+        chunks = [
+            ListedChunk(SPACE, key(at), where, 4096, 1.0, 1.0, at, "others") for at, where in rows
+        ]
+        return ChunkPage(PROTOCOL_VERSION, chunks, cursor="" if is_last else str(first + PAGE))
 
     def _where(self, raw: bytes) -> bytes:
-        keys = decode(raw, WhereQuery).keys
-        sources = [
-            Source(n, kind) for n in self.held for kind in (SourceKind.POOL, SourceKind.DISK)
-        ]
-        rows = [
-            (keys.index(key(number)), sources.index(Source(name, kind)))
-            for name, held in self.held.items()
-            for number, where in held.items()
-            for flag, kind in ((Where.RAM, SourceKind.POOL), (Where.DISK, SourceKind.DISK))
-            if where & flag and key(number) in keys
-        ]
-        return encode(
-            WherePage(
-                PROTOCOL_VERSION,
-                len(keys),
-                sources,
-                [at for at, _ in rows],
-                [source for _, source in rows],
-            )
-        )
+        places: dict[Key, list[Source]] = {}
+        for name, held in self.held.items():
+            for number, where in held.items():
+                pool = [Source(name)] if where & Where.RAM else []
+                disk = [Source(name, SourceKind.DISK)] if where & Where.DISK else []
+                places.setdefault(key(number), []).extend(pool + disk)
+        return where_page(raw, places)
 
 
 BOTH = Where.RAM | Where.DISK

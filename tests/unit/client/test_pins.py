@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.client import pins
 from raykv.protocol.columns import NamedKeys, Numbers, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
+from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.operator import (
     NodePins,
     OperatorOrder,
@@ -25,10 +24,9 @@ from raykv.protocol.operator import (
     PinStatus,
     UnpinOrder,
 )
-from raykv.protocol.reader import WherePage, WhereQuery
 from raykv.protocol.status import NamespaceStatus
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.played_cluster import Methods, play, status
+from tests.fixtures.played_cluster import Methods, play, silent, status, where_page
 
 SPACE = "model"
 CHUNK_BYTES = 10
@@ -39,49 +37,31 @@ class PlayedPins:
 
     def __init__(self, patches: pytest.MonkeyPatch, told: dict[str, list[bytes]]) -> None:
         self.orders: list[Any] = []
-        self._told = told
         self.held: dict[str, dict[str, PinHere]] = {"one": {}, "two": {}}
         self.nodes: dict[str, Methods] = {
             name: {"pins": lambda name=name: self._pins(name)} for name in self.held
         }
+        space = NamespaceStatus(SPACE, "tiny", 8, 8 * CHUNK_BYTES)
+        known = status(namespaces={SPACE: 8}, spaces=[space])
+        document = OrdersDocument(
+            Stamp(1, 1),
+            pins={
+                pin_id: OrderedPin(SPACE, pin_id.encode(), len(keys), 5.0)
+                for pin_id, keys in told.items()
+            },
+        )
+        places = {key(at): [Source("one"), Source("two")] for at in range(4)}
         methods: Methods = {
-            "where": self._where,
-            "status": lambda: encode(
-                status(
-                    namespaces={SPACE: 8},
-                    spaces=[NamespaceStatus(SPACE, "tiny", 8, 8 * CHUNK_BYTES)],
-                )
-            ),
-            "orders": lambda: encode(
-                OrdersDocument(
-                    Stamp(1, 1),
-                    pins={
-                        pin_id: OrderedPin(SPACE, pin_id.encode(), len(keys), 5.0)
-                        for pin_id, keys in told.items()
-                    },
-                )
-            ),
+            "where": lambda raw: where_page(raw, places),
+            "status": lambda: encode(known),
+            "orders": lambda: encode(document),
             "pin_keys": lambda digest: encode(
                 NamedKeys.of((Namespace(SPACE), Key(each)) for each in told[digest.decode()])
             ),
             "order": self._order,
             "order_state": lambda _: encode(OrderState(Stamp(1, 1))),
         }
-        scheduler = play(patches, methods, self.nodes)
-        self.scheduler = scheduler
-
-    def _where(self, raw: bytes) -> bytes:
-        keys = decode(raw, WhereQuery).keys
-        rows = [(at, node) for at in range(len(keys)) for node in (0, 1)]
-        return encode(
-            WherePage(
-                PROTOCOL_VERSION,
-                len(keys),
-                [Source("one"), Source("two")],
-                [at for at, _ in rows],
-                [node for _, node in rows],
-            )
-        )
+        self.scheduler = play(patches, methods, self.nodes)
 
     def _order(self, raw: bytes) -> bytes:
         order = receive(raw, OperatorOrder, "a test", "it")
@@ -101,12 +81,6 @@ class PlayedPins:
         return pins.pin(
             self.scheduler, [key(at) for at in numbers], ttl_s=5.0, priority=priority, pin_id=pin_id
         )
-
-
-def test_pin_is_told_with_what_all_nodes_keep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = PlayedPins(monkeypatch, {}).pin(0)
-    # Chunk 1 waits at the first node and is kept at the second.
-    assert (made.held_chunks, made.waiting_chunks, made.kept_bytes) == (2, 1, 2 * CHUNK_BYTES)
 
 
 def test_pin_without_room_is_refused_before_it_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +106,16 @@ def test_chunks_that_are_pinned_already_take_no_more_room(monkeypatch: pytest.Mo
 
 
 def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)]})
+    played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "empty": []})
     played.held["two"]["old"] = PinHere(Numbers.of([1]), num_bytes=CHUNK_BYTES)
     known = pins.pins(played.scheduler)
-    (pin,) = known.pins
+    pin = known.pins[0]
     assert (pin.pin_id, pin.chunks, pin.held_chunks) == ("old", 2, 1)
     assert [node.node_id for node in known.nodes] == ["one", "two"]
     assert (known.client_chunks, known.hints_refused) == (4, 2)
     assert pins.chunks_of(played.scheduler, "old") == (SPACE, [key(0), key(1)])
+    with pytest.raises(ClusterError, match="keys of the pin 'empty' are not known"):
+        pins.chunks_of(played.scheduler, "empty")
 
 
 def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
@@ -153,25 +129,16 @@ def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
     assert pins.pinned_on(played.scheduler, "two", "another") == set()
 
 
-def test_pin_whose_keys_nobody_has_is_no_pin_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedPins(monkeypatch, {"old": []})
-    with pytest.raises(ClusterError, match="keys of the pin 'old' are not known"):
-        pins.chunks_of(played.scheduler, "old")
-
-
-def test_silent_node_is_asked_once_and_named(
+def test_pin_is_told_with_what_nodes_keep_of_it_and_a_silent_one_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = PlayedPins(monkeypatch, {})
     asked: list[str] = []
-
-    def stays_away() -> None:
-        asked.append("three")
-        raise ray.exceptions.GetTimeoutError("Get timed out")
-
-    played.nodes["three"] = {"pins": stays_away}
+    played.nodes["three"] = {"pins": silent(asked)}
     made = played.pin(0)
-    assert (made.held_chunks, asked) == (2, ["three"])
+    # Chunk 1 waits at the first node and is kept at the second.
+    assert (made.held_chunks, made.waiting_chunks, made.kept_bytes) == (2, 1, 2 * CHUNK_BYTES)
+    assert len(asked) == 1
     assert "without node three" in caplog.text
 
 

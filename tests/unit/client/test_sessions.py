@@ -6,13 +6,11 @@ from functools import partial
 
 import msgspec
 import pytest
-import ray
 
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.client.sessions import ClientSession, found_sessions
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
-from raykv.protocol.reader import WherePage, WhereQuery
 from raykv.protocol.sessions import (
     SessionAnswer,
     SessionOrder,
@@ -23,7 +21,7 @@ from raykv.protocol.sessions import (
     SessionWord,
 )
 from tests.fixtures.keys import numbered_key as key
-from tests.fixtures.played_cluster import Methods, play, status
+from tests.fixtures.played_cluster import Methods, play, silent, status, where_page
 
 PAGE = 2
 
@@ -41,31 +39,25 @@ class PlayedSessions:
         self.nodes: dict[str, Methods] = {
             each.node_id: {"sessions": partial(self._page, each.node_id)} for each in sessions
         }
+        one, two = Source("one"), Source("two", SourceKind.DISK)
+        places = {key(0): [one], key(1): [one, two]}
         methods: Methods = {
-            "where": self._where,
+            "where": lambda raw: where_page(raw, places),
             "order_session": self._order,
             "status": lambda: encode(status()),
         }
-        scheduler = play(patches, methods, self.nodes)
-        self.scheduler = scheduler
+        self.scheduler = play(patches, methods, self.nodes)
 
     def _page(self, node_id: str, raw: bytes) -> bytes:
         query = decode(raw, SessionQuery)
         found = [
             each
             for each in self.sessions
-            if each.node_id == node_id
-            and query.session in ("", each.session)
-            and query.namespace in ("", each.namespace)
+            if each.node_id == node_id and query.session in ("", each.session)
         ]
         last = min(3, query.first + PAGE) if query.session else 0
         keys: list[bytes] = [key(at) for at in range(query.first, last)]
         return encode(SessionPage(PROTOCOL_VERSION, found, keys))
-
-    def _where(self, raw: bytes) -> bytes:
-        assert decode(raw, WhereQuery).keys == [key(at) for at in range(3)]
-        sources = [Source("one"), Source("two", SourceKind.DISK)]
-        return encode(WherePage(PROTOCOL_VERSION, 3, sources, [0, 1, 1], [0, 0, 1]))
 
     def _order(self, raw: bytes) -> bytes:
         order = decode(raw, SessionOrder)
@@ -97,25 +89,15 @@ def test_sessions_of_all_nodes_come_once_the_latest_first(monkeypatch: pytest.Mo
     ]
 
 
-def test_order_waits_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedSessions(monkeypatch, known("one", 9.0))
-    assert played.session().over().stage == SessionStage.OVER
-    (order,) = played.orders
-    assert (order.namespace, order.session, order.word) == ("ns", "agent", SessionWord.OVER)
-
-
-def test_silent_node_is_asked_once_for_an_order(
+def test_order_waits_until_it_is_heard_and_a_silent_node_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = PlayedSessions(monkeypatch, known("one", 9.0))
-    asked: list[bytes] = []
-
-    def stays_away(raw: bytes) -> None:
-        asked.append(raw)
-        raise ray.exceptions.GetTimeoutError("Get timed out")
-
-    played.nodes["two"] = {"sessions": stays_away}
+    asked: list[str] = []
+    played.nodes["two"] = {"sessions": silent(asked)}
     assert played.session().over().stage == SessionStage.OVER
+    (order,) = played.orders
+    assert (order.namespace, order.session, order.word) == ("ns", "agent", SessionWord.OVER)
     assert len(asked) == 1
     assert "without node two" in caplog.text
 

@@ -31,13 +31,13 @@ def space(namespace: str = "ours", **traits: str) -> NamespaceStatus:
     return NamespaceStatus(namespace, model="mine", traits={**TRAITS, **traits})
 
 
-def test_files_of_a_namespace_that_is_here_are_taken() -> None:
-    refuse_foreign([file()], [space("other", dtype="float16"), space()])
-
-
-def test_files_are_taken_where_no_engine_is_known_yet() -> None:
-    refuse_foreign([file()], [])
-    refuse_foreign([file()], [NamespaceStatus("other")])
+@pytest.mark.parametrize(
+    "spaces", [[space("other", dtype="float16"), space()], [], [NamespaceStatus("other")]]
+)
+def test_files_are_taken_if_their_namespace_is_here_or_none_is_known(
+    spaces: list[NamespaceStatus],
+) -> None:
+    refuse_foreign([file()], spaces)
 
 
 @pytest.mark.parametrize("name", ["model", "dtype", "weights_version", "kv_layout"])
@@ -50,10 +50,15 @@ def test_files_of_other_kv_are_refused_by_what_differs(name: str) -> None:
     assert told.count("here") == 2
 
 
-def test_refusal_names_the_nearest_engine() -> None:
+def test_refusal_names_the_nearest_engine_or_what_is_unknown_or_mixed() -> None:
     far = space("far", dtype="float16", kv_layout="b", model="y")
     with pytest.raises(SettingError, match=r"differs in weights_version \(1, here \)$"):
         refuse_foreign([file("theirs", weights_version="1")], [far, space()])
+    bare = replace(file("theirs"), facts={"traits": "nonsense"})
+    with pytest.raises(SettingError, match="an unknown model"):
+        refuse_foreign([bare], [space()])
+    with pytest.raises(ChunkFileError, match="2 namespaces"):
+        refuse_foreign([file(), file("theirs")], [])
 
 
 def test_no_more_is_imported_than_a_pool_holds() -> None:
@@ -80,17 +85,6 @@ def test_no_more_is_imported_than_a_pool_holds() -> None:
 def test_chunk_that_is_larger_than_a_slab_does_not_fit() -> None:
     geometry = PoolGeometry(8 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT)
     assert geometry.num_that_fit([SLOT_ALIGNMENT, 3 * SLOT_ALIGNMENT, SLOT_ALIGNMENT]) == 1
-
-
-def test_file_without_facts_is_refused_all_the_same() -> None:
-    bare = ChunkFile(Path("/x.safetensors"), 1, Namespace("theirs"), [], {"traits": "nonsense"})
-    with pytest.raises(SettingError, match="an unknown model"):
-        refuse_foreign([bare], [space()])
-
-
-def test_files_of_several_namespaces_are_not_mixed() -> None:
-    with pytest.raises(ChunkFileError, match="2 namespaces"):
-        refuse_foreign([file(), file("theirs")], [])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-import ray
 
 from raykv.base.ids import Blocks, Key, Namespace, Refusal
 from raykv.client import pins, transfers
@@ -17,8 +16,8 @@ from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.operator import DropOrder, Released, TransferResult
-from raykv.protocol.reader import ChunkPage, ChunkQuery, ListedChunk, WherePage, WhereQuery
-from tests.fixtures.played_cluster import Methods, play, status
+from raykv.protocol.reader import ChunkPage, ChunkQuery, ListedChunk
+from tests.fixtures.played_cluster import Methods, play, silent, status, where_page
 
 SPACE = "model"
 A, B, C, D = (name * 32 + bytes(4) for name in (b"a", b"b", b"c", b"d"))
@@ -40,31 +39,16 @@ class PlayedNodes:
         self.gone: set[bytes] = set()
         target = {"fetch": self._fetch, "chunks": self._chunks}
         self.far: Methods = {"chunks": self._chunks, "drop": self._drop}
-        scheduler = play(
+        self.scheduler = play(
             patches,
-            {"where": self._where, "status": self._status},
+            {
+                "where": lambda raw: where_page(raw, self.places),
+                "status": lambda: encode(status()),
+            },
             {"target": target, "far": self.far},
         )
-        patches.setattr(type(scheduler), "node", lambda _self, beginning: beginning)
-        patches.setattr(type(scheduler), "full_namespace", lambda _self, _beginning: SPACE)
-        self.scheduler = scheduler
-
-    def _status(self) -> bytes:
-        return encode(status())
-
-    def _where(self, raw: bytes) -> bytes:
-        keys = decode(raw, WhereQuery).keys
-        sources = [FAR, TARGET, DISK]
-        rows = [(at, each) for at, key in enumerate(keys) for each in self.places.get(key, [])]
-        return encode(
-            WherePage(
-                PROTOCOL_VERSION,
-                len(keys),
-                sources,
-                [at for at, _ in rows],
-                [sources.index(each) for _, each in rows],
-            )
-        )
+        patches.setattr(Scheduler, "node", lambda _self, beginning: beginning)
+        patches.setattr(Scheduler, "full_namespace", lambda _self, _beginning: SPACE)
 
     def _chunks(self, raw: bytes) -> bytes:
         key = decode(raw, ChunkQuery).key
@@ -77,27 +61,15 @@ class PlayedNodes:
         order = decode(raw, Fetch)
         self.orders.append(order)
         keys = list(order.keys)
-        failed = {
-            at: self.refusals[NAMES[key]]
-            for at, key in enumerate(keys)
-            if NAMES[key] in self.refusals
-        }
-        here = [key for at, key in enumerate(keys) if at not in failed]
+        why = {at: self.refusals.get(NAMES[key]) for at, key in enumerate(keys)}
+        failed = {at: refusal for at, refusal in why.items() if refusal}
         rows = [
             ListedRow(Namespace(SPACE), Key(key), Where.RAM, Blocks(0, 1), Reason.STORED)
-            for key in here
+            for at, key in enumerate(keys)
+            if at not in failed
         ]
-        return encode(
-            CopyResult(
-                order.number,
-                1,
-                1,
-                ListedRows.of(rows),
-                Numbers.of(failed),
-                bytes(failed.values()),
-                4096 * (len(keys) - len(failed)),
-            )
-        )
+        listed, refused = ListedRows.of(rows), (Numbers.of(failed), bytes(failed.values()))
+        return encode(CopyResult(order.number, 1, 1, listed, *refused, 4096 * len(rows)))
 
     def _drop(self, raw: bytes) -> bytes:
         order = decode(raw, DropOrder)
@@ -147,13 +119,8 @@ def test_size_of_a_group_is_that_of_any_chunk_that_is_still_there(
 
 def test_silent_node_is_asked_once_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedNodes(monkeypatch, {A: [FAR], B: [FAR], C: [FAR], D: [TARGET]})
-    asked: list[bytes] = []
-
-    def stays_away(raw: bytes) -> None:
-        asked.append(raw)
-        raise ray.exceptions.GetTimeoutError("Get timed out")
-
-    played.far["chunks"] = stays_away
+    asked: list[str] = []
+    played.far["chunks"] = silent(asked)
     assert played.prefetch(A, B, C, D).came == 3
     assert len(asked) == 1
 
@@ -206,22 +173,16 @@ def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
     assert (result.dropped, result.kept) == (2, 1)
 
 
-def test_files_are_fetched_from_their_source_in_one_series(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_are_fetched_from_their_source_in_one_series(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedNodes(monkeypatch, {})
     source = Source("import", SourceKind.IMPORT)
     began = time.monotonic()
     transfer = Transfer("target", SPACE, began + 5.0, lambda _: None, asked=2)
     for sizes in ({A: 4096}, {B: 8192}):
         transfer.fetch_from(source, sizes, played.scheduler)
-    result = transfer.result
-    assert [(list(o.keys), list(o.slot_bytes)) for o in played.orders] == [
-        ([A], [4096]),
-        ([B], [8192]),
-    ]
-    assert {(*order.sources, order.series) for order in played.orders} == {
-        (source, played.orders[0].series)
-    }
-    assert result.came == 2
-    assert result.seconds <= time.monotonic() - began
+    orders = [(list(each.keys), list(each.slot_bytes)) for each in played.orders]
+    assert orders == [([A], [4096]), ([B], [8192])]
+    series = {(*order.sources, order.series) for order in played.orders}
+    assert series == {(source, played.orders[0].series)}
+    assert transfer.result.came == 2
+    assert transfer.result.seconds <= time.monotonic() - began

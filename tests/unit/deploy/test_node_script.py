@@ -127,15 +127,6 @@ def test_engine_that_ends_is_started_again_and_ray_stays(start: Start, health: H
     assert node.process.poll() is None
 
 
-def test_engine_ends_before_ray_at_sigterm(start: Start, health: Health) -> None:
-    health.is_up = True
-    node = start(LIVING_RAY, LIVING_ENGINE)
-    wait_until(lambda: len(node.said()) == 2, DEADLINE_S, "both run")
-    node.process.terminate()
-    assert node.process.wait(DEADLINE_S) == 0
-    assert node.said()[2:] == ["engine-ended", "ray-ended"]
-
-
 def test_ray_that_ends_is_started_again_and_the_engine_stays(start: Start, health: Health) -> None:
     health.is_up = True
     node = start(LIVING_RAY, LIVING_ENGINE)

@@ -116,11 +116,6 @@ def test_largest_request_is_a_small_message(engine: Engine) -> None:
     assert len(encode(request)) < 100 * 1024
 
 
-def test_what_an_engine_asks_for_is_always_checked(engine: Engine) -> None:
-    engine.submit(order(0, Source("a")))
-    assert [each.with_checksums for each in engine.sent()] == [True]
-
-
 # Orders that end well
 
 

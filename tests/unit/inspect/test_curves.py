@@ -102,6 +102,13 @@ def test_sizing_says_what_pools_of_other_sizes_would_have_found() -> None:
     assert known["hit_tokens"].tolist() == [0, 24 * 16, 24 * 16]
     assert known["policy"].tolist() == ["lru", "lru", "unlimited"]
     assert known["pool_bytes"].tolist() == [700, 800, 800]
+    # Sizes are chosen up to where all have room.
+    chosen = inspect.sizing(LOOP, 100)
+    assert (chosen["pool_bytes"].min(), chosen["pool_bytes"].max()) == (100, 800)
+    assert chosen["hit_rate"].is_monotonic_increasing
+    # What is generated is stored and not asked for; the second prompt holds it.
+    generated = inspect.sizing(Trace([[0, 1], [0, 1], [0, 1]], [1, 2, 1], 16), 1, [2])
+    assert generated["hit_rate"].tolist() == [3 / 4, 3 / 4]
 
 
 def test_sizing_agrees_with_the_benchmark() -> None:
@@ -112,20 +119,6 @@ def test_sizing_agrees_with_the_benchmark() -> None:
         hits = prefix_hits(requests, POLICIES[row.policy](), row.pool_bytes)
         assert row.hit_rate == sum(hits) / sum(map(len, requests))
     assert len(known) == 2 * len(POLICIES) + 1
-
-
-def test_generated_chunks_are_stored_and_not_asked_for() -> None:
-    # The second prompt holds what the first generated.
-    trace = Trace([[0, 1], [0, 1], [0, 1]], [1, 2, 1], 16)
-    known = inspect.sizing(trace, 1, [2])
-    assert known["hit_rate"].tolist() == [3 / 4, 3 / 4]
-
-
-def test_sizes_are_chosen_up_to_where_all_have_room() -> None:
-    known = inspect.sizing(LOOP, 100)
-    assert known["pool_bytes"].min() == 100
-    assert known["pool_bytes"].max() == 800
-    assert known["hit_rate"].is_monotonic_increasing
 
 
 @pytest.mark.parametrize(
@@ -168,12 +161,10 @@ def test_occupancy_follows_every_kind_of_event() -> None:
         event(11, "NodeLost", "n"),
     ]
     known = inspect.occupancy(frame("events", rows))
-    found = [tuple(row) for row in known[["seq", "node_id", "chunks"]].itertuples(index=False)]
-    assert found == [
-        *[(2, "n", 0), (3, "n", 1), (4, "m", 1), (5, "n", 2), (6, "n", 2), (7, "n", 1)],
-        # What is void goes when its node says so.
-        *[(9, "m", 0), (11, "n", 0)],
-    ]
+    found = list(known[["seq", "node_id", "chunks"]].itertuples(index=False, name=None))
+    before = [(2, "n", 0), (3, "n", 1), (4, "m", 1), (5, "n", 2), (6, "n", 2), (7, "n", 1)]
+    # What is void goes when its node says so.
+    assert found == [*before, (9, "m", 0), (11, "n", 0)]
 
 
 def test_occupancy_begins_with_what_was_there() -> None:
@@ -197,6 +188,10 @@ def test_ages_are_of_chunks_that_were_seen_to_come_and_go() -> None:
     assert known["age_s"].tolist() == [2.0, 8.0]
     assert known["age_events"].tolist() == [1, 3]
     assert known["share"].tolist() == [0.5, 1.0]
+    without_times = [{**row, "time_s": None} for row in rows]
+    known = inspect.ages_at_eviction(frame("events", without_times))
+    assert known["age_s"].isna().all()
+    assert known["age_events"].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(("cleared", "left"), [("space", []), ("", []), ("other", ["a"])])
@@ -212,22 +207,13 @@ def test_chunks_that_were_cleared_have_no_age(cleared: str, left: list[str]) -> 
     assert known["key"].tolist() == ["b", *left]
 
 
-def test_ages_without_times_are_in_events() -> None:
-    rows = [event(2, "BlockStored", "n", "a"), event(9, "BlockRemoved", "n", "a")]
-    known = inspect.ages_at_eviction(frame("events", rows))
-    assert known["age_s"].isna().all()
-    assert known["age_events"].tolist() == [7]
-
-
 def test_transfer_rates_are_between_samples_of_a_node() -> None:
-    rows = [
-        {"time_s": 1.0, "node_id": "n", "bytes_stored": 10},
-        {"time_s": 1.0, "node_id": "m", "bytes_stored": 7},
-        {"time_s": 3.0, "node_id": "n", "bytes_stored": 30},
-        {"time_s": 4.0, "node_id": "n", "bytes_stored": 5},
-        {"time_s": 5.0, "node_id": "n", "bytes_stored": 6},
-    ]
+    samples = [(1.0, "n", 10), (1.0, "m", 7), (3.0, "n", 30), (4.0, "n", 5), (5.0, "n", 6)]
     still = {"bytes_loaded": 0, "bytes_fetched": 0, "bytes_sent": 0}
-    known = inspect.transfer_rates(frame("transfers", [{**row, **still} for row in rows]))
+    rows = [
+        {"time_s": at, "node_id": node, "bytes_stored": stored, **still}
+        for at, node, stored in samples
+    ]
+    known = inspect.transfer_rates(frame("transfers", rows))
     assert known["time_s"].tolist() == [3.0, 5.0]
     assert known["bytes_stored"].tolist() == [10.0, 1.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,6 @@ pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 
 import matplotlib as mpl
-import msgspec
 
 mpl.use("agg")
 
@@ -30,12 +29,15 @@ from raykv.inspect.traces import Trace
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.events import BlockRemoved, BlockStored, Event, EventsMissed, NodeJoined
 from raykv.protocol.reader import Chunk, EndedRequests, Explanation
-from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
+from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus
 from raykv.stream.replay import Replay
 from tests.fixtures.listed import listed
+from tests.fixtures.played_cluster import status
+from tests.fixtures.statuses import node
 from tests.fixtures.waiting import wait_until
 
 KEY = Key(bytes(range(32)) + b"\0\0\0\1")
+SPACE = Namespace("space")
 PAGE = 3
 """Requests in a page of the played cluster."""
 
@@ -59,6 +61,8 @@ class PlayedCluster:
     def __init__(self) -> None:
         self.log: list[Event] = [NodeJoined(life=1, seq=1, node_id="node", node_life=5, number=0)]
         self.told: list[Explanation] = []
+        self.spaces: list[NamespaceStatus] = []
+        self.tokens: dict[bytes, list[int]] = {}
         self.is_silent = False
         self.num_looks = 0
 
@@ -66,23 +70,11 @@ class PlayedCluster:
         self.num_looks += 1
         if self.is_silent:
             raise ClusterError("the scheduler actor does not answer")
-        node = NodeStatus(
-            node_id="node",
-            life=5,
-            hostname="host",
-            pid=7,
-            pool_bytes=1 << 20,
-            prefaulted_bytes=1 << 20,
-            used_bytes=4096,
-            chunks=1,
-            bytes_stored=100 * self.num_looks,
-            bytes_loaded=0,
-            chunks_refused=0,
-            num_workers=1,
-            age_s=0.5,
+        return status(
+            nodes=[node(100 * self.num_looks, life=5, node_id="node")],
+            engines=[EngineStatus("engine", "node", "space", "tiny", 1, 0.1)],
+            spaces=self.spaces,
         )
-        engine = EngineStatus("engine", "node", "space", "tiny", 1, 0.1)
-        return ClusterStatus("here", 1, "0", paused=False, nodes=[node], engines=[engine])
 
     def snapshot(self) -> Replay:
         replay = Replay()
@@ -94,8 +86,10 @@ class PlayedCluster:
         assert tier == "ram"
         return listed(self.snapshot(), namespace, node)
 
-    def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:
-        return {}
+    def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Any]:
+        assert namespace == "space"
+        known = self.tokens.keys() & set(keys)
+        return {key: SimpleNamespace(token_ids=self.tokens[key]) for key in known}
 
     def events(self, since: int | tuple[int, int], *, follow: bool) -> Iterator[Event]:
         assert not follow
@@ -106,21 +100,6 @@ class PlayedCluster:
         first = int(after or 0)
         found = self.told[first : first + PAGE]
         return EndedRequests(found, str(first + len(found)), str(len(self.told)))
-
-
-@dataclass
-class Described:
-    """What a cluster that knows what is inside of chunks says of one."""
-
-    token_ids: list[int]
-
-
-class DescribingCluster(PlayedCluster):
-    """Knows tokens."""
-
-    def tokens_of(self, keys: list[bytes], namespace: str) -> dict[bytes, Described]:
-        assert namespace == "space"
-        return {KEY: Described([4, 5])} if KEY in keys else {}
 
 
 @pytest.fixture
@@ -153,11 +132,10 @@ def test_columns_of_an_unknown_frame_are_refused() -> None:
 
 def test_frames_of_a_cluster(played: PlayedCluster, cluster: Cluster) -> None:
     played.log.append(block(2))
-    chunks = inspect.chunks(cluster)
-    assert chunks["key"].tolist() == [KEY.hex()]
-    assert chunks["group"].tolist() == [1]
-    assert chunks["hits"].tolist() == [7]
-    assert inspect.nodes(cluster)["pool_bytes"].tolist() == [1 << 20]
+    (chunk,) = inspect.chunks(cluster).itertuples(index=False)
+    assert (chunk.namespace, chunk.node_id, chunk.group) == ("space", "node", 1)
+    assert (chunk.key, chunk.bytes, chunk.age_s, chunk.hits) == (KEY.hex(), 4096, 1.5, 7)
+    assert inspect.nodes(cluster)["pool_bytes"].tolist() == [100]
     (space,) = inspect.namespaces(cluster).itertuples(index=False)
     assert (space.namespace, space.model) == ("space", "tiny")
     assert (space.engines, space.nodes, space.chunks) == (1, 1, 1)
@@ -175,35 +153,20 @@ def test_chunks_of_a_namespace_or_node_only(played: PlayedCluster, cluster: Clus
     assert len(inspect.chunks(cluster, node="other")) == 0
 
 
-def test_chunks_have_sizes_ages_and_hits(played: PlayedCluster, cluster: Cluster) -> None:
-    played.log.append(block(2))
-    (row,) = inspect.chunks(cluster, namespace="sp").itertuples(index=False)
-    assert (row.key, row.bytes, row.age_s, row.hits) == (KEY.hex(), 4096, 1.5, 7)
-    assert (row.namespace, row.node_id) == ("space", "node")
+def test_tokens_are_known_of_all_chunks_or_of_none(played: PlayedCluster, cluster: Cluster) -> None:
+    assert known_tokens(cluster, SPACE, [KEY]) is None
+    played.tokens = {KEY: [4, 5]}
+    assert known_tokens(cluster, SPACE, [KEY, KEY]) == [4, 5, 4, 5]
+    assert known_tokens(cluster, SPACE, [KEY, Key(b"other")]) is None
 
 
-def test_tokens_are_known_of_all_chunks_or_of_none(cluster: Cluster) -> None:
-    describing = cast("Cluster", DescribingCluster())
-    space = Namespace("space")
-    assert known_tokens(describing, space, [Key(KEY), Key(KEY)]) == [4, 5, 4, 5]
-    assert known_tokens(describing, space, [Key(KEY), Key(b"other")]) is None
-    assert known_tokens(cluster, space, [Key(KEY)]) is None
-
-
-class WindowedCluster(DescribingCluster):
-    """Its engines have told what their KV groups are; of windows they describe nothing."""
-
-    def status(self) -> ClusterStatus:
-        space = NamespaceStatus("space", traits={"chunks": "1:32 2:32/3 3:64/3"})
-        return msgspec.structs.replace(super().status(), spaces=[space])
-
-
-def test_tokens_of_a_window_are_those_of_full_attention_at_its_place() -> None:
-    describing = cast("Cluster", WindowedCluster())
-    space = Namespace("space")
-    assert known_tokens(describing, space, [in_group(KEY, 2)]) == [4, 5]
-    # Its chunks have other tokens.
-    assert known_tokens(describing, space, [in_group(KEY, 3)]) is None
+def test_tokens_of_a_window_are_those_of_full_attention_at_its_place(
+    played: PlayedCluster, cluster: Cluster
+) -> None:
+    played.tokens = {KEY: [4, 5]}
+    played.spaces = [NamespaceStatus("space", traits={"chunks": "1:32 2:32/3 3:64/3"})]
+    assert known_tokens(cluster, SPACE, [in_group(KEY, 2)]) == [4, 5]
+    assert known_tokens(cluster, SPACE, [in_group(KEY, 3)]) is None, "chunks of another size"
 
 
 def test_requests_of_all_pages_in_order(played: PlayedCluster, cluster: Cluster) -> None:
@@ -318,10 +281,14 @@ def test_every_plot_draws_what_its_frame_has_and_says_in_which_unit(
 
 
 def test_plots_of_nothing_say_so_instead_of_empty_axes() -> None:
+    import matplotlib.pyplot as plt
+
     chunks, events, requests, transfers = (
         frame(table, []) for table in ("chunks", "events", "requests", "transfers")
     )
-    for axes in plots(chunks, events, requests, transfers, Trace([], [], 32)):
+    _, given = plt.subplots()
+    assert inspect.plot_sources(requests, ax=given) is given
+    for axes in [given, *plots(chunks, events, requests, transfers, Trace([], [], 32))]:
         assert drawn(axes) == 0
         assert [text.get_text().partition(":")[0] for text in axes.texts] == ["nothing yet"]
         assert not axes.axison
@@ -344,13 +311,6 @@ def test_children_lie_within_their_parents_height() -> None:
     assert found == {(0, 0): 2, (1, 0): 1, (1, 1): 1, (0, 2): 1}
 
 
-def test_plot_draws_on_given_axes() -> None:
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots()
-    assert inspect.plot_sources(frame("requests", []), ax=axes) is axes
-
-
 # Imports
 
 
@@ -370,7 +330,4 @@ def test_missing_package_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyP
 
 
 def test_all_public_names_are_there() -> None:
-    for name in inspect.__all__:
-        assert getattr(inspect, name).__doc__
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = inspect.nothing  # type: ignore[attr-defined]
+    assert all(getattr(inspect, name).__doc__ for name in inspect.__all__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,10 +27,12 @@ from raykv.protocol.events import BlockStored, NodeJoined
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.reader import Chunk
-from raykv.protocol.status import ClusterStatus, NamespaceStatus, NodeStatus
+from raykv.protocol.status import ClusterStatus, NamespaceStatus
 from raykv.protocol.worker import ElementOrder, GroupForm, KVForm
 from raykv.stream.replay import Replay
+from tests.fixtures import statuses
 from tests.fixtures.listed import listed
+from tests.fixtures.played_cluster import status
 
 SLOT_BYTES = 4096
 
@@ -63,17 +65,8 @@ class PlayedPools:
 
     def hold(self, node: str, name: bytes, number: int, namespace: str = "space") -> None:
         self.numbers[node, name] = number
-        self.directory.apply(
-            BlockStored(
-                life=1,
-                seq=2,
-                node_id=node,
-                node_life=5,
-                number=number,
-                namespace=namespace,
-                key=name,
-            )
-        )
+        place: dict[str, Any] = {"node_id": node, "namespace": namespace, "key": name}
+        self.directory.apply(BlockStored(life=1, seq=2, node_life=5, number=number, **place))
 
     def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:
         assert tier == "ram"
@@ -83,32 +76,12 @@ class PlayedPools:
         return {}
 
     def status(self) -> ClusterStatus:
-        nodes = [
-            NodeStatus(
-                node_id=node,
-                life=5,
-                hostname="",
-                pid=0,
-                chunks=0,
-                age_s=0.0,
-            )
-            for node in self.directory.nodes
-        ]
         traits = {"chunks": self.kv_groups} if self.kv_groups else {}
-        return ClusterStatus(
-            "here",
-            1,
-            "0",
-            paused=False,
-            nodes=nodes,
+        return status(
+            nodes=[statuses.node(0, life=5, node_id=each) for each in self.directory.nodes],
             namespaces={"space": 1},
             spaces=[NamespaceStatus("space", traits=traits)],
         )
-
-    def kv_form(self, namespace: str, node_ids: Iterable[str]) -> KVForm:
-        """An engine has attached on one node only."""
-        assert namespace == "space"
-        return self.form if "near" in node_ids else KVForm()
 
     def read_chunks(
         self, node_id: str, namespace: str, keys: Sequence[Key], slot_bytes: int, num_blocks: int
@@ -243,14 +216,9 @@ def test_bytes_per_chunk_have_the_windows_that_are_stored(pools: PlayedPools) ->
         pools.hold("far", key(f"{number}", 0), number)
         pools.hold("far", key(f"{number}", 2), 10 + number)
     assert inspect.bytes_per_chunk(cluster_of(pools)) == 4096 * 14 // 8
-
-
-def test_bytes_per_chunk_are_of_all_groups_where_none_needs_whole_prefixes(
-    pools: PlayedPools,
-) -> None:
-    pools.kv_groups = "0:32/3"
-    pools.hold("near", key("a"), 1)
-    assert inspect.bytes_per_chunk(cluster_of(pools)) == SLOT_BYTES
+    # Of all groups where none needs whole prefixes.
+    pools.kv_groups = "0:32/3 1:32/3 2:32/3"
+    assert inspect.bytes_per_chunk(cluster_of(pools)) == 3 * 4096
 
 
 # What the source may answer
@@ -312,24 +280,16 @@ def source(monkeypatch: pytest.MonkeyPatch) -> PlayedSource:
     return played
 
 
+@pytest.mark.parametrize(("max_bytes", "pieces"), [(2 * SLOT_BYTES, [2, 1]), (1, [1, 1, 1])])
 def test_reads_are_cut_into_pieces_and_come_in_order(
-    source: PlayedSource, monkeypatch: pytest.MonkeyPatch
+    source: PlayedSource, monkeypatch: pytest.MonkeyPatch, max_bytes: int, pieces: list[int]
 ) -> None:
-    monkeypatch.setattr(inspection, "MAX_READ_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setattr(inspection, "MAX_READ_BYTES", max_bytes)
     found = list(inspection.read_chunks("near", "space", KEYS, SLOT_BYTES))
     assert [each.view(np.float32)[0] for each in found] == [0, 100, 200]
-    assert [len(request.keys) for request in source.asked] == [2, 1]
+    assert [len(request.keys) for request in source.asked] == pieces
     first = source.asked[0]
     assert (first.version, first.namespace) == (PROTOCOL_VERSION, "space")
-    assert first.with_checksums
-
-
-def test_chunk_larger_than_a_piece_is_read_alone(
-    source: PlayedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspection, "MAX_READ_BYTES", 1)
-    assert len(list(inspection.read_chunks("near", "space", KEYS, SLOT_BYTES))) == 3
-    assert len(source.asked) == 3
 
 
 @pytest.mark.parametrize(

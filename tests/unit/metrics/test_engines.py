@@ -20,24 +20,17 @@ def message(engine: int, seq: int, **counters: int) -> Tell:
     return Tell(engine, seq, "ns", counters={"hits": 0, **counters})
 
 
-def tokens(tally: EngineTally, label: str = "ns") -> dict[str, int]:
-    return {str(source): tally.tokens[label, str(source)] for source in TokenSource}
-
-
 def test_tokens_are_told_apart_by_source_and_add_up_to_the_prompt() -> None:
     tally = EngineTally()
     tally.take("ns", message(1, 1))
-    tally.take(
-        "ns",
-        message(1, 2, prompt_tokens=100, own_cache_tokens=10, loaded_tokens=60, fetched_tokens=25),
-    )
-    assert tokens(tally) == {
-        "computed": 30,
-        "own_cache": 10,
-        "same_node": 35,
-        "other_node": 25,
-        "disk": 0,
-    }
+    # Series are there before anything has happened.
+    assert tally.tokens == {("ns", str(source)): 0 for source in TokenSource}
+    assert tally.missed() == {("ns", str(reason)): 0 for reason in MissReason}
+    told = {"own_cache_tokens": 10, "loaded_tokens": 60, "fetched_tokens": 25}
+    tally.take("ns", message(1, 2, prompt_tokens=100, **told))
+    found = {source: count for (_, source), count in tally.tokens.items()}
+    expected = {"computed": 30, "own_cache": 10, "same_node": 35, "other_node": 25, "disk": 0}
+    assert found == expected
 
 
 def test_engine_that_was_there_before_adds_nothing_of_the_past() -> None:
@@ -56,13 +49,6 @@ def test_repetition_and_message_without_numbers_change_nothing() -> None:
     assert not tally.take("ns", Tell(1, 3, "ns"))
     assert tally.take("ns", message(1, 4, prompt_tokens=6, missed_tokens_evicted=6))
     assert tally.tokens.total() == tally.missed().total() == 6
-
-
-def test_series_of_a_namespace_exist_before_anything_happened() -> None:
-    tally = EngineTally()
-    tally.take("ns", message(1, 1))
-    assert len(tally.tokens) == len(TokenSource)
-    assert tally.missed() == {("ns", str(reason)): 0 for reason in MissReason}
 
 
 def test_reason_that_is_corrected_stands_still_until_it_is_made_up_for() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -163,76 +162,40 @@ def test_namespace_that_only_disks_have_is_chosen_where_there_is_no_other() -> N
     assert choose_namespace([old], None, None) is old
 
 
+def found_at(there: list[set[Source]], extra_tokens: int = 0) -> PromptLookup:
+    """A lookup of a prompt whose whole chunks are at these places."""
+    tokens = list(range(32 * len(there) + extra_tokens))
+    return look_up(SPACE, scheme_of(SPACE), tokens, PromptTraits(), lambda _: there)
+
+
 def test_lookup_says_where_each_chunk_is_and_how_much_each_node_could_load() -> None:
-    tokens = list(range(4 * 32 + 5))
-    scheme = scheme_of(SPACE)
-    keys = scheme.chunks(tokens)[FULL]
-    holders: dict[bytes, set[Source]] = {
-        keys[0]: {A, B},
-        keys[1]: {A},
-        keys[2]: {B},
-        keys[3]: set(),
-    }
-
-    def sources_of(asked: Sequence[bytes]) -> list[Collection[Source]]:
-        return [holders[key] for key in asked]
-
-    found = look_up(SPACE, scheme, tokens, PromptTraits(), sources_of)
-    assert (found.prompt_tokens, found.cached_tokens) == (133, 96)
-    assert [(each.node_id, each.tokens, each.chunks) for each in found.nodes] == [
-        ("a", 64, 2),
-        ("b", 32, 2),
-    ]
-    assert [(c.first_token, c.end_token, c.nodes) for c in found.chunks] == [
-        (0, 32, ["a", "b"]),
-        (32, 64, ["a"]),
-        (64, 96, ["b"]),
-        (96, 128, []),
-    ]
-    assert found.model == "/models/tiny"
-
-
-def test_lookup_tells_what_is_on_which_disk() -> None:
-    tokens = list(range(5 * 32))
-    there = [{A}, {A, A_DISK}, {B_DISK, A_DISK}, {B}, set[Source]()]
-    found = look_up(SPACE, scheme_of(SPACE), tokens, PromptTraits(), lambda _: there)
+    found = found_at([{A}, {A, A_DISK}, {B_DISK, A_DISK}, {B}, set()], extra_tokens=5)
+    assert (found.model, found.prompt_tokens) == ("/models/tiny", 165)
     # What is on a disk can be loaded, and is told apart.
     assert (found.cached_tokens, found.disk_tokens) == (128, 32)
     assert [
         (each.node_id, each.tokens, each.chunks, each.tokens_with_disk, each.disk_chunks)
         for each in found.nodes
     ] == [("a", 64, 2, 96, 2), ("b", 0, 1, 0, 1)]
-    assert [(chunk.nodes, chunk.disks) for chunk in found.chunks] == [
-        (["a"], []),
-        (["a"], ["a"]),
-        ([], ["a", "b"]),
-        (["b"], []),
-        ([], []),
+    assert [
+        (each.first_token, each.end_token, each.nodes, each.disks) for each in found.chunks
+    ] == [
+        (0, 32, ["a"], []),
+        (32, 64, ["a"], ["a"]),
+        (64, 96, [], ["a", "b"]),
+        (96, 128, ["b"], []),
+        (128, 160, [], []),
     ]
 
 
 def test_tokens_behind_a_gap_do_not_count_as_on_disk() -> None:
-    tokens = list(range(3 * 32))
-    scheme = scheme_of(SPACE)
-    keys = scheme.chunks(tokens)[FULL]
-    holders: dict[bytes, set[Source]] = dict(zip(keys, [{A_DISK}, set(), {A_DISK}], strict=True))
-    found = look_up(
-        SPACE, scheme, tokens, PromptTraits(), lambda asked: [holders[k] for k in asked]
-    )
+    found = found_at([{A_DISK}, set(), {A_DISK}])
     assert (found.cached_tokens, found.disk_tokens) == (32, 32)
     assert (found.nodes[0].tokens, found.nodes[0].tokens_with_disk) == (0, 32)
 
 
 def test_chunks_before_a_window_are_not_read_from_a_disk() -> None:
-    scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), (FULL, WINDOW))
-    tokens = list(range(128))
-    keys = scheme.chunks(tokens)
-    on_disk = {*keys[WINDOW][:3]}
-
-    def sources_of(asked: Sequence[bytes]) -> list[Collection[Source]]:
-        return [{A_DISK} if key in on_disk else {A} for key in asked]
-
-    found = look_up(SPACE, scheme, tokens, PromptTraits(), sources_of)
+    found, _ = looked_up((FULL, WINDOW), range(4 * 32), {0: "xxxx", 1: "dddx"})
     # The window is the last two chunks of four.
     assert (found.cached_tokens, found.disk_tokens) == (128, 32)
 
@@ -243,22 +206,18 @@ STATE = ChunkGroup(1, 32, 1)
 def looked_up(
     groups: tuple[ChunkGroup, ...], tokens: Sequence[int], there: dict[int, str]
 ) -> tuple[PromptLookup, dict[ChunkGroup, list[Key]]]:
-    """A lookup where `there` says, by group, which chunks node a has."""
+    """A lookup where `there` says, by group, which chunks node a has: x in its pool, d on disk."""
     states = frozenset({STATE.group} if STATE in groups else ())
     scheme = PromptScheme(HashScheme("sha256", DEFAULT_SEED, 16), groups, states)
     keys = scheme.chunks(tokens)
+    places: dict[str, set[Source]] = {"x": {A}, "d": {A_DISK}, ".": set()}
     held = {
-        key
+        key: places[letter]
         for group in groups
         for key, letter in zip(keys[group], there[group.group], strict=True)
-        if letter == "x"
     }
     found = look_up(
-        SPACE,
-        scheme,
-        tokens,
-        PromptTraits(),
-        lambda asked: [{A} if k in held else () for k in asked],
+        SPACE, scheme, tokens, PromptTraits(), lambda asked: [held[Key(key)] for key in asked]
     )
     return found, keys
 
@@ -267,17 +226,16 @@ def needed(found: PromptLookup, group: ChunkGroup) -> list[int]:
     return [c.first_token // 32 for c in found.chunks if c.is_needed and c.group == group.group]
 
 
-def test_state_behind_the_last_token_is_of_no_use() -> None:
+@pytest.mark.parametrize(
+    ("group", "extra_tokens", "there", "cached"),
+    [(STATE, 0, ".x.x", 64), (STATE, 1, ".x.x", 128), (WINDOW, 0, "..xx", 128)],
+)
+def test_state_behind_the_last_token_is_of_no_use_but_a_window_is(
+    group: ChunkGroup, extra_tokens: int, there: str, cached: int
+) -> None:
     """An engine computes that token, and a state is to be had where a chunk ends."""
-    found, _ = looked_up((FULL, STATE), range(4 * 32), {0: "xxxx", 1: ".x.x"})
-    assert (found.cached_tokens, found.nodes[0].tokens) == (64, 64)
-    found, _ = looked_up((FULL, STATE), range(4 * 32 + 1), {0: "xxxx", 1: ".x.x"})
-    assert (found.cached_tokens, found.nodes[0].tokens) == (128, 128)
-
-
-def test_window_behind_the_last_token_is_loaded_with_it() -> None:
-    found, _ = looked_up((FULL, WINDOW), range(4 * 32), {0: "xxxx", 1: "..xx"})
-    assert found.cached_tokens == 128
+    found, _ = looked_up((FULL, group), range(4 * 32 + extra_tokens), {0: "xxxx", 1: there})
+    assert (found.cached_tokens, found.nodes[0].tokens) == (cached, cached)
 
 
 def test_keys_are_those_of_whole_prefixes_and_of_windows_at_their_ends() -> None:
@@ -299,12 +257,7 @@ def test_keys_of_a_prompt_that_is_nowhere_are_what_it_will_need() -> None:
     assert (needed(found, FULL), needed(found, STATE)) == ([*range(8)], [6, 7])
 
 
-def test_lookup_of_a_prompt_without_a_whole_chunk_finds_nothing() -> None:
-    found = look_up(SPACE, scheme_of(SPACE), [1] * 31, PromptTraits(), lambda _: [])
-    assert (found.cached_tokens, found.nodes, found.chunks) == (0, [], [])
-
-
 def test_other_salt_has_other_keys() -> None:
     scheme = scheme_of(SPACE)
-    plain = scheme.chunks([1] * 64)[FULL]
-    assert plain != scheme.chunks([1] * 64, replace(PromptTraits(), cache_salt="s"))[FULL]
+    assert scheme.chunks([1] * 64) != scheme.chunks([1] * 64, PromptTraits(cache_salt="s"))
+    assert scheme.chunks([1] * 31)[FULL] == []

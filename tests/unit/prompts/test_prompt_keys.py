@@ -81,20 +81,10 @@ def test_long_prompt_with_windows_has_keys_up_to_its_end() -> None:
     tokens = list(range(4 * 101))
     found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
     full, window = scheme.chunks(tokens).values()
-    assert found.keys == {
-        ChunkGroup(0, 16): full[3::4],
-        ChunkGroup(1, 16, 1): window[3::4],
-    }
+    assert found.keys == {ChunkGroup(0, 16): full[3::4], ChunkGroup(1, 16, 1): window[3::4]}
     assert (found.followed, found.first) == (ChunkGroup(0, 4), full[:60])
-
-
-def test_larger_chunks_of_a_window_find_the_end_of_a_smaller_one() -> None:
-    """A window of 6 chunks that ends with the 98th of 101, in chunks of four: up to the 96th."""
-    scheme = PromptScheme(SCHEME.hashing, (ChunkGroup(0, 4), ChunkGroup(1, 4, 6)))
-    tokens = list(range(4 * 101))
-    full, window = scheme.chunks(tokens).values()
+    # A window of 6 chunks that ends with the 98th of 101, in chunks of four: up to the 96th.
     held = {*full, *window[92:98]}
-    found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
     there = {group.group: [key in held for key in keys] for group, keys in found.keys.items()}
     assert loadable_tokens(list(found.keys), there) == 4 * 96
 
@@ -109,18 +99,12 @@ def test_groups_that_are_alike_are_asked_for_once() -> None:
     assert found.followed == groups[3]
 
 
-def test_state_behind_the_last_token_is_not_asked_for() -> None:
-    groups = (ChunkGroup(0, 4, 1), ChunkGroup(1, 4))
-    hasher = PromptHasher(PromptScheme(SCHEME.hashing, groups, frozenset({0})))
-    for length, chunks in ((40, 9), (41, 10)):
-        found = hasher.keys(PromptTokens(list(range(length)), PromptTraits()), MANY)
-        assert [len(keys) for keys in found.keys.values()] == [chunks, chunks]
-
-
-def test_states_are_asked_for_where_they_are() -> None:
+def test_states_are_asked_for_where_they_are_but_not_behind_the_last_token() -> None:
     """In larger chunks most of them would not be seen."""
     groups = (ChunkGroup(0, 4, 1), ChunkGroup(1, 4))
     scheme = PromptScheme(SCHEME.hashing, groups, frozenset({0}))
-    tokens = list(range(4 * 101))
-    found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), 60)
-    assert found.keys == {group: keys[:30] for group, keys in scheme.chunks(tokens).items()}
+    for length, most, chunks in ((40, MANY, 9), (41, MANY, 10), (4 * 101, 60, 30)):
+        tokens = list(range(length))
+        found = PromptHasher(scheme).keys(PromptTokens(tokens, PromptTraits()), most)
+        whole = scheme.chunks(tokens)
+        assert found.keys == {group: keys[:chunks] for group, keys in whole.items()}

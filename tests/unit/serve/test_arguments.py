@@ -14,6 +14,7 @@ from raykv.serve.app import build_app
 from raykv.serve.arguments import AppArguments, ModelArguments, parse, plan_of, to_flags
 
 MODEL = {"model": "org/some-model-1.5"}
+ENGINES = "deployment of some-model-1.5"
 
 
 def refused(args: Any) -> str:
@@ -53,9 +54,7 @@ def test_arguments_survive_their_way_to_a_replica() -> None:
     [
         ({}, "model", "is needed"),
         ({"models": []}, "models", "at least 1 item"),
-        ({"models": [{}]}, "models.0.model", "is needed"),
         ({"models": [MODEL, {**MODEL, "naem": "x"}]}, "models.1.naem", "is an unknown argument"),
-        ({**MODEL, "enigne_args": {}}, "enigne_args", "is an unknown argument"),
         ({**MODEL, "models": [MODEL]}, "model", "is an unknown argument"),
         ({**MODEL, "model": 7}, "model", "valid string, not 7"),
         ({**MODEL, "model": "/"}, "args", "give `name`"),
@@ -67,36 +66,16 @@ def test_arguments_survive_their_way_to_a_replica() -> None:
         ({**MODEL, "raykv": {"pool_bytes": "many"}}, "args", "many"),
         ({**MODEL, "raykv": "off"}, "raykv", "not 'off'"),
         ({**MODEL, "deployment": {"name": "x"}}, "args", "beside `deployment`"),
-        (
-            {**MODEL, "deployment": {"num_replica": 2}},
-            "deployment of some-model-1.5",
-            "num_replica",
-        ),
-        (
-            {**MODEL, "deployment": {"num_replicas": -1}},
-            "deployment of some-model-1.5",
-            "greater than or equal",
-        ),
-        (
-            {**MODEL, "deployment": {"autoscaling_config": {"min_replica": 1}}},
-            "deployment of some-model-1.5",
-            "min_replica",
-        ),
-        ({**MODEL, "ingress": {"attempts": 0}}, "ingress.attempts", "not 0"),
+        ({**MODEL, "deployment": {"num_replica": 2}}, ENGINES, "num_replica"),
+        ({**MODEL, "deployment": {"num_replicas": -1}}, ENGINES, "greater than or equal"),
         ({**MODEL, "ingress": {"max_body_bytes": "big"}}, "ingress.max_body_bytes", "not 'big'"),
-        ({**MODEL, "ingress": {"replica_wait_s": 0}}, "ingress.replica_wait_s", "not 0"),
         ({**MODEL, "ingress": {"replica_wait_s": float("nan")}}, "ingress.replica_wait_s", "nan"),
         ({**MODEL, "ingress": {"deployment": {"cpus": 1}}}, "ingress.deployment", "cpus"),
-        ({**MODEL, "router": {"policy": 3}}, "router.policy", "not 3"),
         ({**MODEL, "router": {"policy": "round-robin"}}, "router.policy", "'round-robin'"),
         ({**MODEL, "router": {"policy": "raykv.nowhere:X"}}, "router.policy", "raykv.nowhere"),
         ({**MODEL, "router": {"policy": "raykv:NoRouter"}}, "router.policy", "NoRouter"),
         ({"models": [MODEL, MODEL]}, "args", "two deployments are called 'some-model-1.5'"),
-        (
-            {"models": [MODEL, {**MODEL, "name": "other"}]},
-            "args",
-            "two served models are called 'org/some-model-1.5'",
-        ),
+        ({"models": [MODEL, {**MODEL, "name": "b"}]}, "args", "two served models are called"),
         ([MODEL], "args", "dictionary"),
         (None, "args", "dictionary"),
     ],
@@ -234,27 +213,17 @@ def test_deployments_have_bounds_and_look_for_hanging_replicas() -> None:
     assert engine._deployment_config.health_check_period_s <= 1
 
 
-def actor_options(app: Any) -> dict[str, Any]:
-    options: dict[str, Any] = app._bound_deployment.ray_actor_options
-    return options
-
-
 def test_engines_do_not_give_way_unless_they_are_to() -> None:
-    own = {"num_cpus": 2, "runtime_env": {"env_vars": {"A": "1"}}}
-    app = build_app({**MODEL, "deployment": {"ray_actor_options": own}})
-    ((_, engine),) = app._bound_deployment.init_args[1]
-    assert actor_options(engine)["num_cpus"] == 2
-    assert actor_options(engine)["runtime_env"]["env_vars"] == {
-        "A": "1",
-        "RAY_worker_niceness": "0",
-    }
-    assert actor_options(app)["runtime_env"]["env_vars"] == {"RAY_worker_niceness": "0"}
-    own = {"runtime_env": {"env_vars": {"RAY_worker_niceness": "7"}}}
-    nice = build_app({**MODEL, "deployment": {"ray_actor_options": own}})
-    assert (
-        actor_options(nice._bound_deployment.init_args[1][0][1])["runtime_env"]
-        == own["runtime_env"]
-    )
+    def environments(variables: dict[str, str]) -> list[Any]:
+        own = {"runtime_env": {"env_vars": variables}}
+        app = build_app({**MODEL, "deployment": {"ray_actor_options": own}})._bound_deployment
+        ((_, engine),) = app.init_args[1]
+        options = (engine._bound_deployment.ray_actor_options, app.ray_actor_options)
+        return [each["runtime_env"]["env_vars"] for each in options]
+
+    kept = {"RAY_worker_niceness": "0"}
+    assert environments({"A": "1"}) == [{"A": "1", **kept}, kept]
+    assert environments({"RAY_worker_niceness": "7"}) == [{"RAY_worker_niceness": "7"}, kept]
 
 
 def test_router_of_any_import_path_gets_its_arguments() -> None:

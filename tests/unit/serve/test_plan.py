@@ -20,7 +20,6 @@ from vllm.distributed import parallel_state
 
 from deploy import sizes
 from raykv.base.errors import SettingError
-from raykv.client.capacity import KVShape
 from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.serve.plan import plan
 from tests.fixtures.model_configs import LLAMA
@@ -39,6 +38,7 @@ MAMBA = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
+T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
 ENGINE = {"block_size": 32, "max_model_len": 2048, "dtype": "bfloat16"}
 
 STATE_TOKENS = 96 if torch.cpu._is_avx512_bf16_supported() else 64
@@ -68,8 +68,10 @@ def test_small_model_is_planned_by_its_name_without_a_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = plan("smollm2", {}, {"dtype": "bfloat16"}).shape
-    assert (shape.model, shape.layers, shape.max_model_len) == ("smollm2", 30, 8192)
+    expected = sizes.SMOLLM2_135M
+    engine = {"dtype": "bfloat16", "max_model_len": expected.max_model_len, "block_size": 128}
+    shape = plan("smollm2", {}, engine).shape
+    assert shape == msgspec.structs.replace(expected, model="smollm2")
     assert not list(tmp_path.glob("raykv/*"))
 
 
@@ -163,41 +165,14 @@ def test_nothing_of_vllm_stays_changed(tmp_path: Path) -> None:
     assert vars(parallel_state) == before[1]
 
 
-@pytest.mark.parametrize(
-    ("shape", "numbers"),
-    [
-        (
-            sizes.SMOLLM2_135M,
-            {
-                "hidden_size": 576,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "num_hidden_layers": 30,
-            },
-        ),
-        (
-            sizes.QWEN3_8B,
-            {
-                "hidden_size": 4096,
-                "head_dim": 128,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "num_hidden_layers": 36,
-                "max_position_embeddings": 40960,
-            },
-        ),
-    ],
-    ids=["smollm2", "qwen3"],
-)
-def test_shapes_of_the_manifests_are_what_plan_reads(
-    tmp_path: Path, shape: KVShape, numbers: dict[str, int]
-) -> None:
-    model = folder(tmp_path, {**LLAMA, "max_position_embeddings": 8192, **numbers})
-    engine = {
-        "block_size": shape.groups[0].tokens_per_chunk,
-        "max_model_len": shape.max_model_len,
-    }
-    assert plan(model, {}, engine).shape == msgspec.structs.replace(shape, model=model)
+def test_shape_of_the_manifests_is_what_plan_reads(tmp_path: Path) -> None:
+    numbers = {"hidden_size": 4096, "head_dim": 128, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    model = folder(tmp_path, {**LLAMA, **numbers, **heads, "max_position_embeddings": 40960})
+    expected = sizes.QWEN3_8B
+    block_size = expected.groups[0].tokens_per_chunk
+    engine = {"block_size": block_size, "max_model_len": expected.max_model_len}
+    assert plan(model, {}, engine).shape == msgspec.structs.replace(expected, model=model)
 
 
 @pytest.mark.parametrize(
@@ -224,21 +199,14 @@ def test_settings_that_are_wrong_are_refused(
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (
-            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
-            "has an encoder and a decoder",
-        ),
+        (T5, "has an encoder and a decoder"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, "encodes prompts as a whole"),
         ({**LLAMA, "num_attention_heads": 3}, "vLLM can't plan the KV cache of the model"),
+        (None, "vLLM can't plan the KV cache of the model"),
     ],
 )
 def test_model_that_can_not_be_planned_is_refused(
-    tmp_path: Path, config: dict[str, Any], expected: str
+    tmp_path: Path, config: dict[str, Any] | None, expected: str
 ) -> None:
     with pytest.raises(SettingError, match=expected):
-        plan(folder(tmp_path, config))
-
-
-def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="vLLM can't plan the KV cache of the model"):
-        plan(str(tmp_path))
+        plan(folder(tmp_path, config) if config else str(tmp_path))

@@ -16,7 +16,7 @@ from raykv.serve.arguments import ModelArguments, parse
 from raykv.serve.http.exchange import Head, HttpRequest
 from raykv.serve.models import SMOLLM2_NAME
 from raykv.serve.replica import EngineReplica
-from tests.fixtures.asgi import app_of, body, start
+from tests.fixtures.asgi import app_of, body, start, take
 
 REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b"{}")
 FAILED = "the process ended"
@@ -45,93 +45,67 @@ class Replica(EngineReplica):
         raise RuntimeError(FAILED)
 
 
-def test_head_comes_with_the_first_piece_of_the_body() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+async def test_head_comes_with_the_first_piece_of_the_body() -> None:
+    go_on = asyncio.Event()
 
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start())
-            await go_on.wait()
-            await send(body(b"one", more=True))
-            await send(body(b"two", more=False))
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start())
+        await go_on.wait()
+        await send(body(b"one", more=True))
+        await send(body(b"two", more=False))
 
-        pieces = Replica(app_of(steps)).handle_http(REQUEST)
-        first = asyncio.create_task(anext(pieces))
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert not first.done()
-        go_on.set()
-        assert await first == Head(200, [])
-        assert [piece async for piece in pieces] == [b"one", b"two"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    pieces = Replica(app_of(steps)).handle_http(REQUEST)
+    first = asyncio.create_task(anext(pieces))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not first.done()
+    go_on.set()
+    assert await first == Head(200, [])
+    assert [piece async for piece in pieces] == [b"one", b"two"]
 
 
-def test_answer_without_a_body_has_a_head() -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(204))
-            await send(body(b"", more=False))
+@pytest.mark.parametrize(("status", "text"), [(204, []), (500, [b"sorry"])])
+async def test_answer_of_a_living_engine_is_passed_on(status: int, text: list[bytes]) -> None:
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start(status))
+        await send(body(b"".join(text), more=False))
 
-        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(204, [])]
+    pieces = Replica(app_of(steps)).handle_http(REQUEST)
+    assert [piece async for piece in pieces] == [Head(status, []), *text]
 
 
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("text", [b'data: {"error": "EngineDeadError"}', b""])
-def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
+async def test_replica_ends_before_it_tells_anybody_that_its_engine_died(
     status: int, text: bytes
 ) -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(status))
-            replica._engine.errored = True
-            await send(body(text, more=False))
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start(status))
+        replica._engine.errored = True
+        await send(body(text, more=False))
 
-        replica = Replica(app_of(steps))
-        seen: list[Any] = []
-
-        async def collect() -> None:
-            async for piece in replica.handle_http(REQUEST):
-                seen.append(piece)  # noqa: PERF401 - what comes before the error is kept
-
-        with pytest.raises(RuntimeError, match=FAILED):
-            await collect()
-        return seen
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == []
+    replica = Replica(app_of(steps))
+    seen: list[Any] = []
+    with pytest.raises(RuntimeError, match=FAILED):
+        await take(replica.handle_http(REQUEST), seen)
+    assert seen == []
 
 
-def test_failed_request_of_a_living_engine_is_answered() -> None:
-    async def scenario() -> list[Any]:
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start(500))
-            await send(body(b"sorry", more=False))
+async def test_caller_that_leaves_ends_the_request_at_once() -> None:
+    ended: list[int] = []
 
-        return [piece async for piece in Replica(app_of(steps)).handle_http(REQUEST)]
+    async def steps(receive: Any, send: Any) -> None:
+        await send(start())
+        await send(body(b"one", more=True))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(1)
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [Head(500, []), b"sorry"]
-
-
-def test_caller_that_leaves_ends_the_request_at_once() -> None:
-    async def scenario() -> None:
-        ended: list[int] = []
-
-        async def steps(receive: Any, send: Any) -> None:
-            await send(start())
-            await send(body(b"one", more=True))
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.append(1)
-
-        async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
-            assert await anext(pieces) == Head(200, [])
-            assert not ended
-        assert ended
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(Replica(app_of(steps)).handle_http(REQUEST)) as pieces:
+        assert await anext(pieces) == Head(200, [])
+        assert not ended
+    assert ended
 
 
 def test_small_model_is_served_from_its_folder_under_both_names(

@@ -35,6 +35,8 @@ def test_what_the_model_says_beats_settings_of_all() -> None:
     found = with_raykv(given, {"transport": "ray", "pool_bytes": 1 << 30}, "model 'm'")
     assert found["kv_role"] == "kv_consumer"
     assert found[EXTRA] == {"transport": "nixl", "pool_bytes": 1 << 30}
+    with pytest.raises(SettingError, match=r"model 'm': .*polcy"):
+        with_raykv(None, {"eviction_polcy": "lru"}, "model 'm'")
 
 
 def test_one_of_several_connectors_gets_settings_and_the_others_stay() -> None:
@@ -75,31 +77,25 @@ def test_impossible_configuration_is_refused_for_the_model(given: Any, said: str
     assert str(refused.value).startswith("model 'm': ")
 
 
-def test_settings_of_all_are_checked_too() -> None:
-    with pytest.raises(SettingError, match=r"model 'm': .*polcy"):
-        with_raykv(None, {"eviction_polcy": "lru"}, "model 'm'")
-
-
-def test_replica_fills_in_cluster_node_and_policy() -> None:
-    transfer: dict[str, Any] = {"kv_connector": "RayKVConnector"}
-    fill_in(transfer, "10.0.0.1:6379", "ab")
-    assert transfer["kv_load_failure_policy"] == "recompute"
-    assert transfer[EXTRA] == {"ray_address": "10.0.0.1:6379", "node_id": "ab"}
-
-
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
+        ({}, {"ray_address": "10.0.0.1:6379", "node_id": "ab"}),
         ({"node_id": "cd"}, {"node_id": "cd", "ray_address": "10.0.0.1:6379"}),
         ({"ray_address": "10.9.9.9:6379"}, {"ray_address": "10.9.9.9:6379"}),
     ],
 )
-def test_replica_leaves_what_is_set_and_names_no_node_of_another_cluster(
+def test_replica_fills_in_what_is_not_set_and_names_no_node_of_another_cluster(
     own: dict[str, str], expected: dict[str, str]
 ) -> None:
-    transfer = {"kv_connector": "RayKVConnector", EXTRA: dict(own)}
+    transfer: dict[str, Any] = {"kv_connector": "RayKVConnector", EXTRA: dict(own)}
     fill_in(transfer, "10.0.0.1:6379", "ab")
+    assert transfer["kv_load_failure_policy"] == "recompute"
     assert transfer[EXTRA] == expected
+    if not own:
+        bare: dict[str, Any] = {"kv_connector": "RayKVConnector"}
+        fill_in(bare, "10.0.0.1:6379", "ab")
+        assert bare == transfer
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ def ask(client: Client, **ingress: Any) -> Client:
     """Of an application whose replicas take nothing."""
     given = parse(IngressArguments, ingress).model_dump()
     model = parse(DisaggregatedModelArguments, {"model": "m"}).model_dump()
-    prefill, decode = Handle(Pieces()), Handle(Pieces())
-    replica = IngressReplica(disaggregated_model, [(model, prefill, decode)], given)
+    engines = [(model, Handle(Pieces()), Handle(Pieces()))]
+    replica = IngressReplica(disaggregated_model, engines, given)
 
     async def main() -> None:
         app = await replica.__serve_build_asgi_app__()
@@ -39,15 +38,11 @@ def ask(client: Client, **ingress: Any) -> Client:
 
 
 @pytest.mark.parametrize(
-    ("ingress", "status"),
-    [
-        ({"replica_wait_s": 0.05}, 503),
-        ({"max_body_bytes": 10}, 413),
-        ({"max_held_bytes": 10}, 503),
-    ],
+    ("name", "value", "status"),
+    [("replica_wait_s", 0.05, 503), ("max_body_bytes", 10, 413), ("max_held_bytes", 10, 503)],
 )
-def test_arguments_of_the_ingress_have_an_effect(ingress: Mapping[str, Any], status: int) -> None:
-    assert ask(Client(body=[SHORT]), **ingress).status == status
+def test_arguments_of_the_ingress_have_an_effect(name: str, value: float, status: int) -> None:
+    assert ask(Client(body=[SHORT]), **{name: value}).status == status
 
 
 def test_wrong_option_of_the_ingress_is_named() -> None:

@@ -80,17 +80,20 @@ class Pair:
     prefill: Engine = field(default_factory=Engine)
     decode: Engine = field(default_factory=Engine)
     courses: list[Course] = field(default_factory=list)
+    deadline_s: float = 20.0
 
     def __post_init__(self) -> None:
-        rules = Handover(min_prompt_tokens=4, prefill_deadline_s=0.05)
+        rules = Handover(min_prompt_tokens=4, prefill_deadline_s=self.deadline_s)
         self.backend = DisaggregatedBackend(
             "m", self.prefill, self.decode, rules, self.courses.append
         )
 
-    async def ask(self, length: int = 4) -> list[Head | bytes]:
+    def begin(self, length: int = 4) -> Pieces:
         body = json.dumps({"prompt": [7] * length}).encode()
-        request = HttpRequest("POST", COMPLETIONS, b"", [], body)
-        return [piece async for piece in self.backend.answer(request)]
+        return self.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
+
+    async def ask(self, length: int = 4) -> list[Head | bytes]:
+        return [piece async for piece in self.begin(length)]
 
 
 @pytest.fixture(autouse=True)
@@ -105,125 +108,95 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_decode_engine_is_asked_once_the_prefill_engine_has_answered() -> None:
-    async def run() -> None:
-        pair, may_end = Pair(), asyncio.Event()
+async def test_decode_engine_is_asked_once_the_prefill_engine_has_answered() -> None:
+    pair, may_end = Pair(), asyncio.Event()
 
-        async def wait() -> int:
-            await may_end.wait()
-            return 200
+    async def wait() -> int:
+        await may_end.wait()
+        return 200
 
-        pair.prefill.script = wait
-        asked = asyncio.create_task(pair.ask())
-        await until(lambda: len(pair.prefill.requests) == 1)
-        assert pair.decode.requests == []
-        may_end.set()
-        assert await asked == [
-            Head(200, [(b"x-own", b"1"), (COURSE_HEADER, b"prefilled")]),
-            b"one",
-            b"two",
-        ]
-        assert pair.prefill.requests[0]["max_tokens"] == 1
-        assert pair.decode.requests[0]["kv_transfer_params"] == {"raykv_prefilled": True}
-        assert pair.courses == [Course.PREFILLED]
-
-    asyncio.run(run())
+    pair.prefill.script = wait
+    asked = asyncio.create_task(pair.ask())
+    await until(lambda: len(pair.prefill.requests) == 1)
+    assert pair.decode.requests == []
+    may_end.set()
+    assert await asked == [
+        Head(200, [(b"x-own", b"1"), (COURSE_HEADER, b"prefilled")]),
+        b"one",
+        b"two",
+    ]
+    assert pair.prefill.requests[0]["max_tokens"] == 1
+    assert pair.decode.requests[0]["kv_transfer_params"] == {"raykv_prefilled": True}
+    assert pair.courses == [Course.PREFILLED]
 
 
-def test_short_prompt_never_sees_a_prefill_engine() -> None:
-    async def run() -> None:
-        pair = Pair()
-        await pair.ask(3)
-        assert (pair.prefill.requests, pair.courses) == ([], [Course.SHORT])
-        assert "kv_transfer_params" not in pair.decode.requests[0]
-
-    asyncio.run(run())
+async def test_short_prompt_never_sees_a_prefill_engine() -> None:
+    pair = Pair()
+    await pair.ask(3)
+    assert (pair.prefill.requests, pair.courses) == ([], [Course.SHORT])
+    assert "kv_transfer_params" not in pair.decode.requests[0]
 
 
 @pytest.mark.parametrize(("script", "course"), [(die, Course.LOST), (hang, Course.LATE)])
-def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
+async def test_prefill_engine_that_fails_is_left_alone_until_it_answers_again(
     script: Script, course: Course, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        pair = Pair(Engine(script, probed=script))
-        with caplog.at_level(logging.WARNING, logger="ray.serve"):
-            await asyncio.gather(*(pair.ask() for _ in range(3)))
-        assert pair.courses == [course] * 3
-        await pair.ask()
-        assert pair.courses[3:] == [Course.SKIPPED]
-        assert len(pair.decode.requests) == 4
-        assert all("kv_transfer_params" not in each for each in pair.decode.requests)
-        assert len(caplog.records) == 1, caplog.text
-        await until(lambda: pair.prefill.num_probes > 1)
-        await pair.ask()
-        assert pair.courses[4:] == [Course.SKIPPED]
-        pair.prefill.script = pair.prefill.probed = well
-        await until(lambda: pair.backend._return is None)
-        await pair.ask()
-        assert pair.courses[5:] == [Course.PREFILLED]
-
-    asyncio.run(run())
-
-
-def test_late_prefill_is_taken_back() -> None:
-    async def run() -> None:
-        pair = Pair(Engine(hang))
-        await pair.ask()
-        assert (pair.courses, pair.prefill.num_left) == ([Course.LATE], 1)
-
-    asyncio.run(run())
+    pair = Pair(Engine(script, probed=script), deadline_s=0.3)
+    with caplog.at_level(logging.WARNING, logger="ray.serve"):
+        await asyncio.gather(*(pair.ask() for _ in range(3)))
+    assert pair.courses == [course] * 3
+    # What is late is taken back.
+    assert pair.prefill.num_left == (3 if course is Course.LATE else 0)
+    await pair.ask()
+    assert pair.courses[3:] == [Course.SKIPPED]
+    assert len(pair.decode.requests) == 4
+    assert all("kv_transfer_params" not in each for each in pair.decode.requests)
+    assert len(caplog.records) == 1, caplog.text
+    await until(lambda: pair.prefill.num_probes > 1)
+    await pair.ask()
+    assert pair.courses[4:] == [Course.SKIPPED]
+    pair.prefill.script = pair.prefill.probed = well
+    await until(lambda: pair.backend._return is None)
+    await pair.ask()
+    assert pair.courses[5:] == [Course.PREFILLED]
 
 
-def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
+async def test_refused_prefill_is_the_decode_engines_to_explain_and_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        pair = Pair(Engine(refuse), Engine(refuse))
-        with caplog.at_level(logging.WARNING, logger="ray.serve"):
-            for _ in range(2):
-                head, *_ = await pair.ask()
-                assert head == Head(400, [(b"x-own", b"1"), (COURSE_HEADER, b"refused")])
-        assert pair.courses == [Course.REFUSED] * 2
-        assert len(pair.prefill.requests) == 2
-        assert len(caplog.records) == 1, caplog.text
-
-    asyncio.run(run())
+    pair = Pair(Engine(refuse), Engine(refuse))
+    with caplog.at_level(logging.WARNING, logger="ray.serve"):
+        for _ in range(2):
+            head, *_ = await pair.ask()
+            assert head == Head(400, [(b"x-own", b"1"), (COURSE_HEADER, b"refused")])
+    assert pair.courses == [Course.REFUSED] * 2
+    assert len(pair.prefill.requests) == 2
+    assert len(caplog.records) == 1, caplog.text
 
 
-def test_client_that_leaves_during_the_prefill_takes_its_request_back() -> None:
-    async def run() -> None:
-        pair = Pair(Engine(hang))
-        pair.backend._handover = Handover(min_prompt_tokens=4)
-        asked = asyncio.create_task(pair.ask())
-        await until(lambda: len(pair.prefill.requests) == 1)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert (pair.prefill.num_left, pair.decode.requests) == (1, [])
-        assert pair.backend._return is None, "that says nothing about the engine"
-
-    asyncio.run(run())
+async def test_client_that_leaves_during_the_prefill_takes_its_request_back() -> None:
+    pair = Pair(Engine(hang))
+    asked = asyncio.create_task(pair.ask())
+    await until(lambda: len(pair.prefill.requests) == 1)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert (pair.prefill.num_left, pair.decode.requests) == (1, [])
+    assert pair.backend._return is None, "that says nothing about the engine"
 
 
-def test_client_that_leaves_during_the_answer_takes_its_request_back() -> None:
-    async def run() -> None:
-        pair = Pair()
-        body = json.dumps({"prompt": [7] * 4}).encode()
-        pieces: Any = pair.backend.answer(HttpRequest("POST", COMPLETIONS, b"", [], body))
-        assert isinstance(await anext(pieces), Head)
-        await pieces.aclose()
-        assert pair.decode.num_left == 1
-
-    asyncio.run(run())
+async def test_client_that_leaves_during_the_answer_takes_its_request_back() -> None:
+    pair = Pair()
+    pieces: Any = pair.begin()
+    assert isinstance(await anext(pieces), Head)
+    await pieces.aclose()
+    assert pair.decode.num_left == 1
 
 
-def test_decode_engine_that_dies_is_the_callers_to_replace() -> None:
-    async def run() -> None:
-        pair = Pair(decode=Engine(die))
-        with pytest.raises(ActorDiedError):
-            await pair.ask()
-
-    asyncio.run(run())
+async def test_decode_engine_that_dies_is_the_callers_to_replace() -> None:
+    pair = Pair(decode=Engine(die))
+    with pytest.raises(ActorDiedError):
+        await pair.ask()
 
 
 def test_metrics_are_those_of_both_kinds_of_engines_that_answer() -> None:

@@ -37,97 +37,72 @@ def parsed(made: HttpRequest | None) -> dict[str, Any]:
     return body
 
 
-def test_prefill_form_asks_for_one_token_of_the_same_prompt() -> None:
-    prompt = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hello"}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "auto",
-        "cache_salt": "mine",
-        "chat_template_kwargs": {"thinking": True},
-        "response_format": {"type": "text"},
-        "priority": 3,
-    }
-    answer = {
-        "max_completion_tokens": 900,
-        "max_tokens": 900,
-        "min_tokens": 5,
-        "n": 4,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "use_beam_search": False,
-        "stop": ["."],
-    }
-    forms = split(request({**prompt, **answer}, CHAT), ALWAYS)
-    assert parsed(forms.prefill) == {
-        **prompt,
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "n": 1,
-        "stream": False,
-        PARAMS: {"raykv_pin_s": 20.0},
-    }
-    assert parsed(forms.decode) == {**prompt, **answer, PARAMS: {"raykv_prefilled": True}}
-    assert forms.plain == request({**prompt, **answer}, CHAT)
-    assert forms.reason is Course.PREFILLED
+HELLO = [{"role": "user", "content": "hello"}]
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    CHAT: (
+        {
+            "messages": HELLO,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": "auto",
+            "cache_salt": "mine",
+            "chat_template_kwargs": {"thinking": True},
+            "response_format": {"type": "text"},
+            "priority": 3,
+        },
+        {
+            "max_completion_tokens": 900,
+            "max_tokens": 900,
+            "min_tokens": 5,
+            "n": 4,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "use_beam_search": False,
+            "stop": ["."],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        {"max_tokens": 1, "max_completion_tokens": 1, "n": 1},
+    ),
+    MESSAGES: (
+        {
+            "system": "s",
+            "messages": HELLO,
+            "tools": [{"name": "f", "input_schema": {}}],
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+        {"max_tokens": 900, "stop_sequences": ["."], "stream": True},
+        {"max_tokens": 1},
+    ),
+    RESPONSES: (
+        {
+            "instructions": "s",
+            "input": HELLO,
+            "tools": [{"type": "function", "name": "f"}],
+            "reasoning": {"effort": "low"},
+        },
+        {
+            "background": True,
+            "store": True,
+            "stream": True,
+            "max_output_tokens": 900,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 3,
+        },
+        {"max_output_tokens": 1, "background": False, "store": False},
+    ),
+}
+"""By path: what the prompt follows from, what the answer, and what one token is asked for with."""
 
 
-@pytest.mark.parametrize(
-    ("path", "prompt", "answer", "one"),
-    [
-        (
-            MESSAGES,
-            {
-                "system": "s",
-                "messages": [{"role": "user", "content": "hello"}],
-                "tools": [{"name": "f", "input_schema": {}}],
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-            },
-            {"max_tokens": 900, "stop_sequences": ["."], "stream": True},
-            {"max_tokens": 1},
-        ),
-        (
-            RESPONSES,
-            {
-                "instructions": "s",
-                "input": [{"role": "user", "content": "hello"}],
-                "tools": [{"type": "function", "name": "f"}],
-                "reasoning": {"effort": "low"},
-            },
-            {
-                "background": True,
-                "include": ["message.output_text.logprobs"],
-                "max_output_tokens": 900,
-                "store": True,
-                "stream": True,
-                "top_logprobs": 3,
-            },
-            {"max_output_tokens": 1, "background": False, "store": False},
-        ),
-    ],
-)
-def test_prompts_of_agents_are_handed_over_too(
-    path: str, prompt: dict[str, Any], answer: dict[str, Any], one: dict[str, Any]
-) -> None:
-    forms = split(request({"model": "m", **prompt, **answer}, path), ALWAYS)
-    expected = {"model": "m", **prompt, **one, "stream": False, PARAMS: {"raykv_pin_s": 20.0}}
-    assert parsed(forms.prefill) == expected
-    assert parsed(forms.decode) == {
-        "model": "m",
-        **prompt,
-        **answer,
-        PARAMS: {"raykv_prefilled": True},
-    }
-
-
-@pytest.mark.parametrize("extra", [{"previous_response_id": "resp_1"}, {"truncation": "auto"}])
-def test_response_whose_prompt_the_decode_engine_alone_knows_is_left_to_it(
-    extra: dict[str, Any],
-) -> None:
-    forms = split(request({"input": "x", **extra}, RESPONSES), ALWAYS)
-    assert (forms.prefill, forms.reason) == (None, Course.UNSUITABLE)
+@pytest.mark.parametrize("path", FORMS)
+def test_prefill_form_asks_for_one_token_of_the_same_prompt(path: str) -> None:
+    prompt, answer, one = FORMS[path]
+    asked = request({"model": "m", **prompt, **answer}, path)
+    forms = split(asked, ALWAYS)
+    prefill = {"model": "m", **prompt, **one, "stream": False, PARAMS: {"raykv_pin_s": 20.0}}
+    decode = {"model": "m", **prompt, **answer, PARAMS: {"raykv_prefilled": True}}
+    assert (parsed(forms.prefill), parsed(forms.decode)) == (prefill, decode)
+    assert (forms.plain, forms.reason) == (asked, Course.PREFILLED)
 
 
 def test_clients_wishes_reach_the_decode_engine_only() -> None:
@@ -137,14 +112,19 @@ def test_clients_wishes_reach_the_decode_engine_only() -> None:
     assert parsed(forms.decode)[PARAMS] == {**sent, "raykv_prefilled": True}
 
 
-@pytest.mark.parametrize("min_prompt_tokens", [0, 100])
-def test_client_cannot_say_that_its_prompt_was_prefilled(min_prompt_tokens: int) -> None:
-    sent = {"raykv_prefilled": True, "raykv_load": True}
-    body = {"prompt": [1, 2], PARAMS: sent}
-    forms = split(request(body), Handover(min_prompt_tokens=min_prompt_tokens))
-    assert parsed(forms.plain) == {"prompt": [1, 2], PARAMS: {"raykv_load": True}}
-    if min_prompt_tokens:
+@pytest.mark.parametrize("length", [9, 10])
+def test_short_prompt_is_not_handed_over_even_if_its_client_says_that_it_was_prefilled(
+    length: int,
+) -> None:
+    body = {"prompt": [1] * length, PARAMS: {"raykv_prefilled": True, "raykv_load": True}}
+    forms = split(request(body), Handover(min_prompt_tokens=10))
+    assert parsed(forms.plain) == {"prompt": [1] * length, PARAMS: {"raykv_load": True}}
+    if length == 9:
         assert (forms.prefill, forms.decode) == (None, forms.plain)
+        assert forms.reason is Course.SHORT
+    else:
+        assert forms.reason is Course.PREFILLED
+        assert forms.prefill is not None
 
 
 def test_without_a_pin_nothing_is_wished_for() -> None:
@@ -153,21 +133,23 @@ def test_without_a_pin_nothing_is_wished_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("path", "extra"),
     [
-        {"prompt_logprobs": 0},
-        {"prompt_embeds": "AAAA"},
-        {"truncate_prompt_tokens": 10},
-        {"echo": True, "logprobs": 1},
-        {PARAMS: {"raykv_load": False}},
-        {PARAMS: {"raykv_store": False}},
-        {PARAMS: [1]},
+        (COMPLETIONS, {"prompt_logprobs": 0}),
+        (COMPLETIONS, {"prompt_embeds": "AAAA"}),
+        (COMPLETIONS, {"truncate_prompt_tokens": 10}),
+        (COMPLETIONS, {"echo": True, "logprobs": 1}),
+        (COMPLETIONS, {PARAMS: {"raykv_load": False}}),
+        (COMPLETIONS, {PARAMS: {"raykv_store": False}}),
+        (COMPLETIONS, {PARAMS: [1]}),
+        (RESPONSES, {"previous_response_id": "resp_1"}),
+        (RESPONSES, {"truncation": "auto"}),
     ],
 )
 def test_request_that_cannot_use_the_cache_is_left_to_the_decode_engine(
-    extra: dict[str, Any],
+    path: str, extra: dict[str, Any]
 ) -> None:
-    made = request({"prompt": [1, 2], **extra})
+    made = request({"prompt": [1, 2], "input": "x", **extra}, path)
     forms = split(made, ALWAYS)
     assert (forms.prefill, forms.reason) == (None, Course.UNSUITABLE)
     assert forms.decode == forms.plain == made
@@ -224,13 +206,6 @@ def test_length_is_that_of_the_longest_prompt(
     path: str, body: dict[str, Any], expected: float
 ) -> None:
     assert num_tokens(path, body, bytes_per_token=2.0) == expected
-
-
-@pytest.mark.parametrize(("length", "reason"), [(9, Course.SHORT), (10, Course.PREFILLED)])
-def test_short_prompt_is_not_handed_over(length: int, reason: Course) -> None:
-    forms = split(request({"prompt": [1] * length}), Handover(min_prompt_tokens=10))
-    assert forms.reason is reason
-    assert (forms.prefill is None) == (reason is Course.SHORT)
 
 
 def test_probe_is_a_prompt_of_one_token() -> None:

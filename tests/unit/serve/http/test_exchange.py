@@ -11,7 +11,7 @@ import pytest
 
 from raykv.serve.http import exchange as http
 from raykv.serve.http.exchange import Head, HttpRequest, drive
-from tests.fixtures.asgi import app_of, body, start
+from tests.fixtures.asgi import app_of, body, start, take
 
 Send = Callable[[Any], Awaitable[None]]
 
@@ -48,10 +48,6 @@ def test_nesting_is_that_of_objects_and_lists_outside_of_strings(
     assert http.is_nested_too_deeply(text) is expected
 
 
-async def answer_of(app: Any, request: HttpRequest) -> list[Head | bytes]:
-    return await all_of(drive(app, request))
-
-
 @pytest.mark.parametrize(
     ("depth", "kind", "status"),
     [
@@ -61,7 +57,7 @@ async def answer_of(app: Any, request: HttpRequest) -> list[Head | bytes]:
         (DEEP + 1, b"audio/wav", 200),
     ],
 )
-def test_middleware_refuses_only_json_that_is_nested_too_deeply(
+async def test_middleware_refuses_only_json_that_is_nested_too_deeply(
     depth: int, kind: bytes, status: int
 ) -> None:
     seen: list[bytes] = []
@@ -73,14 +69,14 @@ def test_middleware_refuses_only_json_that_is_nested_too_deeply(
 
     text = b"[" * depth + b"]" * depth
     request = HttpRequest("POST", "/v1/x", b"", [(b"Content-Type", kind)], text)
-    head, *said = asyncio.run(answer_of(http.NestingLimit(app), request))
+    head, *said = await all_of(drive(http.NestingLimit(app), request))
     assert isinstance(head, Head)
     assert head.status == status
     assert seen == ([text] if status == 200 else [])
     assert status == 200 or b"nested deeper than 100" in b"".join(map(bytes, said))  # type: ignore[arg-type]
 
 
-def test_middleware_gives_a_body_on_as_it_came_and_then_that_the_client_has_left() -> None:
+async def test_middleware_gives_a_body_on_as_it_came_and_then_that_the_client_has_left() -> None:
     came = [
         {"type": "http.request", "body": b"[1,", "more_body": True},
         {"type": "http.request", "body": b"2]", "more_body": False},
@@ -99,12 +95,13 @@ def test_middleware_gives_a_body_on_as_it_came_and_then_that_the_client_has_left
 
     left = list(came)
     scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-    asyncio.run(http.NestingLimit(app)(scope, receive, send))
+    await http.NestingLimit(app)(scope, receive, send)
     assert seen == came
 
 
-def test_application_reads_request_and_its_answer_comes_in_pieces() -> None:
+async def test_request_is_read_and_pieces_come_when_they_are_sent() -> None:
     seen: list[Any] = []
+    go_on = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Send) -> None:
         seen.append((scope["method"], scope["path"], scope["query_string"], scope["headers"]))
@@ -112,65 +109,41 @@ def test_application_reads_request_and_its_answer_comes_in_pieces() -> None:
         await send(start(201, (b"x", b"y")))
         await send(body(b"one", more=True))
         await send(body(b"", more=True))
+        await go_on.wait()
         await send(body(b"two", more=False))
 
-    pieces = asyncio.run(all_of(drive(app, REQUEST)))
-    assert pieces == [Head(201, [(b"x", b"y")]), b"one", b"two"]
+    pieces = drive(app, REQUEST)
+    assert [await anext(pieces), await anext(pieces)] == [Head(201, [(b"x", b"y")]), b"one"]
     assert seen == [("POST", "/v1/x", b"a=1", [(b"host", b"here")]), b"question"]
-
-
-def test_pieces_come_when_they_are_sent_not_at_the_end() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-
-        async def steps(receive: Any, send: Send) -> None:
-            await send(start())
-            await send(body(b"first", more=True))
-            await go_on.wait()
-            await send(body(b"second", more=False))
-
-        pieces = drive(app_of(steps), REQUEST)
-        assert await anext(pieces) == Head(200, [])
-        assert await anext(pieces) == b"first"
-        go_on.set()
-        assert await all_of(pieces) == [b"second"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    go_on.set()
+    assert await all_of(pieces) == [b"two"]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_what_application_raises_comes_out(has_begun: bool) -> None:
+async def test_what_application_raises_comes_out(has_begun: bool) -> None:
     async def steps(receive: Any, send: Send) -> None:
         if has_begun:
             await send(start())
             await send(body(b"half", more=True))
         raise KeyError("of the application")
 
-    async def scenario() -> list[Any]:
-        seen: list[Any] = []
-
-        async def collect() -> None:
-            async for piece in drive(app_of(steps), REQUEST):
-                seen.append(piece)  # noqa: PERF401 - what comes before the error is kept
-
-        with pytest.raises(KeyError, match="of the application"):
-            await collect()
-        return seen
-
-    assert asyncio.run(scenario()) == ([Head(200, []), b"half"] if has_begun else [])
+    seen: list[Any] = []
+    with pytest.raises(KeyError, match="of the application"):
+        await take(drive(app_of(steps), REQUEST), seen)
+    assert seen == ([Head(200, []), b"half"] if has_begun else [])
 
 
-def test_error_after_whole_answer_is_logged_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_after_whole_answer_is_logged_only(caplog: pytest.LogCaptureFixture) -> None:
     async def steps(receive: Any, send: Send) -> None:
         await send(start(500))
         await send(body(b"sorry", more=False))
         raise KeyError("said already")
 
-    assert asyncio.run(all_of(drive(app_of(steps), REQUEST))) == [Head(500, []), b"sorry"]
+    assert await all_of(drive(app_of(steps), REQUEST)) == [Head(500, []), b"sorry"]
     assert "said already" in caplog.text
 
 
-def test_closing_cancels_application_which_then_hears_that_client_left() -> None:
+async def test_closing_cancels_application_which_then_hears_that_client_left() -> None:
     ended: list[str] = []
 
     async def steps(receive: Any, send: Send) -> None:
@@ -181,37 +154,13 @@ def test_closing_cancels_application_which_then_hears_that_client_left() -> None
         finally:
             ended.append((await receive())["type"])
 
-    async def scenario() -> None:
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            assert await anext(pieces) == Head(200, [])
-            assert not ended
-        assert ended == ["http.disconnect"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        assert await anext(pieces) == Head(200, [])
+        assert not ended
+    assert ended == ["http.disconnect"]
 
 
-def test_cancelled_reader_cancels_application() -> None:
-    async def scenario() -> None:
-        began, ended = asyncio.Event(), asyncio.Event()
-
-        async def steps(receive: Any, send: Send) -> None:
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
-        reading = asyncio.create_task(all_of(drive(app_of(steps), REQUEST)))
-        await began.wait()
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert ended.is_set()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_slow_reader_holds_application_up() -> None:
+async def test_slow_reader_holds_application_up() -> None:
     sent: list[int] = []
 
     async def steps(receive: Any, send: Send) -> None:
@@ -220,42 +169,36 @@ def test_slow_reader_holds_application_up() -> None:
             await send(body(b"x", more=True))
             sent.append(number)
 
-    async def scenario() -> None:
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            await anext(pieces)
-            for _ in range(5000):
-                await asyncio.sleep(0)
-            assert len(sent) <= http._MAX_PIECES + 1
-            await anext(pieces)
-        assert len(sent) <= http._MAX_PIECES + 3
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        await anext(pieces)
+        for _ in range(5000):
+            await asyncio.sleep(0)
+        assert len(sent) <= http._MAX_PIECES + 1
+        await anext(pieces)
+    assert len(sent) <= http._MAX_PIECES + 3
 
 
-def test_application_that_goes_on_when_cancelled_is_left_alone(
+async def test_application_that_goes_on_when_cancelled_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raykv.base.deadlines.LEAVE_S", 0.05)
 
-    async def scenario() -> None:
-        enough = asyncio.Event()
-        sent: list[int] = []
+    enough = asyncio.Event()
+    sent: list[int] = []
 
-        async def steps(receive: Any, send: Send) -> None:
-            await send(start())
-            while not enough.is_set():
-                try:
-                    await asyncio.sleep(0.001)
-                except asyncio.CancelledError:
-                    sent.clear()
-                await send(body(b"x" * 10, more=True))
-                sent.append(1)
+    async def steps(receive: Any, send: Send) -> None:
+        await send(start())
+        while not enough.is_set():
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                sent.clear()
+            await send(body(b"x" * 10, more=True))
+            sent.append(1)
 
-        async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
-            await anext(pieces)
-        was = len(sent)
-        while len(sent) < was + http._MAX_PIECES * 2:
-            await asyncio.sleep(0.001)
-        enough.set()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    async with aclosing(drive(app_of(steps), REQUEST)) as pieces:
+        await anext(pieces)
+    was = len(sent)
+    while len(sent) < was + http._MAX_PIECES * 2:
+        await asyncio.sleep(0.001)
+    enough.set()

@@ -91,6 +91,10 @@ def error_of(client: Client) -> str:
     return message
 
 
+def models_of(*replicas: Replicas) -> Client:
+    return ask(ingress(*replicas), Client(method="GET", path="/v1/models", body=[b""]))
+
+
 def listing(*names: str) -> list[Any]:
     data = [{"id": name, "object": "model"} for name in names]
     return [Head(200, []), json.dumps({"object": "list", "data": data}).encode()]
@@ -125,43 +129,26 @@ def test_replica_knows_nothing_of_the_prefix_of_the_route(
     assert [request.path for request in replicas.asked] == [expected]
 
 
-def test_pieces_are_passed_on_when_they_come() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        client = Client()
-        asked = client.ask(ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"])))
-        task = asyncio.create_task(asked)
-        await client.heard(1)
-        assert (client.text, client.is_whole) == ("one", False)
-        go_on.set()
-        await task
-        assert (client.text, client.is_whole) == ("onetwo", True)
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_requests_are_answered_at_the_same_time() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"]))
-        clients = [asking() for _ in range(50)]
-        tasks = [asyncio.create_task(client.ask(app)) for client in clients]
-        for client in clients:
-            await client.heard(1)
-        go_on.set()
-        await asyncio.gather(*tasks)
-        assert {client.text for client in clients} == {"onetwo"}
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_pieces_are_passed_on_when_they_come() -> None:
+    go_on = asyncio.Event()
+    client = Client()
+    asked = client.ask(ingress(Replicas([Head(200, EVENTS), b"one", go_on, b"two"])))
+    task = asyncio.create_task(asked)
+    await client.heard(1)
+    assert (client.text, client.is_whole) == ("one", False)
+    go_on.set()
+    await task
+    assert (client.text, client.is_whole) == ("onetwo", True)
 
 
 # Models
 
 
-def test_request_goes_to_the_model_that_it_names() -> None:
+def test_request_goes_to_the_model_that_it_names_or_to_the_only_one() -> None:
     first, second = Replicas([Head(200, []), b"first"]), Replicas([Head(200, []), b"second"])
-    assert ask(ingress(first, second), asking("m1")).text == "second"
-    assert ask(ingress(first, second), asking("m0")).text == "first"
+    app = ingress(first, second)
+    assert [ask(app, asking(name)).text for name in ("m1", "m0")] == ["second", "first"]
+    assert ask(ingress(first), asking("other")).text == "first"
 
 
 @pytest.mark.parametrize("model", ["m2", "", 7, ["m0"], {"m0": 1}])
@@ -191,31 +178,19 @@ def test_body_that_is_nested_too_deeply_is_refused_before_anybody_is_asked(
     assert not any(each.asked for each in replicas)
 
 
-def test_only_model_gets_whatever_is_asked() -> None:
-    assert ask(ingress(Replicas([Head(404, []), b"its own"])), asking("other")).text == "its own"
-
-
-def test_models_of_all_are_in_one_list() -> None:
-    app = ingress(Replicas(listing("a", "lora")), Replicas(listing("b")))
-    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
-    listed = json.loads(client.text)
-    assert (client.status, listed["object"]) == (200, "list")
-    assert [each["id"] for each in listed["data"]] == ["a", "lora", "b"]
-
-
-def test_list_of_models_leaves_out_one_without_replicas() -> None:
-    app = ingress(Replicas([NoReplicaError("none")]), Replicas(listing("b")))
-    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
-    assert [each["id"] for each in json.loads(client.text)["data"]] == ["b"]
-    none = ingress(Replicas([NoReplicaError("none")]), Replicas([DIED]))
-    assert ask(none, Client(method="GET", path="/v1/models", body=[b""])).status == 503
+def test_models_of_all_are_in_one_list_without_those_that_have_no_replicas() -> None:
+    gone = Replicas([NoReplicaError("none")])
+    listed = models_of(gone, Replicas(listing("a", "lora")), Replicas(listing("b")))
+    assert listed.status == 200
+    data = [{"id": name, "object": "model"} for name in ("a", "lora", "b")]
+    assert json.loads(listed.text) == {"object": "list", "data": data}
+    assert models_of(gone, Replicas([DIED])).status == 503
 
 
 def test_list_of_models_that_is_refused_says_why() -> None:
     refusal = [Head(401, []), b'{"error": "Unauthorized"}']
-    app = ingress(Replicas(refusal), Replicas(refusal))
-    client = ask(app, Client(method="GET", path="/v1/models", body=[b""]))
-    assert (client.status, client.text) == (401, '{"error": "Unauthorized"}')
+    refused = models_of(Replicas(refusal), Replicas(refusal))
+    assert (refused.status, refused.text) == (401, '{"error": "Unauthorized"}')
 
 
 # Metrics
@@ -247,27 +222,21 @@ def keyed(replica: str, *keys: str) -> ReplicaMetrics:
 
 
 def test_metrics_are_those_of_all_replicas_that_answer() -> None:
-    first, second = (
-        ReplicaMetrics("d", "r1", "x_total 1\n"),
-        ReplicaMetrics("d", "r2", "x_total 2\n"),
-    )
-    app = ingress(Metered(first, second), Metered(error=TimeoutError()), Replicas([]))
+    app = ingress(Metered(keyed("r1"), keyed("r2")), Metered(error=TimeoutError()), Replicas([]))
     client = ask(app, scraper())
     assert client.answered[b"content-type"].startswith(b"text/plain")
     assert client.text.splitlines() == [
         'x_total{deployment="d",replica="r1"} 1',
-        'x_total{deployment="d",replica="r2"} 2',
+        'x_total{deployment="d",replica="r2"} 1',
     ]
-    silent = ask(ingress(Metered(error=TimeoutError())), scraper())
-    assert silent.status == 503
+    assert ask(ingress(Metered(error=TimeoutError())), scraper()).status == 503
 
 
 def test_metrics_of_replicas_with_keys_are_shown_to_who_has_one() -> None:
     app = ingress(Metered(keyed("r1", "first", "second")), Metered(keyed("r2", "third")))
     for key, shown in (("first", "r1"), ("second", "r1"), ("third", "r2")):
-        assert ask(app, scraper(key)).text.splitlines() == [
-            f'x_total{{deployment="d",replica="{shown}"}} 1'
-        ]
+        text = ask(app, scraper(key)).text
+        assert text == f'x_total{{deployment="d",replica="{shown}"}} 1\n'
     for key in ("", "fourth", "firs"):
         refused = ask(app, scraper(key))
         assert refused.status == 401
@@ -276,21 +245,23 @@ def test_metrics_of_replicas_with_keys_are_shown_to_who_has_one() -> None:
     assert ask(app, basic).status == 401
 
 
-def test_replicas_are_asked_once_for_metrics_however_many_ask_the_ingress() -> None:
+async def test_replicas_are_asked_once_for_metrics_however_many_ask_until_they_are_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = Metered(keyed("r1", "first"))
     app = ingress(backend)
-
-    async def all_at_once() -> None:
-        async with asyncio.TaskGroup() as group:
-            for key in ("first", "", "other", "first"):
-                group.create_task(scraper(key).ask(app))
-        await scraper("other").ask(app)
-
-    asyncio.run(asyncio.wait_for(all_at_once(), 10))
+    async with asyncio.TaskGroup() as group:
+        for key in ("first", "", "other", "first"):
+            group.create_task(scraper(key).ask(app))
+    await scraper("other").ask(app)
     assert backend.times_asked == 1
+    monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
+    for _ in range(2):
+        await scraper("first").ask(app)
+    assert backend.times_asked == 3
 
 
-def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
+async def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
     asked, told = asyncio.Event(), asyncio.Event()
 
     async def collect() -> list[ReplicaMetrics]:
@@ -298,34 +269,14 @@ def test_client_that_leaves_takes_the_metrics_from_nobody_else() -> None:
         await told.wait()
         return [keyed("r1")]
 
-    async def play() -> bytes:
-        shared = SharedMetrics(collect)
-        leaving = asyncio.create_task(shared.page(b""))
-        await asked.wait()
-        leaving.cancel()
-        staying = asyncio.create_task(shared.page(b""))
-        await asyncio.wait([leaving])
-        told.set()
-        return await staying
-
-    assert b'replica="r1"' in asyncio.run(asyncio.wait_for(play(), 10))
-
-
-def test_metrics_are_collected_again_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "METRICS_FRESH_S", 0.0)
-    times: list[int] = []
-
-    async def collect() -> list[ReplicaMetrics]:
-        times.append(0)
-        return [keyed("r1")]
-
-    async def play() -> None:
-        shared = SharedMetrics(collect)
-        for _ in range(3):
-            await shared.page(b"")
-
-    asyncio.run(asyncio.wait_for(play(), 10))
-    assert len(times) == 3
+    shared = SharedMetrics(collect)
+    leaving = asyncio.create_task(shared.page(b""))
+    await asked.wait()
+    leaving.cancel()
+    staying = asyncio.create_task(shared.page(b""))
+    await asyncio.wait([leaving])
+    told.set()
+    assert b'replica="r1"' in await staying
 
 
 # Replicas that die
@@ -343,9 +294,8 @@ def test_replica_that_dies_before_its_answer_is_followed_by_another(death: Excep
 def test_request_is_refused_when_all_attempts_have_died() -> None:
     replicas = Replicas([DIED])
     client = ask(ingress(replicas, attempts=2), asking())
-    assert client.status == 503
+    assert (client.status, client.answered[b"retry-after"]) == (503, b"5")
     assert "2 replicas died" in error_of(client)
-    assert client.answered[b"retry-after"] == b"5"
     assert len(replicas.asked) == 2
 
 
@@ -403,26 +353,23 @@ def test_long_body_is_refused_and_never_passed_on() -> None:
     assert len(replicas.asked) == 1
 
 
-def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
-    async def scenario() -> None:
-        go_on = asyncio.Event()
-        app = ingress(Replicas([Head(200, EVENTS), b"one", go_on]), max_held_bytes=10)
-        held = Client(body=[b"x" * 8])
-        task = asyncio.create_task(held.ask(app))
-        await held.heard(1)
-        refused, small = Client(body=[b"x" * 3]), Client(body=[b"x" * 2])
-        await refused.ask(app)
-        assert (refused.status, refused.answered[b"retry-after"]) == (503, b"5")
-        other = asyncio.create_task(small.ask(app))
-        await small.heard(1)
-        go_on.set()
-        await asyncio.gather(task, other)
-        whole = Client(body=[b"x" * 10])
-        await whole.ask(app)
-        assert whole.status == 200
-        assert app._held_bytes == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_bodies_of_all_requests_have_a_bound_which_each_gives_back() -> None:
+    go_on = asyncio.Event()
+    app = ingress(Replicas([Head(200, EVENTS), b"one", go_on]), max_held_bytes=10)
+    held = Client(body=[b"x" * 8])
+    task = asyncio.create_task(held.ask(app))
+    await held.heard(1)
+    refused, small = Client(body=[b"x" * 3]), Client(body=[b"x" * 2])
+    await refused.ask(app)
+    assert (refused.status, refused.answered[b"retry-after"]) == (503, b"5")
+    other = asyncio.create_task(small.ask(app))
+    await small.heard(1)
+    go_on.set()
+    await asyncio.gather(task, other)
+    whole = Client(body=[b"x" * 10])
+    await whole.ask(app)
+    assert whole.status == 200
+    assert app._held_bytes == 0
 
 
 def test_body_is_in_memory_once_while_it_is_answered() -> None:
@@ -447,88 +394,58 @@ def test_body_is_in_memory_once_while_it_is_answered() -> None:
 def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BODY_S", 0.02)
     app = ingress(Replicas([]))
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        if sent:
-            await asyncio.Event().wait()
-        sent.append(1)
-        return {"type": "http.request", "body": b"half", "more_body": True}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
-    assert sent[1]["status"] == 408
+    assert ask(app, Client(body=[b"half"], is_unfinished=True)).status == 408
     assert app._held_bytes == 0
 
 
 # Clients that leave
 
 
-def test_client_that_leaves_takes_its_request_along() -> None:
-    async def scenario() -> None:
-        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
-        app = ingress(replicas)
-        client = asking()
-        task = asyncio.create_task(client.ask(app))
-        await client.heard(1)
-        assert replicas.ended == 0
-        client.leave()
+async def test_client_that_leaves_takes_its_request_along() -> None:
+    replicas, client = Replicas([Head(200, EVENTS), b"one", asyncio.Event()]), asking()
+    app = ingress(replicas)
+    task = asyncio.create_task(client.ask(app))
+    await client.heard(1)
+    assert replicas.ended == 0
+    client.leave()
+    await task
+    assert replicas.ended == 1
+    assert app._held_bytes == 0
+
+
+async def test_cancelled_request_ends_at_its_replica() -> None:
+    replicas = Replicas([asyncio.Event()])
+    task = asyncio.create_task(asking().ask(ingress(replicas)))
+    while not replicas.asked:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert replicas.ended == 1
-        assert app._held_bytes == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert replicas.ended == 1
 
 
-def test_cancelled_request_ends_at_its_replica() -> None:
-    async def scenario() -> None:
-        replicas = Replicas([asyncio.Event()])
-        task = asyncio.create_task(asking().ask(ingress(replicas)))
-        while not replicas.asked:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert replicas.ended == 1
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_client_that_cannot_be_sent_to_ends_its_request_at_once() -> None:
+async def test_client_that_cannot_be_sent_to_ends_its_request_at_once() -> None:
     class Closed(Client):
         async def _send(self, message: Any) -> None:
             raise OSError("closed")
 
-    async def scenario() -> None:
-        replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
-        with pytest.raises(OSError, match="closed"):
-            await Closed().ask(ingress(replicas))
-        assert replicas.ended == 1
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    replicas = Replicas([Head(200, EVENTS), b"one", asyncio.Event()])
+    with pytest.raises(OSError, match="closed"):
+        await Closed().ask(ingress(replicas))
+    assert replicas.ended == 1
 
 
 def test_client_that_leaves_within_its_body_is_not_answered() -> None:
-    replicas = Replicas([])
-
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
-    asyncio.run(ingress(replicas)(scope, receive, send))
+    replicas, client = Replicas([]), Client(body=[b"half"], is_unfinished=True)
+    client.leave()
+    assert ask(ingress(replicas), client).status is None
     assert not replicas.asked
 
 
 # What is not HTTP
 
 
-def test_lifespan_and_websockets_are_answered() -> None:
+async def test_lifespan_and_websockets_are_answered() -> None:
     sent: list[str] = []
     inbox = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
 
@@ -538,43 +455,24 @@ def test_lifespan_and_websockets_are_answered() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    async def scenario() -> None:
-        app = ingress(Replicas([]))
-        await app({"type": "lifespan"}, receive, send)
-        await app({"type": "websocket", "path": "/"}, receive, send)
-
-    asyncio.run(scenario())
+    app = ingress(Replicas([]))
+    await app({"type": "lifespan"}, receive, send)
+    await app({"type": "websocket", "path": "/"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete", "websocket.close"]
 
 
 # Serve's handles
 
 
-def test_request_that_no_replica_takes_in_time_is_withdrawn() -> None:
-    async def scenario() -> Pieces:
-        pieces = Pieces(Head(200, []))
-        client = asking()
-        await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.02)))
-        assert client.status == 503
-        assert "within 0.02 s" in error_of(client)
-        return pieces
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)).is_cancelled
+async def test_request_that_no_replica_takes_in_time_is_withdrawn() -> None:
+    pieces, client = Pieces(Head(200, [])), asking()
+    await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.02)))
+    assert client.status == 503
+    assert "within 0.02 s" in error_of(client)
+    assert pieces.is_cancelled
 
 
-def test_time_that_an_answer_takes_does_not_count_as_waiting() -> None:
-    async def scenario() -> None:
-        pieces = Pieces(Head(200, []), b"well")
-        pieces.is_taken.set()
-        client = asking()
-        await client.ask(ingress(ReplicaBackend(Handle(pieces), wait_s=0.001)))
-        assert client.text == "well"
-        assert not pieces.is_cancelled
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
-
-def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
+async def test_taken_request_is_not_withdrawn_and_who_placed_it_hears_of_its_answer() -> None:
     heard: list[str] = []
 
     class Watching(Handle):
@@ -582,25 +480,20 @@ def test_who_chose_the_replica_hears_when_the_answer_begins() -> None:
             STARTS[id(request)] = lambda: heard.append("begun")
             return super().remote(request)
 
-    async def scenario() -> None:
-        pieces = Pieces(Head(200, []), b"well", b"done")
-        pieces.is_taken.set()
-        client = asking()
-        await client.ask(ingress(ReplicaBackend(Watching(pieces))))
-        assert client.text == "welldone"
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    pieces = Pieces(Head(200, []), b"well", b"done")
+    pieces.is_taken.set()
+    client = asking()
+    await client.ask(ingress(ReplicaBackend(Watching(pieces), wait_s=0.001)))
+    assert client.text == "welldone"
     assert heard == ["begun"]
+    assert not pieces.is_cancelled
 
 
-def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:
-    async def scenario() -> None:
-        pieces, client = Pieces(), asking()
-        task = asyncio.create_task(client.ask(ingress(ReplicaBackend(Handle(pieces)))))
-        await asyncio.sleep(0)
-        client.leave()
-        await task
-        assert pieces.is_cancelled
-        assert client.status is None
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+async def test_client_that_leaves_while_it_waits_withdraws_its_request() -> None:
+    pieces, client = Pieces(), asking()
+    task = asyncio.create_task(client.ask(ingress(ReplicaBackend(Handle(pieces)))))
+    await asyncio.sleep(0)
+    client.leave()
+    await task
+    assert pieces.is_cancelled
+    assert client.status is None

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,8 +86,7 @@ def planner(
 
 def test_request_goes_to_the_node_that_has_its_prompt() -> None:
     made = planner(PlayedDirectory(n2=64), [prompt(1, 100)])
-    placed = asyncio.run(made.place(request()))
-    assert isinstance(placed, PlacedRequest)
+    placed = placed_at(made, request())
     assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
 
 
@@ -176,36 +176,24 @@ def test_reason_for_falling_back_is_told() -> None:
     assert asyncio.run(told.place(request(path="/tokenize"))) is Fallback.NO_PROMPT
     assert placed_at(told, request()).silence is Fallback.NOT_LOADED
     directory.hasher = None
-    silent = planner(directory, [prompt(1, 100)])
-    assert placed_at(silent, request()).silence is Fallback.NO_NAMESPACE
+    assert (
+        placed_at(planner(directory, [prompt(1, 100)]), request()).silence is Fallback.NO_NAMESPACE
+    )
 
 
 TURN = "Vronsky's horse has fallen at the last fence but one. " * 60
+USER = {"role": "user", "content": TURN}
+SAID, ASKED = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And she?"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+PICTURE = {"type": "image_url"}
 AGENT_TURNS: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
-        {"messages": [{"role": "user", "content": TURN}], "system": "Be brief."},
-        {
-            "messages": [
-                {"role": "user", "content": TURN},
-                {"role": "assistant", "content": "Yes."},
-                {"role": "user", "content": "And she?"},
-            ],
-            "system": "Be brief.",
-        },
+        {"messages": messages, "system": "Be brief."} for messages in ([USER], [USER, SAID, ASKED])
     ],
-    "/v1/responses": [
-        {"instructions": TURN, "input": [{"role": "user", "content": "Is it so?"}]},
-        {
-            "instructions": TURN,
-            "input": [
-                {"role": "user", "content": "Is it so?"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            ],
-        },
-    ],
+    "/v1/responses": [{"instructions": TURN, "input": asked} for asked in ([ASKED], [ASKED, CALL])],
     "/v1/chat/completions": [
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN]}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}, TURN, "go on"]}]},
+        {"messages": [{"role": "user", "content": [PICTURE, TURN, *more]}]}
+        for more in ([], ["go on"])
     ],
 }
 
@@ -287,17 +275,10 @@ def test_request_that_is_no_plain_prompt_falls_back() -> None:
             raise ValueError(body)
         return None
 
-    renderer = loaded(lambda: render)
-    assert (
-        rendered(
-            renderer,
-            request(path="/tokenize"),
-            request(b"raise"),
-            request(b"none"),
-            request(b"x" * (MOST_BODY_BYTES + 1)),
-        )
-        == [Fallback.NO_PROMPT] + [Fallback.NOT_UNDERSTOOD] * 3
-    )
+    bodies = [b"raise", b"none", b"x" * (MOST_BODY_BYTES + 1)]
+    asked = [request(path="/tokenize"), *map(request, bodies)]
+    found = rendered(loaded(lambda: render), *asked)
+    assert found == [Fallback.NO_PROMPT] + [Fallback.NOT_UNDERSTOOD] * 3
 
 
 def test_request_that_would_wait_for_the_thread_is_not_rendered(
@@ -336,24 +317,24 @@ def loaded(load: Callable[[], Any]) -> PromptRenderer:
 # The directory
 
 
-class _Method:
-    def __init__(self, call: Callable[..., Awaitable[bytes]]) -> None:
-        self.remote = call
+def method(call: Callable[..., Awaitable[bytes]]) -> SimpleNamespace:
+    """As Ray's actors have them."""
+    return SimpleNamespace(remote=call)
 
 
 class PlayedActor:
     """A scheduler actor that has everything asked for on node n1, and may hang."""
 
-    def __init__(self, spaces: Sequence[NamespaceStatus] = (SPACE,)) -> None:
-        self._spaces = list(spaces)
+    def __init__(self) -> None:
+        self.known = [SPACE]
         self.hangs = False
         self.asked: list[PrefixQuery] = []
-        self.prefixes = _Method(self._prefixes)
-        self.spaces = _Method(self._say_spaces)
+        self.prefixes = method(self._prefixes)
+        self.spaces = method(self._say_spaces)
 
     async def _say_spaces(self) -> bytes:
-        nodes = [["n1", "n2"]] * len(self._spaces)
-        return encode(SpacePage(PROTOCOL_VERSION, self._spaces, nodes))
+        nodes = [["n1", "n2"]] * len(self.known)
+        return encode(SpacePage(PROTOCOL_VERSION, self.known, nodes))
 
     async def _prefixes(self, raw: bytes) -> bytes:
         query = decode(raw, PrefixQuery)
@@ -363,13 +344,17 @@ class PlayedActor:
         return encode(PrefixPage(PROTOCOL_VERSION, ["n1"], tokens, tokens))
 
 
-async def learned(
-    actor: PlayedActor, monkeypatch: pytest.MonkeyPatch, *, hangs: bool = False
-) -> AskedDirectory:
-    """It knows its namespace. Answers of who does not hang have all the time they need."""
-    monkeypatch.setattr(directories, "_look_up", lambda: actor)
-    if not hangs:
-        monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> PlayedActor:
+    """The one that is found; its answers have all the time they need."""
+    made = PlayedActor()
+    monkeypatch.setattr(directories, "_look_up", lambda: made)
+    monkeypatch.setattr(directories, "ROUTE_ANSWER_S", PATIENCE_S)
+    return made
+
+
+async def learned() -> AskedDirectory:
+    """It has asked for its namespace."""
     made = AskedDirectory("/models/m")
     made.learn(["n1"])
     assert made._learning is not None
@@ -381,79 +366,59 @@ def keys(seed: int, tokens: int) -> PromptKeys:
     return PromptHasher(SCHEME).keys(prompt(seed, tokens), MAX_KEYS)
 
 
-def test_questions_that_come_meanwhile_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = PlayedActor()
-
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
-        found = await asyncio.gather(*map(made.find, prompts))
-        for number, answer in enumerate(found, 1):
-            assert answer is not None
-            assert [each.anywhere for each in answer] == [16 * number, 32]
-            assert [each.on_nodes for each in answer] == [{"n1": 16 * number}, {"n1": 32}]
-
-    asyncio.run(main())
+async def test_questions_that_come_meanwhile_go_out_together(actor: PlayedActor) -> None:
+    made = await learned()
+    prompts = [[keys(n, 16 * n), keys(n, 32)] for n in range(1, 9)]
+    found = await asyncio.gather(*map(made.find, prompts))
+    assert found == [
+        [FoundPrompt({"n1": tokens}, tokens) for tokens in (16 * number, 32)]
+        for number in range(1, 9)
+    ]
     assert len(actor.asked) <= 2
     assert all(query.namespace == "space" for query in actor.asked)
 
 
-def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(actor: PlayedActor) -> None:
     """Of a long prompt with windows fewer, larger chunks are asked for."""
-    actor = PlayedActor()
-    large = ChunkGroup(0, 64)
-
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        short = keys(1, 64)
-        long = replace(keys(2, 192), keys={large: keys(2, 192).first[3::4]})
-        found = await made.find([short, long, short])
-        assert found is not None
-        assert [each.anywhere for each in found] == [64, 48, 64]
-
-    asyncio.run(main())
+    made = await learned()
+    short = keys(1, 64)
+    long = replace(keys(2, 192), keys={ChunkGroup(0, 64): keys(2, 192).first[3::4]})
+    found = await made.find([short, long, short])
+    assert found is not None
+    assert [each.anywhere for each in found] == [64, 48, 64]
     asked = sorted((query.chunks, query.counts) for query in actor.asked)
     assert asked == [("0:16", [4]), ("0:16", [4]), ("0:64", [3])]
 
 
-def test_question_is_never_longer_than_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = PlayedActor()
-
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        long = keys(1, 16 * 1024)
-        found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
-        assert all(answer is not None for answer in found)
-
-    asyncio.run(main())
+async def test_question_is_never_longer_than_a_page(actor: PlayedActor) -> None:
+    made = await learned()
+    long = keys(1, 16 * 1024)
+    found = await asyncio.gather(*(made.find([long]) for _ in range(5)))
+    assert all(answer is not None for answer in found)
     assert len(actor.asked) == 3
     assert all(len(query.keys) <= MAX_KEYS for query in actor.asked)
 
 
-def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_directory_that_hangs_costs_a_deadline_once_then_nothing(
+    actor: PlayedActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor = PlayedActor()
-
-    async def main() -> None:
-        made = await learned(actor, monkeypatch, hangs=True)
-        actor.hangs = True
-        loop = asyncio.get_running_loop()
-        assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
-        await until(lambda: made._asking is not None and made._asking.done())
-        began = loop.time()
-        for n in range(20):
-            assert await made.find([keys(n, 64)]) is None
-        assert loop.time() - began < ROUTE_ANSWER_S * 20
-        assert len(actor.asked) == 1
-        # It is found again once its pause is over.
-        actor.hangs = False
-        made._breakers.pauses = Pauses(0.0, 0.0)
-        await until_answered(made)
-
-    asyncio.run(main())
+    monkeypatch.setattr(directories, "ROUTE_ANSWER_S", ROUTE_ANSWER_S)
+    made = await learned()
+    actor.hangs = True
+    loop = asyncio.get_running_loop()
+    assert await asyncio.gather(*(made.find([keys(n, 64)]) for n in range(9))) == [None] * 9
+    await until(lambda: made._asking is not None and made._asking.done())
+    began = loop.time()
+    for n in range(20):
+        assert await made.find([keys(n, 64)]) is None
+    assert loop.time() - began < ROUTE_ANSWER_S * 20
+    assert len(actor.asked) == 1
+    # It is found again once its pause is over.
+    actor.hangs = False
+    made._breakers.pauses = Pauses(0.0, 0.0)
+    async with asyncio.timeout(PATIENCE_S):
+        while await made.find([keys(1, 64)]) is None:
+            await asyncio.sleep(0.01)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -462,38 +427,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def until_answered(made: AskedDirectory) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while await made.find([keys(1, 64)]) is None:
-            await asyncio.sleep(0.01)
-
-
-def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_namespace_is_that_of_the_models_engines_on_the_replicas_nodes(
+    actor: PlayedActor,
 ) -> None:
     other = NamespaceStatus("other", "/models/other", traits=TRAITS)
-
-    async def main() -> None:
-        made = await learned(PlayedActor([other, SPACE]), monkeypatch)
-        assert made._space == SPACE
-        unknown = await learned(PlayedActor([other]), monkeypatch)
-        assert unknown.hasher is None
-        assert await unknown.find([keys(1, 64)]) is None
-        twice = NamespaceStatus("second", "/models/m", traits=TRAITS)
-        assert (await learned(PlayedActor([SPACE, twice]), monkeypatch)).hasher is None
-
-    asyncio.run(main())
-
-
-def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = PlayedActor()
-
-    async def main() -> None:
-        made = await learned(actor, monkeypatch)
-        assert await made.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
-
-    asyncio.run(main())
-    assert actor.asked == []
+    twin = NamespaceStatus("second", "/models/m", traits=TRAITS)
+    actor.known = [other, SPACE]
+    known = await learned()
+    assert await known.find([keys(1, 15)]) == [FoundPrompt({}, 0)]
+    assert actor.asked == [], "a short prompt asks nobody"
+    await known.find([keys(1, 64)])
+    assert actor.asked[0].namespace == "space"
+    for actor.known in ([other], [SPACE, twin]):
+        unknown = await learned()
+        assert (unknown.hasher, await unknown.find([keys(1, 64)])) == (None, None)
 
 
 # Settings
@@ -501,21 +448,12 @@ def test_short_prompt_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"laod": 0.1},
-        {"load": 0.9, "fetch": 0.1},
-        {"request": -1},
-        {"recent_s": -1},
-        {"load": "x"},
-        {"waiting": -1},
-    ],
+    [{"laod": 0.1}, {"load": 0.9, "fetch": 0.1}, {"request": -1}, {"recent_s": -1}, {"load": "x"}],
     ids=str,
 )
 def test_setting_that_can_not_be_meant_is_refused_when_the_application_is_built(
     wrong: dict[str, Any],
 ) -> None:
-    with pytest.raises(SettingError):
-        parse_route_settings(wrong)
     model = ModelArguments(model="m", router={"policy": "kv", "kwargs": wrong})  # type: ignore[arg-type]
     with pytest.raises(SettingError):
         kv_router_kwargs(model)
