@@ -22,7 +22,7 @@ from raykv.lab.bench.report import Options, Result, document
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's name and its line in `raykv bench --list`.
+    """A benchmark's name and what it measures.
 
     `package` has a module of that name with a function `run`. `needs`: what not every machine or
     user has; such a benchmark runs only if it is named.
