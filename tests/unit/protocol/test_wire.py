@@ -110,6 +110,18 @@ def test_descriptors_come_once_when_their_message_is_longer_than_one_read(
         os.close(each)
 
 
+def test_connect_reaches_who_listens_under_the_name_and_raises_where_nobody_does() -> None:
+    name = f"raykv-test-{os.getpid()}"
+    with pytest.raises(ConnectionRefusedError):
+        wire.connect(name, 5.0)
+    with wire.listen(name) as listener, wire.connect(name, 5.0) as client:
+        server, _ = listener.accept()
+        with server:
+            assert wire.peer_of(server) == os.getpid()
+            client.sendall(b"x")
+            assert server.recv(1) == b"x"
+
+
 def test_send_fails_when_the_peer_does_not_read(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
