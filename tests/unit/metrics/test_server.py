@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -275,12 +273,3 @@ def test_bad_form_is_found(name: str, samples: str, why: str) -> None:
     bad = "\n".join([*head, *lines, ""])
     assert any(why in complaint for complaint in complaints(bad)), complaints(bad)
     assert complaints("") == ["nothing is there"]
-
-
-@given(st.text(max_size=30))
-def test_any_text_may_be_a_label(label: str) -> None:
-    if "\n" in label or not label.isprintable():
-        return
-    text = text_of([numbers("raykv_engines", {(label,): 1})])
-    (family,) = text_string_to_metric_families(text)
-    assert family.samples[0].labels == {"namespace": label}
