@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -31,6 +32,7 @@ from raykv.base.settings import log_level
 from raykv.cli import (
     chunks,
     events,
+    measure,
     pins,
     plan,
     pools,
@@ -45,7 +47,7 @@ from raykv.cli import (
 )
 from raykv.cli.base import EXIT_CODES, ExitCode, print_json
 from raykv.cluster.logs import set_up_logging
-from raykv.lab import commands
+from raykv.lab.bench.command import MOVED
 
 UsageError: Any = typer.BadParameter.__base__
 """Of all wrong uses that the parser finds; typer shows it by its child alone."""
@@ -56,10 +58,11 @@ Command = Callable[..., None]
 
 
 class Group(NamedTuple):
-    """Commands about one thing, behind its name."""
+    """Commands about one thing, behind its name; and those that only say where they are now."""
 
     help: str
     commands: Mapping[str, Command]
+    gone: Mapping[str, Command] = MappingProxyType({})
 
 
 COMMANDS: dict[str, dict[str, Command | Group]] = {
@@ -118,9 +121,22 @@ COMMANDS: dict[str, dict[str, Command | Group]] = {
         "import": transfers.import_chunks,
     },
     "Try and measure": {
-        "demo": commands.demo,
-        "bench": commands.bench,
-        "chaos": commands.chaos,
+        "demo": measure.demo,
+        "chaos": measure.chaos,
+        "bench": Group(
+            "Measure RayKV beside what you would use instead, and beside what the machine can do.",
+            {
+                "copy": measure.copy,
+                "fetch": measure.fetch,
+                "disk": measure.disk,
+                "routing": measure.routing,
+                "policy": measure.policy,
+                "client": measure.client,
+                "gpu": measure.gpu,
+                "claims": measure.claims,
+            },
+            gone=dict.fromkeys(MOVED, measure.moved),
+        ),
     },
 }
 """All commands by their panel."""
@@ -203,26 +219,37 @@ def _options(
     del version
 
 
-def _add(to: typer.Typer, name: str, command: Command, panel: str | None = None) -> None:
+TAKES_ALL = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _add(
+    to: typer.Typer, name: str, command: Command, panel: str | None = None, *, hidden: bool = False
+) -> None:
     """Its docstring is its help: paragraphs that wrap as the terminal is wide, without markup."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
-    takes_all = {"allow_extra_args": True, "ignore_unknown_options": True}
     to.command(
         name,
         help=escape(text),
         rich_help_panel=panel,
-        context_settings=takes_all if command is serve.serve else None,
+        context_settings=TAKES_ALL if hidden or command is serve.serve else None,
+        hidden=hidden,
     )(command)
+
+
+def _group(group: Group) -> typer.Typer:
+    made = typer.Typer(help=group.help, no_args_is_help=True, rich_markup_mode="rich")
+    for name, command in group.commands.items():
+        _add(made, name, command)
+    for name, command in group.gone.items():
+        _add(made, name, command, hidden=True)
+    return made
 
 
 for panel, named in COMMANDS.items():
     for name, each in named.items():
         if isinstance(each, Group):
-            group = typer.Typer(help=each.help, no_args_is_help=True, rich_markup_mode="rich")
-            for inner_name, command in each.commands.items():
-                _add(group, inner_name, command)
-            app.add_typer(group, name=name, rich_help_panel=panel)
+            app.add_typer(_group(each), name=name, rich_help_panel=panel)
         else:
             _add(app, name, each, panel)
 

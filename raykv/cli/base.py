@@ -224,7 +224,9 @@ def bars(*, as_json: bool, in_bytes: bool = False) -> Iterator[ShowBars]:
         TimeElapsedColumn(),
     )
     hidden = as_json or not errors.is_terminal
-    with Progress(*columns, console=errors, disable=hidden, transient=True) as progress:
+    with Progress(
+        *columns, console=errors, disable=hidden, transient=True, redirect_stdout=False
+    ) as progress:
 
         def show(under_way: Mapping[str, tuple[int, int]]) -> None:
             tasks = {task.description: task.id for task in progress.tasks}

@@ -51,7 +51,8 @@ def up(
     pool_bytes: Annotated[
         str | None,
         typer.Option(
-            "--pool-bytes", help='Of each pool, like "8GiB". Default: a quarter of what is free.'
+            "--pool-bytes",
+            help='Size of each pool, like "8GiB". Default: a quarter of what is free.',
         ),
     ] = None,
     slab_bytes: Annotated[
@@ -220,7 +221,7 @@ def _ended(cluster: Cluster, left: Sequence[Path], *, with_ray: bool) -> str:
     try:
         known = cluster.status()
     except ClusterError as error:
-        sentence = f"this ends RayKV's actors, of which nothing more is known ({error})"
+        sentence = f"this ends RayKV's actors; nothing more is known of them ({error})"
     else:
         pools = sum(node.pool_bytes for node in known.nodes)
         sentence = (

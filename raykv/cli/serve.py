@@ -83,4 +83,4 @@ def _own_files() -> dict[str, bytes]:
         found = sorted(path for pattern in PATTERNS for path in root.glob(pattern))
         if found:
             return {str(path.relative_to(root)): path.read_bytes() for path in found}
-    raise SettingError(f"there are no files beside {package}: install RayKV from its wheel")
+    raise SettingError(f"the files are not next to {package}: install RayKV from its wheel")

@@ -172,7 +172,7 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
     for engine in known.engines:
         if engine.counters.get("weights_changed"):
             what = (
-                "its weights have changed and can't be told from others: it neither loads nor "
+                "its weights have changed and RayKV can't identify them: it neither loads nor "
                 "stores until they have a name (`raykv engine weights`)"
             )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")

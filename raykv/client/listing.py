@@ -1,4 +1,4 @@
-"""What `raykv.client.cluster.Cluster` tells of chunks and of prompts."""
+"""What `raykv.client.cluster.Cluster` says of chunks and of prompts."""
 
 from __future__ import annotations
 

@@ -38,23 +38,23 @@ class KeptOrders(msgspec.Struct, frozen=True):
 
 
 def put(name: str, value: bytes) -> None:
-    """Leave something under a name."""
+    """Store `value` under `name`."""
     _internal_kv_put(name.encode(), value, overwrite=True, namespace=BEQUESTS)
 
 
 def get(name: str) -> bytes | None:
-    """What was left under a name."""
+    """The value stored under `name`, or None."""
     value: bytes | None = _internal_kv_get(name.encode(), namespace=BEQUESTS)
     return value
 
 
 def delete(name: str) -> None:
-    """Nothing is left under a name any more."""
+    """Delete the value stored under `name`."""
     _internal_kv_del(name.encode(), namespace=BEQUESTS)
 
 
 def entries() -> Iterator[tuple[str, bytes]]:
-    """All that was left, by name."""
+    """All stored values, by name."""
     for name in _internal_kv_list(b"", namespace=BEQUESTS):
         value = get(name.decode())
         if value is not None:

@@ -1,7 +1,7 @@
 """Which processes at the other end of a socket have died, and which will write nothing any more.
 
-A socket's end does not tell: a child that a process has forked keeps the socket open, and with it
-all that hangs on it. So the process itself is watched, through a pidfd.
+The end of a socket proves nothing: a forked child keeps the socket open, and with it all that hangs
+on it. So the process itself is watched, through a pidfd.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The scheduler actor: who has which chunk, events, what operators order, who is told what."""
+"""The scheduler actor: who has which chunk, events, what operators order, what each node hears."""

@@ -29,7 +29,7 @@ from raykv.engine.requests import Miss
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MAX_NAMES_BYTES, MissRecord, Parting
 
 MAX_WAITING = 1024
-"""Records that wait to be told; beyond it the oldest are lost, and remain in the counters."""
+"""Records that wait to be sent; beyond it the oldest are lost, and remain in the counters."""
 
 MAX_RECORDS = 128
 """Records in one message: some 20 KiB, and their chunks' names."""
@@ -225,7 +225,7 @@ class Accounts:
         return names
 
     def take_records(self) -> list[MissRecord]:
-        """Records that are to be told now."""
+        """Take the records to send now."""
         return take(self._records, MAX_RECORDS)
 
     @property

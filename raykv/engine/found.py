@@ -21,14 +21,14 @@ requests `MAX_ASKED` chunks are told again in this time."""
 
 
 class FoundChunks:
-    """What requests have found, with whose they are, until the places are told.
+    """What requests have found, and whose they are, until it is sent to the places.
 
     `take` and `len` may be called on another thread.
     """
 
     def __init__(self) -> None:
         self._rows: deque[tuple[str, Key]] = deque(maxlen=MAX_TOUCHES)
-        # So many may be told again until then.
+        # How many may be sent again until then.
         self._left, self._until = 0, 0.0
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 T = TypeVar("T")
 
 MAX_QUEUED = 8192
-"""Chunks of hints of each kind that wait to be told; further ones are dropped."""
+"""Chunks of hints of each kind that wait to be sent; further ones are dropped."""
 
 MAX_TOLD = 512
 """Chunks of each kind in one message."""
@@ -40,10 +40,10 @@ MAX_SESSIONS_TOLD = 64
 """Pieces of news of sessions in one message."""
 
 MAX_SESSIONS_KNOWN = 1024
-"""Sessions of which it is remembered what was told; of others, all is told again."""
+"""Sessions of which it is remembered what was sent; of others, all is sent again."""
 
 MAX_SESSION_KEYS = 65_536
-"""Chunks of sessions that wait to be told; news of further ones is dropped."""
+"""Chunks of sessions that wait to be sent; news of further ones is dropped."""
 
 
 class Allowed(StrEnum):
@@ -162,7 +162,7 @@ class SessionBox:
         return new
 
     def tell_again(self) -> None:
-        """The node may have forgotten what was told."""
+        """The node may have forgotten what was sent."""
         self._told.clear()
 
 
@@ -249,7 +249,7 @@ class HintBox:
 
     @property
     def has_news(self) -> bool:
-        """Whether something waits to be told."""
+        """Whether something waits to be sent."""
         return bool(self._pinned or self._favoured or self.sessions.has_news)
 
     def take(self) -> Hints:

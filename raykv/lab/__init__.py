@@ -1,4 +1,4 @@
-"""Instruments and their commands: benchmarks, chaos, the demo, hosts for them.
+"""Instruments: benchmarks, chaos, the demo, hosts for them.
 
 Of the product, the command line alone imports them.
 """

@@ -79,7 +79,7 @@ def has_room(floor_bytes: int, root: Path = Path("/")) -> bool:
 
 
 def disk_limit(path: Path) -> MemoryLimit | None:
-    """Room of the file system that `path` is, or will be, in; None if it can't be told."""
+    """Room of the file system that `path` is, or will be, in; None if it is unknown."""
     try:
         found = shutil.disk_usage(path if path.exists() else path.parent)
     except OSError:

@@ -265,7 +265,6 @@ class FetchService:
             fetch.namespace,
             columns.Keys.of(chunk.landing.key for chunk in piece.chunks),
             columns.Numbers.of(piece.sizes),
-            with_checksums=fetch.order.with_checksums,
         )
         piece.started_at = time.monotonic()
         try:
@@ -287,8 +286,7 @@ class FetchService:
         try:
             # bounded: what is left of the fetch's deadline, or half of it
             reply, data = piece.pending.wait(left / 2 if has_others else left)
-            is_checked = fetch.order.with_checksums
-            copies.check_read_reply(reply, len(data), piece.sizes, with_checksums=is_checked)
+            copies.check_read_reply(reply, len(data), piece.sizes)
         except PeerError as error:
             self._failed(fetch, piece, error)
             return

@@ -64,13 +64,13 @@ class ReadService:
         with self._lock:
             self.reading += 1
         try:
-            reads, data = self._copy_all(found, with_checksums=request.with_checksums)
+            reads, data = self._copy_all(found)
         finally:
             with self._lock:
                 self.reading -= 1
         with self._lock:
             self.bytes_sent += len(data)
-        return _with_reads(reply, reads, request), data
+        return _with_reads(reply, reads), data
 
     def _begin(self, request: Read) -> tuple[list[ChunkRecord | Refusal], ReadReply]:
         """Register readers, and say how all chunks are at that moment."""
@@ -83,9 +83,7 @@ class ReadService:
             life, number, rows = self.keeper.owner.state_of(namespace, keys)
         return found, ReadReply(life, number, b"", rows)
 
-    def _copy_all(
-        self, found: Sequence[ChunkRecord | Refusal], *, with_checksums: bool
-    ) -> tuple[list[ChunkRead], Bytes]:
+    def _copy_all(self, found: Sequence[ChunkRecord | Refusal]) -> tuple[list[ChunkRead], Bytes]:
         """Copies of what was admitted, back to back; the readers end."""
         held = [each for each in found if isinstance(each, ChunkRecord)]
         reads, end = [], 0
@@ -97,7 +95,7 @@ class ReadService:
                     continue
                 to = data[end : end + each.slot_bytes]
                 to[:] = self.keeper.bytes_of(each)
-                reads.append(self._compared(each, to, with_checksum=with_checksums))
+                reads.append(self._compared(each, to))
                 end += 0 if reads[-1].refusal else each.slot_bytes
         finally:
             self.keeper.end_read(*held)
@@ -117,9 +115,7 @@ class ReadService:
             reads = [
                 ChunkRead(each)
                 if isinstance(each, Refusal)
-                else self._compared(
-                    each, self.keeper.bytes_of(each), with_checksum=request.with_checksums
-                )
+                else self._compared(each, self.keeper.bytes_of(each))
                 for each in found
             ]
         except BaseException:
@@ -133,12 +129,10 @@ class ReadService:
         self.keeper.end_read(*damaged)
         with self._lock:
             self.bytes_sent += sum(record.slot_bytes for record in good)
-        return _with_reads(reply, reads, request), good
+        return _with_reads(reply, reads), good
 
-    def _compared(self, record: ChunkRecord, data: Bytes, *, with_checksum: bool) -> ChunkRead:
+    def _compared(self, record: ChunkRecord, data: Bytes) -> ChunkRead:
         """What there is to say of a chunk that has a reader; `data` are its bytes."""
-        if not with_checksum and record.is_proven:
-            return ChunkRead(Refusal.NONE, record.stamp, 0, record.blocks)
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self.keeper.check_bytes(record, checksum)
         return ChunkRead(refusal, record.stamp, checksum, record.blocks)
@@ -169,7 +163,7 @@ def answer(
         for key, read in zip(request.keys, reads, strict=True)
         if not read.refusal
     )
-    return _with_reads(ReadReply(life, number, b"", rows), reads, request), data[:end]
+    return _with_reads(ReadReply(life, number, b"", rows), reads), data[:end]
 
 
 def _is_answered(request: Read) -> bool:
@@ -178,14 +172,14 @@ def _is_answered(request: Read) -> bool:
     return request.version == framing.PROTOCOL_VERSION and is_small
 
 
-def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead], request: Read) -> ReadReply:
+def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead]) -> ReadReply:
     sent = [each for each in reads if not each.refusal]
     return ReadReply(
         reply.life,
         reply.number,
         bytes(each.refusal for each in reads),
         reply.rows,
-        [each.checksum for each in sent] if request.with_checksums else [],
+        [each.checksum for each in sent],
         columns.Numbers.of(each.stamp.history for each in sent),
         columns.Numbers.of(each.stamp.number for each in sent),
     )

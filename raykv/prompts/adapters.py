@@ -46,7 +46,7 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What is in an adapter's folder; `digest` is empty where that can't be told."""
+    """What is in an adapter's folder; `digest` is empty if it can't be read."""
 
     digest: str = ""
     files: tuple[FileState, ...] = ()

@@ -150,7 +150,6 @@ class Fetch(framing.Versioned, frozen=True, tag="fetch"):
         source_index: points into `sources`.
         tenant: whose request wants them.
         deadline_s: from now on.
-        with_checksums: whether what arrives is checked.
         series: of several orders that belong together: what they bring stays until a while after
             the last one.
     """
@@ -165,7 +164,6 @@ class Fetch(framing.Versioned, frozen=True, tag="fetch"):
     source_index: columns.Numbers = columns.Numbers()
     tenant: columns.Text = ""
     deadline_s: columns.Seconds = 10.0
-    with_checksums: bool = True
     series: columns.Text = ""
 
     def __post_init__(self) -> None:
@@ -189,7 +187,6 @@ class Read(framing.Versioned, frozen=True):
     namespace: columns.Named
     keys: columns.Keys
     slot_bytes: columns.Numbers
-    with_checksums: bool = True
     from_disk: bool = False
 
     def __post_init__(self) -> None:
@@ -225,9 +222,7 @@ class Offer(msgspec.Struct, frozen=True):
     addresses: columns.Numbers = columns.Numbers()
 
 
-def check_read_reply(
-    reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int], *, with_checksums: bool = True
-) -> None:
+def check_read_reply(reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int]) -> None:
     """The answer to a read of chunks of those sizes, with which so many bytes came.
 
     Raises:
@@ -238,8 +233,7 @@ def check_read_reply(
     rows = zip(slot_bytes, reply.refusals, strict=True)
     sent = [size for size, refusal in rows if refusal == Refusal.NONE]
     columns.require(num_bytes == sum(sent), f"{num_bytes} bytes of chunks that have {sum(sent)}")
-    num_checksums = len(sent) if with_checksums else 0
-    columns.require(len(reply.checksums) == num_checksums, f"{len(reply.checksums)} checksums")
+    columns.require(len(reply.checksums) == len(sent), f"{len(reply.checksums)} checksums")
     columns.check_rows("chunks that came", sent, reply.histories, reply.stamps)
     for column in (reply.histories, reply.stamps):
         columns.check_numbers("numbers of orders", column, 0, columns.MAX_NUMBER)

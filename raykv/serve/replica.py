@@ -40,6 +40,7 @@ class EngineReplica:
         self._engine: Any = None
         self._stack = AsyncExitStack()
         self._app: ASGIApp = await self._start(self._stack)
+        # watched: awaited by the next request once the engine is dead
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def handle_http(self, request: HttpRequest) -> Pieces:

@@ -1,4 +1,4 @@
-"""What a publisher tells the world: the event stream in, numbered messages in vLLM's format out.
+"""What a publisher publishes: the event stream in, numbered messages in vLLM's format out.
 
           stored           described, its parent told or late        removed, lost, cleared
  (absent) ──────► waiting ──────────────────────────────────► held ───────────────────────► (absent)

@@ -49,7 +49,7 @@ def read_events(
 ) -> Iterator[Event]:
     """See `raykv.client.cluster.Cluster.events`; `find` returns the scheduler actor."""
     life, after = _place(find, since)
-    # Who is not told anything yet is told soon that nobody answers.
+    # Readers that have heard nothing yet soon hear that the actor does not answer.
     patience_s = deadlines.CLIENT_S
     while True:
         page = _page(find, life, after, patience_s)

@@ -145,8 +145,7 @@ def device_link(
         # While an engine sleeps its KV cache's memory is given back; then it gets another one.
         raise errors.HandleError(
             "enable_sleep_mode gives the KV cache other memory each time the engine wakes up: "
-            "leave it out if the engine never sleeps (`raykv bench sleep` measures what staging "
-            "costs)"
+            "leave it out if the engine never sleeps, since staging costs a copy more"
         )
     tensors = [entry.tensor for entry in kv_caches.tensors]
     kinds = {tensor.device.type for tensor in tensors}

@@ -1,10 +1,15 @@
-"""`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew."""
+"""`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew.
+
+`claims` measures the published numbers again.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 
+from raykv.lab.bench.claims import run_claims
 from raykv.lab.bench.command import (
     BENCHMARKS,
     Benchmark,
@@ -16,7 +21,7 @@ from raykv.lab.bench.command import (
 from raykv.lab.bench.engine import EngineProcess, launched
 from raykv.lab.bench.report import Options
 from raykv.lab.warden import ending_what_it_starts
-from tests.bench import tables
+from tests.bench import claims, tables
 from tests.fixtures.engine_child import CHILD
 
 HERE = by_name(
@@ -67,6 +72,8 @@ def main() -> None:
         # A command that vLLM runs in a process of its own.
         EngineProcess.launch = partial(launched, command=CHILD)
         with ending_what_it_starts():
+            if asked.names == ["claims"]:
+                sys.exit(run_claims(options, asked.json, claims.CLAIMS, known))
             benchmarks = chosen(asked.names, known)
             if not asked.keep:
                 run_benchmarks(benchmarks, options, asked.json)

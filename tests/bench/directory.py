@@ -34,7 +34,7 @@ QUICK_SIZES = {"2 k": 2_048, "4 k": 4_096}
 BYTES_NEEDED = 400
 """Of free memory per chunk, before a size is tried."""
 
-CORE, MESSAGES, DICT = "RayKV", "messages", "plain dict"
+CORE, MESSAGES = "RayKV", "messages"
 
 UNITS = {
     "lookups": "1/s",
@@ -54,8 +54,7 @@ def run(options: Options) -> Result:
         if psutil.virtual_memory().available < size * BYTES_NEEDED:
             result.notes.append(f"{label} chunks: not enough free memory, left out.")
             continue
-        ours, dicts = (load(each, size, options.repeats_or(5)) for each in (CORE, DICT))
-        measured[label] = {what: ours[what] | dicts[what] for what in UNITS}
+        measured[label] = load(size, options.repeats_or(5))
     for what, unit in UNITS.items():
         for label, values in measured.items():
             for subject, some in values[what].items():
@@ -64,9 +63,9 @@ def run(options: Options) -> Result:
     return result
 
 
-def load(subject: str, size: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def load(size: int, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Values by what is measured and subject, of a process of its own."""
-    arguments = [subject, str(size), str(repeats)]
+    arguments = [str(size), str(repeats)]
     command = [sys.executable, "-m", "tests.bench.directory_load", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     values: dict[str, Any] = json.loads(done.stdout)

@@ -25,7 +25,7 @@ from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRow, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.listing import Where as At
 from raykv.protocol.node import Report, ReportAnswer, ReportedEngine
-from tests.bench.directory import CORE, DICT, MESSAGES
+from tests.bench.directory import CORE, MESSAGES
 
 BATCH = 512
 PREFIX = 2048
@@ -190,35 +190,6 @@ def add(values: Values, what: str, subject: str, value: float) -> None:
     values.setdefault(what, {}).setdefault(subject, []).append(value)
 
 
-def timed(work: Callable[[], object]) -> float:
-    """CPU seconds."""
-    began = time.thread_time()
-    work()
-    return time.thread_time() - began
-
-
-def in_dict(size: int, repeats: int, values: Values) -> None:
-    """The same with a dict of keys to a number, which orders and reports nothing."""
-    before = resident()
-    table = {key(number): number for number in range(size)}
-    add(values, "memory", DICT, (resident() - before) / size)
-    count = BATCHES * BATCH
-    for repeat in range(repeats):
-        some = [key(random.randrange(repeat * count, size + repeat * count)) for _ in range(count)]
-        news = [key(size + repeat * count + number) for number in range(count)]
-        olds = list(table)[:count]
-        prefix = some[:PREFIX]
-        found: list[object] = []
-        taken = timed(lambda s=some, f=found: f.extend([table.get(name) for name in s]))  # type: ignore[misc]
-        add(values, "lookups", DICT, count / taken)
-        taken = timed(lambda p=prefix, f=found: f.extend([table.get(name) for name in p]))  # type: ignore[misc]
-        add(values, "prefix of 2048", DICT, taken * 1e3)
-        taken = timed(lambda o=olds: [table.pop(name) for name in o])  # type: ignore[misc]
-        add(values, "evictions", DICT, len(olds) / taken)
-        taken = timed(lambda n=news: table.update((name, 1) for name in n))  # type: ignore[misc]
-        add(values, "stores", DICT, count / taken)
-
-
 def resident() -> int:
     """Bytes of memory that this process has."""
     gc.collect()
@@ -239,13 +210,10 @@ def in_raykv(size: int, repeats: int, values: Values) -> None:
         replaced(load, values)
 
 
-def main(subject: str, size: int, repeats: int) -> Values:
-    """All values of one subject and size."""
+def main(size: int, repeats: int) -> Values:
+    """All values of one size."""
     random.seed(size)
     values: Values = {}
-    if subject == DICT:
-        in_dict(size, repeats, values)
-        return values
     # What is loaded once belongs to no chunk.
     warm = DirectoryLoad(BATCH)
     warm.fill()
@@ -256,4 +224,4 @@ def main(subject: str, size: int, repeats: int) -> Values:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    sys.stdout.write(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))

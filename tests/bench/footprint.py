@@ -197,7 +197,7 @@ def view_bytes(count: int) -> int:
 def _measure_chunks(result: Result, options: Options) -> None:
     count = 10_000 if options.quick else MILLION
     case = CHUNKS if count == MILLION else f"{count} chunks"
-    measured = directory.load(directory.CORE, count, 1)["memory"][directory.CORE]
+    measured = directory.load(count, 1)["memory"][directory.CORE]
     result.rows.append(Row(case, SCHEDULER, "MB", tuple(each * count / 1e6 for each in measured)))
     for name, measure in ((NODE, index_bytes), (ENGINE, view_bytes)):
         context = multiprocessing.get_context("spawn")

@@ -14,14 +14,9 @@ percentile of the time to the first token, and compute the fewest tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from raykv.lab.bench.report import Options, Result, Row, Verdict, short
+from raykv.lab.bench.report import Options, Result, Row, Verdict
 from tests.bench.simulation.cluster import CHURN, SimCluster, Simulated
 from tests.bench.simulation.hardware import Hardware
 from tests.bench.simulation.routers import (
@@ -45,71 +40,26 @@ LOADS, CHURN_LOAD = (50, 70, 80, 95), 80
 DELAY_S = 0.005
 SEED = 1
 
-MEASURES = {"mean": "s to the first token", "p99": "s", "computed": "tokens"}
+MEAN, P99, COMPUTED = "mean, s", "p99, s", "computed, tokens"
 
 
-@dataclass
-class SimulationResult(Result):
-    """Its table has a line for each router."""
-
-    found: dict[str, Mapping[str, Simulated]] = field(default_factory=dict)
-
-    def add(self, case: str, found: Mapping[str, Simulated]) -> None:
-        """Rows and verdicts of one case."""
-        self.found[case] = found
-        for router, each in found.items():
-            for measure, value in _measures(each).items():
-                self.rows.append(Row(case, f"{router}: {measure}", MEASURES[measure], (value,)))
-        for measure in MEASURES:
-            best = min(_measures(found[name])[measure] for name in found if name != OURS)
-            ours = _measures(found[OURS])[measure]
-            self.verdicts.append(
-                Verdict(f"{case}: {measure} at most that of any other", ours / best, 1.0)
-            )
-
-    def to_table(self) -> RenderableType:
-        """See the class."""
-        table = Table(box=SIMPLE_HEAD, title=f"{self.name}: {self.summary}", title_justify="left")
-        table.add_column("case")
-        table.add_column("router")
-        for column in ("mean, s", "p99, s", "computed, M", "by least"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("best at")
-        for case, found in self.found.items():
-            least = min(each.computed for each in found.values())
-            for number, (router, each) in enumerate(found.items()):
-                best = [name for name in MEASURES if _is_best(found, router, name)]
-                table.add_row(
-                    case if number == 0 else "",
-                    router,
-                    short(each.mean_s),
-                    short(each.p99_s),
-                    f"{each.computed / 1e6:.2f}",
-                    f"{each.computed / least:.4f}",
-                    ", ".join(best),
-                )
-        met = [verdict.is_met for verdict in self.verdicts]
-        missed = [
-            Text(f"NOT MET: {each.budget} ({each.measured:.4f} times it)", style="red")
-            for each in self.verdicts
-            if not each.is_met
-        ]
-        lines = [Text(f"met: {sum(met)} of {len(met)}"), *missed, *map(Text, self.notes)]
-        return Group(table, *lines)
-
-
-def _measures(each: Simulated) -> dict[str, float]:
-    return {"mean": each.mean_s, "p99": each.p99_s, "computed": float(each.computed)}
-
-
-def _is_best(found: Mapping[str, Simulated], router: str, measure: str) -> bool:
-    least = min(_measures(each)[measure] for each in found.values())
-    return _measures(found[router])[measure] == least
+def add(result: Result, case: str, found: Mapping[str, Simulated]) -> None:
+    """Rows and verdicts of one case."""
+    measured = {
+        router: {MEAN: each.mean_s, P99: each.p99_s, COMPUTED: float(each.computed)}
+        for router, each in found.items()
+    }
+    for router, values in measured.items():
+        result.rows += [Row(case, router, unit, (value,)) for unit, value in values.items()]
+    for unit, ours in measured.pop(OURS).items():
+        best = min(values[unit] for values in measured.values())
+        budget = f"{case}: {unit}, at most that of any other"
+        result.verdicts.append(Verdict(budget, ours / best, 1.0))
 
 
 def run(options: Options) -> Result:
     """See the module's docstring; `--trace` names a trace with times."""
-    result = SimulationResult("routing_simulation")
+    result = Result("routing_simulation", is_wide=True)
     hardware = Hardware()
     replicas = QUICK_REPLICAS if options.quick else REPLICAS
     num_requests = replicas * (QUICK_REQUESTS if options.quick else REQUESTS_PER_REPLICA)
@@ -122,9 +72,9 @@ def run(options: Options) -> Result:
     )
     for load in (CHURN_LOAD,) if options.quick else LOADS:
         bed = Bench(whole.at_load(load / 100, replicas, hardware), replicas, hardware)
-        result.add(f"{load} %", bed.all())
+        add(result, f"{load} %", bed.all())
     bed = Bench(whole.at_load(CHURN_LOAD / 100, replicas, hardware), replicas, hardware)
-    result.add(f"{CHURN_LOAD} %, churn", bed.all(churns=True))
+    add(result, f"{CHURN_LOAD} %, churn", bed.all(churns=True))
     return result
 
 

@@ -73,8 +73,8 @@ class Newcomers:
         (DEMO, signal.SIGTERM),
         (DEMO, signal.SIGKILL),
         (("chaos", "--minutes", "5"), signal.SIGKILL),
-        (("bench", "ttft", "--quick"), signal.SIGKILL),
-        (("bench", "ttft", "--quick"), signal.SIGHUP),
+        (("bench", "gpu", "--quick"), signal.SIGKILL),
+        (("bench", "gpu", "--quick"), signal.SIGHUP),
     ],
 )
 def test_ended_command_leaves_no_process(

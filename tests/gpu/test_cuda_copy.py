@@ -30,7 +30,6 @@ from raykv.lab.bench.report import Options
 from raykv.memory.cuda.driver import CUDAError
 from raykv.memory.words import Word
 from raykv.protocol.worker import KVLayout, TensorLayout
-from tests.bench import copy_cuda, copy_jobs
 from tests.fixtures.copy.memories import carried_out
 from tests.fixtures.cuda.copies import Compute, FakeDriver, WithoutWait, always
 from tests.fixtures.jobs import named_job
@@ -400,6 +399,8 @@ class TestOnGPU:
             CUDADriver(first_uuid()).allocate(1 << 50)
 
     def test_benchmark_runs(self) -> None:
+        from tests.bench import copy_cuda, copy_jobs
+
         result = copy_cuda.run(Options(quick=True, repeats=1))
         assert all(row.median > 0 for row in result.rows)
         assert any(row.subject == copy_jobs.WHOLE for row in result.rows)

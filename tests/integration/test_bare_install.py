@@ -62,7 +62,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
 def test_core_works_where_only_the_wheel_and_its_dependencies_are(bare: Bare) -> None:
     """Pools, an engine's chunks and hidden states on a node that computes nothing."""
     assert "doctor" in bare.raykv("--help").stdout
-    assert "needs vllm" in bare.raykv("bench", "lookup", "--quick", code=2).stderr
+    assert "needs vllm" in bare.raykv("bench", "client", "--quick", code=2).stderr
     started = bare.raykv("up", "--pool-bytes", "64MiB").stderr
     (bare.address,) = re.findall(r"local Ray cluster at ([\d.]+:\d+)", started)
     child = json.loads(bare.run(str(CHILD), bare.address, str(bare.folder)).stdout)

@@ -23,7 +23,7 @@ CUT_BYTES = 32 << 20
 """A larger run is cut at such multiples of the pool's offset."""
 
 # Loads of smaller pages are scattered by a kernel if a batch has this many runs: what vLLM found
-# for an H100. Stores are not: they were as fast by DMA. `raykv bench copy --device cuda` measures
+# for an H100. Stores are not: they were as fast by DMA. `python -m tests.bench copy_cuda` measures
 # both routes.
 GATHER_BELOW_BYTES = 28 << 10
 GATHER_FROM_RUNS = 16

@@ -4,7 +4,7 @@
                 ▲                for other nodes        │ nothing to load
                 └── look: nothing came of it ───────────┴──► (over)
 
-A span is told when it is over, so that what is told of never waits. All of a request's spans carry
+Spans are exported when they end, so tracing never delays a request. All of a request's spans carry
 its trace headers, as its client sent them.
 
 Invariant: what is remembered is of requests that have begun and not ended.
@@ -51,7 +51,7 @@ class RequestSpans:
     """See the module's docstring. The times are of the same clock as those of lookups."""
 
     def __init__(self, tell: Tell | None = None) -> None:
-        """`tell` gets the spans; None: nobody wants any, and nothing is remembered."""
+        """`tell` exports the spans; if it is None, nothing is remembered."""
         self._tell = tell
         self._courses: dict[str, _Course] = {}
 

@@ -27,7 +27,6 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
 from raykv.client.cluster import connect
 from raykv.cluster.join import ensure_cluster, stop_started
-from raykv.lab.bench.modelless import wait
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
@@ -118,8 +117,6 @@ def run(options: Options) -> Result:
         cluster = stack.enter_context(connect(address))
         stack.callback(cluster.down)
         cluster.up(pool_bytes=sizes.pool_bytes)
-        is_there = lambda: all(n.prefaulted_bytes >= n.pool_bytes for n in cluster.status().nodes)  # noqa: E731
-        wait(is_there, "the pool is there", 0.1)
         servers = {name: server(name, address, sizes) for name in systems}
         command = sweep(folder, model, sizes, servers, plays, is_cpu=is_cpu)
         deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * 40 / sizes.rate))

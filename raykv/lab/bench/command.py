@@ -22,7 +22,7 @@ from raykv.lab.bench.report import Options, Result, document
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's name and its line in `raykv bench --list`.
+    """A benchmark's name and what it measures.
 
     `package` has a module of that name with a function `run`. `needs`: what not every machine or
     user has; such a benchmark runs only if it is named.
@@ -104,7 +104,7 @@ def run_benchmarks(
     path = None if json_path in (None, "-") else Path(str(json_path))
     if path is not None and not path.parent.is_dir():
         raise SettingError(f"--json {path}: there is no folder {path.parent}")
-    with _only_json() if json_path == "-" else nullcontext():
+    with only_json() if json_path == "-" else nullcontext():
         results = _run_all(benchmarks, options, Console(stderr=json_path == "-"), path)
     if json_path == "-":
         sys.stdout.write(_text(results))
@@ -139,7 +139,7 @@ def _text(results: list[Result]) -> str:
 
 
 @contextmanager
-def _only_json() -> Iterator[None]:
+def only_json() -> Iterator[None]:
     """Send what is written to standard output meanwhile, by vLLM too, to standard error."""
     sys.stdout.flush()
     saved = os.dup(1)

@@ -196,7 +196,7 @@ class Starts:
         stack.callback(self._cluster.down)
 
     def start(self, name: str) -> EngineProcess:
-        """An engine of one of `SYSTEMS`, with its pool page-locked on a GPU."""
+        """An engine of a subject, with its pool page-locked on a GPU."""
         raykv, config = None, dict(self._config)
         if name == NATIVE:
             config["connector"] = {
@@ -211,7 +211,8 @@ class Starts:
                 # By default stores cease where nothing is reused, and it is their cost that counts.
                 "stop_unused_stores": False,
             }
-        engine = EngineProcess(self._model, self._folder / f"{name}.log", raykv, **config)
+        system = next(system for system, subject in SYSTEMS.items() if subject == name)
+        engine = EngineProcess(self._model, self._folder / f"{system}.log", raykv, **config)
         if raykv is not None:
             self._wait_for_pool()
         return engine

@@ -118,15 +118,6 @@ class Result:
                 return row
         raise KeyError((case, subject))
 
-    @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> Result:
-        """The rows of what `to_json` made."""
-        rows = [
-            Row(row["case"], row["subject"], row["unit"], tuple(row["values"]))
-            for row in told["rows"]
-        ]
-        return cls(told["benchmark"], told["summary"], rows)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`."""
         return {

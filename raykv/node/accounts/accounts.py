@@ -1,6 +1,6 @@
-"""All that is told of a node to people: of its engines' requests, and of what its pool gives up.
+"""What people learn of a node: of its engines' requests, and of what its pool evicts.
 
-Nothing is decided by it, and a NodeActor that begins anew knows nothing of it any more.
+Nothing is decided by it, and a new life of the NodeActor knows nothing of it.
 """
 
 from __future__ import annotations

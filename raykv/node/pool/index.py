@@ -2,8 +2,8 @@
 
 A copy that is admitted gets the chunk's record, and ends with that record, whatever the index has
 under the same name by then. A store is one engine's job; its ranks' parts make one record.
-What the first rank was told about a chunk of a job is what all of them are told, until all have
-ended the job, or nobody has stored for it for long.
+All ranks get the answer that the first rank got for a chunk of a job, until all have ended the job,
+or none has stored for it for long.
 
 Invariants:
 1. A name has at most one READY record and one WRITING record.

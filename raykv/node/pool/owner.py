@@ -97,7 +97,7 @@ class NodePool:
         self.is_leaving = False
         """Whether the node drains; the NodeActor sets it."""
         self.accounts = NodeAccounts(self.quota_of)
-        """What is told of it and of its engines to people."""
+        """What people learn of it and of its engines."""
         # The highest number of orders that an engine has named since the last document.
         self._told_orders = NOTHING_ORDERED
         # Until when the chunks of each series stay.

@@ -78,7 +78,7 @@ class Capturing:
         keeper: has the pool, beside which states are copied.
         rows: copies within the host's memory.
         give_way: lets loads go first; called before each part of a copy.
-        answer: tells the worker how its job has ended, with the bytes that were copied.
+        answer: called with how the worker's job has ended, and the bytes that were copied.
     """
 
     def __init__(

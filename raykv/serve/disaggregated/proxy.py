@@ -110,6 +110,7 @@ class DisaggregatedBackend:
             self._model,
             reason,
         )
+        # watched: what it calls says False for all errors
         self._return = asyncio.create_task(self._await_return())
 
     async def _await_return(self) -> None:

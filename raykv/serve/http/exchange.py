@@ -181,6 +181,7 @@ async def drive(app: ASGIApp, request: HttpRequest) -> Pieces:
     of the pieces, unless its answer was whole by then: Starlette answers 500 and raises as well.
     """
     exchange = _Exchange(request)
+    # watched: awaited for the end of each answer
     task = asyncio.create_task(exchange.run(app))
     try:
         while (piece := await exchange.pieces.get()) is not None:

@@ -216,7 +216,9 @@ class Ingress:
 
     async def _until_left(self, answering: Any, receive: Receive) -> None:
         """Run `answering` until it is done or the client has left."""
+        # watched: awaited by the request that it is for
         task = asyncio.create_task(answering)
+        # watched: awaited by the request that it is for
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -66,6 +66,7 @@ class SharedMetrics:
         now = asyncio.get_running_loop().time()
         if self._pages is None or (self._pages.done() and now - self._since >= METRICS_FRESH_S):
             self._since, self._merged = now, {}
+            # watched: awaited by every request that it is for
             self._pages = asyncio.create_task(self._collect())
         merged = self._merged
         # Others may wait for it too.
@@ -80,6 +81,7 @@ class SharedMetrics:
             )
         if allowed not in merged:
             seen = [page for page, is_seen in zip(pages, allowed, strict=True) if is_seen]
+            # watched: awaited by every request that it is for
             merged[allowed] = asyncio.create_task(asyncio.to_thread(merge, seen))
         return await asyncio.shield(merged[allowed])
 

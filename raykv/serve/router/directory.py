@@ -93,6 +93,7 @@ class AskedDirectory:
         """
         is_busy = self._learning is not None and not self._learning.done()
         if not is_busy and time.monotonic() >= self._learn_at:
+            # watched: begun again by the next question when it is done
             self._learning = asyncio.create_task(self._learn(set(nodes)))
 
     async def _learn(self, nodes: set[str]) -> None:
@@ -137,6 +138,7 @@ class AskedDirectory:
                 question.answer.set_result(FoundPrompt({}, 0))
         self._waiting += [question for question in questions if question.keys]
         if self._waiting and (self._asking is None or self._asking.done()):
+            # watched: begun again by the next question when it is done
             self._asking = asyncio.create_task(self._ask_all())
         answers = asyncio.gather(*(question.answer for question in questions))
         try:

@@ -46,6 +46,7 @@ class PromptRenderer:
     """
 
     def __init__(self, load: Callable[[], Render]) -> None:
+        # watched: a request takes its answer, or what failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-render")
         self._render: Render | None = None
         self._waiting: set[Future[list[PromptTokens] | None]] = set()

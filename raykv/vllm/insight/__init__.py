@@ -1,1 +1,1 @@
-"""What clients and operators are told of a request: sources of its tokens, spans of its time."""
+"""What clients and operators learn of a request: sources of its tokens, spans of its time."""

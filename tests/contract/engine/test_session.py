@@ -211,28 +211,24 @@ def test_node_sees_that_an_engine_has_ended(engine: EngineAt) -> None:
     wait_until(lambda: engine.place.num_open == 0, LONG_S, "the line ends")
 
 
-def test_ray_that_does_not_let_go_is_left(
-    hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_ray_is_left_properly_if_it_lets_go_in_time(
+    hanging: threading.Event, monkeypatch: pytest.MonkeyPatch, lets_go: bool
 ) -> None:
     given_up: list[Any] = []
     monkeypatch.setattr(atexit, "unregister", given_up.append)
-    started = time.monotonic()
+    done = threading.Event()
 
     def shutdown() -> None:
-        hanging.wait(LONG_S)
+        if not lets_go:
+            hanging.wait(LONG_S)
+        done.set()
 
-    assert not leave_ray(shutdown, 0.2)
+    started = time.monotonic()
+    assert leave_ray(shutdown, LONG_S if lets_go else 0.2) is lets_go
     assert time.monotonic() - started < SECONDS
-    assert given_up == [ray.shutdown]
-
-
-def test_ray_that_lets_go_is_left_properly(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up: list[Any] = []
-    monkeypatch.setattr(atexit, "unregister", given_up.append)
-    done = threading.Event()
-    assert leave_ray(done.set, LONG_S)
-    assert done.is_set()
-    assert given_up == []
+    assert done.is_set() is lets_go
+    assert given_up == ([] if lets_go else [ray.shutdown])
 
 
 EXIT = """

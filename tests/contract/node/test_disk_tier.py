@@ -114,6 +114,14 @@ def begin_life(here: Node, tier: DiskTier, number: int = 1) -> None:
         here.order(number)
 
 
+def restarted(here: Node, tier: DiskTier, make: Made) -> DiskTier:
+    """The tier of another NodeActor, which has no orders."""
+    begin_life(here, tier, 0)
+    again = make(is_open=False)
+    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
+    return again
+
+
 def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("raykv-disk")]
 
@@ -174,8 +182,7 @@ def test_what_goes_next_is_written_before_it_goes_and_comes_back_as_it_was(
         here.evict(record)
     assert fetch(here, tier, *first) == [NONE] * RESERVE
     assert_right(here, first)
-    arrived = here.find(first[0])
-    assert arrived is not None
+    arrived = here.record(first[0])
     assert (arrived.stamp, arrived.blocks) == (first[0].stamp, first[0].blocks)
     assert tier.reads.stats().chunks_read == RESERVE
     assert tier.reads.stats().chunks_written == 2 * RESERVE
@@ -266,8 +273,7 @@ def test_chunk_from_before_the_orders_is_not_found_again_where_anything_was_clea
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
     again.keep(10.0)
     assert on_disk(here) == {key(1)}
-    begin_life(here, again, 0)
-    third = make(is_open=False)
+    third = restarted(here, again, make)
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
     wait_until(lambda: not third.reads.stats().problem, 10.0, "the folder is read")
     assert on_disk(here) == set()
@@ -310,9 +316,7 @@ def test_another_node_reads_from_the_disk_through_the_node(
     other.fetcher = FetchService(other.keeper, TieredTransport("other", None, Remote()))
     assert other.fetch([from_disk(record)]).refusals == [NONE]
     assert_right(other, [record])
-    arrived = other.find(record)
-    assert arrived is not None
-    assert arrived.stamp == Stamp(HISTORY, 4)
+    assert other.record(record).stamp == Stamp(HISTORY, 4)
 
 
 def test_chunk_of_another_size_is_refused(here: Node, make: Made) -> None:
@@ -352,9 +356,7 @@ def test_restart_finds_the_chunks_again_once_there_are_orders(
     tier = make()
     written(here, tier, 1)
     record = written(here, tier, 2, stamp=Stamp(HISTORY, 2))
-    begin_life(here, tier, 0)
-    again = make(is_open=False)
-    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
+    again = restarted(here, tier, make)
     assert on_disk(here) == set()
     assert len(files(tmp_path)) == 2
     # What was cleared while nobody had the folder does not come back.
@@ -382,9 +384,7 @@ def test_floors_of_earlier_histories_are_kept(here: Node, make: Made) -> None:
     here.order(2, floors={EVERY_NAMESPACE: 2})
     old = here.store(key(1), stamp=Stamp(HISTORY, 2))
     tier.keep(10.0)
-    begin_life(here, tier, 0)
-    again = make(is_open=False)
-    wait_until(lambda: again.reads.folder is not None, 10.0, "the folder is there")
+    again = restarted(here, tier, make)
     assert here.keeper.take_orders(OrdersDocument(Stamp(HISTORY + 1, 1)), 10.0)
     wait_until(lambda: not again.reads.stats().problem, 10.0, "the folder is read")
     # It is of an earlier history, of which something is known.
@@ -425,7 +425,7 @@ def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: 
 # Clears that meet a bad disk
 
 
-def test_clearing_is_noted_while_nothing_can_be_written(
+def test_clearing_is_noted_while_nothing_is_written_below_the_floor(
     here: Node, make: Made, tmp_path: Path
 ) -> None:
     tier = make()
@@ -434,6 +434,9 @@ def test_clearing_is_noted_while_nothing_can_be_written(
     begin_life(here, tier)
     full = make(floor_bytes=1 << 60, is_open=False)
     wait_until(lambda: "must stay free" in full.reads.stats().problem, 10.0, "it says why")
+    here.store(key(2))
+    assert full.keep(10.0) == 1
+    assert full.reads.stats().chunks_written == 0
     here.order(2, floors={NAMESPACE: 2})
     assert folder_of(full).read_floors()[HISTORY] == {NAMESPACE: 2}
     wait_until(lambda: not files(tmp_path), 10.0, "the file goes")
@@ -506,14 +509,6 @@ def test_chunk_that_can_have_no_place_is_not_tried_again(here: Node, make: Made)
 
 
 # Disks that fail
-
-
-def test_nothing_is_written_below_the_floor_and_it_says_so(here: Node, make: Made) -> None:
-    tier = make(floor_bytes=1 << 60, is_open=False)
-    wait_until(lambda: "must stay free" in tier.reads.stats().problem, 10.0, "it says why")
-    here.store(key(1))
-    assert tier.keep(10.0) == 1
-    assert tier.reads.stats().chunks_written == 0
 
 
 def test_disk_that_fails_for_a_while_is_used_again(

@@ -161,10 +161,7 @@ def test_deaths_are_noticed_after_the_thread_that_watches_has_failed(
 
 
 def test_worker_is_turned_away_at_once_while_there_is_no_thread_for_it_and_served_later(
-    made: LocalNode,
-    workers: list[Worker],
-    no_threads: set[str],
-    caplog: pytest.LogCaptureFixture,
+    made: LocalNode, no_threads: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     made.service.start()
     no_threads.add("raykv-line")

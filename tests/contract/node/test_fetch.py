@@ -102,8 +102,7 @@ def test_stamp_blocks_and_checksum_come_with_the_bytes(
     here.order(9)
     record = source.store(key(1), stamp=Stamp(HISTORY, 5), blocks=blocks)
     assert here.fetch([wanted(record, source)]).refusals == [NONE]
-    arrived = here.find(record)
-    assert arrived is not None
+    arrived = here.record(record)
     assert (arrived.stamp, arrived.blocks) == (Stamp(HISTORY, 5), blocks)
     assert arrived.checksum == record.checksum
 
@@ -274,9 +273,7 @@ def test_source_with_a_later_copy_is_read_when_that_of_the_first_was_cleared(
     chunk = wanted(source.store(key(0)), source, other)
     other.store(key(0), stamp=Stamp(HISTORY, 2))
     assert here.fetch([chunk]).refusals == [NONE]
-    arrived = here.find(chunk)
-    assert arrived is not None
-    assert arrived.stamp == Stamp(HISTORY, 2)
+    assert here.record(chunk).stamp == Stamp(HISTORY, 2)
 
 
 def test_import_is_a_store_of_the_time_when_it_was_ordered(here: Node, source: Node) -> None:
@@ -284,9 +281,7 @@ def test_import_is_a_store_of_the_time_when_it_was_ordered(here: Node, source: N
     here.order(5, floors={NAMESPACE: 4})
     record = source.store(key(0), stamp=Stamp(0, 0))
     assert here.fetch([wanted(record, source)]).refusals == [NONE]
-    arrived = here.find(record)
-    assert arrived is not None
-    assert arrived.stamp == Stamp(HISTORY, 5)
+    assert here.record(record).stamp == Stamp(HISTORY, 5)
     # What is cleared while it comes is cleared.
     later = wanted(source.store(key(1), stamp=Stamp(0, 0)), source)
     fetch = begin(here, source, later)

@@ -214,8 +214,7 @@ def test_chunk_keeps_the_checksum_that_it_came_with(network: Network, node: Node
     record = node.store(key(1))
     work_off(node.keeper)
     here.fetch([wanted(record, node)])
-    arrived = here.find(record)
-    assert arrived is not None
+    arrived = here.record(record)
     assert arrived.checksum == record.checksum is not None
     flip_bit(here.keeper, arrived)
     assert load(here.keeper, arrived, 1) is CORRUPT
@@ -295,14 +294,19 @@ def copy_of(original: Path, to: Path) -> tuple[Path, Path]:
     return to / "pool", to / "pool.journal"
 
 
+@pytest.fixture
+def path(original: Path, tmp_path: Path) -> Path:
+    """A pool file of one's own."""
+    return copy_of(original, tmp_path)[0]
+
+
 def assert_true(found: dict[Wanted, bytes]) -> None:
     """Whatever is served are the bytes that were stored under that name."""
     assert set(found) <= {*CHUNKS}
     assert all(data == content(chunk) for chunk, data in found.items())
 
 
-def test_sound_pool_file_is_served_whole(original: Path, tmp_path: Path) -> None:
-    path, _ = copy_of(original, tmp_path)
+def test_sound_pool_file_is_served_whole(path: Path) -> None:
     found, quarantined = served(path)
     assert set(found) == {*CHUNKS}
     assert_true(found)
@@ -377,9 +381,8 @@ def test_damaged_journal_is_set_aside_or_tells_the_truth(
 
 
 def test_pool_file_of_another_pool_or_of_zeros_is_not_served(
-    original: Path, tmp_path: Path
+    path: Path, original: Path, tmp_path: Path
 ) -> None:
-    path, _ = copy_of(original, tmp_path)
     other = tmp_path / "other"
     fill(
         other,
@@ -393,8 +396,7 @@ def test_pool_file_of_another_pool_or_of_zeros_is_not_served(
     assert served(path) == ({}, 3)
 
 
-def test_data_that_is_older_than_the_journal_is_not_served(original: Path, tmp_path: Path) -> None:
-    path, _ = copy_of(original, tmp_path)
+def test_data_that_is_older_than_the_journal_is_not_served(path: Path, original: Path) -> None:
     keeper = open_pool(path)
     with keeper.lock:
         first = keeper.owner.index.find(NAMESPACE, CHUNKS[0].key)
@@ -414,16 +416,16 @@ def test_data_that_is_older_than_the_journal_is_not_served(original: Path, tmp_p
     "geometry", [PoolGeometry(16 * PAGE, 2 * PAGE), PoolGeometry(32 * PAGE, 4 * PAGE)]
 )
 def test_pool_of_another_layout_is_set_aside_and_counted(
-    original: Path, tmp_path: Path, geometry: PoolGeometry
+    path: Path, geometry: PoolGeometry
 ) -> None:
-    path, journal = copy_of(original, tmp_path)
+    journal = path.with_name("pool.journal")
     raw = journal.read_bytes()
     assert served(path, geometry) == ({}, 1)
     assert journal.with_name("pool.journal.quarantined-1").read_bytes() == raw
 
 
-def test_number_of_journals_that_are_kept_is_bounded(original: Path, tmp_path: Path) -> None:
-    path, journal = copy_of(original, tmp_path)
+def test_number_of_journals_that_are_kept_is_bounded(path: Path, tmp_path: Path) -> None:
+    journal = path.with_name("pool.journal")
     for number in range(9):
         journal.write_bytes(b"damaged %d" % number)
         assert served(path) == ({}, 1)
@@ -431,8 +433,7 @@ def test_number_of_journals_that_are_kept_is_bounded(original: Path, tmp_path: P
     assert kept == [b"damaged %d" % number for number in range(5, 9)]
 
 
-def test_idle_time_finds_damage_that_nobody_has_asked_for(original: Path, tmp_path: Path) -> None:
-    path, _ = copy_of(original, tmp_path)
+def test_idle_time_finds_damage_that_nobody_has_asked_for(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[OFFSETS[1]] ^= 1
     path.write_bytes(raw)
@@ -447,10 +448,9 @@ def test_idle_time_finds_damage_that_nobody_has_asked_for(original: Path, tmp_pa
     keeper.pool._region.close()
 
 
-def test_restored_chunk_is_compared_once_before_it_goes_to_another_node_unchecked(
-    network: Network, original: Path, tmp_path: Path
+def test_restored_chunk_is_compared_once_before_it_goes_to_another_node(
+    network: Network, path: Path
 ) -> None:
-    path, _ = copy_of(original, tmp_path)
     raw = bytearray(path.read_bytes())
     raw[OFFSETS[0]] ^= 1
     path.write_bytes(raw)
@@ -460,7 +460,7 @@ def test_restored_chunk_is_compared_once_before_it_goes_to_another_node_unchecke
     records = {record.key: record for record in node.records()}
     bad, good, other = (records[chunk.key] for chunk in CHUNKS)
     for record, expected in ((bad, CORRUPT), (good, NONE), (good, NONE)):
-        reply, data = node.reader.read(question(record, with_checksums=False))
-        assert (reply.refusals, reply.checksums) == (bytes([expected]), [])
+        reply, data = node.reader.read(question(record))
+        assert reply.refusals == bytes([expected])
         assert data.tobytes() == (b"" if expected else content(record))
     assert (good.is_proven, other.is_proven) == (True, False)

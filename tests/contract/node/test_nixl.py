@@ -128,7 +128,7 @@ def test_nobody_waits_while_a_source_is_looked_for(
 
 
 def test_source_that_can_not_be_read_is_read_the_other_way_next_time(
-    network: NixlNetwork, here: Node, source: Node, monkeypatch: pytest.MonkeyPatch
+    network: NixlNetwork, source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = network.offers["source"].begin
 
@@ -164,7 +164,7 @@ def test_bytes_of_an_offer_that_was_too_old_are_refused(
 
 
 def test_buffer_of_an_abandoned_transfer_is_not_lent_before_it_has_ended(
-    network: NixlNetwork, here: Node, source: Node, slow: SlowAgent
+    network: NixlNetwork, source: Node, slow: SlowAgent
 ) -> None:
     """NIXL can't take a transfer back: it may write at any time."""
     record = source.store(key(0))

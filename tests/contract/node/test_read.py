@@ -221,17 +221,6 @@ def test_chunk_with_a_flipped_bit_is_never_ready(here: Node, source: Node) -> No
     assert here.ready() == {chunk.key for chunk in chunks[:2]}
 
 
-def test_flipped_bit_passes_without_checksums(here: Node, source: Node) -> None:
-    """What the check is for: nothing else would notice."""
-    source.faults.alter = flip_bit
-    chunk = wanted(source.store(key(0)), source)
-    assert here.fetch([chunk], with_checksums=False).refusals == [NONE]
-    loaded = here.load(chunk)
-    assert isinstance(loaded, bytes)
-    assert loaded != content(chunk)
-    assert loaded[:-1] == content(chunk)[:-1]
-
-
 def replaced(**fields: Any) -> Callable[..., Answer]:
     return lambda reply, data: (msgspec.structs.replace(reply, **fields), data)
 

@@ -441,16 +441,7 @@ def test_engine_ends_in_time_while_it_attaches_to_a_frozen_node(
     line.end_in_time()
 
 
-def test_engine_ends_in_time_while_a_frozen_node_has_its_job(node: Node) -> None:
-    line = node.line(PATIENT)
-    line.wait_until_attached()
-    freeze(node.process.pid)
-    line.submit()
-    line.end_in_time()
-    assert line.link.drain() == []
-
-
-def test_flush_ends_with_the_engine(node: Node) -> None:
+def test_engine_ends_in_time_with_its_flush_while_a_frozen_node_has_its_job(node: Node) -> None:
     line = node.line(PATIENT)
     line.wait_until_attached()
     freeze(node.process.pid)
@@ -460,6 +451,7 @@ def test_flush_ends_with_the_engine(node: Node) -> None:
     line.end_in_time()
     flush.join(SECONDS)
     assert not flush.is_alive()
+    assert line.link.drain() == []
 
 
 def test_engine_ends_in_time_while_a_killed_node_does_not_exit(

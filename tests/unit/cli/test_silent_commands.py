@@ -27,6 +27,7 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.lab import warden
+from raykv.lab.bench.command import BENCHMARKS
 from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.node.wishes import RayNode
 from raykv.protocol.framing import encode
@@ -83,7 +84,8 @@ None: that takes actors that answer more.
 
 OTHERS = {
     *("doctor", "settings", "down", "publish stop"),
-    *("files", "serve", "demo", "bench", "chaos"),
+    *("files", "serve", "demo", "chaos"),
+    *(f"bench {each}" for each in (*BENCHMARKS, "claims")),
 }
 """Commands that say or do something where actors are silent, and those that ask none."""
 
@@ -123,7 +125,7 @@ WRONG = {
     "down": ["--purge"],
     "serve": ["/nowhere", "model --pool-bytes much"],
     "demo": ["--pool-bytes x", "--json /nowhere/x.json"],
-    "bench": ["nothing", "lookup", "policy", "copy --model x"],
+    "bench client": ["--system lmcache", "--json /nowhere/x.json"],
     "chaos": ["--fault nothing", "--json /nowhere/x.json"],
 }
 """What must be refused before a cluster is looked for, started or joined."""
@@ -181,7 +183,10 @@ def commands() -> Iterator[str]:
     """All there are."""
     for name, command in GROUP.commands.items():
         inner = getattr(command, "commands", None)
-        yield from [name] if inner is None else [f"{name} {each}" for each in inner]
+        if inner is None:
+            yield name
+        else:
+            yield from (f"{name} {each}" for each in inner if not inner[each].hidden)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -80,7 +80,7 @@ MISSED_WINDOW = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUN
 
 
 @pytest.mark.parametrize(
-    ("request_", "missed", "missing"),
+    ("course", "missed", "missing"),
     [
         ({"prompt": 4 * CHUNK, "loaded": 4 * CHUNK}, {}, b""),
         ({"prompt": 5}, {"incomplete_chunk": 5}, b""),
@@ -112,9 +112,9 @@ MISSED_WINDOW = Miss(EVICTED.key, MissReason.NEVER_STORED, known_tokens=6 * CHUN
     ids=lambda each: "+".join(each) if isinstance(each, dict) else "",
 )
 def test_what_is_neither_in_the_own_cache_nor_loaded_has_its_reason(
-    request_: dict[str, Any], missed: dict[str, int], missing: bytes
+    course: dict[str, Any], missed: dict[str, int], missing: bytes
 ) -> None:
-    record = closed(**request_)
+    record = closed(**course)
     assert (record.missed, record.missing) == (missed, missing)
 
 

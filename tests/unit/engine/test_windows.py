@@ -74,18 +74,20 @@ def test_nothing_is_planned_for_a_share_of_zero() -> None:
     assert plan_windows([FULL, *WINDOWS], [1, 2], 0.0) == {1: WindowPlan(), 2: WindowPlan()}
 
 
-def test_prompt_parts_where_the_group_that_is_known_least_ends() -> None:
-    groups = [FULL, ChunkGroup(1, 48), ChunkGroup(2, 16, 4)]
-    assert parting(groups, {0: 10, 1: 3}, prompt=1000) == 144
-    assert parting(groups, {0: 8, 1: 3}, prompt=1000) == 96
-
-
-def test_prompt_parts_before_its_last_token() -> None:
-    assert parting([FULL, *WINDOWS], {0: 10}, prompt=160) == 144
-
-
-def test_prompt_parts_nowhere_without_full_attention() -> None:
-    assert parting(WINDOWS, {}, prompt=1000) == 0
+@pytest.mark.parametrize(
+    ("groups", "known", "prompt", "expected"),
+    [
+        ([FULL, ChunkGroup(1, 48), ChunkGroup(2, 16, 4)], {0: 10, 1: 3}, 1000, 144),
+        ([FULL, ChunkGroup(1, 48), ChunkGroup(2, 16, 4)], {0: 8, 1: 3}, 1000, 96),
+        ([FULL, *WINDOWS], {0: 10}, 160, 144),
+        (WINDOWS, {}, 1000, 0),
+    ],
+    ids=["by the first", "by the other", "before its last token", "without full attention"],
+)
+def test_prompt_parts_where_the_group_that_is_known_least_ends(
+    groups: list[ChunkGroup], known: dict[int, int], prompt: int, expected: int
+) -> None:
+    assert parting(groups, known, prompt=prompt) == expected
 
 
 def test_checkpoint_is_a_tail_before_the_end_and_a_quarter_of_short_prompts() -> None:

@@ -290,7 +290,6 @@ def test_reads_are_cut_into_pieces_and_come_in_order(
     assert [len(request.keys) for request in source.asked] == pieces
     first = source.asked[0]
     assert (first.version, first.namespace) == (PROTOCOL_VERSION, "space")
-    assert first.with_checksums
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from raykv.base.ids import (
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.jobs import AdmittedJob
-from raykv.node.pool.records import ChunkRecord, ChunkState
+from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
@@ -188,11 +188,39 @@ def test_orders_clear_what_was_stored_before_them(keeper: PoolKeeper) -> None:
 
 # Pool files
 
+NextLife = Callable[..., PoolKeeper]
 
-def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    store(first, 1, 2, 3)
-    make_checksums(first)
+
+@pytest.fixture
+def next_life(tmp_path: Path) -> Iterator[NextLife]:
+    """Keepers of one pool file, one after another; the orders come if there are any. The invariants
+    of the last pool hold when a test is over.
+    """
+    lives: list[PoolKeeper] = []
+
+    def begin(document: OrdersDocument | None = None) -> PoolKeeper:
+        lives.append(made(tmp_path / "pool", 7 + len(lives)))
+        assert document is None or lives[-1].take_orders(document, 1.0)
+        return lives[-1]
+
+    yield begin
+    lives[-1].owner.check()
+
+
+def store_sealed(keeper: PoolKeeper, *chunks: int) -> None:
+    """With their checksums."""
+    store(keeper, *chunks)
+    make_checksums(keeper)
+
+
+def here(keeper: PoolKeeper) -> list[int]:
+    """Chunks that are found."""
+    return [chunk for chunk in range(30) if found(keeper, chunk)]
+
+
+def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(next_life: NextLife) -> None:
+    first = next_life()
+    store_sealed(first, 1, 2, 3)
     # One without a checksum; one that is being written; one that is overwritten.
     store(first, 4)
     begun = announced(first, STORE, 5, job_id=next(_ids))
@@ -201,43 +229,31 @@ def test_keeper_of_a_pool_file_finds_what_was_ready_and_nothing_else(tmp_path: P
     filling = announced(first, STORE, *range(20, 24), job_id=next(_ids))
     first.begin_chunks(filling, range(4))
     assert len(filling.under_way) == 4
-    again = made(tmp_path / "pool", life=8)
-    assert [found(again, chunk) for chunk in range(8)] == [None] * 8
+    again = next_life()
+    assert here(again) == []
     assert again.take_orders(orders(1), 1.0)
-    assert [chunk for chunk in range(8) if found(again, chunk)] == [1, 3]
+    assert here(again) == [1, 3]
     record = known(again, 1)
     assert (record.blocks, record.stamp) == (BLOCKS, Stamp(0, 0))
     assert not record.is_proven
     assert again.num_quarantined == 0
-    again.owner.check()
+    assert here(next_life(orders(1))) == [1, 3]
+    # What was cleared meanwhile is void.
+    assert here(next_life(orders(2, {MODEL: 2}))) == []
 
 
-def test_nothing_of_a_pool_file_is_overwritten_before_the_orders_come(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    store(first, *range(8))
-    make_checksums(first)
-    again = made(tmp_path / "pool", life=8)
+def test_nothing_of_a_pool_file_is_overwritten_before_the_orders_come(next_life: NextLife) -> None:
+    store_sealed(next_life(), *range(8))
+    again = next_life()
     assert list(store(again, 20).refusals) == [Refusal.NO_ROOM]
     assert again.take_orders(orders(1), 1.0)
     assert store(again, 21).refusals == b""
-    assert sum(found(again, chunk) is not None for chunk in range(8)) == 7
-    again.owner.check()
+    assert len(here(again)) == 8
 
 
-def test_chunks_of_a_pool_file_that_were_cleared_meanwhile_are_void(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    store(first, 1)
-    make_checksums(first)
-    again = made(tmp_path / "pool", life=8)
-    assert again.take_orders(orders(1, {MODEL: 1}), 1.0)
-    assert found(again, 1) is None
-    again.owner.check()
-
-
-def test_what_was_cleared_is_known_in_the_next_life(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
-    again = made(tmp_path / "pool", life=8)
+def test_what_was_cleared_is_known_in_the_next_life(next_life: NextLife) -> None:
+    next_life(orders(3, {MODEL: 3}))
+    again = next_life()
     assert again.owner.index.floors.is_void(MODEL, Stamp(HISTORY, 2))
     # What is stored here is new; of what others have stored before their first orders who knows?
     assert store(again, 2).refusals == b""
@@ -247,67 +263,50 @@ def test_what_was_cleared_is_known_in_the_next_life(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_pool_file_from_before_the_orders_are_void_where_anything_was_cleared(
-    tmp_path: Path,
+    next_life: NextLife,
 ) -> None:
-    first = made(tmp_path / "pool")
-    assert first.take_orders(orders(3, {MODEL: 3}), 1.0)
-    second = made(tmp_path / "pool", life=8)
-    store(second, 1)
-    make_checksums(second)
+    next_life(orders(3, {MODEL: 3}))
+    second = next_life()
+    store_sealed(second, 1)
     later = OrdersDocument(Stamp(HISTORY + 1, 1))
     assert second.take_orders(later, 1.0)
-    assert found(second, 1) is not None
-    third = made(tmp_path / "pool", life=9)
-    assert third.take_orders(later, 1.0)
-    assert found(third, 1) is None
-    third.owner.check()
+    assert here(second) == [1]
+    assert here(next_life(later)) == []
 
 
 def test_chunks_of_a_pool_file_are_given_up_when_no_orders_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    next_life: NextLife, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = made(tmp_path / "pool")
-    store(first, *range(8))
-    make_checksums(first)
+    store_sealed(next_life(), *range(8))
     monkeypatch.setattr(raykv.node.keeper, "POOL_FILE_ORDERS_S", 0.0)
-    again = made(tmp_path / "pool", life=8)
+    again = next_life()
     again.expire()
     assert store(again, 20).refusals == b""
     assert again.take_orders(orders(1), 1.0)
-    assert found(again, 1) is None
-    third = made(tmp_path / "pool", life=9)
-    assert third.take_orders(orders(1), 1.0)
-    assert not any(found(third, chunk) for chunk in range(8))
+    assert here(again) == [20]
     again.owner.check()
+    assert not set(range(8)) & set(here(next_life(orders(1))))
 
 
-def test_damaged_chunk_is_not_found_in_the_next_life(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    store(first, 1, 2)
-    make_checksums(first)
-    record = known(first, 1)
-    assert first.check_bytes(record, 0) is Refusal.CORRUPT
-    again = made(tmp_path / "pool", life=8)
-    assert again.take_orders(orders(1), 1.0)
-    assert [chunk for chunk in (1, 2) if found(again, chunk)] == [2]
+def test_damaged_chunk_is_not_found_in_the_next_life(next_life: NextLife) -> None:
+    first = next_life()
+    store_sealed(first, 1, 2)
+    assert first.check_bytes(known(first, 1), 0) is Refusal.CORRUPT
+    assert here(next_life(orders(1))) == [2]
 
 
-def test_of_a_name_in_two_slots_the_later_one_is_found(tmp_path: Path) -> None:
-    first = made(tmp_path / "pool")
-    store(first, 1)
-    make_checksums(first)
+def test_of_a_name_in_two_slots_the_later_one_is_found(next_life: NextLife) -> None:
+    first = next_life()
+    store_sealed(first, 1)
     old = known(first, 1)
     first.owner.index.drop(old, Reason.EVICTED)
     # The slot is taken by a reader no more, and not overwritten: another one is used.
     record = ChunkRecord(MODEL, Key(b"x" * 36), PAGE, Stamp(0, 0), blocks=ALL_BLOCKS)
     assert first.owner.index.places.place(record)
     assert record.slot == old.slot
-    store(first, 1)
-    make_checksums(first)
+    store_sealed(first, 1)
     new = known(first, 1)
     assert new.slot != old.slot
-    again = made(tmp_path / "pool", life=8)
-    assert again.take_orders(orders(1), 1.0)
+    again = next_life(orders(1))
     assert known(again, 1).slot == new.slot
     assert again.num_quarantined == 0
-    assert known(again, 1).state is ChunkState.READY

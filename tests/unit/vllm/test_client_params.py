@@ -321,7 +321,7 @@ NO_LABELS: list[Any] = [
 
 
 @pytest.mark.parametrize(
-    ("request_", "by_server", "expected"),
+    ("asking", "by_server", "expected"),
     [
         (asked("a secret"), False, salt_label("a secret")),
         (asked(), False, ""),
@@ -336,10 +336,10 @@ NO_LABELS: list[Any] = [
     ],
 )
 def test_tenant_is_its_salts_digest_or_the_label_of_a_server_that_sets_it(
-    request_: Any, by_server: bool, expected: str
+    asking: Any, by_server: bool, expected: str
 ) -> None:
     """The salt stays the same where media were named by the client."""
-    assert tenant_of(request_, by_server=by_server) == expected
+    assert tenant_of(asking, by_server=by_server) == expected
 
 
 def test_digest_of_a_salt_does_not_say_it() -> None:

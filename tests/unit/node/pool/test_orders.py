@@ -29,9 +29,11 @@ from tests.fixtures.node.owned_pool import (
 
 
 @pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
+def roomy() -> OwnedPool:
+    """All of it may be pinned."""
+    made = OwnedPool(pin_share=1.0)
     made.hello()
+    made.store(1, 2, 3)
     return made
 
 
@@ -113,78 +115,66 @@ def test_others_may_have_a_share_too(pool: OwnedPool) -> None:
     assert pool.held()[:8] == list(range(8))
 
 
-def test_pin_holds_its_chunks_once_its_keys_are_known() -> None:
-    pool = OwnedPool(pin_share=1.0)
-    pool.hello()
-    pool.store(1, 2, 3)
-    pool.order(1, pins={"p": pin(b"d"), "q": pin(b"d", priority=3), "r": pin(b"e")})
-    assert pool.node.orders.wanted() == [b"d", b"e"]
-    pool.node.orders.pin_keys(b"d", A, [key(1), key(9)])
-    pool.node.orders.pin_keys(b"x", A, [key(2)])
-    assert pool.node.orders.wanted() == [b"e"]
-    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.NORMAL, Standing.NORMAL]
-    assert pool.report().pinned_bytes == PAGE
+def test_pin_holds_its_chunks_once_its_keys_are_known(roomy: OwnedPool) -> None:
+    roomy.order(1, pins={"p": pin(b"d"), "q": pin(b"d", priority=3), "r": pin(b"e")})
+    assert roomy.node.orders.wanted() == [b"d", b"e"]
+    roomy.node.orders.pin_keys(b"d", A, [key(1), key(9)])
+    roomy.node.orders.pin_keys(b"x", A, [key(2)])
+    assert roomy.node.orders.wanted() == [b"e"]
+    assert roomy.standings(1, 2, 3) == [Standing.PINNED, Standing.NORMAL, Standing.NORMAL]
+    assert roomy.report().pinned_bytes == PAGE
     # It is there for what comes, and ends with its order.
-    pool.store(9)
-    assert pool.standing(9) is Standing.PINNED
-    pool.order(2, pins={"q": pin(b"d", priority=3)})
-    assert pool.standings(1, 9) == [Standing.KEPT_3] * 2
-    pool.order(3)
-    assert pool.standings(1, 9) == [Standing.NORMAL] * 2
-    assert pool.node.orders.wanted() == []
+    roomy.store(9)
+    assert roomy.standing(9) is Standing.PINNED
+    roomy.order(2, pins={"q": pin(b"d", priority=3)})
+    assert roomy.standings(1, 9) == [Standing.KEPT_3] * 2
+    roomy.order(3)
+    assert roomy.standings(1, 9) == [Standing.NORMAL] * 2
+    assert roomy.node.orders.wanted() == []
 
 
-def test_pin_ends_with_its_time_and_may_be_renewed() -> None:
-    pool = OwnedPool(pin_share=1.0)
-    pool.hello()
-    pool.store(1)
-    pool.order(1, pins={"p": pin(b"d", 20.0)})
-    pool.node.orders.pin_keys(b"d", A, [key(1)])
-    pool.wait(10)
+def test_pin_ends_with_its_time_and_may_be_renewed(roomy: OwnedPool) -> None:
+    roomy.order(1, pins={"p": pin(b"d", 20.0)})
+    roomy.node.orders.pin_keys(b"d", A, [key(1)])
+    roomy.wait(10)
     # The same order once more, as told later.
-    pool.order(2, pins={"p": pin(b"d", 10.2)})
-    pool.wait(9)
-    assert pool.standing(1) is Standing.PINNED
-    pool.order(3, pins={"p": pin(b"d", 20.0)})
-    assert pool.node.orders.wanted() == []
-    pool.wait(19)
-    assert pool.standing(1) is Standing.PINNED
-    pool.wait(1)
-    assert pool.standing(1) is Standing.NORMAL
-    pool.order(4, pins={"p": pin(b"d", 20.0)})
-    assert pool.node.orders.wanted() == [b"d"]
-    pool.wait(20)
-    assert pool.node.orders.wanted() == []
+    roomy.order(2, pins={"p": pin(b"d", 10.2)})
+    roomy.wait(9)
+    assert roomy.standing(1) is Standing.PINNED
+    roomy.order(3, pins={"p": pin(b"d", 20.0)})
+    assert roomy.node.orders.wanted() == []
+    roomy.wait(19)
+    assert roomy.standing(1) is Standing.PINNED
+    roomy.wait(1)
+    assert roomy.standing(1) is Standing.NORMAL
+    roomy.order(4, pins={"p": pin(b"d", 20.0)})
+    assert roomy.node.orders.wanted() == [b"d"]
+    roomy.wait(20)
+    assert roomy.node.orders.wanted() == []
 
 
-def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known() -> None:
-    pool = OwnedPool(pin_share=1.0)
-    pool.hello()
-    pool.store(1, 2)
-    pool.order(1, pins={"p": pin(b"d")})
-    pool.node.orders.pin_keys(b"d", A, [key(1)])
-    pool.order(2, pins={"p": pin(b"e")})
-    assert pool.standings(1, 2) == [Standing.PINNED, Standing.NORMAL]
-    pool.node.orders.pin_keys(b"e", A, [key(2)])
-    pool.node.check()
-    assert pool.standings(1, 2) == [Standing.NORMAL, Standing.PINNED]
+def test_pin_with_other_keys_holds_the_earlier_ones_until_these_are_known(roomy: OwnedPool) -> None:
+    roomy.order(1, pins={"p": pin(b"d")})
+    roomy.node.orders.pin_keys(b"d", A, [key(1)])
+    roomy.order(2, pins={"p": pin(b"e")})
+    assert roomy.standings(1, 2) == [Standing.PINNED, Standing.NORMAL]
+    roomy.node.orders.pin_keys(b"e", A, [key(2)])
+    roomy.node.check()
+    assert roomy.standings(1, 2) == [Standing.NORMAL, Standing.PINNED]
 
 
 def test_pins_find_room_beside_what_is_brought_here_and_once_others_end(
-    monkeypatch: pytest.MonkeyPatch,
+    roomy: OwnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = OwnedPool(pin_share=1.0)
-    pool.hello()
-    pool.store(1, 2, 3)
     monkeypatch.setattr(claims, "MOST_CLAIMS", dict.fromkeys(claims.OwnerKind, 2))
-    pool.node.keep_series("import", A, [key(7), key(8), key(9)], pool.now)
-    pool.order(1, pins={"p": pin(b"d"), "q": pin(b"e")})
-    pool.node.orders.pin_keys(b"d", A, [key(1)])
-    pool.node.orders.pin_keys(b"e", A, [key(2), key(3)])
-    assert pool.standings(1, 2, 3) == [Standing.PINNED, Standing.PINNED, Standing.NORMAL]
-    pool.order(2, pins={"q": pin(b"e")})
-    pool.wait(1)
-    assert pool.standings(1, 2, 3) == [Standing.NORMAL, Standing.PINNED, Standing.PINNED]
+    roomy.node.keep_series("import", A, [key(7), key(8), key(9)], roomy.now)
+    roomy.order(1, pins={"p": pin(b"d"), "q": pin(b"e")})
+    roomy.node.orders.pin_keys(b"d", A, [key(1)])
+    roomy.node.orders.pin_keys(b"e", A, [key(2), key(3)])
+    assert roomy.standings(1, 2, 3) == [Standing.PINNED, Standing.PINNED, Standing.NORMAL]
+    roomy.order(2, pins={"q": pin(b"e")})
+    roomy.wait(1)
+    assert roomy.standings(1, 2, 3) == [Standing.NORMAL, Standing.PINNED, Standing.PINNED]
 
 
 def test_document_is_told_on_with_the_time_that_is_left(pool: OwnedPool) -> None:
