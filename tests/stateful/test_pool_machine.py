@@ -270,7 +270,7 @@ class PoolMachine(RuleBasedStateMachine):
         elif record is not None:
             assert found is Refusal.PARTIAL
         else:
-            assert found in (Refusal.NOT_HERE, Refusal.WRITING)
+            assert found is (Refusal.WRITING if self.index.is_coming(*name) else Refusal.NOT_HERE)
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())

@@ -30,7 +30,7 @@ from raykv.protocol.worker import CanonicalPages, PageMap
 from raykv.worker.job import JobRequest
 from tests.fixtures.keys import numbered_key
 from tests.fixtures.node.cores import lives
-from tests.fixtures.node.links import Worker, changed, failures, job_ids
+from tests.fixtures.node.links import PATIENT, Worker, changed, failures, job_ids
 from tests.fixtures.node.local import LocalNode
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -142,8 +142,13 @@ class Rank(Worker):
 
 
 def attach(node: Node, workers: list[Rank], pages: list[int] = PAGES, **fields: Any) -> Rank:
-    workers.append(Rank(node, pages, PER_CHUNK, **fields))
+    workers.append(Rank(node, pages, PER_CHUNK, settings=PATIENT, **fields))
     return workers[-1]
+
+
+@pytest.fixture
+def worker(node: Node, workers: list[Rank]) -> Rank:
+    return attach(node, workers)
 
 
 def image(worker: Rank, blocks: Blocks, ids: list[int]) -> bytes:
@@ -171,10 +176,7 @@ def assert_range_is_kept(worker: Rank) -> None:
     assert [worker.block(number) for number in range(14, 18)] == before
 
 
-def test_load_gets_the_blocks_that_were_stored_and_is_refused_for_others(
-    node: Node, workers: list[Rank]
-) -> None:
-    worker = attach(node, workers)
+def test_load_gets_the_blocks_that_were_stored_and_is_refused_for_others(worker: Rank) -> None:
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     assert_range_is_kept(worker)
     before = worker.block(15)
@@ -183,8 +185,7 @@ def test_load_gets_the_blocks_that_were_stored_and_is_refused_for_others(
     assert worker.block(15) == before
 
 
-def test_refused_chunk_spoils_no_other_of_its_job(node: Node, workers: list[Rank]) -> None:
-    worker = attach(node, workers)
+def test_refused_chunk_spoils_no_other_of_its_job(worker: Rank) -> None:
     assert worker.carry_out(STORE, LAST_TWO, [1, 2], chunk=0) == []
     assert worker.carry_out(STORE, Blocks(0, 4), [3, 4, 5, 6], chunk=1) == []
     ids = list(range(10, 18))
@@ -196,19 +197,15 @@ def test_refused_chunk_spoils_no_other_of_its_job(node: Node, workers: list[Rank
 
 @pytest.mark.parametrize("blocks", [LAST_TWO, Blocks(0, 1), Blocks(1, 2), Blocks(0, 4)])
 def test_slot_holds_nothing_of_what_was_there_before(
-    node: Node, workers: list[Rank], blocks: Blocks
+    node: Node, worker: Rank, blocks: Blocks
 ) -> None:
-    worker = attach(node, workers)
     ids = list(range(1, 1 + blocks.length))
     assert worker.carry_out(STORE, blocks, ids) == []
     assert node.slot(CHUNK) == image(worker, blocks, ids)
     assert set(node.others()) == {BEFORE}
 
 
-def test_later_store_of_the_whole_chunk_is_loaded_as_a_whole(
-    node: Node, workers: list[Rank]
-) -> None:
-    worker = attach(node, workers)
+def test_later_store_of_the_whole_chunk_is_loaded_as_a_whole(worker: Rank) -> None:
     assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
     assert worker.carry_out(STORE, Blocks(0, 4), [3, 4, 5, 6]) == []
     assert worker.carry_out(LOAD, Blocks(0, 4), [10, 11, 12, 13]) == []
@@ -332,10 +329,9 @@ def test_fetched_chunk_has_the_blocks_that_its_source_has(
 
 @pytest.mark.parametrize("blocks", [Blocks(0, 0), Blocks(-1, 2), Blocks(2, -1), Blocks(0, 1 << 40)])
 def test_answer_with_impossible_blocks_is_not_believed(
-    node: Node, other: Node, workers: list[Rank], blocks: Blocks
+    node: Node, other: Node, worker: Rank, blocks: Blocks
 ) -> None:
-    there = attach(node, workers)
-    assert there.carry_out(STORE, LAST_TWO, [1, 2]) == []
+    assert worker.carry_out(STORE, LAST_TWO, [1, 2]) == []
 
     class Liar(Direct):
         def wait(self, timeout_s: float) -> tuple[ReadReply, Bytes]:
@@ -383,9 +379,8 @@ def test_disk_and_import_bring_back_the_blocks_that_were_stored(
 
 
 def test_disk_takes_a_chunk_again_when_more_of_it_was_stored_and_never_less(
-    node: Node, workers: list[Rank], tmp_path: Path
+    node: Node, worker: Rank, tmp_path: Path
 ) -> None:
-    worker = attach(node, workers)
     tier = tier_of(node, tmp_path)
 
     def on_disk() -> Blocks:

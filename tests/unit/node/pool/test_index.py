@@ -21,7 +21,7 @@ from raykv.node.pool.room import IDLE_S
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
 from tests.fixtures.node.bare_index import ONE, BareIndex
-from tests.fixtures.node.owned_pool import PAGE, A, begun, end_store, key, num_open_jobs
+from tests.fixtures.node.owned_pool import PAGE, SLAB, A, begun, end_store, key, num_open_jobs
 
 
 class Pool(BareIndex):
@@ -35,6 +35,14 @@ class Pool(BareIndex):
 @pytest.fixture
 def pool() -> Pool:
     return Pool()
+
+
+def full(num_slabs: int, idle_s: float = 10) -> Pool:
+    """Of chunks of a page, for a while."""
+    pool = Pool(num_slabs)
+    pool.store(*map(key, range(num_slabs * SLAB)))
+    pool.now += idle_s
+    return pool
 
 
 def test_end_of_a_void_store_does_not_count_for_the_next_one_of_that_name(pool: Pool) -> None:
@@ -199,7 +207,7 @@ def test_what_a_job_was_told_is_here_does_not_go_for_its_tail(pool: Pool) -> Non
     pool.store(*map(key, range(10, 13)))
     pool.now += 100
     assert pool.store(key(0), key(1)) == [Refusal.HERE, Refusal.NONE]
-    assert {0, 1} <= set(pool.held())
+    assert pool.held() == [0, 1, 10, 11]
 
 
 def test_chunk_that_is_replaced_was_found_as_lately_as_before(pool: Pool) -> None:
@@ -245,28 +253,24 @@ def test_size_whose_chunks_are_gone_leaves_its_last_slab_to_others(pool: Pool) -
 
 
 @pytest.mark.parametrize(
-    ("standing", "refusal"),
-    [(Standing.KEPT, Refusal.NONE), (Standing.PINNED, Refusal.NO_ROOM)],
+    ("standing", "refusal", "num_left"),
+    [(Standing.KEPT, Refusal.NONE, 6), (Standing.PINNED, Refusal.NO_ROOM, 8)],
 )
 def test_kept_chunks_in_every_slab_do_not_refuse_another_slot_size(
-    standing: Standing, refusal: Refusal
+    standing: Standing, refusal: Refusal, num_left: int
 ) -> None:
-    pool = Pool(2)
-    pool.store(*map(key, range(8)))
-    pool.now += 10
+    pool = full(2)
     kept = [(A, record.key) for slab in (0, 1) for record in pool.in_slab(slab)[:1]]
     owner = Owner(OwnerKind.OPERATOR, "pin")
     pool.index.claims.claim(owner, kept, standing, pool.now + 50)
     assert pool.store(key(20), key(21), key(22), pages=2) == [refusal] * 2 + [Refusal.NO_ROOM]
-    assert len(pool.held()) >= 4
+    assert len(pool.held()) == num_left
 
 
 def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool = Pool(1024)
-    pool.store(*map(key, range(4096)))
-    pool.now += 10
+    pool = full(1024)
     looks = 0
 
     def count(places: Places, index: int) -> list[ChunkRecord]:
@@ -287,9 +291,7 @@ def test_slab_changes_its_slot_size_without_a_look_at_all_of_them(
 
 
 def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not() -> None:
-    pool = Pool(64)
-    pool.store(*map(key, range(256)))
-    pool.now += 10
+    pool = full(64)
     last = {record.key for record in pool.in_slab(0)}
     for record in list(pool.index.places):
         if record.key not in last:
@@ -301,9 +303,7 @@ def test_all_slabs_are_looked_at_once_in_a_while_if_those_that_go_first_may_not(
 def test_slot_size_gets_its_part_of_the_slabs_and_all_but_one_of_one_that_nobody_wants(
     idle_s: float, num_slabs: int
 ) -> None:
-    pool = Pool(4)
-    pool.store(*map(key, range(16)))
-    pool.now += idle_s
+    pool = full(4, idle_s)
     for number in range(20, 32):
         assert pool.store(key(number), pages=2) == [Refusal.NONE]
     assert pool.index.places.classes() == {PAGE: 4 - num_slabs, 2 * PAGE: num_slabs}

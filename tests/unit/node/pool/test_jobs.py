@@ -27,13 +27,6 @@ from tests.fixtures.node.owned_pool import (
 )
 
 
-@pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
-    made.hello()
-    return made
-
-
 @pytest.mark.parametrize(
     ("life", "rank", "of"), [(2, 0, 1), (1, 0, 2), (1, -1, 1), (1, 1, 1), (1, 0, 0), (1, 7, 1)]
 )
@@ -82,7 +75,7 @@ def test_readers_of_a_message_are_there_before_its_stores_take_room(pool: OwnedP
     store, load = pool.admit(pool.storing(*range(20, 24)), pool.loading(*range(12, 16)))
     assert all(each.readers == 1 for each in load.chunks)
     assert all(isinstance(each, ChunkRecord) for each in store.chunks)
-    assert {12, 13, 14, 15} <= set(pool.held())
+    assert pool.held() == [*range(8), *range(12, 16)]
     pool.end(store)
     pool.end(load)
     assert not pool.record(12).readers

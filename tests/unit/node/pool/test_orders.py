@@ -29,13 +29,6 @@ from tests.fixtures.node.owned_pool import (
 
 
 @pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
-    made.hello()
-    return made
-
-
-@pytest.fixture
 def roomy() -> OwnedPool:
     """All of it may be pinned."""
     made = OwnedPool(pin_share=1.0)

@@ -40,13 +40,6 @@ from tests.fixtures.node.owned_pool import (
 )
 
 
-@pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
-    made.hello()
-    return made
-
-
 def read_all(pool: OwnedPool, life: int = 1) -> ChangesAnswer:
     """Read the listing to its end."""
     answer = pool.changes(pool.query(life))

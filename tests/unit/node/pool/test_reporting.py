@@ -36,11 +36,9 @@ SPARE, NORMAL = Standing.SPARE, Standing.NORMAL
 
 
 @pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
-    made.hello()
-    made.store(1, 2, 3)
-    return made
+def pool(pool: OwnedPool) -> OwnedPool:
+    pool.store(1, 2, 3)
+    return pool
 
 
 def names(*numbers: int, namespace: Namespace = A) -> NamedKeys:

@@ -24,11 +24,9 @@ def stage_of(sessions: LocalSessions, name: str) -> SessionStage | None:
 
 
 @pytest.fixture
-def pool() -> OwnedPool:
-    made = OwnedPool()
-    made.hello()
-    made.store(1, 2, 3)
-    return made
+def pool(pool: OwnedPool) -> OwnedPool:
+    pool.store(1, 2, 3)
+    return pool
 
 
 def test_chunks_of_a_session_go_first_once_it_is_over_unless_it_goes_on(pool: OwnedPool) -> None:
