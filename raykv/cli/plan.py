@@ -163,6 +163,8 @@ def _print_settings(found: Sequence[Setting]) -> None:
     def value(each: Setting) -> str:
         if isinstance(each.value, int) and each.name.endswith("_bytes"):
             return human_bytes(each.value)
+        if isinstance(each.value, bool):
+            return str(each.value).lower()
         return "-" if each.value in (None, "") else str(each.value)
 
     columns = {"setting": lambda each: each.name, "value": value, "from": lambda each: each.source}

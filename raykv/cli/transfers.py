@@ -80,6 +80,7 @@ def move(
 def counting(what: str, *, as_json: bool) -> Iterator[Callable[[TransferResult], None]]:
     """A bar on a terminal, in chunks."""
     with bars(as_json=as_json) as show:
+        show({what: (0, 0)})
 
         def watch(so_far: TransferResult) -> None:
             looked_at = so_far.came + so_far.there + so_far.nowhere + so_far.no_room
@@ -147,6 +148,7 @@ def export_chunks(
     given = read_keys(keys or ())
     most_bytes = parse_size("--hottest", hottest) if hottest else None
     with raykv.connect(address) as cluster, bars(as_json=as_json) as show:
+        show({"export": (0, 0)})
         found = cluster.export_chunks(
             path,
             keys=all_keys(cluster, given, namespace) if keys else None,

@@ -117,7 +117,11 @@ def test_settings_come_from_options_then_variables_then_defaults(
 def test_settings_are_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYKV_POOL_BYTES", "1GiB")
     rows = {" ".join(line.split()) for line in run("settings").splitlines()}
-    assert {"pool_bytes 1.0 GiB RAYKV_POOL_BYTES", "disk_path - default"} <= rows
+    assert {
+        "pool_bytes 1.0 GiB RAYKV_POOL_BYTES",
+        "disk_path - default",
+        "layerwise_loads false default",
+    } <= rows
 
 
 def test_settings_of_a_pool_that_is_made_come_from_its_node(

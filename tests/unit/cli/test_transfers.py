@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import typer
 
+from raykv.cli import transfers
 from raykv.cli.transfers import report
 from raykv.protocol.operator import TransferResult
 
@@ -46,3 +49,11 @@ def test_report_as_json_has_all_counts(capsys: pytest.CaptureFixture[str]) -> No
         report(PART, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["failed"], told["no_room"], told["refusals"]) == (7, 4, {"CORRUPT": 1})
+
+
+def test_bar_counts_every_chunk_that_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Mapping[str, tuple[int, int]]] = []
+    monkeypatch.setattr(transfers, "bars", lambda *, as_json: nullcontext(told.append))
+    with transfers.counting("move", as_json=False) as watch:
+        watch(PART)
+    assert told == [{"move": (0, 0)}, {"move": (1040, 1040)}]

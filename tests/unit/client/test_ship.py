@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from raykv.base.errors import ChunkFileError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
 from raykv.cli.pools import refuse_without_place
+from raykv.client import listing, ship
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
-from raykv.node.disk.chunk_file import ChunkFile
+from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.node import Kept
-from raykv.protocol.status import NamespaceStatus
+from raykv.protocol.reader import Chunk
+from raykv.protocol.status import ClusterStatus, NamespaceStatus
+from tests.fixtures.commands import STATUS
 
 TRAITS = {"model": "x", "dtype": "float32", "weights_version": "", "kv_layout": "a"}
 
@@ -110,3 +114,50 @@ def test_down_that_keeps_is_refused_where_chunks_would_be_lost(kept: Kept, told:
 
 def test_down_that_keeps_goes_on_where_nothing_is_lost() -> None:
     refuse_without_place([Kept("n"), Kept("m", "/disk", 5), Kept("o", "/disk", 5, 3)])
+
+
+class PlayedScheduler:
+    """Knows one namespace."""
+
+    def full_namespace(self, namespace: str) -> str:
+        return "ours"
+
+    def status(self) -> ClusterStatus:
+        return STATUS
+
+
+def test_export_writes_all_chunks_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = SLOT_ALIGNMENT
+    keys = [Key(name * 32 + bytes(4)) for name in (b"a", b"b", b"c")]
+    chunks = [
+        Chunk(
+            key=key,
+            node_id="n",
+            namespace="ours",
+            model="tiny",
+            group=0,
+            num_bytes=page,
+            age_s=1.0,
+            idle_s=1.0,
+            hits=0,
+            is_replicated=False,
+        )
+        for key in keys
+    ]
+
+    def read_from(_node: str, _space: str, sizes: dict[Key, int], *, from_disk: bool) -> Any:
+        data = np.zeros(page, np.uint8)
+        return {key: ChunkBytes(key, Stamp(0, 0), 0, data) for key in sizes}, {}
+
+    monkeypatch.setattr(listing, "chunks", lambda *_, **__: chunks)
+    monkeypatch.setattr(ship, "read_from", read_from)
+    monkeypatch.setattr(ship, "PIECE_BYTES", 2 * page)
+    told: list[tuple[int, int]] = []
+    scheduler: Any = PlayedScheduler()
+    path = tmp_path / "all.safetensors"
+    found = ship.export_chunks(scheduler, path, watch=lambda *so_far: told.append(so_far))
+    assert (found.chunks, found.asked, found.files) == (3, 3, 1)
+    assert {chunk.key for chunk in read_header(path).chunks} == set(keys)
+    assert told == [(2, 3), (3, 3)]
