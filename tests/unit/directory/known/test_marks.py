@@ -154,17 +154,6 @@ def test_better_keeper_that_comes_makes_the_former_one_spare(nodes: Nodes) -> No
     assert {b for a, b in zip(before, after, strict=True) if a != b} == {THREE}
 
 
-def test_last_copy_is_kept_when_the_keeper_gives_up_its_own(nodes: Nodes) -> None:
-    for node_id in ALL:
-        nodes.put(node_id, name(1))
-    nodes.hear_all()
-    for num_left in (2, 1):
-        nodes.drop(nodes.one_keeper(name(1)), name(1))
-        nodes.hear_all()
-        assert len(nodes.holders(name(1))) == num_left
-        nodes.one_keeper(name(1))
-
-
 def test_copy_that_is_kept_and_spare_again_before_it_is_told_is_spare(nodes: Nodes) -> None:
     nodes.share(1)
     keeper = nodes.one_keeper(name(0))
@@ -173,14 +162,6 @@ def test_copy_that_is_kept_and_spare_again_before_it_is_told_is_spare(nodes: Nod
     nodes.marks.check()
     nodes.hear_all()
     assert nodes.one_keeper(name(0)) == keeper
-
-
-def test_copy_on_a_disk_keeps_nothing(nodes: Nodes) -> None:
-    nodes.share(1)
-    keeper = nodes.one_keeper(name(0))
-    nodes.put(keeper, name(0), where=Where.DISK)
-    nodes.hear_all()
-    assert nodes.one_keeper(name(0)) != keeper
 
 
 def test_marks_come_again_until_they_are_heard(nodes: Nodes) -> None:
@@ -193,19 +174,6 @@ def test_marks_come_again_until_they_are_heard(nodes: Nodes) -> None:
     assert [nodes.hear(node_id) for node_id in ALL[:2]] == first
     assert not any(nodes.hear(node_id).number for node_id in ALL[:2])
     nodes.one_keeper(name(1))
-
-
-def test_mark_that_does_not_hold_any_more_is_not_sent(nodes: Nodes) -> None:
-    for node_id in ALL[:2]:
-        nodes.put(node_id, name(1))
-        nodes.put(node_id, name(2))
-    lost = {node_id: nodes.hear(node_id, is_lost=True) for node_id in ALL[:2]}
-    for node_id, marks in lost.items():
-        other = TWO if node_id == ONE else ONE
-        for each in marks.spare:
-            nodes.drop(other, each)
-    for node_id in ALL[:2]:
-        assert not set(nodes.hear(node_id).spare)
 
 
 def test_who_was_spared_by_a_lost_node_forgets_and_nobody_else(nodes: Nodes) -> None:
@@ -249,18 +217,6 @@ def test_node_that_stays_after_all_is_a_keeper_of_what_it_has(nodes: Nodes, each
     nodes.lose(ONE)
     nodes.hear_all()
     nodes.one_keeper(each)
-
-
-def test_node_that_joins_again_forgets_what_it_was_told(nodes: Nodes) -> None:
-    nodes.share(20)
-    assert nodes.spare[ONE]
-    nodes.lose(ONE)
-    # It is the only one now, and nobody knows that it has them.
-    nodes.drop(TWO, *map(name, range(20)))
-    nodes.join(ONE)
-    assert nodes.hear(ONE).forget
-    assert not nodes.spare[ONE]
-    assert not nodes.hear(ONE).number
 
 
 def test_answer_has_so_many_names_and_kept_ones_first(nodes: Nodes) -> None:

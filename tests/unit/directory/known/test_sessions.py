@@ -38,17 +38,6 @@ def hear(sessions: SessionNodes, node_id: NodeId) -> list[SessionsWord]:
     return words
 
 
-def test_end_goes_to_the_other_nodes_that_named_the_session(sessions: SessionNodes) -> None:
-    sessions.take(A, [CAME, USED])
-    sessions.take(B, [USED])
-    sessions.take(C, [word(SessionWord.CAME, "t"), word(SessionWord.CAME, namespace="m")])
-    assert not any(hear(sessions, each) for each in (A, B, C))
-    sessions.take(A, [OVER])
-    assert hear(sessions, B) == [OVER]
-    assert not hear(sessions, A)
-    assert not hear(sessions, C)
-
-
 def test_session_that_goes_on_elsewhere_is_told_once(sessions: SessionNodes) -> None:
     sessions.take(A, [CAME])
     sessions.take(B, [CAME])
@@ -128,17 +117,6 @@ def test_node_that_used_a_session_longest_ago_is_forgotten(
     sessions.take(C, [OVER])
     assert hear(sessions, A) == [OVER]
     assert not hear(sessions, B)
-
-
-def test_node_that_is_gone_is_told_nothing(sessions: SessionNodes) -> None:
-    sessions.take(A, [CAME])
-    sessions.take(B, [CAME])
-    sessions.lose(B)
-    sessions.take(A, [OVER])
-    sessions.join(B)
-    assert not hear(sessions, B)
-    sessions.take(A, [OVER])
-    assert hear(sessions, B) == [OVER]
 
 
 def test_numbers_are_above_what_nodes_show_but_for_nonsense() -> None:
