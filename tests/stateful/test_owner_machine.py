@@ -12,23 +12,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Blocks, Direction, Key, Namespace, NodeId, Refusal, Stamp, in_group
+from raykv.base.ids import Blocks, Direction, Key, Namespace, Refusal, Stamp, in_group
 from raykv.node.pool.jobs import LANDING_PART, AdmittedJob
-from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import Keys, NamedKeys, Numbers
-from raykv.protocol.copies import CopyJob, CopyResult
-from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, FoundKeys, Hints, Tell
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.copies import CopyResult
+from raykv.protocol.engine import ChangesQuery, FoundKeys, Hints
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.node import Marks, Report, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.node.listing_reader import ListingReader
-from tests.fixtures.node.owned_pool import admit, land, num_open_jobs
+from tests.fixtures.node.owned_pool import LIFE, PAGE, OwnedPool, land, num_open_jobs
 
-PAGE = 4096
 NUM_SLABS = 4
 NAMESPACES = [Namespace("a"), Namespace("b")]
 KEYS = [in_group(Key(bytes([number]) * 8), group) for number in range(6) for group in (0, 1)]
@@ -49,8 +46,8 @@ stamps = st.builds(Stamp, st.sampled_from([0, 5, 6]), st.integers(0, 6))
 class OwnerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.now = 100.0
-        self.node = NodePool(NodeId("n"), 7, PoolGeometry(NUM_SLABS * 4 * PAGE, 4 * PAGE))
+        self.pool = OwnedPool(NUM_SLABS)
+        self.node = self.pool.node
         self.jobs: list[AdmittedJob] = []
         self.landing: list[ChunkRecord] = []
         self.reading: list[ChunkRecord] = []
@@ -65,10 +62,7 @@ class OwnerMachine(RuleBasedStateMachine):
 
     @rule(life=lives, namespace=names, num_ranks=st.sampled_from([1, 2]))
     def hello(self, life: int, namespace: Namespace, num_ranks: int) -> None:
-        sizes = {0: PAGE, 1: 2 * PAGE}
-        fields = {"num_ranks": num_ranks, "slot_bytes": sizes}
-        hello = EngineHello(PROTOCOL_VERSION, f"e{life}", life, namespace, **fields)  # type: ignore[arg-type]
-        assert not self.node.hello(hello, self.now).error
+        assert not self.pool.hello(life, namespace, num_ranks=num_ranks)
 
     @rule(life=lives)
     def bye(self, life: int) -> None:
@@ -84,27 +78,26 @@ class OwnerMachine(RuleBasedStateMachine):
         word = data.draw(st.sampled_from(list(SessionWord)))
         name = data.draw(st.sampled_from(["s", "t", ""]))
         news = SessionNews(name, word, column, 9.0 if word is SessionWord.PAUSED else 0.0)
-        tell = Tell(
-            life,
-            seq,
-            namespace,
-            FoundKeys(column, TENANTS, index),
-            Hints(column, seconds, column[:2], [3, 99]),
-            [news],
-        )
-        self.node.tell(decode(encode(tell), Tell), self.now)
+        found = FoundKeys(column, TENANTS, index)
+        hints = Hints(column, seconds, column[:2], [3, 99])
+        self.pool.tell(life, namespace, seq=seq, found=found, hints=hints, sessions=[news])
 
-    @rule(life=lives, place=st.integers(-3, 9), number=st.integers(-2, 99), at=st.integers(6, 8))
+    @rule(
+        life=lives,
+        place=st.integers(-3, 9),
+        number=st.integers(-2, 99),
+        at=st.integers(LIFE - 1, LIFE + 1),
+    )
     def ask_oddly(self, life: int, place: int, number: int, at: int) -> None:
         query = ChangesQuery(life, NAMESPACES[0], Position(at, number, place))
         self.node.has_changes(query)
-        assert self.node.changes(query, self.now).part.end.life == 7
+        assert self.node.changes(query, self.pool.now).part.end.life == LIFE
 
     @rule(most=st.integers(0, 5), is_lost=st.booleans())
     def read(self, most: int, is_lost: bool) -> None:
         query = ChangesQuery(1, NAMESPACES[0], self.reader.position, most)
         self.node.has_changes(query)
-        answer = decode(encode(self.node.changes(query, self.now)), ChangesAnswer)
+        answer = self.pool.changes(query)
         if not is_lost:
             self.reader.take(answer.part)
 
@@ -137,19 +130,18 @@ class OwnerMachine(RuleBasedStateMachine):
         if not is_odd:
             rank %= num_ranks
         jobs = [
-            CopyJob(
-                job_id,
+            self.pool.job_of(
                 direction,
-                namespace,
-                Keys.of(each),
-                Numbers.of([blocks.length] * len(each)),
-                Numbers.of([blocks.first] * len(each)),
+                each,
+                blocks,
+                job_id=job_id,
+                namespace=namespace,
                 orders=stamp,
                 tenant=TENANTS[job_id % len(TENANTS)],
             )
             for direction, namespace, each, job_id, stamp in some
         ]
-        admitted = admit(self.node, life, rank, num_ranks, jobs, self.now)
+        admitted = self.pool.admit(*jobs, life=life, rank=rank, of=num_ranks)
         assert [made.job for made in admitted] == jobs
         for made in admitted:
             assert None not in made.chunks or made.part is None
@@ -180,7 +172,7 @@ class OwnerMachine(RuleBasedStateMachine):
     @rule(namespace=names, some=keys, stamp=stamps, size=st.sampled_from([PAGE, PAGE, 0, 5 * PAGE]))
     def land(self, namespace: Namespace, some: list[Key], stamp: Stamp, size: int) -> None:
         for each in some:
-            found = land(self.node, namespace, each, size, stamp, WIDE, "t", self.now)
+            found = land(self.node, namespace, each, size, stamp, WIDE, "t", self.pool.now)
             if isinstance(found, ChunkRecord):
                 self.landing.append(found)
         num_bytes = sum(record.slot_bytes for record in self.landing)
@@ -194,7 +186,7 @@ class OwnerMachine(RuleBasedStateMachine):
     @rule(namespace=names, some=keys)
     def begin_read(self, namespace: Namespace, some: list[Key]) -> None:
         sizes = [PAGE * (1 + each[-1]) for each in some]
-        found = self.node.begin_read(namespace, some, sizes, self.now)
+        found = self.node.begin_read(namespace, some, sizes, self.pool.now)
         self.reading += [each for each in found if isinstance(each, ChunkRecord)]
 
     @precondition(lambda self: self.reading)
@@ -207,7 +199,7 @@ class OwnerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_out)
     @rule()
     def report(self) -> None:
-        self.reports.append(decode(encode(self.node.report()), Report))
+        self.reports.append(self.pool.report())
         self.is_out = True
 
     @rule()
@@ -231,7 +223,7 @@ class OwnerMachine(RuleBasedStateMachine):
             words=[SessionsWord("a", SessionNews("s", SessionWord.OVER))],
             words_number=data.draw(numbers),
         )
-        self.node.answered(decode(encode(answer), ReportAnswer), self.now, report.seq)
+        self.node.answered(decode(encode(answer), ReportAnswer), self.pool.now, report.seq)
         self.is_out = self.is_out and report is not self.reports[-1]
 
     @rule(stamp=stamps, floor=st.integers(0, 6), data=st.data())
@@ -242,7 +234,7 @@ class OwnerMachine(RuleBasedStateMachine):
         pin = OrderedPin(NAMESPACES[0], b"d", 1, data.draw(st.sampled_from([0.0, 40.0])))
         document = OrdersDocument(stamp, {namespace: floor}, shares={"t": share}, pins={"p": pin})
         before = self.node.orders.stamp
-        self.node.take_orders(document, self.now)
+        self.node.take_orders(document, self.pool.now)
         assert self.node.orders.stamp == max(before, stamp)
 
     @rule(some=keys.filter(bool))
@@ -253,8 +245,7 @@ class OwnerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 12.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.node.expire(self.now)
+        self.pool.wait(seconds)
 
     @invariant()
     def pool_is_sound(self) -> None:
@@ -280,7 +271,7 @@ class OwnerMachine(RuleBasedStateMachine):
         self.hello(1, NAMESPACES[0], 1)
         for _ in range(100):
             self.read(5, is_lost=False)
-            if self.reader.position == Position(7, index.listing.number, ALL_READ):
+            if self.reader.position == Position(LIFE, index.listing.number, ALL_READ):
                 break
         believed = {key for (_, key), where in self.reader.believed.items() if where}
         assert believed == {key for key in KEYS if index.find(NAMESPACES[0], key)}

@@ -398,8 +398,7 @@ def test_file_that_outlived_its_clearing_is_not_believed(
 ) -> None:
     """A crash came after the clearing was noted and before the files were deleted."""
     tier = make()
-    here.store(key(1))
-    tier.keep(10.0)
+    written(here, tier)
     folder = folder_of(tier)
     begin_life(here, tier)
     folder.write_floors({0: {}, HISTORY: {NAMESPACE: 2}})
@@ -410,8 +409,7 @@ def test_file_that_outlived_its_clearing_is_not_believed(
 
 def test_folder_whose_floors_can_not_be_meant_is_not_believed(here: Node, make: Made) -> None:
     tier = make()
-    here.store(key(1))
-    tier.keep(10.0)
+    written(here, tier)
     folder = folder_of(tier)
     begin_life(here, tier)
     (folder.path / "floors.json").write_text(f'{{"3": {{"": {1 << 63}}}}}')
@@ -429,8 +427,7 @@ def test_clearing_is_noted_while_nothing_is_written_below_the_floor(
     here: Node, make: Made, tmp_path: Path
 ) -> None:
     tier = make()
-    here.store(key(1))
-    tier.keep(10.0)
+    written(here, tier)
     begin_life(here, tier)
     full = make(floor_bytes=1 << 60, is_open=False)
     wait_until(lambda: "must stay free" in full.reads.stats().problem, 10.0, "it says why")
@@ -446,8 +443,7 @@ def test_clearing_makes_room_where_it_can_not_be_noted(
     here: Node, make: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make()
-    here.store(key(1))
-    tier.keep(10.0)
+    written(here, tier)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -548,8 +544,7 @@ def test_file_that_can_not_be_read_for_a_moment_is_no_damage(
     here: Node, make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make()
-    here.store(key(1))
-    tier.keep(10.0)
+    written(here, tier)
     begin_life(here, tier)
     monkeypatch.setattr(raykv.node.disk.tier, "DISK_RETRY_S", 0.1)
 

@@ -403,6 +403,19 @@ def test_trial_that_its_fetch_did_not_wait_for_is_made_again(
     assert here.fetch(chunks[1:]).refusals == [NONE]
 
 
+@pytest.mark.usefixtures("one_chunk_a_piece")
+def test_trial_that_fails_holds_up_no_chunk_behind_it(
+    here: Node, source: Node, other: Node
+) -> None:
+    set_breaker(here, 0.0, 0.0)
+    chunks = [both(source, other, number) for number in range(3)]
+    source.faults.is_unreachable = True
+    here.fetch([wanted(source.store(key(9)), source)])
+    with within(0.0, 0.5):
+        assert here.fetch(chunks).refusals == [NONE] * 3
+    assert_right(here, chunks)
+
+
 def test_source_is_asked_again_after_a_while(here: Node, source: Node) -> None:
     set_breaker(here, 0.3, 100.0)
     source.faults.is_silent = True

@@ -6,6 +6,7 @@ Its exit code is 1 if what was asked for is not there, and 2 otherwise.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,6 +99,7 @@ WRONG = {
     "events": ["--since -1", f"--since 1:{1 << 63}"],
     "settings": ["--set x", "--set pool_size=1", "--set pin_share=2"],
     "clear": ["", "a --all"],
+    "engine weights": ["engine ''"],
     "pin add": [*NO_KEYS, *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s"))],
     "prefetch": [f"{keys} --to n" for keys in NO_KEYS],
     "move": ["xyz --to n"],
@@ -266,7 +268,7 @@ def test_wrong_use_is_refused_before_a_cluster_is_looked_for(
     # vLLM takes what `serve` does not know.
     general = [] if command == "serve" else ["--nonsense"]
     for words in [*WRONG.get(command, []), *general]:
-        assert refused(monkeypatch, capsys, command, *words.split())
+        assert refused(monkeypatch, capsys, command, *shlex.split(words))
 
 
 ADDRESSES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -32,6 +34,7 @@ def test_person_is_asked_before_something_goes(
 ) -> None:
     shown = CliRunner().invoke(app, command.split(), input=f"{answer}\n")
     assert "2 chunks" in shown.stderr
+    assert ("of 5f0c (tiny); engines compute" in shown.stderr) == (command != "down")
     assert "Go on? [y/N]" in shown.stderr
     assert shown.exit_code == (0 if answer == "y" else 1)
     asked = [method for method, *_ in cluster.asked]
@@ -51,8 +54,8 @@ def test_script_says_what_is_cleared(
     cluster: PlayedCluster, arguments: list[str], gone: str | None
 ) -> None:
     assert run("clear", *arguments) == "cleared\n"
-    ((_, cleared, _),) = cluster.asked
-    assert cleared == (gone,)
+    assert json.loads(run("clear", *arguments, "--json")) == {"cleared": gone or "all"}
+    assert [cleared for _, cleared, _ in cluster.asked] == [(gone,), (gone,)]
 
 
 @pytest.mark.parametrize("arguments", [[], [""], ["--yes"], ["5f0c", "--all"]])

@@ -166,10 +166,8 @@ def test_move_drops_what_is_pinned_if_it_is_pinned_on_the_target_too(
     monkeypatch.setattr(pins, "pinned_on", pinned_on)
     result = transfers.move(played.scheduler, [A, B, C], "target", namespace=SPACE, deadline_s=5.0)
     assert asked == [("target", SPACE)]
-    assert [(list(each.keys), each.with_pinned) for each in played.drops] == [
-        ([A, B, C], False),
-        ([A], True),
-    ]
+    drops = [(list(each.keys), each.with_pinned) for each in played.drops]
+    assert drops == [([A, B, C], False), ([A], True)]
     assert (result.dropped, result.kept) == (2, 1)
 
 

@@ -32,6 +32,9 @@ needs_promtool = pytest.mark.skipif(
 every_alert = pytest.mark.parametrize("name", ALERTS)
 
 
+HERE = {"cluster": "c", "instance": "a"}
+
+
 @dataclass(frozen=True)
 class Trouble:
     """Series by minute, and the alert that they must cause by then."""
@@ -39,10 +42,9 @@ class Trouble:
     series: dict[str, str]
     minute: int
     summary: str
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=lambda: HERE)
 
 
-HERE = {"cluster": "c", "instance": "a"}
 TROUBLES = {
     "RayKVSchedulerGone": Trouble(
         {"raykv_nodes{cluster='c'}": "2x9 stale", "raykv_pool_size_bytes{cluster='c'}": "1x30"},
@@ -60,7 +62,6 @@ TROUBLES = {
         {"raykv_pool_size_bytes{cluster='c', instance='a'}": "0x20", "raykv_nodes": "1x20"},
         12,
         "a lends no RAM",
-        HERE,
     ),
     "RayKVBreakerOpen": Trouble(
         {"raykv_open_breakers{owner='node', peer='engine', state='open'}": "0x9 2x20"},
@@ -72,7 +73,6 @@ TROUBLES = {
         {"raykv_quarantined_chunks_total{cluster='c', instance='a'}": "0x9 1x20"},
         12,
         "Bytes of the pool of a have changed",
-        HERE,
     ),
     "RayKVDiskDamaged": Trouble(
         {"raykv_disk_damaged_total{cluster='c', instance='a', kind='file'}": "0x9 1x20"},
@@ -84,7 +84,6 @@ TROUBLES = {
         {"raykv_disk_failed_writes_total{cluster='c', instance='a'}": "0x9 1+1x20"},
         18,
         "The disk tier of a can't be written",
-        HERE,
     ),
     "RayKVFetchesFail": Trouble(
         {
@@ -93,7 +92,6 @@ TROUBLES = {
         },
         25,
         "Most fetches of a fail",
-        HERE,
     ),
     "RayKVStoresFindNoRoom": Trouble(
         {"raykv_stores_without_room_total{cluster='c', instance='s', namespace='n'}": "0+1x40"},
@@ -105,7 +103,6 @@ TROUBLES = {
         {"raykv_failed_threads_total{cluster='c', instance='a'}": "0x9 1x20"},
         12,
         "Threads of a failed",
-        HERE,
     ),
     "RayKVPaused": Trouble(
         {"raykv_paused{cluster='c'}": "1x40"}, 35, "RayKV is paused in c", {"cluster": "c"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from deploy.grafana import make
 from raykv.metrics.table import METRICS, MetricKind
-from tests.fixtures.dashboard import generator, metrics_of_all_panels
+from tests.fixtures.dashboard import metrics_of_all_panels
 
-MAKE = generator()
-LOADED = json.loads(MAKE.TARGET.read_text())
+LOADED = json.loads(make.TARGET.read_text())
 
 ENGINES = ("vllm:", "raykv_prompt_tokens_total", "raykv_missed_tokens_total")
 """What engines serve."""
@@ -50,7 +50,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def test_file_is_what_the_script_makes() -> None:
-    assert MAKE.TARGET.read_text() == MAKE.text(), "run python deploy/grafana/make.py"
+    assert make.TARGET.read_text() == make.text(), "run python deploy/grafana/make.py"
 
 
 def test_dashboard_loads_without_edits() -> None:
@@ -67,7 +67,7 @@ def test_dashboard_loads_without_edits() -> None:
     assert {panel["type"] for panel in panels()} == {"row", "stat", "timeseries"}
     for chart in charts():
         sources = [chart["datasource"], *(each["datasource"] for each in chart["targets"])]
-        assert all(source == MAKE.SOURCE for source in sources)
+        assert all(source == make.SOURCE for source in sources)
 
 
 def test_panels_do_not_lie_on_each_other() -> None:
@@ -109,14 +109,14 @@ def test_a_rate_is_of_a_second_and_a_share_at_most_all() -> None:
 
 def test_every_query_parses_and_takes_rates_over_the_rate_interval() -> None:
     parser = pytest.importorskip("promql_parser")
-    for text in MAKE.expressions():
+    for text in make.expressions():
         assert set(re.findall(r"\[([^\]]*)\]", text)) <= {"$__rate_interval"}, text
         parser.parse(text.replace("$__rate_interval", "5m"))
 
 
 def test_every_query_asks_for_metrics_that_exist_by_their_labels() -> None:
-    for text in MAKE.expressions():
-        names = MAKE.metrics_in(text)
+    for text in make.expressions():
+        names = make.metrics_in(text)
         assert names, text
         known = [METRICS.get(name.removesuffix("_bucket")) for name in names]
         for name, metric in zip(names, known, strict=True):
@@ -138,7 +138,7 @@ def test_every_metric_of_the_actors_is_on_the_dashboard() -> None:
 
 
 def test_a_counter_is_only_looked_at_by_its_rate() -> None:
-    for text in MAKE.expressions():
-        for name in MAKE.metrics_in(text):
+    for text in make.expressions():
+        for name in make.metrics_in(text):
             if name.endswith("_total") and name != "raykv_quarantined_chunks_total":
                 assert re.search(rf"rate\({name}[{{\[]", text), text

@@ -80,7 +80,7 @@ def test_schema_refuses_a_wrong_field(
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
-def test_yaml_file_says_nothing_twice(path: Path) -> None:
+def test_yaml_file_is_neat_and_says_nothing_twice(path: Path) -> None:
     rules = yamllint.config.YamlLintConfig(
         "{extends: relaxed, rules: {indentation: disable, line-length: disable}}"
     )
@@ -352,11 +352,6 @@ def test_image_has_what_its_builder_sees_and_ends_as_the_user_of_the_pods() -> N
             assert [security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [
                 int(user)
             ] * 3
-
-
-def test_steps_of_a_dockerfile_are_joined_and_have_no_comments() -> None:
-    text = '# RUN no\nFROM a\n\nRUN b \\\n    # and\n    && c\nCMD ["d"]\n'
-    assert image.steps(text) == [("FROM", "a"), ("RUN", "b      && c"), ("CMD", '["d"]')]
 
 
 @every_overlay

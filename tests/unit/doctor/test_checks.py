@@ -26,6 +26,7 @@ from raykv.protocol.findings import (
 from raykv.protocol.measures import BreakerReport
 from raykv.protocol.node import DiskStats, NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
+from tests.fixtures import statuses
 
 GIB = 1 << 30
 PROTOCOL = 7
@@ -74,15 +75,10 @@ def node(node_id: str, **changes: Any) -> NodeFacts:
 
 
 def node_status(node_id: str) -> NodeStatus:
-    values: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0)
-    texts = {"node_id": node_id, "hostname": "box", "raykv_version": "1.0"}
-    others = {
-        "age_s": 0.5,
-        "disk": DiskStats(),
-        "orders": Stamp(1, 4),
-        "breakers": BreakerReport(),
-    }
-    return NodeStatus(**{**values, **texts, **others})
+    plain = statuses.node(0, node_id=node_id)
+    return msgspec.structs.replace(
+        plain, hostname="box", raykv_version="1.0", age_s=0.5, orders=Stamp(1, 4)
+    )
 
 
 def engine(engine_id: str, node_id: str, **changes: Any) -> EngineStatus:

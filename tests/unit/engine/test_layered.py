@@ -49,6 +49,7 @@ def test_load_is_under_way_until_its_own_step_has_ended() -> None:
     first = known.close_step()
     assert not known.beginning
     known.begin(LayeredLoad("b", frozenset([b"x"]), (21, 22)))
+    assert [*known.beginning] == ["b"]
     second = known.close_step()
     assert known.end_step(first, set()) == set()
     known.evicted()

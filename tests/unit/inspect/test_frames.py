@@ -192,13 +192,14 @@ def test_recorder_stamps_what_happens_after_its_start(
         played.log += [block(3), block(4, BlockRemoved)]
         played.told += [told(number) for number in range(1, 2 * PAGE)]
         wait_until(lambda: len(recorder.requests()) >= 2 * PAGE - 1, 10.0, "requests come")
+        wait_until(lambda: len(recorder.transfers()) >= 2, 10.0, "nodes are looked at twice")
     assert recorder.events()["seq"].tolist() == [3, 4]
     assert recorder.events()["time_s"].is_monotonic_increasing
     assert recorder.chunks_at_start()["key"].tolist() == [KEY.hex()]
     expected = [f"cmpl-{number}" for number in range(1, 2 * PAGE)]
     assert recorder.requests()["request_id"].tolist() == expected
     rates = inspect.transfer_rates(recorder.transfers())
-    assert len(rates) == 0 or (rates["bytes_stored"] > 0).all()
+    assert rates["bytes_stored"].min() > 0
     looks = played.num_looks
     recorder.stop()
     assert played.num_looks == looks

@@ -68,6 +68,10 @@ class PlayedPools:
         place: dict[str, Any] = {"node_id": node, "namespace": namespace, "key": name}
         self.directory.apply(BlockStored(life=1, seq=2, node_life=5, number=number, **place))
 
+    @property
+    def cluster(self) -> Cluster:
+        return cast("Cluster", self)
+
     def chunks(self, *, namespace: str | None, node: str | None, tier: str) -> Iterator[Chunk]:
         assert tier == "ram"
         return listed(self.directory, namespace, node)
@@ -110,17 +114,13 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
     return played
 
 
-def cluster_of(pools: PlayedPools) -> Cluster:
-    return cast("Cluster", pools)
-
-
 # What comes out
 
 
 def test_layers_of_several_chunks_are_joined_in_the_order_of_the_keys(pools: PlayedPools) -> None:
     pools.hold("near", key("b"), 2)
     pools.hold("near", key("a"), 1)
-    found = inspect.kv(cluster_of(pools), [key("b"), key("a")])
+    found = inspect.kv(pools.cluster, [key("b"), key("a")])
     assert list(found.layers) == ["first", "second"]
     assert (found.num_tokens, found.tokens_per_chunk, found.dtype) == (6, 3, "float32")
     first = found.layers["first"]
@@ -136,7 +136,7 @@ def test_bfloat16_keeps_its_bits(pools: PlayedPools) -> None:
     pools.hold("near", key("a"), 1)
     half = GroupForm(["only"], "bfloat16", 96, GROUP.keys, GROUP.values)
     pools.form = KVForm(slot_bytes={0: SLOT_BYTES}, groups={0: half})
-    known = inspect.kv(cluster_of(pools), key("a")).layers["only"].k
+    known = inspect.kv(pools.cluster, key("a")).layers["only"].k
     assert known.dtype == torch.bfloat16
     bits = content(1, "near").view(np.uint16)
     assert known.view(torch.uint16)[1, 0].tolist() == bits[4:6].tolist()
@@ -146,17 +146,17 @@ def test_key_may_be_bytes_digits_or_their_beginning(pools: PlayedPools) -> None:
     pools.hold("near", key("abc"), 1)
     pools.hold("near", key("xyz"), 2)
     for name in (key("abc"), key("abc").hex(), key("abc").hex()[:6].upper()):
-        assert inspect.kv(cluster_of(pools), name).keys == (key("abc").hex(),)
+        assert inspect.kv(pools.cluster, name).keys == (key("abc").hex(),)
 
 
 def test_chunks_are_read_where_the_first_one_is_or_on_the_named_node(pools: PlayedPools) -> None:
     for node in ("far", "near"):
         pools.hold(node, key("a"), 1)
     pools.hold("far", key("b"), 2)
-    assert inspect.kv(cluster_of(pools), key("a"), node="ne").nodes == ("near",)
-    assert inspect.kv(cluster_of(pools), key("a"), node="fa").nodes == ("far",)
+    assert inspect.kv(pools.cluster, key("a"), node="ne").nodes == ("near",)
+    assert inspect.kv(pools.cluster, key("a"), node="fa").nodes == ("far",)
     # The second one is not on the first one's node.
-    found = inspect.kv(cluster_of(pools), [key("a"), key("b")])
+    found = inspect.kv(pools.cluster, [key("a"), key("b")])
     assert found.nodes == ("near", "far")
     assert found.layers["first"].k[[0, 3], 0, 0].tolist() == [100, 200.5]
 
@@ -192,33 +192,33 @@ def test_what_can_not_be_read_is_said(
     pools.hold("near", key("same"), 6)
     pools.hold("far", key("same"), 7, namespace="twin")
     with pytest.raises(ClusterError, match=what):
-        inspect.kv(cluster_of(pools), keys, **arguments)
+        inspect.kv(pools.cluster, keys, **arguments)
 
 
 def test_bytes_per_chunk_are_those_of_all_groups(pools: PlayedPools) -> None:
     pools.form = KVForm(slot_bytes={0: 4096, 1: 8192}, groups=FORM.groups)
-    assert inspect.bytes_per_chunk(cluster_of(pools)) == 12288
-    assert inspect.bytes_per_chunk(cluster_of(pools), "sp") == 12288
+    assert inspect.bytes_per_chunk(pools.cluster) == 12288
+    assert inspect.bytes_per_chunk(pools.cluster, "sp") == 12288
     with pytest.raises(ClusterError, match=r"0 namespaces match .* there are: space"):
-        inspect.bytes_per_chunk(cluster_of(pools), "other")
+        inspect.bytes_per_chunk(pools.cluster, "other")
     pools.form = KVForm()
     with pytest.raises(ClusterError, match="no engine has reported"):
-        inspect.bytes_per_chunk(cluster_of(pools))
+        inspect.bytes_per_chunk(pools.cluster)
 
 
 def test_bytes_per_chunk_have_the_windows_that_are_stored(pools: PlayedPools) -> None:
     pools.form = KVForm(slot_bytes={0: 4096, 1: 4096, 2: 4096}, groups=FORM.groups)
     pools.kv_groups = "0:32/3 1:32 2:32/3"
-    assert inspect.bytes_per_chunk(cluster_of(pools)) == 3 * 4096
+    assert inspect.bytes_per_chunk(pools.cluster) == 3 * 4096
     for number in range(8):
         pools.hold("near", key(f"{number}", 1), number)
     for number in range(3):
         pools.hold("far", key(f"{number}", 0), number)
         pools.hold("far", key(f"{number}", 2), 10 + number)
-    assert inspect.bytes_per_chunk(cluster_of(pools)) == 4096 * 14 // 8
+    assert inspect.bytes_per_chunk(pools.cluster) == 4096 * 14 // 8
     # Of all groups where none needs whole prefixes.
     pools.kv_groups = "0:32/3 1:32/3 2:32/3"
-    assert inspect.bytes_per_chunk(cluster_of(pools)) == 3 * 4096
+    assert inspect.bytes_per_chunk(pools.cluster) == 3 * 4096
 
 
 # What the source may answer

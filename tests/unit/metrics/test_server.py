@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from raykv.base.deadlines import ANSWER_S
-from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Direction, NodeId, Refusal, Stamp
+from raykv.base.ids import Direction, Namespace, Refusal
 from raykv.base.settings import MetricsPlace
 from raykv.metrics import server as exposition
 from raykv.metrics.server import (
@@ -30,23 +27,15 @@ from raykv.metrics.server import (
 )
 from raykv.metrics.table import METRICS, histograms, number, numbers
 from raykv.node.accounts.meter import NodeMeter
-from raykv.node.pool.owner import NodePool
-from raykv.protocol.columns import Keys, Numbers
-from raykv.protocol.copies import CopyJob
-from raykv.protocol.engine import EngineHello, Tell
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
 from raykv.protocol.node import NodeStats
-from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.metric_lint import complaints
-from tests.fixtures.node.owned_pool import admit
+from tests.fixtures.node.owned_pool import PAGE, B, OwnedPool
 from tests.fixtures.scrapes import by_label
 from tests.fixtures.waiting import wait_until
 
 HERE = "127.0.0.1"
-PAGE = SLOT_ALIGNMENT
-NAMESPACES = ("a" * 40, "b")
-ORDERED = Stamp(1, 1)
+LONG = Namespace("a" * 40)
 
 
 def nodes() -> list[MetricFamily]:
@@ -162,35 +151,20 @@ def test_only_reading_is_allowed() -> None:
 # What a NodeActor shows
 
 
-def pool() -> NodePool:
-    """With engines of two namespaces."""
-    made = NodePool(NodeId("node"), 1, PoolGeometry(32 * PAGE, 16 * PAGE))
-    made.take_orders(OrdersDocument(ORDERED), 0.0)
-    for life, namespace in enumerate(NAMESPACES, start=1):
-        hello = EngineHello(PROTOCOL_VERSION, "e", life, namespace, slot_bytes={0: PAGE})
-        assert not made.hello(hello, 0.0).error
-        made.jobs.begin_line(life, 0, 1)
+def pool() -> OwnedPool:
+    """With engines of two namespaces, lives 1 and 2."""
+    made = OwnedPool(num_slabs=8)
+    made.hello(1, LONG)
+    made.hello(2, B)
     return made
-
-
-def store(made: NodePool, life: int, count: int, *, ends: bool = True) -> None:
-    """An engine stores so many chunks, or is about to."""
-    keys = Keys.of(bytes([count, number, *bytes(6)]) for number in range(count))
-    ones, zeros = Numbers.of([1] * count), Numbers.of([0] * count)
-    job = CopyJob(
-        count, Direction.STORE, NAMESPACES[life - 1], keys, ones, zeros, ones, orders=ORDERED
-    )
-    (admitted,) = admit(made, life, 0, 1, [job], 0.0)
-    if ends:
-        made.jobs.end_chunks(admitted, range(count), ok=True)
 
 
 def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
     made = pool()
-    store(made, 1, 5)
-    store(made, 2, 2)
-    store(made, 2, 1, ends=False)
-    text = text_of(NodeMeter().families(NodeStats(pool_bytes=32 * PAGE), made))
+    made.store(*range(5), life=1, namespace=LONG)
+    made.store(0, 1, life=2, namespace=B)
+    made.admit(made.storing(2, namespace=B), life=2)
+    text = text_of(NodeMeter().families(NodeStats(pool_bytes=32 * PAGE), made.node))
     assert complaints(text) == []
     found = {
         (sample.labels["state"], sample.labels["namespace"]): sample.value / PAGE
@@ -204,7 +178,7 @@ def test_pool_bytes_add_up_to_the_pool_by_state_and_namespace() -> None:
         ("writing", "b"): 1,
         ("empty", ""): 24,
     }
-    assert f"raykv_unreported_chunks {made.reporting.num_unread}.0" in text
+    assert f"raykv_unreported_chunks {made.node.reporting.num_unread}.0" in text
 
 
 def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:
@@ -212,8 +186,8 @@ def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:
     for seq, tokens in ((1, 0), (2, 30)):
         told = {"prompt_tokens": 2 * tokens, "loaded_tokens": tokens, "stores_without_room": tokens}
         breakers = BreakerReport(["scheduler"], ["open"], [1], [1.0], ["late"], opened=seq)
-        made.tell(Tell(2, seq, "b", counters=told, breakers=breakers), 0.0)
-    text = text_of(NodeMeter().families(NodeStats(), made))
+        made.tell(2, B, counters=told, breakers=breakers)
+    text = text_of(NodeMeter().families(NodeStats(), made.node))
     assert complaints(text) == []
     name = "raykv_cluster_prompt_tokens_total"
     assert by_label(text, name) == {"computed": 30, "same_node": 30}
@@ -226,7 +200,7 @@ def test_jobs_and_refusals_are_measured() -> None:
     meter = NodeMeter()
     meter.ran(Direction.LOAD, 0.2, 0.01)
     meter.refusals.update([Refusal.NOT_HERE, Refusal.NOT_HERE, Refusal.CANCELLED])
-    text = text_of(meter.families(NodeStats(), pool()))
+    text = text_of(meter.families(NodeStats(), pool().node))
     for line in (
         'raykv_queue_seconds_bucket{direction="load",le="0.1"} 0.0',
         'raykv_queue_seconds_bucket{direction="load",le="0.25"} 1.0',
@@ -275,12 +249,3 @@ def test_bad_form_is_found(name: str, samples: str, why: str) -> None:
     bad = "\n".join([*head, *lines, ""])
     assert any(why in complaint for complaint in complaints(bad)), complaints(bad)
     assert complaints("") == ["nothing is there"]
-
-
-@given(st.text(max_size=30))
-def test_any_text_may_be_a_label(label: str) -> None:
-    if "\n" in label or not label.isprintable():
-        return
-    text = text_of([numbers("raykv_engines", {(label,): 1})])
-    (family,) = text_string_to_metric_families(text)
-    assert family.samples[0].labels == {"namespace": label}

@@ -26,24 +26,22 @@ HEAD = RayNode("b" * 56, "head", {"CPU": 4.0, "GPU": 0.0})
 
 
 @pytest.mark.parametrize(
-    ("on", "expected"),
+    ("on", "named", "expected"),
     [
-        ("all", [True, True]),
-        ("GPU", [True, False]),
-        ("CPU", [True, True]),
-        ("TPU", [False, False]),
-        ("pool=kv", [True, False]),
-        ("pool=other", [False, False]),
-        ("rack=7", [False, False]),
+        ("all", [], [True, True]),
+        ("GPU", [], [True, False]),
+        ("CPU", [], [True, True]),
+        ("TPU", [], [False, False]),
+        ("pool=kv", [], [True, False]),
+        ("pool=other", [], [False, False]),
+        ("rack=7", [], [False, False]),
+        ("GPU", [HEAD.node_id], [False, True]),
     ],
 )
-def test_nodes_are_meant_by_all_a_resource_or_a_label(on: str, expected: list[bool]) -> None:
-    assert [wants(PoolWish(1, on), node) for node in (GPU, HEAD)] == expected
-
-
-def test_named_nodes_go_before_everything_else() -> None:
-    wish = PoolWish(1, "GPU", [HEAD.node_id])
-    assert [wants(wish, node) for node in (GPU, HEAD)] == [False, True]
+def test_nodes_are_meant_by_their_names_or_by_all_a_resource_or_a_label(
+    on: str, named: list[str], expected: list[bool]
+) -> None:
+    assert [wants(PoolWish(1, on, named), node) for node in (GPU, HEAD)] == expected
 
 
 def test_usual_nodes_are_those_with_a_gpu_if_there_are_any() -> None:

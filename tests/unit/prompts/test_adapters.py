@@ -28,6 +28,12 @@ def write(folder: Path, weights: bytes = b"weights", *, touched_s: float = LONG_
     return folder
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of an adapter that nobody has written to for hours."""
+    return write(tmp_path / "a")
+
+
 class Clock:
     """The time of day, hours after whatever the test has written."""
 
@@ -53,8 +59,7 @@ def test_digest_is_of_the_content_wherever_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "more.bin"])
-def test_digest_depends_on_each_file_that_is_loaded(tmp_path: Path, name: str) -> None:
-    folder = write(tmp_path / "a")
+def test_digest_depends_on_each_file_that_is_loaded(folder: Path, name: str) -> None:
     known = settled(folder)
     old = (folder / name).read_bytes() if (folder / name).exists() else b"none"
     (folder / name).write_bytes(old[::-1])
@@ -93,9 +98,8 @@ def around_reading(
 
 
 def test_content_that_changes_while_it_is_read_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write(tmp_path / "a")
     around_reading(monkeypatch, after=lambda: write(folder, b"later"))
     assert settled(folder) is UNKNOWN
 
@@ -119,8 +123,7 @@ def test_digest_of_files_that_were_others_meanwhile_is_not_remembered(
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_folder_without_a_whole_adapter_is_unknown(tmp_path: Path, missing: str) -> None:
-    folder = write(tmp_path / "a")
+def test_folder_without_a_whole_adapter_is_unknown(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
     assert settled(folder) is UNKNOWN
 
@@ -131,8 +134,7 @@ def test_path_that_is_no_local_folder_is_unknown(path: str) -> None:
     assert not is_unchanged(path, UNKNOWN)
 
 
-def test_traits_are_named_by_the_files_that_are_here(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a")
+def test_traits_are_named_by_the_files_that_are_here(folder: Path) -> None:
     given = PromptTraits("salt", "french", str(folder))
     digest = content(str(folder)).digest
     assert named(given) == PromptTraits("salt", "french", str(folder), digest)
@@ -181,9 +183,8 @@ def vllm_request(name: str, path: Path | str, *, load_inplace: bool = False) -> 
     )
 
 
-def test_hashes_of_a_request_follow_its_adapters_files(adapters: Any, tmp_path: Path) -> None:
+def test_hashes_of_a_request_follow_its_adapters_files(adapters: Any, folder: Path) -> None:
     uses = adapters.AdapterUses()
-    folder = write(tmp_path / "a")
     first = vllm_request("r", folder)
     assert vllm_request("r", folder).block_hashes == first.block_hashes
     write(folder, b"other weights")
@@ -273,8 +274,7 @@ def use(folder: Path, *, reloads: bool = False) -> Any:
     return AdapterUse(1, str(folder), content(str(folder)).digest, reloads)
 
 
-def test_request_is_stored_that_was_computed_with_its_adapter(worker: Any, tmp_path: Path) -> None:
-    folder = write(tmp_path / "a")
+def test_request_is_stored_that_was_computed_with_its_adapter(worker: Any, folder: Path) -> None:
     used = use(folder)
     assert worker.loaded.may_load(used)
     load(worker, folder)
@@ -289,8 +289,7 @@ def test_request_is_stored_that_was_computed_with_its_adapter(worker: Any, tmp_p
     assert not worker.loaded.may_store("r", used)
 
 
-def test_nothing_is_stored_that_began_with_another_adapter(worker: Any, tmp_path: Path) -> None:
-    folder = write(tmp_path / "a")
+def test_nothing_is_stored_that_began_with_another_adapter(worker: Any, folder: Path) -> None:
     load(worker, folder)
     write(folder, b"new")
     used = use(folder)
@@ -303,9 +302,8 @@ def test_nothing_is_stored_that_began_with_another_adapter(worker: Any, tmp_path
 
 
 def test_nothing_is_stored_whose_adapter_changed_meanwhile_and_back(
-    worker: Any, tmp_path: Path
+    worker: Any, folder: Path
 ) -> None:
-    folder = write(tmp_path / "a")
     used = use(folder)
     load(worker, folder)
     worker.loaded.begin({"r": used})
@@ -319,9 +317,8 @@ def test_nothing_is_stored_whose_adapter_changed_meanwhile_and_back(
 
 
 def test_adapter_whose_files_change_while_it_is_loaded_is_unknown(
-    worker: Any, tmp_path: Path
+    worker: Any, folder: Path
 ) -> None:
-    folder = write(tmp_path / "a")
     worker.manager.on_load = lambda: write(folder, b"late")
     load(worker, folder)
     assert worker.loaded.take_news() == {1: ""}
@@ -332,9 +329,8 @@ def test_adapter_whose_files_change_while_it_is_loaded_is_unknown(
 
 
 def test_adapter_that_vllm_reads_with_each_step_may_load_what_its_files_name(
-    worker: Any, tmp_path: Path
+    worker: Any, folder: Path
 ) -> None:
-    folder = write(tmp_path / "a")
     load(worker, folder)
     write(folder, b"new")
     assert worker.loaded.may_load(use(folder, reloads=True))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from raykv.base.errors import SettingError
-from raykv.serve.models import SMALL_MODEL, SMOLLM2_NAME, FoundModel, find_model, shapes_of
+from raykv.serve.models import SMALL_MODEL, FoundModel, find_model, shapes_of
 
 pytest.importorskip("huggingface_hub")
 
@@ -70,15 +70,6 @@ def asked(name: str, home: Path, endpoint: str, **variables: str) -> str:
         check=False,
     )
     return (done.stdout or done.stderr).strip().splitlines()[-1]
-
-
-def test_small_model_goes_by_its_name_and_by_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "raykv" / SMOLLM2_NAME
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_model(SMALL_MODEL) == FoundModel(str(folder), (SMALL_MODEL, str(folder)))
 
 
 def test_small_models_shapes_need_no_download() -> None:

@@ -214,3 +214,8 @@ def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:
 
 def test_store_of_nothing_but_a_chunk_with_a_gap_is_not_even_sent() -> None:
     assert stored(layout(4, 0), [3], [b"a"]) == ([], {b"a": Refusal.COPY_FAILED})
+
+
+@pytest.mark.expects_failures
+def test_store_of_blocks_that_do_not_match_its_chunks_has_failed() -> None:
+    assert stored(layout(4, 0), [5], [b"a"]) == ([], {b"a": Refusal.COPY_FAILED})

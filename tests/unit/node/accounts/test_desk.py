@@ -118,6 +118,13 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     assert (list(told.held["p"].kept), list(told.held["p"].waiting)) == ([1, 2], [3])
     assert told.held["p"].num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
     assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 2)
+    # What another one keeps by preference waits to be pinned all the same.
+    pins["q"] = OrderedPin(A, b"d", 4, 60.0, priority=4)
+    asked.keeper.take_orders(OrdersDocument(Stamp(1, 2), pins=pins), 1.0)
+    asked.keeper.owner.orders.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
+    held = asked.desk.pins().held
+    assert held["p"] == told.held["p"]
+    assert (list(held["q"].kept), held["q"].num_bytes) == ([1, 2, 3], 3 * PAGE)
     keys, zeros = Keys.of([key(1), key(3), key(9)]), Numbers.of([0] * 3)
     gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, keys, zeros, Numbers.of([2] * 3)))
     assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)

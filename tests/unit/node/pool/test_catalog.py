@@ -10,10 +10,9 @@ import pytest
 from raykv.base.ids import Blocks, Key, Stamp
 from raykv.node.pool.catalog import PoolCatalog, first_ones
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol.columns import Numbers
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Reason, Where
-from raykv.protocol.operator import PinHere, Released
+from raykv.protocol.operator import Released
 from raykv.protocol.reader import ChunkQuery, ListedChunk
 from tests.fixtures.node.owned_pool import PAGE, WHOLE, A, B, OwnedPool, begun, key, numbers, pin
 
@@ -167,29 +166,6 @@ def test_first_ones_are_those_with_most_of_it() -> None:
         "hits": ["3", "1"],
         "size": ["2", "3"],
     }
-
-
-def test_what_is_pinned_and_what_waits_for_it_is_counted() -> None:
-    shown = Shown(num_slabs=1)
-    shown.pool.store(1, 2, 3)
-    shown.pool.order(1, pins={"p": pin(b"d")})
-    assert not dict(shown.pool.node.orders.pins())
-    shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    pinned = dict(shown.pool.node.orders.pins())["p"]
-    # A quarter of four slots.
-    assert shown.catalog.kept(pinned.names, pinned.standing) == PinHere(
-        Numbers.of([0]), Numbers.of([1]), PAGE
-    )
-    # What another one keeps by preference waits to be pinned all the same.
-    shown.pool.order(2, pins={"p": pin(b"d"), "q": pin(b"d", priority=4)})
-    shown.pool.node.orders.pin_keys(b"d", A, map(key, (1, 2, 9)))
-    assert shown.catalog.kept(pinned.names, pinned.standing) == PinHere(
-        Numbers.of([0]), Numbers.of([1]), PAGE
-    )
-    weak = dict(shown.pool.node.orders.pins())["q"]
-    assert shown.catalog.kept(weak.names, weak.standing) == PinHere(
-        Numbers.of([0, 1]), Numbers(), 2 * PAGE
-    )
 
 
 def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None:

@@ -32,11 +32,17 @@ def test_copy_that_was_offered_before_a_clear_is_void() -> None:
     assert floors.told == {1: {EVERY_NAMESPACE: 9}}
 
 
-def test_floor_never_falls() -> None:
+def test_floor_never_falls_whatever_is_said_or_learned() -> None:
     floors = Floors(1)
     assert floors.take({A: 8}) == {A}
     assert floors.take({A: 5, B: 0}) == set()
+    assert floors.learn({1: {A: 5}}) == set()
+    assert floors.told == {1: {A: 8}}
     assert floors.is_void(A, Stamp(1, 7))
+    # Nor is the present history forgotten.
+    floors.learn({history: {} for history in range(1, 30)})
+    assert len(floors.told) == MAX_HISTORIES
+    assert floors.take({A: 9}) == {A}
 
 
 def test_copy_of_another_history_is_older_than_every_clear_of_the_present_one() -> None:
@@ -136,13 +142,3 @@ def test_clear_of_this_life_is_later_than_what_came_before_its_first_orders() ->
     assert list(floors.told) == [5, 7, 6, 8]
     assert floors.is_void(A, NOTHING)
     assert not floors.is_void(B, NOTHING)
-
-
-def test_learning_does_not_lower_a_floor_nor_forget_the_present_history() -> None:
-    floors = Floors(1)
-    floors.take({A: 8})
-    assert floors.learn({1: {A: 5}}) == set()
-    assert floors.told == {1: {A: 8}}
-    floors.learn({history: {} for history in range(1, 30)})
-    assert len(floors.told) == MAX_HISTORIES
-    assert floors.take({A: 9}) == {A}

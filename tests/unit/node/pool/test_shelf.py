@@ -143,9 +143,13 @@ def test_page_meets_each_chunk_that_stays_once(pool: Pool) -> None:
 # What is written
 
 
-def test_nothing_is_written_as_long_as_there_is_free_room(pool: Pool) -> None:
+def test_free_room_is_part_of_the_reserve() -> None:
+    pool = Pool()
     pool.fill(NUM_SLOTS - NUM_SLOTS // RESERVED_PART)
     assert pool.take() == []
+    pool = Pool()
+    records = pool.fill(NUM_SLOTS - 3)
+    assert pool.take() == records[: (NUM_SLOTS - 3) // RESERVED_PART - 3]
 
 
 def test_what_goes_next_is_written_and_has_a_reader_until_it_is_copied(pool: Pool) -> None:
@@ -172,12 +176,6 @@ def test_reserve_is_refilled_as_chunks_go(pool: Pool) -> None:
         pool.stored(f"new {number}")
     following = len(first)
     assert pool.take() == records[following : following + 2]
-
-
-def test_part_of_the_reserve_is_free_room(pool: Pool) -> None:
-    records = pool.fill(NUM_SLOTS - 3)
-    count = (NUM_SLOTS - 3) // RESERVED_PART
-    assert pool.take() == records[: count - 3]
 
 
 @pytest.mark.parametrize("standing", [Standing.SPARE, Standing.PINNED])

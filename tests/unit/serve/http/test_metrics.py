@@ -44,11 +44,6 @@ def test_every_sample_is_there_once_with_its_replica() -> None:
     assert merged.count("# TYPE asked_total counter") == merged.count("# HELP extra ") == 1
 
 
-def test_nothing_gives_nothing() -> None:
-    assert merge([]) == b""
-    assert merge([ReplicaMetrics("d", "r", "")]) == b""
-
-
 @given(st.text(max_size=20))
 def test_any_name_of_a_replica_comes_out_as_it_was(name: str) -> None:
     lines = ReplicaMetrics("dep", name, "x_total 1\n")

@@ -79,15 +79,12 @@ class PlayedDirectory:
 
 
 def planner(
-    directory: PlayedDirectory, answer: list[PromptTokens] | Fallback, now: float = 0.0
+    directory: PlayedDirectory,
+    renderer: PlayedRenderer | list[PromptTokens] | Fallback,
+    now: Callable[[], float] = lambda: 0.0,
 ) -> RoutePlanner:
-    return RoutePlanner(PlayedRenderer(answer).render, directory, RouteSettings(), lambda: now)
-
-
-def test_request_goes_to_the_node_that_has_its_prompt() -> None:
-    made = planner(PlayedDirectory(n2=64), [prompt(1, 100)])
-    placed = placed_at(made, request())
-    assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
+    played = renderer if isinstance(renderer, PlayedRenderer) else PlayedRenderer(renderer)
+    return RoutePlanner(played.render, directory, RouteSettings(recent_s=30.0), now)
 
 
 def placed_at(made: RoutePlanner, asked: HttpRequest) -> PlacedRequest:
@@ -96,12 +93,23 @@ def placed_at(made: RoutePlanner, asked: HttpRequest) -> PlacedRequest:
     return found
 
 
+def sent(made: RoutePlanner, asked: HttpRequest, to: Candidate) -> PlacedRequest:
+    """A request that a replica has taken; the planner may have meant another one."""
+    placed = placed_at(made, asked)
+    made.choose(placed, REPLICAS)
+    made.went(placed, to)
+    return placed
+
+
+def test_request_goes_to_the_node_that_has_its_prompt() -> None:
+    made = planner(PlayedDirectory(n2=64), [prompt(1, 100)])
+    placed = placed_at(made, request())
+    assert [choice.name for choice in made.choose(placed, REPLICAS)] == ["r2", "r1"]
+
+
 def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_it() -> None:
     made = planner(PlayedDirectory(), [prompt(1, 200)])
-    first = placed_at(made, asking(1, 200))
-    assert made.choose(first, REPLICAS)[0].name == "r1"
-    made.went(first, REPLICAS[1])
-    made.began(first)
+    made.began(sent(made, asking(1, 200), REPLICAS[1]))
     again = placed_at(made, asking(1, 200))
     works = {choice.name: choice.work for choice in made.choose(again, REPLICAS)}
     # Both are believed to have it: the one that it was meant for, and the one that took it.
@@ -109,29 +117,26 @@ def test_prompt_that_was_sent_somewhere_follows_it_even_if_another_replica_took_
 
 
 def test_new_prompts_are_spread_by_the_work_that_was_sent() -> None:
-    renderer = PlayedRenderer([])
-    made = RoutePlanner(renderer.render, PlayedDirectory(), RouteSettings(), lambda: 0.0)
+    renderer, replicas = PlayedRenderer([]), {each.name: each for each in REPLICAS}
+    made = planner(PlayedDirectory(), renderer)
     went = []
     for number, length in enumerate((90, 30, 30, 30, 40, 40)):
         renderer.answer = [prompt(1000 + number, length)]
         placed = placed_at(made, asking(1000 + number, length))
         went.append(made.choose(placed, REPLICAS)[0].name)
-        made.went(placed, next(each for each in REPLICAS if each.name == went[-1]))
+        made.went(placed, replicas[went[-1]])
         made.began(placed)
     assert went == ["r1", "r2", "r2", "r2", "r1", "r2"]
 
 
 def test_memory_that_knows_most_of_a_text_asks_nobody() -> None:
-    directory, renderer = PlayedDirectory(), PlayedRenderer([prompt(1, 2000)])
-    made = RoutePlanner(renderer.render, directory, RouteSettings(), lambda: 0.0)
+    renderer = PlayedRenderer([prompt(1, 2000)])
+    made = planner(PlayedDirectory(), renderer)
     made.keep(["r1", "r2"])
-    first = placed_at(made, asking(1, 2000))
-    made.choose(first, REPLICAS)
-    made.went(first, REPLICAS[1])
+    sent(made, asking(1, 2000), REPLICAS[1])
     renderer.answer = Fallback.BUSY
     turn = placed_at(made, asking(1, 2200))
     assert (turn.silence, bool(turn.found)) == (None, False)
-    assert {choice.name for choice in made.choose(turn, REPLICAS)[:1]} <= {"r1", "r2"}
     assert placed_at(made, asking(1, 4000)).silence is Fallback.BUSY, "half of it is new"
     made.keep(["r3"])
     again = placed_at(made, asking(1, 2200))
@@ -154,20 +159,17 @@ def test_work_waits_at_a_replica_until_the_first_token_or_the_end() -> None:
 
 def test_what_has_been_computed_is_in_the_pool_of_its_node() -> None:
     made = planner(PlayedDirectory(), [prompt(1, 2000)])
-    made.keep(["r1", "r2", "r3"])
     first = placed_at(made, asking(1, 2000))
     made.choose(first, [REPLICAS[0]])
     made.went(first, REPLICAS[0])
-    sibling = Candidate("r3", "n1")
     again = placed_at(made, asking(1, 2000))
-    before, far = made.choose(again, [sibling]), made.choose(again, [REPLICAS[1]])
-    assert before[0].work == far[0].work == pytest.approx(again.trail.num_tokens)
+    # A replica that is asked about is believed to compute it: each is asked about once.
+    others = (Candidate(name, node) for name, node in zip("abcd", ["n1", "n2"] * 2, strict=True))
+    works = [made.choose(again, [next(others)])[0].work for _ in range(2)]
+    assert works == [pytest.approx(again.trail.num_tokens)] * 2
     made.began(first)
-    # Two more replicas were believed to compute it meanwhile.
-    later = RoutePlanner(PlayedRenderer([]).render, PlayedDirectory(), RouteSettings(), lambda: 0.0)
-    later._stored = made._stored
-    near, far = later.choose(again, [sibling]), later.choose(again, [REPLICAS[1]])
-    assert near[0].work < far[0].work < before[0].work
+    near, far = (made.choose(again, [each])[0].work for each in others)
+    assert near < far < works[0]
 
 
 def test_reason_for_falling_back_is_told() -> None:
@@ -201,35 +203,29 @@ AGENT_TURNS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("path", AGENT_TURNS)
 def test_turn_whose_tokens_nobody_knows_follows_the_one_before(path: str) -> None:
     made = planner(PlayedDirectory(), Fallback.NOT_UNDERSTOOD)
-    made.keep([each.name for each in REPLICAS])
+    names = [each.name for each in REPLICAS]
+    made.keep(names)
     first, second = (
         request(json.dumps({"model": "m", **body}).encode(), path) for body in AGENT_TURNS[path]
     )
-    placed = placed_at(made, first)
-    made.choose(placed, REPLICAS)
-    made.went(placed, REPLICAS[1])
-    made.began(placed)
+    made.began(sent(made, first, REPLICAS[1]))
     for other in range(4):
         made.went(placed_at(made, asking(other, 10)), REPLICAS[0])
     made.keep(["r2"])
     turn = placed_at(made, second)
     assert (made.remembers(turn), turn.silence, bool(turn.found)) == (True, None, False)
-    made.keep([each.name for each in REPLICAS])
+    made.keep(names)
     works = {each.name: each.work for each in made.choose(turn, REPLICAS)}
     assert works["r2"] < turn.trail.num_tokens / 3
 
 
 def test_request_follows_its_beginning_while_the_directory_is_silent() -> None:
-    directory = PlayedDirectory()
-    renderer = PlayedRenderer([prompt(1, 100)])
-    now = [0.0]
-    made = RoutePlanner(renderer.render, directory, RouteSettings(recent_s=30.0), lambda: now[0])
+    directory, now = PlayedDirectory(), [0.0]
+    made = planner(directory, [prompt(1, 100)], lambda: now[0])
     directory.answers = False
     first = placed_at(made, asking(1, 300))
     assert (first.silence, made.remembers(first)) == (Fallback.NO_ANSWER, False)
-    made.choose(first, REPLICAS)
-    made.went(first, REPLICAS[0])
-    made.began(first)
+    made.began(sent(made, asking(1, 300), REPLICAS[0]))
     turn = placed_at(made, asking(1, 600))
     assert (turn.silence, made.remembers(turn)) == (Fallback.NO_ANSWER, True)
     assert made.choose(turn, REPLICAS)[0].name == "r1"

@@ -17,14 +17,8 @@ WEIGHTS = Weights(load=0.05, fetch=0.25, request=256)
 A, B, C = Candidate("a", "node1"), Candidate("b", "node2"), Candidate("c", "node2")
 
 
-def place(
-    tokens: int = 4096,
-    anywhere: int = 0,
-    held: dict[str, int] | None = None,
-    **on_nodes: int,
-) -> PromptPlace:
-    most = max(anywhere, *on_nodes.values(), 0) if on_nodes else anywhere
-    return PromptPlace(tokens, on_nodes, most, held or {})
+def place(held: dict[str, int] | None = None, **on_nodes: int) -> PromptPlace:
+    return PromptPlace(4096, on_nodes, max(on_nodes.values(), default=0), held or {})
 
 
 def order(*replicas: Candidate, at: PromptPlace, weights: Weights = WEIGHTS) -> str:

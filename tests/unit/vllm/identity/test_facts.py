@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import json
 import re
 import typing
 from collections.abc import Callable, Iterator
@@ -14,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 pytest.importorskip("vllm")
 
@@ -366,12 +367,9 @@ def content(load_config: Any = LOAD, parallel: Any = PARALLEL, **told: Any) -> s
     return readers.content_of(readers.ReadableEngine(config, None, None))
 
 
-def weights_in(folder: Path, text: bytes = b"w", name: str = "model.safetensors") -> Path:
+def weights_in(folder: Path, text: bytes = b"w") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    header = json.dumps(
-        {"w": {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}}
-    ).encode()
-    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + text)
+    save_file({"w": np.frombuffer(text, np.uint8)}, folder / "model.safetensors")
     return folder
 
 

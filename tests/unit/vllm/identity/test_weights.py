@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 
 from raykv.base.errors import SettingError
 from raykv.vllm.identity.weights import (
@@ -44,14 +45,7 @@ def model() -> dict[str, npt.NDArray[np.float32]]:
 
 
 def safetensors(path: Path, arrays: Arrays) -> None:
-    header, at = {}, 0
-    for name, array in arrays.items():
-        offsets = [at, at + array.nbytes]
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": offsets}
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    data = b"".join(array.tobytes() for array in arrays.values())
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    save_file(dict(arrays), path)
 
 
 def gguf(path: Path, arrays: Arrays) -> None:
@@ -123,12 +117,11 @@ def test_digest_is_that_of_the_content_wherever_the_file_lies(tmp_path: Path, na
 def test_every_tensor_is_found_with_its_bytes(tmp_path: Path, name: str) -> None:
     arrays = model()
     WRITERS[name](tmp_path / name, arrays)
-    found = [each for each in tensors_of(tmp_path / name) if each.num_bytes]
+    found = [each.first for each in tensors_of(tmp_path / name) if each.num_bytes]
     raw = (tmp_path / name).read_bytes()
-    assert [
-        raw[each.first : each.first + array.nbytes]
-        for each, array in zip(found, arrays.values(), strict=True)
-    ] == [array.tobytes() for array in arrays.values()]
+    assert len(found) == len(arrays)
+    for array in arrays.values():
+        assert any(raw[first : first + array.nbytes] == array.tobytes() for first in found)
 
 
 def test_digest_changes_with_name_type_and_shape(tmp_path: Path) -> None:
