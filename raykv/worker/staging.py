@@ -219,9 +219,9 @@ class StagedLink(WorkerLink):
         if job.is_store:
             # Nobody waits for a store: what finds no room now is not stored.
             job.fail_rest(Refusal.QUEUE_FULL)
-            self._end_if_done(job)
         elif job.next_chunk < job.num_chunks:
             self._waiting.append(request.job_id)
+        self._end_if_done(job)
 
     def drain(self) -> list[copies.CopyResult]:
         """See `WorkerLink.drain`. Moves loads on, so it is to be called in every step."""
@@ -267,6 +267,7 @@ class StagedLink(WorkerLink):
                 self._end_if_done(job)
             if job is not None and job.next_chunk < job.num_chunks:
                 self._submit_more(job)
+                self._end_if_done(job)
                 if job.next_chunk < job.num_chunks:
                     return
             self._waiting.popleft()
@@ -291,19 +292,21 @@ class StagedLink(WorkerLink):
             part = _JobPart(named.job_id, first, last, staging_blocks)
         number = named.job_id if job.is_store else FIRST_PART + self._num_parts
         self._num_parts += 1
-        sent = msgspec.structs.replace(
-            named,
-            job_id=number,
-            keys=named.keys[first:last],
-            num_blocks=named.num_blocks[first:last],
-            first_block=named.first_block[first:last],
-            block_ids=Numbers.of(staging_blocks),
-        )
         try:
+            sent = msgspec.structs.replace(
+                named,
+                job_id=number,
+                keys=named.keys[first:last],
+                num_blocks=named.num_blocks[first:last],
+                first_block=named.first_block[first:last],
+                block_ids=Numbers.of(staging_blocks),
+            )
             super().submit(JobRequest(sent))
-        except BaseException:
+        except Exception:
+            guard.report("StagedLink.submit")
             self._memory.give_back(staging_blocks)
-            raise
+            job.failed |= dict.fromkeys(range(first, last), int(Refusal.COPY_FAILED))
+            return
         self._parts[number] = part
         job.num_flying += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -171,20 +172,33 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(link: Any) -> N
 
 @pytest.mark.expects_failures
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_job_that_the_line_does_not_take_has_failed_and_keeps_nothing(
-    link: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_part_that_the_line_does_not_take_has_failed_and_keeps_nothing(
+    link: Any, device: Device, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("no more jobs")
-
+    """Of a load in three parts; the others are loaded."""
     store_eight(link)
+    there, before = ([device.block(first + n) for n in range(16)] for first in (0, 30))
+    submit, parts = WorkerLink.submit, itertools.count()
+
+    def refuse(link: WorkerLink, *jobs: JobRequest) -> None:
+        if next(parts) == refused:
+            raise RuntimeError("no more jobs")
+        submit(link, *jobs)
+
     with monkeypatch.context() as patches:
         patches.setattr(WorkerLink, "submit", refuse)
-        link.submit(request(Direction.LOAD, [0], [4, 5], 1))
-    assert link.wait_layers([1], 1)
-    assert list(result_of(link, 1).refusals) == [Refusal.COPY_FAILED]
+        link.submit(request(Direction.LOAD, list(range(8)), list(range(30, 46)), 1))
+        assert link.wait_layers([1], 1)
+    chunks_a_part = STAGING_BLOCKS // BLOCKS_PER_CHUNK
+    failed = [chunk for chunk in range(8) if chunk // chunks_a_part == refused]
+    result = result_of(link, 1)
+    assert list(result.failed_chunks) == failed
+    assert set(result.refusals) == {Refusal.COPY_FAILED}
+    expected = [(before if n // BLOCKS_PER_CHUNK in failed else there)[n] for n in range(16)]
+    assert_blocks(device, range(30, 46), expected)
     assert link._memory.num_free == STAGING_BLOCKS
-    assert load(link, [0], [4, 5], 2).failed_chunks == []
+    assert load(link, list(range(8)), list(range(30, 46)), 2).failed_chunks == []
 
 
 def test_chunk_that_is_refused_leaves_its_blocks_alone(link: Any, device: Device) -> None:
