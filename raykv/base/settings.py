@@ -343,6 +343,22 @@ def load_settings(
         if key not in known and key not in VLLM_KEYS:
             raise errors.SettingError(_unknown("setting", key, {*known, *VLLM_KEYS}))
     values: dict[str, Any] = {}
+    for name, variable in variables_of(environment).items():
+        values[name] = known[name].metadata["parse"](variable, environment[variable])
+    for key, value in extra_config.items():
+        if key in known:
+            values[key] = known[key].metadata["parse"](key, value)
+    return Settings(**values)
+
+
+def variables_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that settings come from, by the names of these.
+
+    Raises:
+        SettingError: a variable of RayKV is that of no setting; the text names it.
+    """
+    known = {f.name for f in fields(Settings)}
+    found = {}
     for variable, value in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable == LOG_LEVEL:
             continue
@@ -353,11 +369,8 @@ def load_settings(
         if name not in known:
             names = {ENV_PREFIX + n.upper() for n in known}
             raise errors.SettingError(_unknown("environment variable", variable, names))
-        values[name] = known[name].metadata["parse"](variable, value)
-    for key, value in extra_config.items():
-        if key in known:
-            values[key] = known[key].metadata["parse"](key, value)
-    return Settings(**values)
+        found[name] = variable
+    return found
 
 
 def _refuse_replaced(name: str, given_as: str) -> None:

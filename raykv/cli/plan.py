@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -13,7 +13,7 @@ import typer
 
 import raykv
 from raykv.base.errors import ClusterError, SettingError
-from raykv.base.settings import ENV_PREFIX, load_settings
+from raykv.base.settings import load_settings, variables_of
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -107,10 +107,11 @@ def settings(
     as_json: AsJson = False,
     address: Address = None,
 ) -> None:
-    """Show each setting that is in force here, its value, and where it comes from.
+    """Show each setting as a process here has it, and where it comes from.
 
-    That is --set, else a RAYKV_ variable, else the default. What the NodeActor of this host has
-    settled already comes from there.
+    That is --set, else a RAYKV_ variable, else the default. pool_bytes, disk_path and disk_bytes
+    are those of this host's NodeActor, if it runs; its other settings are those of whoever started
+    it.
 
     Example: raykv settings --set pool_bytes=32GiB
     """
@@ -118,22 +119,15 @@ def settings(
     # Unknown names and invalid values are refused before a cluster is looked for.
     known = load_settings(chosen)
     node, settled = _settled(address)
+    sources = {**variables_of(os.environ), **dict.fromkeys(chosen, "--set")}
     found = []
     for name in (each.name for each in fields(known)):
-        value, source = getattr(known, name), _source(name, chosen)
+        value, source = getattr(known, name), sources.get(name, "default")
         if name in settled:
             is_other = source != "default" and value != settled[name]
             value, source = settled[name], f"{node}, not {source}" if is_other else node
         found.append(Setting(name, value, source))
     answer([each._asdict() for each in found], lambda _: _print_settings(found), as_json=as_json)
-
-
-def _source(name: str, chosen: Mapping[str, object]) -> str:
-    """Where this process has a setting from."""
-    if name in chosen:
-        return "--set"
-    variable = f"{ENV_PREFIX}{name.upper()}"
-    return variable if variable in os.environ else "default"
 
 
 def _settled(address: str | None) -> tuple[str, dict[str, object]]:

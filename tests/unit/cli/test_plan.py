@@ -114,6 +114,16 @@ def test_settings_come_from_options_then_variables_then_defaults(
 
 
 @pytest.mark.usefixtures("alone")
+def test_source_of_a_setting_is_the_variable_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYKV_pool_bytes", "1GiB")
+    # Kubernetes sets it in each pod beside a Service of the name raykv-metrics.
+    monkeypatch.setenv("RAYKV_METRICS_PORT", "tcp://10.96.0.14:9464")
+    found = settings()
+    assert found["pool_bytes"] == (1 << 30, "RAYKV_pool_bytes")
+    assert found["metrics_port"] == (Settings.metrics_port, "default")
+
+
+@pytest.mark.usefixtures("alone")
 def test_settings_are_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYKV_POOL_BYTES", "1GiB")
     rows = {" ".join(line.split()) for line in run("settings").splitlines()}
