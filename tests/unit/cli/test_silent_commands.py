@@ -52,6 +52,7 @@ ASKS: dict[str, int | None] = {
     "events": None,
     "explain request": FINDS_NOTHING,
     "logs": None,
+    "logs 3f9a": FINDS_NOTHING,
     "plan --live": FINDS_NOTHING,
     "pause": 0,
     "resume": 0,
@@ -93,14 +94,19 @@ OTHERS = {
 NO_KEYS = ["xyz", "ab" * 200, "@/nowhere", "tokens:1,x"]
 
 WRONG = {
-    "chunk ls": ["--sort colour"],
+    "top": ["--interval 0"],
+    "plan": ["m --tokens 0"],
+    "chunk ls": ["--sort colour", "--limit 0", "--tier tape"],
     "chunk show": ["xyz", "ab" * 200],
     "chunk lookup": ["@/nowhere", "x --trait salt=y"],
     "events": ["--since -1", f"--since 1:{1 << 63}"],
     "settings": ["--set x", "--set pool_size=1", "--set pin_share=2"],
     "clear": ["", "a --all"],
     "engine weights": ["engine ''"],
-    "pin add": [*NO_KEYS, *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s"))],
+    "pin add": [
+        *NO_KEYS,
+        *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s", "--priority 10")),
+    ],
     "prefetch": [f"{keys} --to n" for keys in NO_KEYS],
     "move": ["xyz --to n"],
     "quota set": [
@@ -116,7 +122,7 @@ WRONG = {
     "session prefetch": ["s" * 200],
     "export": ["/proc/self/status", "folder xyz", "folder --hottest much"],
     "import": ["/nowhere", "/proc/self/status"],
-    "up": ["--pool-bytes much", "--slab-bytes much"],
+    "up": ["--pool-bytes much", "--slab-bytes much", "--timeout 0"],
     "publish start": [
         "nowhere",
         "tcp://*:1 --format xml",
@@ -126,9 +132,9 @@ WRONG = {
     ],
     "down": ["--purge"],
     "serve": ["/nowhere", "model --pool-bytes much"],
-    "demo": ["--pool-bytes x", "--json /nowhere/x.json"],
+    "demo": ["--pool-bytes x", "--nodes 3", "--json /nowhere/x.json"],
     "bench client": ["--system lmcache", "--json /nowhere/x.json"],
-    "chaos": ["--fault nothing", "--json /nowhere/x.json"],
+    "chaos": ["--fault nothing", "--minutes 0", "--json /nowhere/x.json"],
 }
 """What must be refused before a cluster is looked for, started or joined."""
 
