@@ -10,13 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from raykv import cli
-from raykv.base.errors import ClusterError, NotFoundError
+from raykv.base.errors import NotFoundError
 from raykv.base.ids import MissReason
 from raykv.cli.trouble import ADVICE, advice
-from raykv.client.cluster import Cluster
-from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord, Parting
-from raykv.protocol.reader import Explanation, Explanations
+from raykv.protocol.reader import Explanation
 from tests.fixtures.commands import PlayedCluster, run
 
 RECORD = MissRecord(
@@ -127,16 +125,6 @@ def test_unknown_request_is_one_sentence_and_exit_code_1(
         cli.main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "raykv: no request whose id begins with 'cmpl-9'\n"
-
-
-def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = {"one": Explanations([], num_known=17), "two": Explanations([], num_known=3)}
-    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
-    monkeypatch.setattr("raykv.cluster.ask.ask_each", lambda *_arguments: told)
-    with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 20 that have ended"):
-        Cluster("here", joined_here=False).why_miss("cmpl-9")
 
 
 def test_every_reason_has_advice() -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.client import accounts
+from raykv.client.cluster import Cluster
+from raykv.cluster import ask
 from raykv.protocol.engine import MissRecord
 from raykv.protocol.framing import encode
-from raykv.protocol.reader import Explanation, RequestPage
+from raykv.protocol.reader import Explanation, Explanations, RequestPage
 from raykv.protocol.status import MoreRoom
 from tests.fixtures.played_cluster import play
 
@@ -94,3 +96,13 @@ def test_more_room_is_summed_over_nodes() -> None:
     both = accounts.summed([one, two])
     assert (both.nodes, both.pool_bytes, both.window_s) == (2, 200, 90.0)
     assert (both.prompt_tokens, both.saved_tokens, both.reach_bytes) == (20, [1, 4], 7)
+
+
+def test_client_says_how_many_requests_are_known_when_it_is_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"one": Explanations([], num_known=17), "two": Explanations([], num_known=3)}
+    monkeypatch.setattr(ask, "find_scheduler_actor", lambda: "the actor")
+    monkeypatch.setattr("raykv.cluster.ask.ask_each", lambda *_arguments: told)
+    with pytest.raises(ClusterError, match=r"'cmpl-9' is among the latest 20 that have ended"):
+        Cluster("here", joined_here=False).why_miss("cmpl-9")

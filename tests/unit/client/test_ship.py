@@ -13,12 +13,10 @@ import pytest
 from raykv.base.errors import ChunkFileError, SettingError
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, Stamp
-from raykv.cli.pools import refuse_without_place
 from raykv.client import listing, ship
 from raykv.client.ship import _chosen, first_that_fit, refuse_foreign
 from raykv.node.disk.chunk_file import ChunkBytes, ChunkFile, read_header
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol.node import Kept
 from raykv.protocol.reader import Chunk
 from raykv.protocol.status import ClusterStatus, NamespaceStatus
 from tests.fixtures.commands import STATUS
@@ -97,23 +95,6 @@ def test_chunk_that_is_larger_than_a_slab_does_not_fit() -> None:
 def test_keys_that_name_nothing_do_not_mean_everything(keys: Any, told: str) -> None:
     with pytest.raises(SettingError, match=told):
         _chosen(keys)
-
-
-@pytest.mark.parametrize(
-    ("kept", "told"),
-    [
-        (Kept("n", left=3), "neither disk_path nor pool_path"),
-        (Kept("n", "/disk", 5, 3, "No space left on device"), "No space left on device"),
-        (Kept("n", problem="no answer within 5 s"), "no answer within 5 s"),
-    ],
-)
-def test_down_that_keeps_is_refused_where_chunks_would_be_lost(kept: Kept, told: str) -> None:
-    with pytest.raises(SettingError, match=f"nothing was ended, since node n .*{told}"):
-        refuse_without_place([Kept("other", "/disk", 5), kept])
-
-
-def test_down_that_keeps_goes_on_where_nothing_is_lost() -> None:
-    refuse_without_place([Kept("n"), Kept("m", "/disk", 5), Kept("o", "/disk", 5, 3)])
 
 
 class PlayedScheduler:
