@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import raykv
+from raykv.base import deadlines
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -137,7 +138,7 @@ def prefetch(
         ),
     ] = "",
     namespace: OnlyNamespace = "",
-    timeout: Timeout = 60.0,
+    timeout: Timeout = deadlines.TRANSFER_S,
     as_json: AsJson = False,
     address: Address = None,
 ) -> None:

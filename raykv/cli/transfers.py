@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 import raykv
+from raykv.base import deadlines
 from raykv.base.parsing import parse_size
 from raykv.cli.base import (
     Address,
@@ -37,7 +38,7 @@ def prefetch(
     *,
     to: To,
     namespace: Namespace = "",
-    timeout: Timeout = 60.0,
+    timeout: Timeout = deadlines.TRANSFER_S,
     as_json: AsJson = False,
     address: Address = None,
 ) -> None:
@@ -59,7 +60,7 @@ def move(
     *,
     to: To,
     namespace: Namespace = "",
-    timeout: Timeout = 60.0,
+    timeout: Timeout = deadlines.TRANSFER_S,
     as_json: AsJson = False,
     address: Address = None,
 ) -> None:
@@ -172,7 +173,7 @@ def import_chunks(
     to: Annotated[
         str, typer.Option("--to", help="A node's Ray id. Default: the node with the most room.")
     ] = "",
-    timeout: Timeout = 600.0,
+    timeout: Timeout = deadlines.BULK_S,
     as_json: AsJson = False,
     address: Address = None,
 ) -> None:

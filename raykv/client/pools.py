@@ -199,7 +199,7 @@ def keep_pools(deadline_s: float) -> list[Kept]:
     found, silent = ask.ask_nodes(
         Kept,
         lambda _, actor: actor.keep.remote(deadline_s),
-        deadline_s=deadline_s + deadlines.LEAVE_S,
+        deadline_s=deadline_s + deadlines.ANSWER_S,
     )
     problems = {node_id: Kept(node_id, problem=why) for node_id, why in silent.items()}
     return [kept for _, kept in sorted({**found, **problems}.items())]
