@@ -124,7 +124,7 @@ COMMANDS: dict[str, dict[str, Command | Group]] = {
         "demo": measure.demo,
         "chaos": measure.chaos,
         "bench": Group(
-            "Measure RayKV beside what you would use instead, and beside what the machine can do.",
+            "Measure RayKV, compared with its alternatives and with what the machine can do.",
             {
                 "copy": measure.copy,
                 "fetch": measure.fetch,
@@ -161,7 +161,7 @@ OLD_ADDRESS = "--ray-address"
 
 
 def renamed(words: Sequence[str], today: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The words of a command line with the names of `today`, and a sentence for each other one."""
+    """Put the words of a command line into today's names; with a sentence for each old name."""
     found, sentences = list(words), []
     command = today.get(found[0]) if found else None
     inner = {"--help", *getattr(command, "commands", ())}

@@ -58,7 +58,7 @@ Address = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for all of it.", min=0.1)]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first, on a terminal either.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first, even on a terminal.")]
 Namespace = Annotated[
     str,
     typer.Option(help="As `raykv status` shows it, or its beginning. Default: the only namespace."),
@@ -207,12 +207,12 @@ def ago(seconds: float) -> str:
 # Bars
 
 ShowBars = Callable[[Mapping[str, tuple[int, int]]], None]
-"""Is given what is under way: by its name, how much is done, and of how much (0: unknown)."""
+"""Takes what is under way: by its name, how much is done, and of how much (0: unknown)."""
 
 
 @contextmanager
 def bars(*, as_json: bool, in_bytes: bool = False) -> Iterator[ShowBars]:
-    """Show how far something is, a bar for each name, and nothing of it at the end.
+    """Show how far something is, a bar for each name, and remove the bars at the end.
 
     The bars are on standard error; there are none if that is no terminal, or with `--json`.
     """

@@ -91,7 +91,7 @@ def _running(name: str, json_path: str | None) -> Iterator[None]:
 
 
 def copy(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = False) -> None:
-    """Copy between a KV cache in RAM and the pool, beside memcpy: GB/s.
+    """Copy between a KV cache in RAM and the pool, compared with memcpy: GB/s.
 
     Example: raykv bench copy --json results.json
     """
@@ -99,7 +99,7 @@ def copy(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = Fals
 
 
 def fetch(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = False) -> None:
-    """Fetch from node to node, beside a bare Ray pull: GB/s.
+    """Fetch from node to node, compared with a bare Ray pull: GB/s.
 
     Example: raykv bench fetch --json results.json
     """
@@ -107,7 +107,7 @@ def fetch(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = Fal
 
 
 def disk(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = False) -> None:
-    """Write to the disk tier and read from it, beside plain files: MiB/s.
+    """Write to the disk tier and read from it, compared with plain files: MiB/s.
 
     Example: raykv bench disk --json results.json
     """
@@ -179,7 +179,7 @@ def gpu(
     repeats: Repeats = None,
     quick: Quick = False,
 ) -> None:
-    """Measure RayKV on a GPU, beside vLLM alone and its native offloading.
+    """Measure RayKV on a GPU, compared with vLLM alone and its native offloading.
 
     Example: raykv bench gpu --json results.json --logs logs
     """

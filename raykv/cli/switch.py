@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import raykv
+from raykv.base import deadlines
 from raykv.base.errors import SettingError
 from raykv.cli.base import Address, AsJson, Yes, asks, confirm, done
 
@@ -46,7 +47,7 @@ def clear(
 ) -> None:
     """Empty the cache: one namespace, or all of it.
 
-    On a terminal it says what goes, and asks; without a namespace or --all about everything.
+    On a terminal it says what goes and asks first, also if neither a namespace nor --all is given.
 
     Example: raykv clear 5f0c9a
     """
@@ -96,4 +97,5 @@ def _cleared(known: ClusterStatus, beginning: str) -> str:
 
 def _tell_silent(nodes: list[str]) -> None:
     ids = ", ".join(node[:12] for node in nodes)
-    typer.echo(f"cleared; waiting for the NodeActor of {ids}, 8 s at most", err=True)
+    patience = f"{deadlines.CLIENT_S:.0f} s at most"
+    typer.echo(f"cleared; waiting for the NodeActor of {ids}, {patience}", err=True)

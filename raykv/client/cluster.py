@@ -384,7 +384,8 @@ def connect(ray_address: str | None = None) -> Cluster:
     address = cluster.find_cluster(ray_address)
     if address is None:
         raise ClusterError(
-            "no Ray cluster runs on this host under this user; name one with --address"
+            "no Ray cluster runs on this host under this user; name one (`--address`, or "
+            "RAY_ADDRESS)"
         )
     cluster.join_within(address, deadlines.JOIN_S)
     return Cluster(cluster.current_address(), joined_here=True)

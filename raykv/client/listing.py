@@ -26,7 +26,8 @@ LONG_KEY = 16
 """Bytes of a key from which on it is looked for as a whole first."""
 
 MOST_FIRST = reader.MAX_PAGE // 2
-"""Chunks that a listing in some order is for: of each page of places so many may be among them."""
+"""Chunks that a listing in some order is for: this many of each page of places may be among
+them."""
 
 
 def chunks(  # noqa: PLR0913 - what a listing is narrowed by

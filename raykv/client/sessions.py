@@ -97,8 +97,8 @@ class ClientSession:
         return self._order(sessions.SessionWord.OVER, 0.0, 0)
 
     def pause(self, seconds: float, *, priority: int | None = None) -> sessions.SessionStatus:
-        """It goes on in about so long, an hour at most: until then its chunks are kept by
-        preference, within the share of the pools that requests may pin; if it has not come back
+        """Say that it goes on in about this time, at most an hour: until then its chunks are kept
+        by preference, within the share of the pools that requests may pin; if it has not come back
         then, it is given up like one that is over.
 
         Args:

@@ -46,13 +46,17 @@ def by_name(*benchmarks: Benchmark) -> dict[str, Benchmark]:
 
 
 BENCHMARKS = by_name(
-    Benchmark("copy", "GB/s between a KV cache in RAM and the pool, beside memcpy"),
-    Benchmark("fetch", "GB/s from node to node, beside a bare Ray pull"),
-    Benchmark("disk", "MiB/s of the disk tier beside plain files"),
+    Benchmark("copy", "GB/s between a KV cache in RAM and the pool, compared with memcpy"),
+    Benchmark("fetch", "GB/s from node to node, compared with a bare Ray pull"),
+    Benchmark("disk", "MiB/s to the disk tier and from it, compared with plain files"),
     Benchmark("routing", "what it costs a router to place a request"),
-    Benchmark("policy", "hit rates of the pool's order, LRU and the optimum", needs="--trace"),
+    Benchmark(
+        "policy", "hit rates of the pool's order of eviction, LRU and the optimum", needs="--trace"
+    ),
     Benchmark("client", "vLLM's own client against vLLM with and without RayKV", needs="vLLM"),
-    Benchmark("gpu", "RayKV beside vLLM alone and its native offloading", needs="a GPU"),
+    Benchmark(
+        "gpu", "RayKV on a GPU, compared with vLLM alone and its native offloading", needs="a GPU"
+    ),
 )
 
 MOVED = (

@@ -209,7 +209,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Worst:
-    """The page size whose copies are slowest beside memcpy."""
+    """The page size whose copies are slowest compared with memcpy."""
 
     page_bytes: int
     ratio: float
