@@ -1,8 +1,8 @@
 """Times that modules share: how long something may take, how often to look, when to try again.
 
-One constant stands for one reason. A wait with a reason of its own is a constant of its module, and
-three are settings, whose names end in `_deadline_s`. tests/unit/base/test_deadlines.py finds waits
-without an end, and numbers without a name.
+One constant stands for one kind of wait. A wait with a reason of its own is a constant of its
+module, and three are settings, whose names end in `_deadline_s`. tests/unit/base/test_deadlines.py
+finds waits without an end, and numbers without a name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ INSTANT_S = 0.002
 """A pause within a request: what comes meanwhile goes with the same message, or finds room."""
 
 PROMPT_S = 1.0
-"""For work of milliseconds that something else waits for: events, a report, a step of a late start,
-a check of the doctor."""
+"""For work of milliseconds that something else waits for: events, an order's floors, a step of an
+engine that enters a namespace, a check of the doctor."""
 
 STOP_S = 2.0
 """For each thread when its process ends, also after Ctrl-C. A running copy is given up before its
@@ -26,7 +26,7 @@ delay others."""
 
 GRACE_S = 2.0
 """Beyond a deadline that the NodeActor keeps itself. After it a fetch counts as lost, and a worker
-ends a NodeActor that has not confirmed to have given up a copy: a late copy could write into
+ends a NodeActor that has not confirmed that it gave up a copy: a late copy could write into
 another request's blocks."""
 
 PROBE_S = 3.0
@@ -34,9 +34,8 @@ PROBE_S = 3.0
 milliseconds, new ones a second."""
 
 ANSWER_S = 5.0
-"""For one answer of an actor, of Ray's head node or of a socket's peer, in a thread that no request
-waits for. Healthy ones need milliseconds; Ray itself waits a minute for a dead GCS, and Prometheus
-gives up after 10 s."""
+"""For one answer of an actor, of Ray's head node or of a socket's peer. Healthy ones need
+milliseconds; Ray itself waits a minute for a dead GCS, and Prometheus gives up after 10 s."""
 
 LEAVE_S = 5.0
 """For a process, a connection or an application to end when asked to; for processes, once more

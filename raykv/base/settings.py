@@ -190,8 +190,8 @@ class Settings:
     request_deadline_s: float = _setting(
         10.0,
         "Longest wait of a request for chunks on their way from another node. A fifth of it is the "
-        "longest wait for chunks that are still being stored, a tenth for the answer which nodes "
-        "have chunks",
+        "longest wait for chunks that are still being stored, a tenth is the longest wait to "
+        "learn which nodes have chunks",
     )
     stop_unused_stores: bool = _setting(
         True,

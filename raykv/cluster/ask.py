@@ -54,7 +54,7 @@ def detached(kind: Any, name: str, environment: Mapping[str, str], **where: Any)
 def find(name: str) -> Any | None:
     """The actor of that name, one of `names`, if there is one."""
     try:
-        # bounded: Ray's own deadline; off vLLM's threads
+        # bounded: Ray's own deadline; at the start, for a person, or off vLLM's threads
         return ray.get_actor(name, namespace=names.RAY_NAMESPACE)
     except ValueError:
         return None
@@ -74,7 +74,8 @@ def end_node_actor(node_id: str) -> None:
     """End a node's NodeActor, if there is one: else it waits for a node that is gone."""
     actor = find_node_actor(node_id)
     if actor is not None:
-        ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; off vLLM's threads
+        # bounded: Ray's own deadline; at the start, for a person, or off vLLM's threads
+        ray.kill(actor, no_restart=True)
 
 
 def describe(actor: Any, timeout_s: float) -> NodeDescription:
@@ -96,7 +97,8 @@ def describe(actor: Any, timeout_s: float) -> NodeDescription:
     )
     if known.num_workers:
         raise VersionError(f"{what}; engines use it, so it stays: this one runs without the cache")
-    ray.kill(actor, no_restart=True)  # bounded: Ray's own deadline; off vLLM's threads
+    # bounded: Ray's own deadline; at the start, for a person, or off vLLM's threads
+    ray.kill(actor, no_restart=True)
     raise VersionError(f"{what}; nobody uses it, so it is replaced", is_mended=True)
 
 
@@ -141,7 +143,7 @@ def answer_as(kind: type[S], scheduler: Any, method: str, *arguments: Any, timeo
 
 def named_actors() -> list[str]:
     """Names of RayKV's actors in the cluster."""
-    # bounded: Ray's own deadline; off vLLM's threads
+    # bounded: Ray's own deadline; at the start, for a person, or off vLLM's threads
     found = ray.util.list_named_actors(all_namespaces=True)
     return [entry["name"] for entry in found if entry["namespace"] == names.RAY_NAMESPACE]
 

@@ -203,8 +203,8 @@ def _breakers(engine: ReportedEngine, member: ReportedNode, age_s: float) -> Bre
 def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
     """Tell a session's nodes what an operator says of it; with an empty namespace, of all.
 
-    Where a namespace is given that is not known to have it, all nodes are told: one that does not
-    know it either does nothing.
+    If the session is not known in the given namespace, all nodes are told; those that do not know
+    it do nothing.
     """
     news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
     nodes = directory.sessions.order(order.namespace, news)

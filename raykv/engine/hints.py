@@ -57,9 +57,9 @@ class Allowed(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What one request asks for its prompt: to be pinned for so long, or a priority over others;
-    and what it says of its session: the name, that it is over with this request, or pauses after
-    it for about so long.
+    """What one request asks for its prompt: to be pinned for `pin_s`, or a priority over others;
+    and what it says of its session: the name, that it is over with this request, or about how long
+    it pauses after it.
     """
 
     pin_s: float | None = None

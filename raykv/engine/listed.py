@@ -50,7 +50,7 @@ class ListedPlace:
         self.namespace = namespace
         self.position = Position(reader=reader)
         # What others look at, while it goes on changing: READY chunks with the blocks that are
-        # there; those that the node would have to fetch from its own disk; and what somebody stores
+        # there; those that the node would have to fetch from its own disk; and what is being stored
         # there.
         self.ready: dict[Key, Blocks] = {}
         self.on_disk: dict[Key, Blocks] = {}

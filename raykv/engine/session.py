@@ -55,7 +55,7 @@ MAX_UNREAD = 65_536
 """Rows of answers that the engine has not taken in; at this limit it asks for no more."""
 
 LEAST_ROWS = 64
-"""Rows that an answer counts as: it takes as long to take in."""
+"""An answer counts as at least this many rows, since taking it in takes as long."""
 
 
 class WorkerReport(NamedTuple):

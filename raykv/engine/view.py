@@ -626,7 +626,7 @@ class EngineView:
             for place in self._places:
                 place.listed = self._read_anew(now)
             self._ready = self._common()
-            # Somebody may, until it is known.
+            # Other nodes may have it, until it is known.
             self.remote.has_peers = True
         self.look(now)
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("raykv.node")
 
 JOURNAL_VERSION = 4
 COMPACT_FACTOR = 4
-"""The journal is rewritten when its records are this many times the pool's chunks."""
+"""The journal is rewritten when it has this many times as many records as the pool has chunks."""
 
 MAX_SET_ASIDE = 4
 """Damaged journals that are kept beside a pool file; then the oldest goes."""

@@ -240,7 +240,7 @@ class FetchService:
                 return source
             chunk.sources.popleft()
             if not chunk.was_asked:
-                # Nobody was asked for it: it fails because its sources are left alone.
+                # No source was asked for it: all of them are left alone.
                 chunk.landing.refusal = Refusal.BREAKER_OPEN
         return None
 

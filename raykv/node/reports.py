@@ -166,7 +166,8 @@ class Reports:
             self._take(receive(raw, operator.OrdersDocument, SCHEDULER, HERE))
         else:
             # An engine may have named orders that nobody has.
-            self._next_at = time.monotonic() + deadlines.RETRY_PAUSES_S[0]
+            soonest = time.monotonic() + deadlines.RETRY_PAUSES_S[0]
+            self._next_at = max(self._next_at, soonest)
 
     def _take(self, document: operator.OrdersDocument) -> None:
         """Do what a document says, and show its number from when what it clears is kept."""

@@ -395,7 +395,7 @@ class NodeService:
         self._end_job(queued, num_bytes)
 
     def _end_job(self, queued: attached.QueuedJob, num_bytes: int) -> None:
-        """Nobody copies for a job any more, with so many bytes copied: the worker hears of it."""
+        """No copy of a job runs any more, and `num_bytes` were copied: tell the worker."""
         job, took_s = queued.admitted, self.keeper.now() - queued.submitted_at
         with self._lock:
             self.keeper.end_chunks(job, sorted(job.under_way), ok=False)

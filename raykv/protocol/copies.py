@@ -223,7 +223,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def check_read_reply(reply: ReadReply, num_bytes: int, slot_bytes: Sequence[int]) -> None:
-    """The answer to a read of chunks of those sizes, with which so many bytes came.
+    """The answer to a read of chunks of those sizes, with which `num_bytes` bytes came.
 
     Raises:
         MessageError: it is invalid.

@@ -27,7 +27,7 @@ class DiskStats(msgspec.Struct, frozen=True):
 
     `problem`: why nothing is written, in a sentence. `is_full`: it gives up old files for new ones,
     so that only what was used is worth a place.
-    `tenant_bytes`: of its files, by tenant, as far as they are somebody's.
+    `tenant_bytes`: of its files, by tenant, of those that have one.
     """
 
     path: Text = ""

@@ -20,9 +20,7 @@ MAX_PAGE = 1024
 """Chunks in one page: some 80 KiB."""
 
 ORDERS = {"age": "age_s", "idle": "idle_s", "hits": "hits", "size": "num_bytes"}
-"""What chunks may be listed by, and the field by which, the largest first: the longest there, the
-longest unused, the most used, the largest.
-"""
+"""Orders of a list of chunks, and the field that each sorts by, largest first."""
 
 MAX_TEXT = 256
 """Characters of a namespace in a router's question, and of what it says of chunks."""
@@ -190,7 +188,7 @@ class PrefixPage(framing.Versioned, frozen=True):
 
 
 def check_prefix_page(page: PrefixPage, num_prompts: int) -> None:
-    """An answer to a question about so many prompts.
+    """Check an answer to a question about `num_prompts` prompts.
 
     Raises:
         MessageError: it is invalid.

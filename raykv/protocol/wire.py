@@ -100,10 +100,10 @@ def frame(message: msgspec.Struct) -> bytes:
 def send_with_fds(sock: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
     """Send a whole message; the descriptors travel with its first byte."""
     raw = frame(message)
-    sent = socket.send_fds(sock, [raw], fds)  # bounded: the socket's time-out
+    sent = socket.send_fds(sock, [raw], fds)  # bounded: its time-out, or SO_SNDTIMEO
     if sent < len(raw):
         # This also fails when the peer has answered and hung up by now.
-        sock.sendall(raw[sent:])  # bounded: the socket's time-out
+        sock.sendall(raw[sent:])  # bounded: its time-out, or SO_SNDTIMEO
 
 
 class FrameReader:
@@ -138,7 +138,7 @@ def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], l
     """
     # Not `socket.recv_fds`, which drops its flags.
     room = socket.CMSG_SPACE(most_fds * array("i").itemsize)
-    # bounded: the socket's time-out
+    # bounded: its time-out, or SO_SNDTIMEO
     data, messages, _, _ = sock.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
     fds = array("i")
     for level, kind, raw in messages:

@@ -155,8 +155,8 @@ class MissReporter:
 
     @guarded(nothing)
     def ended(self, request: Any, keys: Sequence[bytes] = (), chunk_tokens: int = 1) -> None:
-        """The request has finished, or was aborted; `keys` are those of its chunks, of so many
-        tokens each.
+        """The request has finished, or was aborted; `keys` are those of its chunks, of
+        `chunk_tokens` tokens each.
         """
         self.spans.end(request.request_id, time.monotonic())
         account = self._view.accounts.get(request.request_id)

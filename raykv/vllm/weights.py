@@ -101,7 +101,7 @@ class WeightChanges:
         self._enter()
 
     def hear(self, changed: Mapping[str, tuple[int, str]]) -> None:
-        """Workers report that somebody has written into their models; what the weights are is
+        """Workers report that something has written into their models; what the weights are is
         asked when the next request comes.
         """
         if self._is_news({each: count for each, (count, _) in changed.items()}):

@@ -62,7 +62,7 @@ class Numbering:
         self._last = min(life, MOST_SHOWN)
 
     def next(self, count: int = 1) -> int:
-        """The last one of so many numbers that follow each other."""
+        """The last one of the next `count` numbers."""
         self._last += count
         return self._last
 

@@ -125,8 +125,8 @@ class SessionNodes:
 
     def order(self, namespace: str, news: SessionNews) -> list[NodeId]:
         """An operator says something of a session to all nodes that know it, in a namespace or
-        (empty) in all, `MOST_ORDERED` at most; returns those nodes. Where a namespace is given that
-        is not known to have it, all members are told: this life may be younger than the session.
+        (empty) in all, `MOST_ORDERED` at most; returns those nodes. If the session is not known in
+        the given namespace, all members are told: this life may be younger than the session.
         """
         names = [
             (space, name)

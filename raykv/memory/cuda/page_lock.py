@@ -96,8 +96,8 @@ class PoolLocker:
     def stop(self, timeout_s: float) -> None:
         """Unlock what is page-locked; no copy may run any more.
 
-        A thread that is in the middle of a piece is waited for so long; if it takes longer, all
-        stays page-locked until the process ends.
+        Waits up to `timeout_s` for a thread in the middle of a piece; if it takes longer, all stays
+        page-locked until the process ends.
         """
         self._stopped.set()
         self._thread.join(timeout_s)

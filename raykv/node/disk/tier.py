@@ -159,7 +159,7 @@ class DiskTier:
             if self.reads.problem not in ("", reads.OPENING):
                 break
             self._poke()
-            self._stopped.wait(deadlines.BRIEF_S)
+            self._stopped.wait(deadlines.LOOK_S)
         with self._lock:
             self._keep_at = None
             return len(self._shelf.unwritten(0, 1 << 62)[0])

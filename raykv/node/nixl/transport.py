@@ -165,7 +165,7 @@ class NixlTransport:
 
     def failed(self, known: _Known, buffer: Bytes | None = None) -> None:
         """A transfer has failed: the node is read through Ray for a while, and its buffer is not
-        used so long, for what NIXL might still have under way.
+        used meanwhile, since NIXL may still write into it.
         """
         known.again_at = time.monotonic() + NIXL_AGAIN_S
         if buffer is not None:

@@ -46,7 +46,7 @@ class PoolCatalog:
         self, query: reader.ChunkQuery, place: int, now: float, most: int = STRETCH
     ) -> tuple[list[reader.ListedChunk], int]:
         """Those of the next places that are asked for, and where to go on; `ALL_READ`: the listing
-        ends there. It looks at `most` places. Ages are those at `now`.
+        ends there. It looks at up to `most` places, at most `STRETCH`. Ages are those at `now`.
         """
         where, disk = _TIERS[query.tier], self._index.disk_place
         name = Namespace(query.namespace), Key(query.key)

@@ -187,8 +187,8 @@ class PoolIndex:
     def page(
         self, place: int, most: int
     ) -> tuple[Sequence[ChunkRecord] | Sequence[shelf.ShelvedChunk], int]:
-        """What is at so many places from one on, and the place to go on at; at the end that is
-        `ALL_READ`.
+        """What is at up to `most` places from `place` on, and the place to go on at; at the end
+        that is `ALL_READ`.
         """
         disk = self.disk_place
         if place >= disk:

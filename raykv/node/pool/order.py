@@ -47,7 +47,9 @@ HANDICAPS = (0, 1, 2, 16)
 """In times the chunks that may go, counted in uses. The first, none, is in force at first."""
 
 CLEARLY = 2.0
-"""What only a handicap finds must be this many times what only no handicap finds."""
+"""A handicap is used if the chunks that only it finds are this many times those found only without
+it.
+"""
 
 HALF_LIFE = 16
 """Uses of the sample, for each chunk that it has room for, until what was found counts half."""

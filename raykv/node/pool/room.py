@@ -25,8 +25,8 @@ IDLE_S = 60.0
 """Idle time after which chunks of one slot size may be evicted to make room for another."""
 
 PIECES = 1024
-"""Room is made for so many parts of what is there, at most `MOST_AT_ONCE` chunks at a time, where
-no more are wanted."""
+"""Unless more is wanted, room is made for one part in this many of what is there, at most
+`MOST_AT_ONCE` chunks at a time."""
 
 MOST_AT_ONCE = 64
 

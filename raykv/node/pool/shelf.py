@@ -10,10 +10,10 @@ The disk is a second place in the row of a name. The disk tier says what has com
 which file, and what has gone.
 
 Chunks are written before they go: of the chunks that go next as many as two steps of an engine
-store, once there is no free room for so many. What has not been written in time is lost. What is
+store, once there is no free room for that many. What has not been written in time is lost. What is
 released is written, too: a session that is over may come back. What is spare another node has. A
-disk that is full takes only what was found since it was stored: else prompts that nobody asks for
-again would take the place of what is asked for.
+disk that is full takes only what was found since it was stored: else prompts that are never asked
+for again would take the place of what is asked for.
 
 Invariants:
 1. What the shelf has is in the listing as on the disk, and every change of that is numbered.

@@ -54,7 +54,7 @@ class Trail:
         return self.num_tokens - self.ends[number - 1] if number else self.num_tokens
 
     def tokens(self, numbers: Mapping[str, int], num_tokens: float) -> dict[str, float]:
-        """Tokens of the first so many digests, if the prompt has `num_tokens` in truth."""
+        """Tokens of the first digests, by how many those are, if the prompt has `num_tokens`."""
         scale = num_tokens / max(1.0, self.num_tokens)
         return {name: scale * self.ends[number - 1] for name, number in numbers.items() if number}
 

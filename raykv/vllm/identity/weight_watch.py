@@ -295,7 +295,7 @@ def _noted(name: str, method: Any, worker: Any, /, *args: Any, **kwargs: Any) ->
     if watch is None or effect_of(name, args, kwargs) is not Effect.CHANGES:
         return method(worker, *args, **kwargs)
     if kwargs.get("is_checkpoint_format") is False:
-        # They are copied as they are: the same as if somebody else did it.
+        # They are copied as they are: the same as if other code did it.
         watch.note(name)
         return method(worker, *args, **kwargs)
     with watch.changing(name):
