@@ -119,6 +119,21 @@ def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: Pla
     assert node.report() == ["report"]
 
 
+def test_orders_that_nobody_has_are_asked_for_no_sooner_than_the_directory_wants(
+    node: PlayedReports,
+) -> None:
+    hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE})
+    owner, now = node.keeper.owner, node.keeper.now()
+    owner.hello(hello, now)
+    owner.tell(Tell(1, 1, A, orders=Stamp(1, 9)), now)
+    node.say(pause_ms=400)
+    began = time.monotonic()
+    assert node.report() == ["report", "orders"]
+    assert owner.has_news
+    node.reports._wait()
+    assert time.monotonic() - began >= 0.4
+
+
 def test_document_is_sent_to_a_scheduler_actor_that_lacks_it(node: PlayedReports) -> None:
     node.keeper.take_orders(OrdersDocument(FIRST), 1.0)
     node.say(wants_orders=True)
