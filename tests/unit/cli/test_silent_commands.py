@@ -94,19 +94,14 @@ OTHERS = {
 NO_KEYS = ["xyz", "ab" * 200, "@/nowhere", "tokens:1,x"]
 
 WRONG = {
-    "top": ["--interval 0"],
-    "plan": ["m --tokens 0"],
-    "chunk ls": ["--sort colour", "--limit 0", "--tier tape"],
+    "chunk ls": ["--sort colour", "--tier tape"],
     "chunk show": ["xyz", "ab" * 200],
     "chunk lookup": ["@/nowhere", "x --trait salt=y"],
     "events": ["--since -1", f"--since 1:{1 << 63}"],
     "settings": ["--set x", "--set pool_size=1", "--set pin_share=2"],
     "clear": ["", "a --all"],
     "engine weights": ["engine ''"],
-    "pin add": [
-        *NO_KEYS,
-        *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s", "--priority 10")),
-    ],
+    "pin add": [*NO_KEYS, *(f"{KEY} {x}" for x in ("--ttl soon", "--ttl 31d", "--ttl 0s"))],
     "prefetch": [f"{keys} --to n" for keys in NO_KEYS],
     "move": ["xyz --to n"],
     "quota set": [
@@ -122,7 +117,7 @@ WRONG = {
     "session prefetch": ["s" * 200],
     "export": ["/proc/self/status", "folder xyz", "folder --hottest much"],
     "import": ["/nowhere", "/proc/self/status"],
-    "up": ["--pool-bytes much", "--slab-bytes much", "--timeout 0"],
+    "up": ["--pool-bytes much", "--slab-bytes much"],
     "publish start": [
         "nowhere",
         "tcp://*:1 --format xml",
@@ -132,9 +127,9 @@ WRONG = {
     ],
     "down": ["--purge"],
     "serve": ["/nowhere", "model --pool-bytes much"],
-    "demo": ["--pool-bytes x", "--nodes 3", "--json /nowhere/x.json"],
+    "demo": ["--pool-bytes x", "--json /nowhere/x.json"],
     "bench client": ["--system lmcache", "--json /nowhere/x.json"],
-    "chaos": ["--fault nothing", "--minutes 0", "--json /nowhere/x.json"],
+    "chaos": ["--fault nothing", "--json /nowhere/x.json"],
 }
 """What must be refused before a cluster is looked for, started or joined."""
 
@@ -275,6 +270,26 @@ def test_wrong_use_is_refused_before_a_cluster_is_looked_for(
     general = [] if command == "serve" else ["--nonsense"]
     for words in [*WRONG.get(command, []), *general]:
         assert refused(monkeypatch, capsys, command, *shlex.split(words))
+
+
+@pytest.mark.usefixtures("unasked")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "top --interval 0",
+        "plan model --tokens 0",
+        "chunk ls --limit 0",
+        "up --timeout 0",
+        "chaos --minutes 0",
+        "demo --nodes 3",
+        f"pin add {KEY} --priority 10",
+    ],
+)
+def test_number_outside_its_range_is_refused_with_the_option(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = words.split()[-2]
+    assert f"Invalid value for '{option}'" in refused(monkeypatch, capsys, words)
 
 
 ADDRESSES = {
