@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -75,17 +76,16 @@ Logs = Annotated[
 
 def _measure(name: str, options: Options, json_path: str | None) -> None:
     from raykv.lab.bench.command import chosen, run_benchmarks
+    from raykv.lab.warden import ending_what_it_starts
 
-    with _running(name, json_path):
-        run_benchmarks(chosen([name]), options, json_path)
+    with ending_what_it_starts():
+        run_benchmarks(chosen([name]), options, json_path, partial(_bar, json_path))
 
 
 @contextmanager
-def _running(name: str, json_path: str | None) -> Iterator[None]:
-    """What is started ends with the command, which says meanwhile that it goes on."""
-    from raykv.lab.warden import ending_what_it_starts
-
-    with ending_what_it_starts(), bars(as_json=json_path == "-") as show:
+def _bar(json_path: str | None, name: str) -> Iterator[None]:
+    """Say that a benchmark goes on."""
+    with bars(as_json=json_path == "-") as show:
         show({f"bench {name}": (0, 0)})
         yield
 
@@ -194,9 +194,10 @@ def claims(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = Fa
     Example: raykv bench claims
     """
     from raykv.lab.bench.claims import run_claims
+    from raykv.lab.warden import ending_what_it_starts
 
-    with _running("claims", json_path):
-        code = run_claims(Options(repeats, quick), json_path)
+    with ending_what_it_starts():
+        code = run_claims(Options(repeats, quick), json_path, under_way=partial(_bar, json_path))
     raise typer.Exit(code)
 
 

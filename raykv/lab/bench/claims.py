@@ -19,7 +19,7 @@ from rich.table import Table
 
 from raykv.base.errors import RayKVError
 from raykv.lab.bench import client, fetch, gpu
-from raykv.lab.bench.command import BENCHMARKS, Benchmark, only_json
+from raykv.lab.bench.command import BENCHMARKS, Benchmark, UnderWay, only_json, unseen
 from raykv.lab.bench.copy import least_of_memcpy
 from raykv.lab.bench.report import Options, Result, Verdict, short
 
@@ -124,13 +124,18 @@ def run_claims(
     json_path: str | None,
     claims: Sequence[PublishedClaim] = CLAIMS,
     benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
+    under_way: UnderWay = unseen,
 ) -> int:
-    """Measure claims again and show them; the command's exit code."""
+    """Measure claims again and show them; the command's exit code.
+
+    `under_way` is entered for each benchmark while it measures.
+    """
     found: dict[str, Result | str] = {}
     with only_json() if json_path == "-" else nullcontext():
         for name in dict.fromkeys(claim.benchmark for claim in claims):
             try:
-                found[name] = benchmarks[name].run(options)
+                with under_way(name):
+                    found[name] = benchmarks[name].run(options)
             except RayKVError as error:
                 found[name] = str(error)
     judged = judge(claims, found)

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
@@ -38,6 +38,15 @@ class Benchmark:
         result: Result = import_module(f"{self.package}.{self.name}").run(options)
         result.summary = result.summary or self.summary
         return result
+
+
+UnderWay = Callable[[str], AbstractContextManager[None]]
+"""Shows that the benchmark of that name is under way, and nothing when its results are printed."""
+
+
+def unseen(_name: str) -> AbstractContextManager[None]:
+    """Show nothing."""
+    return nullcontext()
 
 
 def by_name(*benchmarks: Benchmark) -> dict[str, Benchmark]:
@@ -92,7 +101,10 @@ def list_benchmarks(benchmarks: Mapping[str, Benchmark]) -> None:
 
 
 def run_benchmarks(
-    benchmarks: Sequence[Benchmark], options: Options, json_path: str | None
+    benchmarks: Sequence[Benchmark],
+    options: Options,
+    json_path: str | None,
+    under_way: UnderWay = unseen,
 ) -> list[Result]:
     """Run benchmarks one after the other.
 
@@ -101,6 +113,7 @@ def run_benchmarks(
         options: for each.
         json_path: file for the results, written anew after each part; "-" writes them to standard
             output at the end, and nothing else.
+        under_way: is entered for each benchmark while it measures.
 
     Raises:
         SettingError: the file can't be written.
@@ -109,14 +122,19 @@ def run_benchmarks(
     if path is not None and not path.parent.is_dir():
         raise SettingError(f"--json {path}: there is no folder {path.parent}")
     with only_json() if json_path == "-" else nullcontext():
-        results = _run_all(benchmarks, options, Console(stderr=json_path == "-"), path)
+        console = Console(stderr=json_path == "-")
+        results = _run_all(benchmarks, options, console, path, under_way)
     if json_path == "-":
         sys.stdout.write(_text(results))
     return results
 
 
 def _run_all(
-    benchmarks: Sequence[Benchmark], options: Options, console: Console, path: Path | None
+    benchmarks: Sequence[Benchmark],
+    options: Options,
+    console: Console,
+    path: Path | None,
+    under_way: UnderWay,
 ) -> list[Result]:
     results: list[Result] = []
 
@@ -129,7 +147,8 @@ def _run_all(
 
     for benchmark in benchmarks:
         began = time.monotonic()
-        result = benchmark.run(replace(options, keep=keep))
+        with under_way(benchmark.name):
+            result = benchmark.run(replace(options, keep=keep))
         results.append(result)
         keep()
         console.print(result.to_table())

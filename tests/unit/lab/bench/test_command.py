@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
 from raykv.cli import app
+from raykv.lab.bench.claims import PublishedClaim, run_claims
 from raykv.lab.bench.command import BENCHMARKS, Benchmark, chosen, run_benchmarks
 from raykv.lab.bench.report import Options, Result, Row
 
@@ -60,6 +64,34 @@ def test_whole_run_has_each_benchmark_once(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     run_benchmarks([Finished("finished", "")], Options(), str(path))
     assert [result["benchmark"] for result in told(path)] == ["finished"]
+
+
+class Said(Parts):
+    """Says that it runs."""
+
+    def run(self, options: Options) -> Result:
+        sys.stdout.write("it runs\n")
+        return super().run(options)
+
+
+@contextmanager
+def said_around(name: str) -> Iterator[None]:
+    sys.stdout.write(f"{name} is under way\n")
+    yield
+    sys.stdout.write("it has ended\n")
+
+
+def test_benchmark_is_under_way_until_its_results_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_benchmarks([Said("said", "")], Options(), None, said_around)
+    during = "said is under way\nit runs\nit has ended\n"
+    assert capsys.readouterr().out.startswith(f"{during}said: ")
+    claim = PublishedClaim("a claim", "said", lambda _: 1.0, 1.0, 1.0, "2026-11-23")
+    run_claims(Options(), None, [claim], {"said": Said("said", "")}, said_around)
+    printed = capsys.readouterr().out
+    assert printed.startswith(during)
+    assert "a claim" in printed.removeprefix(during)
 
 
 def test_json_alone_goes_to_standard_output() -> None:
