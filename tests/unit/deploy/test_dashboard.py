@@ -38,6 +38,15 @@ def units(chart: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def unit_by_name(text: str) -> str | None:
+    """Of what a query without a division asks for, if the names of its metrics say it."""
+    if "_seconds" in text:
+        return "s"
+    if "_bytes" not in text:
+        return None
+    return "Bps" if re.search(r"rate\([\w:]+_bytes_total\b", text) else "bytes"
+
+
 def texts(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for each in value.values():
@@ -103,6 +112,10 @@ def test_a_rate_is_of_a_second_and_a_share_at_most_all() -> None:
         for text, unit in units(chart).items():
             is_rate = "rate(" in text and "histogram_quantile" not in text and " / " not in text
             assert is_rate == (unit in ("Bps", "cps") or unit.endswith("/s")), (text, unit)
+            if not is_rate and " / " in text:
+                assert unit == "percentunit", text
+            elif wanted := unit_by_name(text):
+                assert unit == wanted, text
         defaults = chart["fieldConfig"]["defaults"]
         assert (defaults["unit"] == "percentunit") == (defaults.get("max") == 1)
 

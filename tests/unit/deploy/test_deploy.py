@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 import yamllint.config
@@ -77,6 +78,13 @@ def test_schema_refuses_a_wrong_field(
 ) -> None:
     with pytest.raises(jsonschema.ValidationError):
         check_schema(changed(only(overlay, kind), ("spec", *place), value))
+
+
+def test_pod_template_is_refused_with_a_misspelt_field() -> None:
+    template = json.loads(json.dumps(templates("cpu-trial")["engines"]))
+    container(template)["volumeMount"] = container(template).pop("volumeMounts")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_schema(as_pod_template("worker", template))
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
