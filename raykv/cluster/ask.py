@@ -117,6 +117,8 @@ def answering(who: str) -> Iterator[None]:
             raise
         if isinstance(cause, RayKVError) and is_theirs:
             raise ClusterError(f"{who} refuses it: {cause}") from error
+        if isinstance(error, ray.exceptions.GetTimeoutError) and not is_theirs:
+            raise ClusterError(f"{who} does not answer in time") from error
         raise ClusterError(f"{who} does not answer: {first_line(cause)}") from error
 
 

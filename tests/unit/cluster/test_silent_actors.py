@@ -113,7 +113,11 @@ def raised_there(cause: Exception) -> Exception:
     ("error", "sentence"),
     [
         (ClusterError("RayKV does not run"), "RayKV does not run"),
-        (ray.exceptions.GetTimeoutError("late\n"), "it does not answer: GetTimeoutError: late"),
+        (ray.exceptions.GetTimeoutError("late\n"), "it does not answer in time"),
+        (
+            raised_there(ray.exceptions.GetTimeoutError("late")),
+            "it does not answer: GetTimeoutError: late",
+        ),
         (MessageError("not readable here"), "it does not answer: MessageError: not readable here"),
         (raised_there(MessageError("a pin for 0 s")), "it refuses it: a pin for 0 s"),
         (raised_there(KeyError("k")), "it does not answer: KeyError: 'k'"),

@@ -306,7 +306,7 @@ def test_reads_are_cut_into_pieces_and_come_in_order(
             {"partial": {key("b"): Blocks(2, 3)}},
             "was stored in part: only 3 of its blocks, from number 2",
         ),
-        ({"is_gone": True}, "the NodeActor does not answer: GetTimeoutError"),
+        ({"is_gone": True}, "the NodeActor does not answer in time"),
     ],
 )
 def test_wrong_answers_are_no_chunks(
