@@ -104,7 +104,7 @@ def _scheduler(facts: ClusterFacts) -> Iterator[Complaint]:
     elif actor.why and actor.ray_state in _UNPLACED:
         yield _fail(
             f"the scheduler actor is not placed{_state(actor)}: {actor.why}",
-            "it runs on Ray's head node: check that this is alive; `ray list actors` says why Ray "
+            "check that Ray's head node, where it runs, is alive; `ray list actors` says why Ray "
             "does not start it",
         )
     elif actor.why:
@@ -456,8 +456,8 @@ def _threads(facts: ClusterFacts) -> Iterator[Complaint]:
             yield _warn(
                 f"threads of the NodeActor of {_node(node)} have failed, or could not be started, "
                 f"{host.threads_failed} times; they were restarted",
-                "its log says why: raise a limit of processes (`ulimit -u`, pids.max of the "
-                "container); report any other cause as a defect",
+                "its log says why. If it is the limit of processes (`ulimit -u`, pids.max of the "
+                "container), raise it; report any other cause as a defect",
             )
 
 

@@ -169,7 +169,7 @@ class MetricsServer:
         self._server = server
         is_any = bind_to in ("0.0.0.0", "::")
         self.address = _joined(self._host if is_any else bind_to, server.server_port)
-        serve = partial(server.serve_forever, deadlines.IDLE_LOOK_S)
+        serve = partial(server.serve_forever, deadlines.WAKE_S)
         start_thread("raykv-metrics", serve, OnFailure.RUN_AGAIN)
         if place.port not in ("auto", str(server.server_port)):
             logger.warning("port %s is taken: metrics are at %s", place.port, self.address)

@@ -276,7 +276,7 @@ CLUSTER = (
     ),
     _gauge(
         "raykv_report_pause_seconds",
-        "Pause of nodes between two reports: longer the busier the scheduler actor is.",
+        "Pause of nodes between two reports; the busier the scheduler actor, the longer it is.",
     ),
     _counter("raykv_events_total", "Events of the cluster's event log.", "kind"),
     _gauge(
