@@ -195,6 +195,11 @@ def say(sentence: str, style: str | None = None) -> None:
     Console().print(sentence, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """How many there are, for people: "1 file", "2,000 files"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def ago(seconds: float) -> str:
     """A time for people: "8 s", "3 min", "2.5 h", "4.0 d"."""
     if seconds < 120:

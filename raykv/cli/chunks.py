@@ -24,6 +24,7 @@ from raykv.cli.base import (
     answer,
     answer_if_any,
     console,
+    counted,
     say,
     table_of,
 )
@@ -147,7 +148,7 @@ def _print_chunk(spaces: Mapping[str, NamespaceStatus], copies: list[Chunk]) -> 
         if chunk.tier != reader.DISK:
             where = (
                 f"in its pool, came {ago(chunk.age_s)} ago, unused for {ago(chunk.idle_s)}, "
-                f"{chunk.hits:,} hits"
+                f"{counted(chunk.hits, 'hit')}"
             )
         say(
             f"node {chunk.node_id}: {human_bytes(chunk.num_bytes)} {where}, namespace "

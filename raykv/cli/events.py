@@ -18,6 +18,7 @@ from raykv.cli.base import (
     ExitCode,
     answer,
     answer_if_any,
+    counted,
     done,
     print_json_line,
     say,
@@ -168,12 +169,13 @@ def _show(status: PublisherStatus) -> None:
         f"{status.hashes} hashes"
     )
     say(
-        f"{status.held} chunks published in {status.streams} streams, {status.waiting} waiting, "
-        f"{status.undescribed} published as bare hashes, {status.skipped} skipped"
+        f"{counted(status.held, 'chunk')} published in {counted(status.streams, 'stream')}, "
+        f"{status.waiting} waiting, {status.undescribed} published as bare hashes, "
+        f"{status.skipped} skipped"
     )
     say(
-        f"{status.messages} messages, {status.dropped} of them not to every subscriber, "
-        f"{status.replays} replays, {status.restarts} restarts"
+        f"{counted(status.messages, 'message')}, {status.dropped} of them not to every subscriber, "
+        f"{counted(status.replays, 'replay')}, {counted(status.restarts, 'restart')}"
     )
     if status.error:
         say(f"not published: {status.error}", style="red")

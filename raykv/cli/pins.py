@@ -13,6 +13,7 @@ from raykv.cli.base import (
     Namespace,
     answer,
     console,
+    counted,
     done,
     parse_duration,
     print_json,
@@ -128,6 +129,6 @@ def _print_pins(known: Pinned) -> None:
     printed.print(nodes)
     if known.client_chunks or known.hints_refused:
         printed.print(
-            f"requests keep {known.client_chunks} chunks; there was no "
+            f"requests keep {counted(known.client_chunks, 'chunk')}; there was no "
             f"room for {known.hints_refused} more"
         )

@@ -26,6 +26,7 @@ from raykv.cli.base import (
     bars,
     confirm,
     console,
+    counted,
     done,
 )
 from raykv.memory.room import human_bytes
@@ -178,7 +179,7 @@ def down(
     if stopped is not None:
         stop_started(stopped)
     removed = [str(path) for path in left if _remove(path)]
-    sentence = f"ended {count} actors"
+    sentence = f"ended {counted(count, 'actor')}"
     sentence += "".join(map(_place, kept))
     if stopped is not None:
         sentence += f"\nstopped the Ray cluster at {stopped}"
@@ -224,10 +225,11 @@ def _ended(cluster: Cluster, left: Sequence[Path], *, with_ray: bool) -> str:
         sentence = f"this ends RayKV's actors; nothing more is known of them ({error})"
     else:
         pools = sum(node.pool_bytes for node in known.nodes)
+        chunks = sum(each.chunks for each in known.spaces)
         sentence = (
-            f"this ends RayKV at {known.address}: {len(known.nodes)} pools of "
-            f"{human_bytes(pools)} with {sum(each.chunks for each in known.spaces):,} chunks; "
-            f"{len(known.engines)} engines go on without the cache, and start the actors again"
+            f"this ends RayKV at {known.address}: {counted(len(known.nodes), 'pool')} of "
+            f"{human_bytes(pools)} with {counted(chunks, 'chunk')}; engines "
+            f"({len(known.engines)}) go on without the cache, and start the actors again"
         )
     if with_ray:
         sentence += f". It stops the Ray cluster at {cluster.address}, and all that runs in it"

@@ -9,7 +9,7 @@ import typer
 
 import raykv
 from raykv.base.errors import SettingError
-from raykv.cli.base import Address, AsJson, print_json, say
+from raykv.cli.base import Address, AsJson, counted, print_json, say
 
 PATTERNS = ("grafana/*.json", "prometheus/*.yml", "serve/*.yaml")
 """Of the files of `deploy/` that `raykv files` writes."""
@@ -71,7 +71,7 @@ def files(
         print_json({"folder": str(folder), "written": written, "unchanged": unchanged})
         return
     same = f"; {len(unchanged)} were there" if unchanged else ""
-    say(f"wrote {len(written)} files under {folder}{same}")
+    say(f"wrote {counted(len(written), 'file')} under {folder}{same}")
     for name in written:
         say(f"  {name}")
 

@@ -20,6 +20,7 @@ from raykv.cli.base import (
     answer,
     answer_if_any,
     console,
+    counted,
     parse_duration,
     say,
     table_of,
@@ -156,9 +157,9 @@ def prefetch(
 
 def _print_session(known: SessionStatus) -> None:
     say(
-        f"session {known.session}: {_stage(known)}; {known.chunks:,} chunks, of which "
-        f"{known.private_chunks:,} are of no other session; {known.requests:,} requests, unused "
-        f"for {ago(known.idle_s)}"
+        f"session {known.session}: {_stage(known)}; {counted(known.chunks, 'chunk')}, of which "
+        f"{known.private_chunks:,} are of no other session; "
+        f"{counted(known.requests, 'request')}, unused for {ago(known.idle_s)}"
     )
     for where, counts in (("pool", known.in_pools), ("disk", known.on_disks)):
         for node_id, count in sorted(counts.items()):

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, ago, answer, console, table_of
+from raykv.cli.base import Address, AsJson, ago, answer, console, counted, table_of
 from raykv.cli.quota import tenant_table
 from raykv.cluster.breaker import sentences
 from raykv.memory.room import human_bytes
@@ -161,7 +161,8 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             what = f"nothing goes to disk_path {disk.path}: {disk.problem}"
             yield Text(f"node {node.node_id[:12]}: {what}", "red")
         if disk.files_damaged or disk.chunks_damaged:
-            what = f"{disk.files_damaged} files and {disk.chunks_damaged} chunks on the disk"
+            files = counted(disk.files_damaged, "file")
+            what = f"{files} and {counted(disk.chunks_damaged, 'chunk')} on the disk"
             yield Text(f"node {node.node_id[:12]}: {what} were damaged and are not served", "red")
     yield from _silent(known)
     for node_id, refusal in sorted(known.refused.items()):
@@ -185,15 +186,15 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             yield Text(f"breaker of {owner}: {sentence}", "red")
         if breakers.opened:
             yield Text(
-                f"breakers of {owner}: opened {breakers.opened} times, {breakers.failed} calls "
-                f"failed, {breakers.refused} not made"
+                f"breakers of {owner}: opened {counted(breakers.opened, 'time')}, "
+                f"{counted(breakers.failed, 'call')} failed, {breakers.refused} not made"
             )
 
 
 def _ignored(engine: EngineStatus) -> Iterator[Text]:
     """What requests ask for, and do not get."""
     if count := engine.counters.get("hints_ignored"):
-        what = f"ignored {count:,} keys of requests: `raykv explain` says which, and why"
+        what = f"ignored {counted(count, 'key')} of requests: `raykv explain` says which, and why"
         yield Text(f"engine {engine.engine_id[:12]}: {what}", "yellow")
 
 

@@ -9,7 +9,7 @@ import typer
 import raykv
 from raykv.base import deadlines
 from raykv.base.errors import SettingError
-from raykv.cli.base import Address, AsJson, Yes, asks, confirm, done
+from raykv.cli.base import Address, AsJson, Yes, asks, confirm, counted, done
 
 if TYPE_CHECKING:
     from raykv.protocol.status import ClusterStatus
@@ -89,7 +89,7 @@ def _cleared(known: ClusterStatus, beginning: str) -> str:
     on_disks = sum(count for name, count in known.disk_chunks.items() if name.startswith(beginning))
     named = ", ".join(f"{each.namespace[:12]} ({each.model or '?'})" for each in spaces)
     return (
-        f"this takes {sum(each.chunks for each in spaces):,} chunks out of pools and "
+        f"this takes {counted(sum(each.chunks for each in spaces), 'chunk')} out of pools and "
         f"{on_disks:,} from disks, of {named or 'no namespace that is known now'}; engines compute "
         "those prompts anew"
     )

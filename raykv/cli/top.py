@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 import raykv
-from raykv.cli.base import Address, AsJson, console, print_json, table, table_of
+from raykv.cli.base import Address, AsJson, console, counted, print_json, table, table_of
 from raykv.cli.status import Progress, percent, progress, token_sources, troubles
 from raykv.memory.room import human_bytes
 
@@ -66,8 +66,9 @@ def screen(known: ClusterStatus, passed: Progress) -> RenderableType:
     state = "PAUSED" if known.paused else "running"
     tokens, ever = passed.tokens, token_sources(known.engines)
     head = Text(
-        f"RayKV {known.raykv_version} at {known.address}: {state}; {len(known.nodes)} nodes, "
-        f"{len(known.engines)} engines, {sum(known.namespaces.values()):,} chunks"
+        f"RayKV {known.raykv_version} at {known.address}: {state}; "
+        f"{counted(len(known.nodes), 'node')}, {counted(len(known.engines), 'engine')}, "
+        f"{counted(sum(known.namespaces.values()), 'chunk')}"
     )
     sources = table("prompt tokens", "per second", "share", "share since start")
     for name, count, ever_count in (

@@ -20,6 +20,7 @@ from raykv.cli.base import (
     Namespace,
     Timeout,
     bars,
+    counted,
     done,
     print_json,
     say,
@@ -160,7 +161,7 @@ def export_chunks(
         )
     sentence = (
         f"{found.chunks:,} of {found.asked:,} chunks ({human_bytes(found.num_bytes)}) are in "
-        f"{found.files:,} files: {found.path}"
+        f"{counted(found.files, 'file')}: {found.path}"
     )
     done(found, sentence, as_json=as_json)
     is_all = hottest or found.chunks >= found.asked

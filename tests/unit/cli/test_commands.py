@@ -20,7 +20,7 @@ import raykv
 from raykv import cli
 from raykv.base.errors import ClusterError
 from raykv.cli import COMMANDS, OLD_NAMES, app, base, main
-from raykv.cli.base import EXIT_CODES, ago, bars
+from raykv.cli.base import EXIT_CODES, ago, bars, counted
 from tests.fixtures.commands import PlayedCluster, run
 
 
@@ -175,6 +175,10 @@ def test_bars_are_for_people_at_a_terminal(
     assert ("node a" in printed.err and "3/7" in printed.err) == is_shown
     *_, last = printed.err.split("finding")
     assert ("node b" in last) == is_shown
+
+
+def test_one_thing_is_named_in_the_singular() -> None:
+    assert [counted(n, "file") for n in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
 
 
 def test_times_are_short_words() -> None:
