@@ -22,6 +22,7 @@ from raykv.cli.base import (
     answer,
     bars,
     console,
+    counted,
     pairs,
     print_json,
     say,
@@ -178,7 +179,7 @@ def _live(address: str | None, *, as_json: bool) -> None:
 def _print_live(found: MoreRoom) -> None:
     each = found.pool_bytes // max(1, found.nodes)
     say(
-        f"{found.nodes} pool{'s' * (found.nodes != 1)} of {human_bytes(each)} on average; requests "
+        f"{counted(found.nodes, 'pool')} of {human_bytes(each)} on average; requests "
         f"that have ended in the last {ago(found.window_s)} had {found.prompt_tokens:,} prompt "
         f"tokens, of which {found.computed_tokens:,} were computed"
     )
@@ -200,8 +201,8 @@ def _print_live(found: MoreRoom) -> None:
 def _print(found: Plan) -> None:
     shape = found.shape
     say(
-        f"{shape.model}: {shape.layers} layers, {shape.dtype}, prompts of up to "
-        f"{shape.max_model_len:,} tokens, {shape.num_ranks} rank{'s' * (shape.num_ranks > 1)}"
+        f"{shape.model}: {counted(shape.layers, 'layer')}, {shape.dtype}, prompts of up to "
+        f"{shape.max_model_len:,} tokens, {counted(shape.num_ranks, 'rank')}"
     )
     console().print(_groups(shape.groups))
     say(f"a chunk     {human_bytes(shape.slot_bytes)}, of any KV group")
