@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from raykv.protocol import framing, operator, reader
 from raykv.protocol.columns import MAX_KEYS, Source
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.status import ClusterStatus
+
+logger = logging.getLogger("raykv")
 
 WatchNodes = Callable[[list[str]], None]
 """Is given the nodes that are waited for."""
@@ -41,12 +44,16 @@ class Scheduler:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the actor returns."""
-        return ask.answer(self.find(), method, *arguments, timeout_s=deadlines.CLIENT_S)
+        return ask.answer(
+            self.find(), method, *arguments, timeout_s=deadlines.CLIENT_S, watch=_tell_silent
+        )
 
     def ask_for(self, kind: type[framing.S], method: str, *arguments: Any) -> framing.S:
         """That, as a struct."""
-        timeout_s = deadlines.CLIENT_S
-        return ask.answer_as(kind, self.find(), method, *arguments, timeout_s=timeout_s)
+        found, timeout_s = self.find(), deadlines.CLIENT_S
+        return ask.answer_as(
+            kind, found, method, *arguments, timeout_s=timeout_s, watch=_tell_silent
+        )
 
     def status(self) -> ClusterStatus:
         """What it knows."""
@@ -180,3 +187,7 @@ def with_answers(
         refused={n: each.refusal for n, each in told.items() if n not in there and each.refusal},
         silent={n: each for n, each in answers.items() if isinstance(each, str)},
     )
+
+
+def _tell_silent() -> None:
+    logger.warning("waiting for %s, %g s at most", ask.SCHEDULER, deadlines.CLIENT_S)

@@ -122,23 +122,45 @@ def answering(who: str) -> Iterator[None]:
         raise ClusterError(f"{who} does not answer: {first_line(cause)}") from error
 
 
-def answer(actor: Any, method: str, *arguments: Any, timeout_s: float, who: str = SCHEDULER) -> Any:
+def answer(
+    actor: Any,
+    method: str,
+    *arguments: Any,
+    timeout_s: float,
+    who: str = SCHEDULER,
+    watch: Callable[[], None] | None = None,
+) -> Any:
     """What a method of an actor returns; `who` is the actor, in words for a sentence.
+
+    `watch` is called once if there is no answer after a second.
 
     Raises:
         ClusterError: it does not answer in time, has died, or refuses.
     """
     with answering(who):
-        return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
+        ref = getattr(actor, method).remote(*arguments)
+        if watch is not None and timeout_s > deadlines.SILENCE_S:
+            done, _ = ray.wait([ref], num_returns=1, timeout=deadlines.SILENCE_S)
+            if not done:
+                watch()
+                timeout_s -= deadlines.SILENCE_S
+        return ray.get(ref, timeout=timeout_s)
 
 
-def answer_as(kind: type[S], scheduler: Any, method: str, *arguments: Any, timeout_s: float) -> S:
-    """The scheduler actor's answer as a struct.
+def answer_as(
+    kind: type[S],
+    scheduler: Any,
+    method: str,
+    *arguments: Any,
+    timeout_s: float,
+    watch: Callable[[], None] | None = None,
+) -> S:
+    """The scheduler actor's answer as a struct; `watch` as for `answer`.
 
     Raises:
         ClusterError: it does not answer in time, refuses, or sends something else.
     """
-    raw = answer(scheduler, method, *arguments, timeout_s=timeout_s)
+    raw = answer(scheduler, method, *arguments, timeout_s=timeout_s, watch=watch)
     with answering(SCHEDULER):
         return receive(raw, kind, SCHEDULER, HERE)
 

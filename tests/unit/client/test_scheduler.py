@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import ray
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Stamp
@@ -81,3 +82,14 @@ def test_order_that_nobody_keeps_is_said_to_be_so(monkeypatch: pytest.MonkeyPatc
 def test_refusal_says_what_was_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match="nothing was done: there are too many"):
         Ordered(monkeypatch, [OrderState(error="there are too many")]).carry_out()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_scheduler_actor_that_is_waited_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_late: bool
+) -> None:
+    scheduler = play(monkeypatch, {"quotas": lambda: b"late"})
+    if is_late:
+        monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], list(refs)))
+    assert scheduler.ask("quotas") == b"late"
+    assert caplog.messages == ["waiting for the scheduler actor, 8 s at most"] * is_late
