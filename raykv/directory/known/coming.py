@@ -23,6 +23,9 @@ from raykv.base.ids import Key, Namespace, NodeId
 from raykv.directory.known.members import EngineLife
 
 COMING_S = 2.0
+"""As long as a request waits by default for chunks that are being stored, see
+`Settings.lookup_s`."""
+
 MOST_COMING = 65_536
 MOST_OF_AN_ENGINE = 4096
 

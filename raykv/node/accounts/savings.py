@@ -38,7 +38,10 @@ MOST_BEHIND = 131_072
 """Chunks behind the edge, at least half of which are the latest."""
 
 WINDOW_S = 3600.0
+"""What was saved longer ago does not count."""
+
 MINUTE_S = 60.0
+"""What was saved within it is one sum: all of its goes out of the window at once."""
 
 _COUNTED = (MissReason.EVICTED, MissReason.QUOTA, MissReason.NEVER_STORED)
 """An engine that does not know why a chunk is not there says that it was never stored."""
