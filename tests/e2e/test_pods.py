@@ -11,11 +11,12 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from tests.fixtures import image as images
-from tests.fixtures import pods
+from tests.fixtures import pods, tiny_tokenizer
 from tests.fixtures.image import Image
 from tests.fixtures.kubelet import HEAD_NAME, RayPod
 from tests.fixtures.processes import freeze
@@ -31,9 +32,8 @@ pytestmark = [
 
 OVERLAY = "cpu-trial"
 MODEL = "/models/tiny"
-MAKE_MODEL = f"""
-from pathlib import Path
-from tests.fixtures.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+# The image has no tests: what it needs of them comes along.
+MAKE_MODEL = f"""{Path(tiny_tokenizer.__file__).read_text()}
 from raykv.lab.demo.tiny_llama import tiny_llama
 write_tiny_tokenizer(tiny_llama(Path({MODEL!r}), vocab_size=VOCAB_SIZE))
 """
