@@ -35,7 +35,9 @@ pytestmark = pytest.mark.e2e
 BLOCK = 32
 REQUEST_DEADLINE_S = 15.0
 PATIENCE = {"request_deadline_s": REQUEST_DEADLINE_S, "step_deadline_s": 20.0}
-"""A machine that does something else for a second is no fault of the cache."""
+"""A machine that does something else for a second is no fault of the cache: a query may take 1.5 s,
+a tenth of the request's deadline. With a longer one, the test of a frozen source takes as much
+longer, twice."""
 
 RECOVERY_DEADLINE_S = 60.0
 
