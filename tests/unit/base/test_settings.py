@@ -301,13 +301,13 @@ def assert_one_sentence(error: SettingError, *named: str) -> None:
         assert name in text
 
 
+@pytest.mark.parametrize("value", HARD, ids=range(len(HARD)))
 @pytest.mark.parametrize("name", NAMES)
-def test_hard_value_is_taken_or_refused_by_name(name: str) -> None:
-    for value in HARD:
-        try:
-            assert_possible(load_settings({name: value}, {}))
-        except SettingError as error:
-            assert_one_sentence(error, f"{name}=")
+def test_hard_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+    try:
+        assert_possible(load_settings({name: value}, {}))
+    except SettingError as error:
+        assert_one_sentence(error, f"{name}=")
 
 
 @settings(max_examples=100, deadline=None)

@@ -204,6 +204,12 @@ def test_thread_that_the_system_does_not_give_is_an_error_and_comes_once_there_i
     assert ran == "it ran"
 
 
+def test_thread_that_was_never_started_is_none_that_lives() -> None:
+    thread = threads.SupervisedThread("raykv-test", lambda: None, threads.OnFailure.GIVE_UP)
+    assert not thread.is_alive()
+    thread.join(0)
+
+
 LONG_S = 10.0
 
 

@@ -105,6 +105,10 @@ def test_rows_that_are_zero_on_one_node_are_collapsed_and_last() -> None:
     several = "fetch|sent|read_seconds|disk|tenant|session|hidden"
     assert inside
     assert [text for text in inside if not re.search(several, text)] == []
+    stats = [chart for chart in charts() if chart["type"] == "stat"]
+    first = [query["expr"] for chart in stats for query in chart["targets"]]
+    outside = set(make.expressions()) - {*inside, *first}
+    assert [text for text in outside if re.search(several, text)] == []
 
 
 def test_a_rate_is_of_a_second_and_a_share_at_most_all() -> None:

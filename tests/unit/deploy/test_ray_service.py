@@ -188,6 +188,20 @@ def test_kuberay_adds_the_readiness_of_the_proxy(overlay: str) -> None:
         assert "ray.io/overwrite-container-cmd" not in template["metadata"].get("annotations", {})
 
 
+@pytest.mark.parametrize(
+    ("overlay", "folder"),
+    [
+        ("serve-cpu-trial", "base-serve"),
+        ("serve-one-node-gpu", "overlays/serve-one-node-gpu"),
+        ("serve-disaggregated", "overlays/serve-disaggregated"),
+        ("serve-all-options", "overlays/serve-disaggregated"),
+    ],
+)
+def test_configuration_is_the_file_of_the_overlay_or_of_its_base(overlay: str, folder: str) -> None:
+    text = (KUBERAY / folder / "serve.yaml").read_text()
+    assert only(overlay, "RayService")["spec"]["serveConfigV2"] == text
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 def test_overlay_of_the_page_changes_image_settings_and_application(tmp_path: Path) -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)

@@ -71,6 +71,14 @@ def test_reader_of_another_life_begins_anew(cluster: TwoNodes) -> None:
         assert not page.is_gap
 
 
+def test_reader_that_fell_behind_learns_it() -> None:
+    directory, _, one, _ = two_nodes(most_events=4)
+    one.report(0.0, *map(row_of, range(9)))
+    page = page_of(directory, LIFE, 1)
+    assert page.is_gap
+    assert (page.first_seq, len(page)) == (page.last_seq - 3, 4)
+
+
 # Chunks
 
 

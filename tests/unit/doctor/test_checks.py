@@ -302,6 +302,8 @@ def test_planted_fault_is_found_and_named(expected: str, facts: ClusterFacts) ->
     (told,) = [f"{each.severity.name} {each.check}: {each.what}" for each in found]
     assert re.match(expected, told), told
     assert found[0].mend
+    if "random seed" in expected:
+        assert "PYTHONHASHSEED" in found[0].mend
     assert exit_code(found) == expected.startswith("FAIL")
 
 

@@ -249,3 +249,5 @@ def test_bad_form_is_found(name: str, samples: str, why: str) -> None:
     bad = "\n".join([*head, *lines, ""])
     assert any(why in complaint for complaint in complaints(bad)), complaints(bad)
     assert complaints("") == ["nothing is there"]
+    no_sentence = complaints("# HELP raykv_x X\n# TYPE raykv_x gauge\nraykv_x 1\n")
+    assert any("sentence" in complaint for complaint in no_sentence)

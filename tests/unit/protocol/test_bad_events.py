@@ -292,3 +292,8 @@ ALL_KEYS = [row(number).key for number in range(6)]
 def test_answer_that_was_cut_off_is_asked_for_again() -> None:
     rows = [row(number, 150_000) for number in range(3)]
     assert len(insides(Describer(rows, most=1)).describe(ALL_KEYS)) == 3
+
+
+def test_description_that_is_invalid_is_left_out() -> None:
+    wrong = msgspec.structs.replace(row(1), block_size=0)
+    assert list(insides(Describer([row(0), wrong])).describe(ALL_KEYS)) == [row(0).key]

@@ -181,6 +181,13 @@ def test_one_field_of_anything_is_refused_or_can_be_read(
     readers.get(kind, encode)(found)
 
 
+def test_message_of_this_version_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "introduction", None)
+    for kind in (engine.EngineHello, engine.Tell, engine.ChangesQuery):
+        message = of(kind)
+        assert receive(encode(message), engine.EngineMessage, "an engine", "this test") == message
+
+
 def test_order_that_contradicts_itself_is_no_message() -> None:
     raw = msgspec.msgpack.encode({"version": V, "namespace": "a", "session": "s", "word": 2})
     with pytest.raises(msgspec.ValidationError, match="a pause of 0"):

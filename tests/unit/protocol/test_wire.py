@@ -115,6 +115,8 @@ def test_connect_reaches_who_listens_under_the_name_and_raises_where_nobody_does
     with pytest.raises(ConnectionRefusedError):
         wire.connect(name, 5.0)
     with wire.listen(name) as listener, wire.connect(name, 5.0) as client:
+        with pytest.raises(OSError, match="in use"):
+            wire.listen(name)
         server, _ = listener.accept()
         with server:
             assert wire.peer_of(server) == os.getpid()

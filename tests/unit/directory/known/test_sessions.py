@@ -119,6 +119,17 @@ def test_node_that_used_a_session_longest_ago_is_forgotten(
     assert not hear(sessions, B)
 
 
+def test_node_that_is_gone_is_told_nothing(sessions: SessionNodes) -> None:
+    sessions.take(A, [CAME])
+    sessions.take(B, [CAME])
+    sessions.lose(B)
+    sessions.take(A, [OVER])
+    sessions.join(B)
+    assert not hear(sessions, B)
+    sessions.take(A, [OVER])
+    assert hear(sessions, B) == [OVER]
+
+
 def test_numbers_are_above_what_nodes_show_but_for_nonsense() -> None:
     numbering = Numbering(7)
     numbering.see(3)

@@ -160,6 +160,24 @@ async def test_closing_cancels_application_which_then_hears_that_client_left() -
     assert ended == ["http.disconnect"]
 
 
+async def test_cancelled_reader_cancels_application() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def steps(receive: Any, send: Send) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    reading = asyncio.create_task(all_of(drive(app_of(steps), REQUEST)))
+    await began.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert ended.is_set()
+
+
 async def test_slow_reader_holds_application_up() -> None:
     sent: list[int] = []
 
