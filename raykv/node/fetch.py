@@ -315,7 +315,7 @@ class FetchService:
                 if piece.source.kind is columns.SourceKind.IMPORT:
                     stamp = fetch.orders
                 there = blocks.get(chunk.landing.key, NO_BLOCKS)
-                refusal = self._take(fetch, chunk, part, next(checksums, None), stamp, there)
+                refusal = self._take(fetch, chunk, part, next(checksums), stamp, there)
                 is_ours = refusal not in GO_ON
             if is_ours:
                 self._settle(fetch, chunk, refusal)
@@ -328,12 +328,12 @@ class FetchService:
         fetch: _Fetch,
         chunk: _WantedChunk,
         part: Bytes,
-        checksum: int | None,
+        checksum: int,
         stamp: Stamp,
         blocks: Blocks,
     ) -> Refusal:
         """Copy a chunk into a slot, if it is what was sent, and may be here."""
-        if checksum is not None and xxhash.xxh3_64_intdigest(part.data) != checksum:
+        if xxhash.xxh3_64_intdigest(part.data) != checksum:
             logger.warning("a chunk arrived corrupt; it is not used")
             return Refusal.CORRUPT
         key, slot_bytes = chunk.landing.key, chunk.landing.slot_bytes

@@ -35,7 +35,7 @@ MAX_KEPT = 4
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
     """How the read of one chunk ended; of one that was not refused, the orders under which it was
-    stored, the checksum of its bytes, where that was asked for, and which blocks are there.
+    stored, the checksum of its bytes, and which blocks are there.
     """
 
     refusal: Refusal

@@ -197,7 +197,7 @@ class ReadReply(msgspec.Struct, frozen=True):
     """A `Refusal` per chunk; of those that are not refused the bytes come back to back, in order.
 
     `rows` say how each chunk is, at `number` of the listing of that `life`. Of those that came:
-    `checksums` (XXH3, 64 bit), if they were wanted, and the stamps that they were stored under.
+    their `checksums` (XXH3, 64 bit) and the stamps that they were stored under.
     """
 
     life: int
