@@ -37,6 +37,7 @@ from raykv.base.errors import SettingError
 from raykv.vllm.identity import facts as facts_module
 from raykv.vllm.identity import readers
 from raykv.vllm.identity.facts import FACTS, engine_facts, namespace_of
+from tests.fixtures.gguf import gguf
 from tests.fixtures.vllm_fields import CANNOT_MATTER, PLACES, READ, fields_of
 
 TOKENS = 32
@@ -378,6 +379,23 @@ def test_weights_in_a_folder_or_a_file_go_by_content(tmp_path: Path, inside: str
     one, same = weights_in(tmp_path / "one"), weights_in(tmp_path / "same")
     other = weights_in(tmp_path / "other", b"v")
     found = [content(model=str(folder / inside)) for folder in (one, same, other)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("named", "last"),
+    [("m.gguf", "m.gguf"), ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")],
+    ids=["whole", "parts"],
+)
+def test_weights_in_a_gguf_file_and_its_other_parts_go_by_content(
+    tmp_path: Path, named: str, last: str
+) -> None:
+    found = []
+    for folder, value in ((tmp_path / "one", 1), (tmp_path / "same", 1), (tmp_path / "other", 2)):
+        folder.mkdir()
+        gguf(folder / named, {"v": np.zeros(64, np.float32)})
+        gguf(folder / last, {"w": np.full(64, value, np.float32)})
+        found.append(content(load("gguf"), model=str(folder / named)))
     assert found[0] == found[1] != found[2]
 
 
