@@ -12,6 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.base.ids import Direction, Key, Refusal, Stamp, group_of
+from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import KVLayout, TensorLayout
@@ -187,10 +188,18 @@ def test_store_with_a_gap_in_one_group_stores_the_chunks_of_the_others() -> None
     assert made.torn == [name(1, 1), name(2, 1)]
 
 
+def failures(result: Any) -> dict[bytes, Any]:
+    """Why chunks have failed, by key, as the scheduler's side hears of it."""
+    assert isinstance(result, RayKVTransferResult)
+    assert result.end is not None
+    assert not result.success
+    said = result.end.result
+    rows = zip(said.failed_chunks, said.refusals, strict=True)
+    return {result.end.keys[at]: refusal for at, refusal in rows}
+
+
 def stored(of: KVLayout, sizes: list[int], keys: list[bytes]) -> tuple[list[Any], dict[bytes, Any]]:
-    """A store with a gap: keys that were sent, and why the others have failed, as the scheduler's
-    side hears of it.
-    """
+    """A store with a gap: keys that were sent, and why the others have failed."""
     link = PlayedLink()
     worker = worker_of(link, of)
     blocks = GPULoadStoreSpec(list(range(sum(sizes))), sizes, [0] * len(sizes))
@@ -199,12 +208,7 @@ def stored(of: KVLayout, sizes: list[int], keys: list[bytes]) -> tuple[list[Any]
     if sent:
         link.ended.append(CopyResult(7, 1, 1, num_bytes=100))
     (result,) = worker.get_finished()
-    assert isinstance(result, RayKVTransferResult)
-    assert result.end is not None
-    assert not result.success
-    said = result.end.result
-    rows = zip(said.failed_chunks, said.refusals, strict=True)
-    return sent, {result.end.keys[at]: refusal for at, refusal in rows}
+    return sent, failures(result)
 
 
 def test_chunks_of_a_store_with_a_gap_are_reported_as_failed() -> None:
@@ -219,3 +223,59 @@ def test_store_of_nothing_but_a_chunk_with_a_gap_is_not_even_sent() -> None:
 @pytest.mark.expects_failures
 def test_store_of_blocks_that_do_not_match_its_chunks_has_failed() -> None:
     assert stored(layout(4, 0), [5], [b"a"]) == ([], {b"a": Refusal.COPY_FAILED})
+
+
+@pytest.mark.expects_failures
+def test_stores_are_sent_together_and_each_that_can_not_be_fails_alone() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(1, 0))
+    stores = {1: [b"a"], 2: [b"b", b"c"], 3: [b"d"], 4: []}
+    worker.submit_stores(
+        (number, GPULoadStoreSpec([number], [1], [0]), ChunkSpec(keys, "model" if keys else ""))
+        for number, keys in stores.items()
+    )
+    assert link.together == [[1, 3]]
+    assert [result.job_id for result in worker.get_finished()] == [2, 4]
+    link.ended += [CopyResult(number, 1, 1) for number in (1, 3)]
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [
+        (1, True),
+        (3, True),
+    ]
+
+
+@pytest.mark.expects_failures
+def test_stores_whose_line_fails_have_failed() -> None:
+    class FailingLink(PlayedLink):
+        def submit(self, *requests: JobRequest) -> None:
+            raise OSError(len(requests))
+
+    worker = worker_of(FailingLink(), layout(1, 0))
+    blocks = GPULoadStoreSpec([1], [1], [0])
+    worker.submit_stores((number, blocks, ChunkSpec([b"a"], "model")) for number in (1, 2))
+    ended = worker.get_finished()
+    assert [result.job_id for result in ended] == [1, 2]
+    assert [set(failures(result)) for result in ended] == [{b"a"}, {b"a"}]
+    assert not worker.is_flying(1)
+
+
+def test_job_without_a_namespace_is_not_even_sent() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(1, 0))
+    blocks = GPULoadStoreSpec([1, 2], [2], [0])
+    assert worker.submit_load(7, ChunkSpec([b"a", b"b"]), blocks)
+    (result,) = worker.get_finished()
+    assert set(failures(result)) == {b"a", b"b"}
+    assert result.lost_blocks == [1, 2]
+    assert not link.submitted
+
+
+def test_blocks_of_chunks_that_were_not_loaded_are_lost() -> None:
+    link = PlayedLink()
+    worker = worker_of(link, layout(2, 0))
+    blocks = GPULoadStoreSpec([1, 2, 3, 4, 5], [5], [1])
+    assert worker.submit_load(7, ChunkSpec([b"a", b"b", b"c"], "model"), blocks)
+    refusals = bytes([Refusal.NOT_HERE])
+    link.ended.append(CopyResult(7, 1, 1, failed_chunks=Numbers.of([1]), refusals=refusals))
+    (result,) = worker.get_finished()
+    assert failures(result) == {b"b": Refusal.NOT_HERE}
+    assert result.lost_blocks == [2, 3]
