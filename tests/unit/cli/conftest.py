@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import raykv
-from tests.fixtures.commands import PlayedCluster
+from tests.fixtures.commands import AnsweringCluster
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> PlayedCluster:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> AnsweringCluster:
     """What every command connects to."""
-    made = PlayedCluster()
+    made = AnsweringCluster()
     monkeypatch.setattr(raykv, "connect", lambda _: made)
     return made

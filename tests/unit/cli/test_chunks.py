@@ -14,7 +14,7 @@ from raykv.base.errors import SettingError
 from raykv.cli import chunks
 from raykv.protocol.operator import TransferResult
 from raykv.protocol.reader import Chunk, NodePrefix, PromptChunk, PromptLookup
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 CHUNK = Chunk(
     key=b"\x01" * 32 + bytes(4),
@@ -42,13 +42,13 @@ FOUND = PromptLookup(
 
 
 @pytest.fixture
-def cluster(cluster: PlayedCluster) -> PlayedCluster:
+def cluster(cluster: AnsweringCluster) -> AnsweringCluster:
     """It has a chunk, and finds it for a prompt."""
     cluster.answers |= {"chunks": [CHUNK], "chunk": [CHUNK], "lookup": FOUND}
     return cluster
 
 
-def test_listing_is_a_line_for_each_chunk_however_long(cluster: PlayedCluster) -> None:
+def test_listing_is_a_line_for_each_chunk_however_long(cluster: AnsweringCluster) -> None:
     cluster.answers["chunks"] = [CHUNK, ON_DISK]
     head, in_ram, on_disk = run("chunk", "ls", "--limit", 5, "--sort", "hits").splitlines()
     heads = "key group namespace node tier size age unused for hits copies"
@@ -62,13 +62,13 @@ def test_listing_is_a_line_for_each_chunk_however_long(cluster: PlayedCluster) -
     assert cluster.was_asked("chunks") == [asked]
 
 
-def test_listing_says_when_it_is_cut(cluster: PlayedCluster) -> None:
+def test_listing_says_when_it_is_cut(cluster: AnsweringCluster) -> None:
     assert "only the first 1 chunks are listed" in run("chunk", "ls", "--limit", 1)
     run("chunk", "ls", "--tier", "disk")
     assert cluster.was_asked("chunks")[-1]["tier"] == "disk"
 
 
-def test_chunk_is_shown_on_each_node_with_its_tier(cluster: PlayedCluster) -> None:
+def test_chunk_is_shown_on_each_node_with_its_tier(cluster: AnsweringCluster) -> None:
     cluster.answers["chunk"] = [CHUNK, ON_DISK]
     shown = run("chunk", "show", "01")
     key = CHUNK.key.hex()
@@ -77,7 +77,7 @@ def test_chunk_is_shown_on_each_node_with_its_tier(cluster: PlayedCluster) -> No
     assert f"1.0 MiB on its disk, namespace {CHUNK.namespace} (tiny)" in shown
 
 
-def test_tenants_are_named_where_there_are_some(cluster: PlayedCluster) -> None:
+def test_tenants_are_named_where_there_are_some(cluster: AnsweringCluster) -> None:
     cluster.answers["chunks"] = [CHUNK, replace(CHUNK, tenant="acme")]
     head, *rows = run("chunk", "ls").splitlines()
     assert head.split()[4] == "tenant"
@@ -106,7 +106,7 @@ def test_chunk_is_shown_with_what_its_group_is(
     assert chunks.group_text(group, traits) == expected
 
 
-def test_json_has_keys_as_digits(cluster: PlayedCluster) -> None:
+def test_json_has_keys_as_digits(cluster: AnsweringCluster) -> None:
     (row,) = json.loads(run("chunk", "ls", "--json"))
     assert (row["key"], row["hits"], row["tier"]) == (CHUNK.key.hex(), 1234, "ram")
     (row,) = json.loads(run("chunk", "show", "01", "--json"))
@@ -119,7 +119,7 @@ def test_json_has_keys_as_digits(cluster: PlayedCluster) -> None:
 # Prompts
 
 
-def test_lookup_tells_tokens_in_ram_from_those_on_disk(cluster: PlayedCluster) -> None:
+def test_lookup_tells_tokens_in_ram_from_those_on_disk(cluster: AnsweringCluster) -> None:
     shown = run("chunk", "lookup", "x")
     assert "32 of 40 tokens can be loaded\n" in shown
     assert "0 to 31" in shown
@@ -128,12 +128,16 @@ def test_lookup_tells_tokens_in_ram_from_those_on_disk(cluster: PlayedCluster) -
     assert "32 of 40 tokens can be loaded: 20 from RAM, 12 from disk" in shown
 
 
-def test_prompt_of_which_nothing_is_cached_is_an_answer_with_code_1(cluster: PlayedCluster) -> None:
+def test_prompt_of_which_nothing_is_cached_is_an_answer_with_code_1(
+    cluster: AnsweringCluster,
+) -> None:
     cluster.answers["lookup"] = replace(FOUND, cached_tokens=0, nodes=[])
     assert run("chunk", "lookup", "x", code=1).endswith("0 of 40 tokens can be loaded\n")
 
 
-def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(cluster: PlayedCluster) -> None:
+def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(
+    cluster: AnsweringCluster,
+) -> None:
     rows = [
         replace(FOUND.chunks[0], key=name * 36, group=1, nodes=nodes, is_needed=is_needed)
         for name, nodes, is_needed in ((b"w", ["n"], False), (b"x", [], False), (b"y", [], True))
@@ -145,7 +149,7 @@ def test_lookup_leaves_out_windows_that_are_nowhere_and_not_needed(cluster: Play
     assert "1 chunks of windows and states are nowhere, and not needed" in shown
 
 
-def test_lookup_reads_a_prompt_in_any_form(cluster: PlayedCluster, tmp_path: Path) -> None:
+def test_lookup_reads_a_prompt_in_any_form(cluster: AnsweringCluster, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     messages = [{"role": "user", "content": "Hello"}]
     chat.write_text(json.dumps({"messages": messages}))
@@ -179,14 +183,14 @@ def test_lookup_reads_a_prompt_in_any_form(cluster: PlayedCluster, tmp_path: Pat
     ],
 )
 def test_prompt_that_can_not_be_read_is_refused(
-    cluster: PlayedCluster, arguments: list[str], expected: str
+    cluster: AnsweringCluster, arguments: list[str], expected: str
 ) -> None:
     with pytest.raises(SettingError, match=expected):
         run("chunk", "lookup", *arguments)
     assert cluster.asked == []
 
 
-def test_commands_take_keys_and_prompts(cluster: PlayedCluster, tmp_path: Path) -> None:
+def test_commands_take_keys_and_prompts(cluster: AnsweringCluster, tmp_path: Path) -> None:
     prompt, keys = tmp_path / "prompt.txt", tmp_path / "keys"
     prompt.write_text("Hello")
     keys.write_text("cd34\nef56")

@@ -21,7 +21,7 @@ from raykv import cli
 from raykv.base.errors import ClusterError
 from raykv.cli import COMMANDS, OLD_NAMES, app, base, main
 from raykv.cli.base import EXIT_CODES, ago, bars, counted
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 
 def all_commands(group: Any, before: str = "") -> dict[str, Any]:
@@ -84,9 +84,9 @@ def test_old_option_of_the_address_is_the_new_one_and_says_so(
 ) -> None:
     named: list[str] = []
 
-    def connect(address: str) -> PlayedCluster:
+    def connect(address: str) -> AnsweringCluster:
         named.append(address)
-        return PlayedCluster()
+        return AnsweringCluster()
 
     monkeypatch.setattr(raykv, "connect", connect)
     shown = CliRunner().invoke(app, ["status", *option])
@@ -94,7 +94,7 @@ def test_old_option_of_the_address_is_the_new_one_and_says_so(
     assert shown.stderr.startswith("raykv: --ray-address is now --address")
 
 
-def test_pin_with_a_key_is_pin_add_and_with_a_command_itself(cluster: PlayedCluster) -> None:
+def test_pin_with_a_key_is_pin_add_and_with_a_command_itself(cluster: AnsweringCluster) -> None:
     cluster.answers["unpin"] = None
     shown = CliRunner().invoke(app, ["pin", "--ttl", "soon", "ab12"])
     assert "--ttl='soon' is invalid" in str(shown.exception)
@@ -127,7 +127,7 @@ def test_help_imports_neither_ray_nor_vllm() -> None:
 @pytest.mark.parametrize("words", ["status", "status --json", "events --json", "top --once"])
 def test_failure_is_a_sentence_on_standard_error_and_code_2(
     words: str,
-    cluster: PlayedCluster,
+    cluster: AnsweringCluster,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -142,7 +142,7 @@ def test_failure_is_a_sentence_on_standard_error_and_code_2(
     assert printed.err == "raykv: nobody [there] answers\n"
 
 
-def test_status_and_top_are_plain_text_on_a_pipe(cluster: PlayedCluster) -> None:
+def test_status_and_top_are_plain_text_on_a_pipe(cluster: AnsweringCluster) -> None:
     text = run("status")
     assert "\x1b" not in text
     assert "tiny" in text

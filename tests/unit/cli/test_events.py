@@ -10,7 +10,7 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.protocol.events import BlockStored, NodeLost
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 AT_NODE: dict[str, Any] = {"life": 4, "node_id": "n", "node_life": 3}
 EVENTS = [
@@ -19,7 +19,7 @@ EVENTS = [
 ]
 
 
-def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
+def test_events_are_printed_as_they_come(cluster: AnsweringCluster) -> None:
     cluster.answers["events"] = EVENTS
     first, second = run("events").splitlines()
     assert first.startswith("4:7 BlockStored node_id=n node_life=3 number=9 namespace=5f key=abab")
@@ -40,19 +40,19 @@ def test_events_are_printed_as_they_come(cluster: PlayedCluster) -> None:
     ],
 )
 def test_events_begin_where_they_are_asked_for(
-    cluster: PlayedCluster, options: list[str], since: object, follow: bool
+    cluster: AnsweringCluster, options: list[str], since: object, follow: bool
 ) -> None:
     cluster.answers["events"] = []
     run("events", *options)
     assert cluster.asked == [("events", (since,), {"follow": follow})]
 
 
-def test_place_that_is_none_is_refused(cluster: PlayedCluster) -> None:
+def test_place_that_is_none_is_refused(cluster: AnsweringCluster) -> None:
     with pytest.raises(SettingError, match="LIFE:NUMBER"):
         run("events", "--since", "yesterday")
     assert cluster.asked == []
 
 
-def test_interrupted_follower_ends_well(cluster: PlayedCluster) -> None:
+def test_interrupted_follower_ends_well(cluster: AnsweringCluster) -> None:
     cluster.answers["events"] = KeyboardInterrupt()
     assert run("events", "--follow") == ""

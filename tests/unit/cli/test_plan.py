@@ -16,7 +16,7 @@ from raykv.cli import app
 from raykv.cluster import join
 from raykv.protocol.node import DiskStats
 from raykv.protocol.status import MoreRoom
-from tests.fixtures.commands import STATUS, PlayedCluster, run
+from tests.fixtures.commands import STATUS, AnsweringCluster, run
 
 
 def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_plan_says_whether_settings_fit(tmp_path: Path) -> None:
     assert "wrong: a pool of 4.0 KiB has no room for a chunk of 16.0 KiB" in text
 
 
-def test_live_plan_says_what_one_more_gib_saves(cluster: PlayedCluster) -> None:
+def test_live_plan_says_what_one_more_gib_saves(cluster: AnsweringCluster) -> None:
     cluster.answers["more_room"] = MoreRoom(
         window_s=1800.0,
         nodes=2,
@@ -70,7 +70,7 @@ def test_live_plan_says_what_one_more_gib_saves(cluster: PlayedCluster) -> None:
     ],
 )
 def test_plan_refuses_what_it_can_not_read(
-    cluster: PlayedCluster, arguments: list[str], sentence: str
+    cluster: AnsweringCluster, arguments: list[str], sentence: str
 ) -> None:
     with pytest.raises(SettingError, match=sentence):
         run("plan", *arguments)
@@ -87,7 +87,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def here(cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch) -> PlayedCluster:
+def here(cluster: AnsweringCluster, monkeypatch: pytest.MonkeyPatch) -> AnsweringCluster:
     """The cluster is on this host, which is the node `n`."""
     monkeypatch.setattr(join, "find_cluster", lambda _: cluster.address)
     monkeypatch.setattr(join, "resolve_node_id", lambda _: "n")
@@ -135,7 +135,7 @@ def test_settings_are_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_settings_of_a_pool_that_is_made_come_from_its_node(
-    here: PlayedCluster, monkeypatch: pytest.MonkeyPatch
+    here: AnsweringCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert settings("--set", "pool_bytes=2GiB")["pool_bytes"] == (100, "node n, not --set")
     assert settings()["pool_bytes"] == (100, "node n")
@@ -150,7 +150,7 @@ def test_settings_of_a_pool_that_is_made_come_from_its_node(
 
 
 def test_cluster_that_does_not_answer_is_said_and_fails_only_if_it_was_named(
-    here: PlayedCluster,
+    here: AnsweringCluster,
 ) -> None:
     here.answers["status"] = ClusterError("nobody answers")
     shown = CliRunner().invoke(app, ["settings"], catch_exceptions=False)
@@ -161,7 +161,7 @@ def test_cluster_that_does_not_answer_is_said_and_fails_only_if_it_was_named(
 
 
 def test_unknown_variable_is_refused_before_a_cluster_is_looked_for(
-    cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: AnsweringCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYKV_POOL_BYTE", "1GiB")
     with pytest.raises(SettingError, match=r"'RAYKV_POOL_BYTE'.*did you mean 'RAYKV_POOL_BYTES'"):

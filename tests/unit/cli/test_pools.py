@@ -10,11 +10,11 @@ import pytest
 from raykv.base.errors import SettingError
 from raykv.cli.pools import refuse_without_place
 from raykv.protocol.node import Kept
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 
 def test_purge_removes_what_is_left_on_this_host_and_no_cache(
-    cluster: PlayedCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cluster: AnsweringCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session, pool = tmp_path / "session", tmp_path / "pool"
     session.mkdir()

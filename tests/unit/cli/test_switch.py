@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from raykv.base.errors import SettingError
 from raykv.cli import app, pools, switch
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 
 @pytest.fixture
-def cluster(cluster: PlayedCluster) -> PlayedCluster:
+def cluster(cluster: AnsweringCluster) -> AnsweringCluster:
     """It can be cleared, and ended."""
     cluster.answers |= {"clear": None, "down": 3}
     return cluster
@@ -30,7 +30,7 @@ def person(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("answer", ["y", "n"])
 @pytest.mark.parametrize("command", ["clear", "clear --all", "clear 5f0c", "down"])
 def test_person_is_asked_before_something_goes(
-    cluster: PlayedCluster, command: str, answer: str
+    cluster: AnsweringCluster, command: str, answer: str
 ) -> None:
     shown = CliRunner().invoke(app, command.split(), input=f"{answer}\n")
     assert "2 chunks" in shown.stderr
@@ -43,7 +43,7 @@ def test_person_is_asked_before_something_goes(
 
 @pytest.mark.usefixtures("person")
 @pytest.mark.parametrize("command", ["clear --all --yes", "clear 5f0c -y", "down --yes"])
-def test_person_who_says_yes_is_not_asked(cluster: PlayedCluster, command: str) -> None:
+def test_person_who_says_yes_is_not_asked(cluster: AnsweringCluster, command: str) -> None:
     shown = CliRunner().invoke(app, command.split())
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert len(cluster.asked) == 1
@@ -51,7 +51,7 @@ def test_person_who_says_yes_is_not_asked(cluster: PlayedCluster, command: str) 
 
 @pytest.mark.parametrize(("arguments", "gone"), [(["--all"], None), (["5f0c"], "5f0c")])
 def test_script_says_what_is_cleared(
-    cluster: PlayedCluster, arguments: list[str], gone: str | None
+    cluster: AnsweringCluster, arguments: list[str], gone: str | None
 ) -> None:
     assert run("clear", *arguments) == "cleared\n"
     assert json.loads(run("clear", *arguments, "--json")) == {"cleared": gone or "all"}
@@ -60,7 +60,7 @@ def test_script_says_what_is_cleared(
 
 @pytest.mark.parametrize("arguments", [[], [""], ["--yes"], ["5f0c", "--all"]])
 def test_script_that_does_not_say_what_is_cleared_is_refused(
-    cluster: PlayedCluster, arguments: list[str]
+    cluster: AnsweringCluster, arguments: list[str]
 ) -> None:
     with pytest.raises(SettingError, match="--all"):
         run("clear", *arguments)

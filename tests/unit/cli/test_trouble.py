@@ -15,7 +15,7 @@ from raykv.base.ids import MissReason
 from raykv.cli.trouble import ADVICE, advice
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.reader import Explanation
-from tests.fixtures.commands import PlayedCluster, run
+from tests.fixtures.commands import AnsweringCluster, run
 
 RECORD = MissRecord(
     "cmpl-7-0-abcd", 1000, 96, 640, {"incomplete_chunk": 8, "evicted": 256}, b"\xab\xcd"
@@ -24,13 +24,13 @@ PARTING = Parting(5, b"\x12", before=[1, 2], own=[3], other=[4])
 EXPLANATION = Explanation(RECORD, "engine-1", "node-1", "namespace-1", "tiny", age_s=12.3456)
 
 
-def explained(cluster: PlayedCluster, *records: MissRecord, hint: str = "") -> str:
+def explained(cluster: AnsweringCluster, *records: MissRecord, hint: str = "") -> str:
     """What is said of requests, in words that are one space apart."""
     cluster.answers["why_miss"] = [replace(EXPLANATION, record=r, hint=hint) for r in records]
     return " ".join(run("explain", "cmpl-7").split())
 
 
-def test_explanation_has_every_source_and_reason_and_one_advice(cluster: PlayedCluster) -> None:
+def test_explanation_has_every_source_and_reason_and_one_advice(cluster: AnsweringCluster) -> None:
     text = explained(cluster, RECORD)
     assert cluster.asked == [("why_miss", ("cmpl-7",), {})]
     assert "request cmpl-7-0-abcd: ended 12 s ago, tiny, engine engine-1 on node node-1" in text
@@ -40,7 +40,7 @@ def test_explanation_has_every_source_and_reason_and_one_advice(cluster: PlayedC
     ) in text
 
 
-def test_explanation_comes_as_json(cluster: PlayedCluster) -> None:
+def test_explanation_comes_as_json(cluster: AnsweringCluster) -> None:
     why = {"raykv_sesion": "there is no such key: did you mean raykv_session?"}
     explained(cluster, replace(RECORD, parting=PARTING, ignored=why), hint="released")
     (row,) = json.loads(run("explain", "cmpl-7", "--json"))
@@ -91,11 +91,11 @@ def test_explanation_comes_as_json(cluster: PlayedCluster) -> None:
     ],
     ids=["place", "tokens", "salt"],
 )
-def test_parting_is_a_sentence(cluster: PlayedCluster, parting: Parting, expected: str) -> None:
+def test_parting_is_a_sentence(cluster: AnsweringCluster, parting: Parting, expected: str) -> None:
     assert expected in explained(cluster, replace(RECORD, parting=parting))
 
 
-def test_what_hints_did_and_did_not_do_is_said(cluster: PlayedCluster) -> None:
+def test_what_hints_did_and_did_not_do_is_said(cluster: AnsweringCluster) -> None:
     hint = "released: its session 'agent [7]' was over"
     why = {"raykv_sesion": "there is no such key: did you mean raykv_session?"}
     text = explained(cluster, replace(RECORD, ignored=why), hint=hint)
@@ -103,19 +103,19 @@ def test_what_hints_did_and_did_not_do_is_said(cluster: PlayedCluster) -> None:
     assert f"It asked for raykv_sesion, which had no effect: {why['raykv_sesion']}." in text
 
 
-def test_id_that_looks_like_markup_is_shown_as_it_is(cluster: PlayedCluster) -> None:
+def test_id_that_looks_like_markup_is_shown_as_it_is(cluster: AnsweringCluster) -> None:
     text = explained(cluster, replace(RECORD, request_id="[red]a[/]b[/]", tenant="[b]"))
     assert "request [red]a[/]b[/]: ended" in text
     assert "of tenant [b]" in text
 
 
-def test_several_requests_come_in_the_order_of_the_answer(cluster: PlayedCluster) -> None:
+def test_several_requests_come_in_the_order_of_the_answer(cluster: AnsweringCluster) -> None:
     text = explained(cluster, MissRecord("newer", 1, 0, 1), MissRecord("older", 1, 0, 1))
     assert 0 <= text.index("request newer") < text.index("request older")
 
 
 def test_unknown_request_is_one_sentence_and_exit_code_1(
-    cluster: PlayedCluster,
+    cluster: AnsweringCluster,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
