@@ -220,7 +220,11 @@ def test_request_is_counted_once_however_often_it_begins_and_ends() -> None:
     assert first.prompt == 100
     assert accounts.close("r") is None
     assert accounts.get("r") is None
-    assert accounts.counters["prompt_tokens"] == 100
+    assert accounts.has_records
+    assert accounts.take_records() == [first]
+    assert not accounts.has_records
+    counters = accounts.counter_values()
+    assert (counters["prompt_tokens"], counters["missed_tokens_aborted"]) == (100, 100)
 
 
 def test_oldest_records_are_lost_when_too_many_wait_and_messages_are_bounded() -> None:

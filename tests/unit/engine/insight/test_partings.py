@@ -76,6 +76,14 @@ def test_prompt_whose_whole_chunks_are_known_leaves_none(
     assert passes(partings, tokens) is None
 
 
+def test_prompt_leaves_the_one_with_which_it_shares_most(partings: Partings) -> None:
+    passes(partings, [0, 1, 50, 51, 52])
+    passes(partings, [60, 61, 62, 63])
+    where = passes(partings, [0, 1, 50, 70, 71])
+    assert where is not None
+    assert (where.at, where.other) == (3, [51])
+
+
 def test_answer_that_differs_is_no_parting(partings: Partings) -> None:
     assert passes(partings, [*range(20, 28), 1, 2, 3, 4], answer=4) is not None
     assert passes(partings, [*range(20, 28), 1, 2, 3, 5], answer=4) is None

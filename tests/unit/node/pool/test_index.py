@@ -17,7 +17,7 @@ from raykv.node.pool.index import FRESH_S, MAX_OPEN_JOBS, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import MOST_SIZES, Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
-from raykv.node.pool.room import IDLE_S
+from raykv.node.pool.room import IDLE_S, NOBODY
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
 from tests.fixtures.node.bare_index import ONE, BareIndex
@@ -114,16 +114,20 @@ def test_page_has_each_name_once_with_all_that_is_known_of_it() -> None:
     ]
 
 
-def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(pool: Pool) -> None:
-    pool.index.share({1: Share(0.25)})
+@pytest.mark.parametrize(("holder", "second"), [(1, 4), (NOBODY, 2)], ids=["own", "of_others"])
+def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(
+    pool: Pool, holder: int, second: int
+) -> None:
+    """Those without a share of their own have one together."""
+    pool.index.share({holder: Share(0.25)})
     pool.store(*map(key, range(4)), owner=1)
     pool.store(key(4), owner=2)
-    pool.index.share({1: Share(1.0)})
+    pool.index.share({holder: Share(1.0)})
     pool.store(key(5), owner=2)
     changes = pool.index.listing.since(0, 100)
     assert changes is not None
     gone = {each.record.key: each.reason for each in changes[0]}
-    assert (gone[key(3)], gone[key(4)]) == (Reason.QUOTA, Reason.EVICTED)
+    assert (gone[key(3)], gone[key(second)]) == (Reason.QUOTA, Reason.EVICTED)
     # Both are remembered.
     pool.store(key(3), owner=1)
     assert pool.ready(key(3)).hits == 1

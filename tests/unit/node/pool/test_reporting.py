@@ -15,6 +15,7 @@ from raykv.node.pool.reporting import ALONE_S, MARKED_S, MOST_ROWS, MOST_WORDS
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
+from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
 from raykv.protocol.node import Marks, NodeStats, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.directory.reporting import sizes
@@ -151,6 +152,13 @@ def test_report_says_what_is_here(pool: OwnedPool) -> None:
     assert [each.hello.engine_id for each in report.engines] == ["e1", "e2"]
 
 
+def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
+    pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
+    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
+    (engine,) = pool.report().engines
+    assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
+
+
 def test_what_sessions_say_goes_along_until_it_was_answered(pool: OwnedPool) -> None:
     pool.say(SessionWord.CAME, "s", 1)
     said = pool.report().sessions
@@ -193,6 +201,18 @@ def test_next_report_comes_after_an_answer_or_is_given_up(pool: OwnedPool) -> No
     pool.order(9)
     assert not pool.node.wants_document
     pool.answer(orders=NOTHING_ORDERED)
+    assert not pool.node.wants_document
+
+
+def test_engine_that_knows_later_orders_has_the_document_asked_for_once(pool: OwnedPool) -> None:
+    pool.order(3)
+    pool.tell(orders=stamp(3))
+    assert not pool.node.wants_document
+    pool.tell(orders=stamp(9))
+    assert pool.node.wants_document
+    assert pool.node.has_news
+    # Nobody has them: the engine is not believed again.
+    pool.order(3)
     assert not pool.node.wants_document
 
 
