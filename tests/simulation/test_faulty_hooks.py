@@ -55,7 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def time_is_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fast machine as on a slow one, what is due after a time is due after as many steps."""
+    """On a fast machine as on a slow one, what is due after a time is due after as many steps.
+
+    Tests elsewhere hand over the time; here vLLM calls the hooks, which read the clock themselves.
+    """
+    monkeypatch.setattr(HookWorld, "now", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: HookWorld.now)
 
 

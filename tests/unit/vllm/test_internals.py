@@ -361,6 +361,11 @@ def test_connector_without_a_module_of_vllms_is_refused_in_one_sentence() -> Non
         plugin.__getattr__("RayKVConnector")
 
 
+def test_plugin_has_no_other_classes() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'OffloadingConnector'"):
+        plugin.__getattr__("OffloadingConnector")
+
+
 @pytest.mark.usefixtures("lost_module")
 def test_other_version_is_refused_before_its_modules_are_missed(
     monkeypatch: pytest.MonkeyPatch,
