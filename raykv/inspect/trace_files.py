@@ -61,6 +61,24 @@ def read_prompts(path: str) -> list[tuple[str, Any]]:
     return rows
 
 
+def read_timed_prompts(path: str) -> list[dict[str, Any]]:
+    """The requests of a trace with times and lengths.
+
+    Raises:
+        SettingError: see `read_prompts`, or a line has no time or no length.
+    """
+    rows = read_prompts(path)
+    numbers = ("input_length", "output_length", "timestamp")
+    for place, row in rows:
+        names = row if isinstance(row, dict) else {}
+        has_numbers = all(_is_number(names.get(name)) for name in numbers)
+        if not has_numbers or not isinstance(names.get("hash_ids"), list):
+            raise SettingError(
+                f"{place}: must have `hash_ids`, a list, and the numbers {', '.join(numbers)}"
+            )
+    return [row for _, row in rows]
+
+
 def _session(row: Any, place: str) -> Hashable | None:
     if not isinstance(row, dict):
         return None

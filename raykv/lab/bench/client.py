@@ -2,9 +2,10 @@
 
 `vllm bench sweep serve` starts the servers one after the other and plays `vllm bench serve` against
 each: prefixes that come again, larger together than the servers' KV memory (`prefix_repetition`),
-prompts of which no two are alike (`random`), and with `--trace` a trace at its own times
+prompts of which no two are alike (`random`), and with `--trace` a trace in its own rhythm
 (`timed_trace`). Each repeat has prompts of its own, the same for all servers. On vLLM's CPU build
-all lengths, and the KV memory, are a part of those on a GPU, and there is no native offloading.
+all lengths, and the KV memory, are a part of those on a GPU, and there is no native offloading. Of
+a trace whole conversations are played, without those that have too long requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
 from raykv.client.cluster import connect
 from raykv.cluster.join import ensure_cluster, stop_started
+from raykv.inspect.trace_files import read_timed_prompts
+from raykv.lab.bench.client_trace import TRACED_TOKENS, Rows, scaled, whole_conversations
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
@@ -105,12 +108,12 @@ def run(options: Options) -> Result:
     is_cpu = vllm_command.is_cpu_build()
     systems = chosen_systems(options.systems, is_cpu=is_cpu)
     sizes = QUICK if options.quick else ON_CPU if is_cpu else ON_GPU
-    trace = options.trace
+    traced = [] if options.trace is None else played(options.trace, sizes, options.repeats_or(3))
     model = find_model(options.model or SMALL_MODEL).path
     repeats = options.repeats_or(3)
-    plays = loads(sizes, repeats, trace)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-")))
+        plays = loads(folder, sizes, repeats, traced)
         # Before the sweep, which kills all that its servers have started.
         address = ensure_cluster("local").address
         stack.callback(stop_started, address)
@@ -120,7 +123,8 @@ def run(options: Options) -> Result:
         servers = {name: server(name, address, sizes) for name in systems}
         command = sweep(folder, model, sizes, servers, plays, is_cpu=is_cpu)
         deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * 40 / sizes.rate))
-        _run(command, environment(model, is_cpu=is_cpu), folder / "sweep.log", deadline_s, options)
+        variables = environment(model, is_cpu=is_cpu)
+        run_sweep(command, variables, folder / "sweep.log", deadline_s, options.logs)
         return summed(folder, systems, list(dict.fromkeys(_load(name) for name in plays)), repeats)
 
 
@@ -150,8 +154,38 @@ def server(name: str, address: str, sizes: Sizes) -> dict[str, Any]:
     return {}
 
 
-def loads(sizes: Sizes, repeats: int, trace: str | None) -> dict[str, dict[str, Any]]:
-    """Flags of `vllm bench serve` by load and repeat, with seeds of their own."""
+def played(trace: str, sizes: Sizes, repeats: int) -> list[Rows]:
+    """What each repeat plays of a trace.
+
+    Raises:
+        SettingError: it can't be read, or has only requests that are too long.
+    """
+    rows = read_timed_prompts(trace)
+    # As long as they may be before they are divided.
+    most_tokens = sizes.max_tokens * sizes.divisor
+    parts = [
+        scaled(
+            whole_conversations(rows, sizes.num_requests, most_tokens, repeat),
+            sizes.divisor,
+            sizes.rate,
+            repeat,
+        )
+        for repeat in range(repeats)
+    ]
+    if not all(parts):
+        raise SettingError(
+            f"--trace {trace}: no conversation in it has only requests of at most "
+            f"{most_tokens:,} tokens"
+        )
+    return parts
+
+
+def loads(
+    folder: Path, sizes: Sizes, repeats: int, traced: Sequence[Rows]
+) -> dict[str, dict[str, Any]]:
+    """Flags of `vllm bench serve` by load and repeat, with seeds of their own; `traced` is written
+    to the folder.
+    """
     prefix, suffix, answer = sizes.lengths
     num_prefixes = -(-3 * sizes.kv_blocks * BLOCK // (2 * prefix))
     rate = {"request-rate": sizes.rate, "ignore-eos": True}
@@ -171,18 +205,21 @@ def loads(sizes: Sizes, repeats: int, trace: str | None) -> dict[str, dict[str, 
             **rate,
         },
     }
-    if trace is not None:
+    if traced:
         kinds[TIMED_TRACE] = {
-            "num-prompts": sizes.num_requests,
-            "dataset-path": trace,
-            "timed-trace-chunk-hash-size": 512,
-            "timed-trace-sec-multiplier": 0.001,
+            "timed-trace-chunk-hash-size": TRACED_TOKENS // sizes.divisor,
+            "timed-trace-sec-multiplier": 1,
         }
     made = {f"{WARM_UP}-0": {"dataset-name": RANDOM, "seed": 0, **kinds[RANDOM], "num-prompts": 4}}
     for repeat in range(repeats):
         for number, (name, flags) in enumerate(kinds.items()):
             seed = 1 + repeat * len(kinds) + number
             made[f"{name}-{repeat}"] = {"dataset-name": name, "seed": seed, **flags}
+    for repeat, rows in enumerate(traced):
+        path = folder / f"trace-{repeat}.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        of_trace = {"num-prompts": len(rows), "dataset-path": str(path)}
+        made[f"{TIMED_TRACE}-{repeat}"].update(of_trace)
     return made
 
 
@@ -232,7 +269,12 @@ def environment(model: str, *, is_cpu: bool) -> dict[str, str]:
     """Of servers and clients. On a CPU all servers compute with the same cores, and leave one to
     the rest: by itself, vLLM leaves one more with any connector than without.
     """
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        # vLLM's client draws a trace's tokens with hashes of strings.
+        "PYTHONHASHSEED": "1",
+    }
     if Path(model).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if is_cpu:
@@ -243,13 +285,18 @@ def environment(model: str, *, is_cpu: bool) -> dict[str, str]:
     return variables
 
 
-def _run(
+def run_sweep(
     command: Sequence[str],
     variables: Mapping[str, str],
     log: Path,
     deadline_s: float,
-    options: Options,
+    logs: Path | None,
 ) -> None:
+    """Run it to its end, and copy its log to the folder `logs`.
+
+    Raises:
+        ClusterError: it has failed, or takes too long.
+    """
     try:
         with log.open("wb") as output:
             subprocess.run(
@@ -267,9 +314,9 @@ def _run(
             f"vLLM's sweep has failed ({error}); its log ends with:\n{said}"
         ) from None
     finally:
-        if options.logs is not None:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(log, options.logs / log.name)
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, logs / log.name)
 
 
 def summed(folder: Path, systems: Sequence[str], names: Sequence[str], repeats: int) -> Result:

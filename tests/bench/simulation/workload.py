@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from raykv.base.errors import SettingError
-from raykv.inspect.trace_files import read_prompts
+from raykv.inspect.trace_files import read_timed_prompts
 from tests.bench.simulation.chunk_cache import ChunkCache, Chunks
 from tests.bench.simulation.hardware import TOKENS, Hardware
 
@@ -94,28 +94,17 @@ def from_trace(
     Raises:
         SettingError: the file can't be read, is no trace with times, or has no such request.
     """
-    rows = []
-    for place, row in read_prompts(path):
-        check_row(row, place)
-        if row["input_length"] + row["output_length"] <= max_tokens:
-            rows.append(row)
+    rows = [
+        row
+        for row in read_timed_prompts(path)
+        if row["input_length"] + row["output_length"] <= max_tokens
+    ]
     if not rows:
         raise SettingError(f"--trace {path}: no request in it has {max_tokens:,} tokens or fewer")
     rows.sort(key=lambda row: row["timestamp"])
     if "session" in rows[0]:
         return _of_sessions(rows, num_requests, num_replicas, seed)
     return _in_order(rows[:num_requests])
-
-
-def check_row(row: Any, place: str) -> None:
-    """Refuse a line of another kind with a SettingError."""
-    names = row if isinstance(row, dict) else {}
-    numbers = ("input_length", "output_length", "timestamp")
-    has_numbers = all(isinstance(names.get(name), int | float) for name in numbers)
-    if not has_numbers or not isinstance(names.get("hash_ids"), list):
-        raise SettingError(
-            f"{place}: must have `hash_ids`, a list, and the numbers {', '.join(numbers)}"
-        )
 
 
 class _Numbers:

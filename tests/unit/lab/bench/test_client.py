@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raykv.base.errors import SettingError
+from raykv.base.errors import ClusterError, SettingError
+from raykv.lab.bench import client
 from raykv.lab.bench.client import (
     GAP,
     MEAN,
@@ -19,26 +23,93 @@ from raykv.lab.bench.client import (
     RANDOM,
     TIMED_TRACE,
     chosen_systems,
+    environment,
     loads,
+    played,
+    run_sweep,
     server,
     summed,
     sweep,
 )
+from raykv.lab.bench.report import Options
 
 
-def test_each_load_and_repeat_has_prompts_of_its_own_the_same_for_all_servers() -> None:
-    plays = loads(ON_CPU, 2, "trace.jsonl")
+def requests(path: Path, *tokens: int) -> str:
+    """A trace of requests with so many tokens; two and two of them begin with the same chunk."""
+    rows = [
+        {
+            "timestamp": 1000 * number,
+            "input_length": length,
+            "output_length": 64,
+            "hash_ids": [number // 2, 100 + number],
+        }
+        for number, length in enumerate(tokens)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_each_load_and_repeat_has_prompts_of_its_own_the_same_for_all_servers(
+    tmp_path: Path,
+) -> None:
+    traced = played(requests(tmp_path / "trace.jsonl", 1024, 1024), ON_CPU, 2)
+    plays = loads(tmp_path, ON_CPU, 2, traced)
     kinds = (PREFIX_REPETITION, RANDOM, TIMED_TRACE)
     assert list(plays) == ["warm-up-0", *(f"{name}-{n}" for n in range(2) for name in kinds)]
     seeds = [flags["seed"] for flags in plays.values()]
     assert len(set(seeds)) == len(seeds)
-    assert plays["timed_trace-1"]["dataset-path"] == "trace.jsonl"
-    assert "timed_trace-0" not in loads(ON_CPU, 1, None)
+    chunks = [
+        {
+            name
+            for line in Path(path).read_text().splitlines()
+            for name in json.loads(line)["hash_ids"]
+        }
+        for path in (plays[f"timed_trace-{n}"]["dataset-path"] for n in range(2))
+    ]
+    assert [len(each) for each in chunks] == [3, 3]
+    assert not chunks[0] & chunks[1]
+    assert "timed_trace-0" not in loads(tmp_path, ON_CPU, 1, [])
+
+
+def test_trace_is_played_with_lengths_divided_at_the_rate_without_what_is_too_long(
+    tmp_path: Path,
+) -> None:
+    path = requests(tmp_path / "trace.jsonl", 1024, 2048, 1024, 200_000, 512, 3200)
+    (rows,) = played(path, ON_CPU, 1)
+    assert [row["input_length"] for row in rows] == [32, 64, 32, 16, 100]
+    assert {row["output_length"] for row in rows} == {2}
+    assert [row["timestamp"] for row in rows] == pytest.approx([0, 2, 4, 8, 10])
+    flags = loads(tmp_path, ON_CPU, 1, [rows])["timed_trace-0"]
+    assert (flags["num-prompts"], flags["timed-trace-chunk-hash-size"]) == (5, 16)
+    assert flags["timed-trace-sec-multiplier"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "can't be read"),
+        ('{"hash_ids": [1]}', "line 1: must have `hash_ids`, a list, and the numbers"),
+        (
+            '{"hash_ids": [1], "timestamp": 0, "input_length": 200000, "output_length": 1}',
+            "at most 131,072 tokens",
+        ),
+    ],
+)
+def test_trace_that_can_not_be_played_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(client, "require", lambda *_: None)
+    monkeypatch.setattr(client, "find_model", pytest.fail)
+    with pytest.raises(SettingError, match=words):
+        client.run(Options(traces=(str(path),)))
 
 
 @pytest.mark.parametrize("sizes", [ON_CPU, QUICK])
-def test_prefixes_that_come_again_do_not_fit_into_the_kv_memory(sizes: Any) -> None:
-    flags = loads(sizes, 1, None)["prefix_repetition-0"]
+def test_prefixes_that_come_again_do_not_fit_into_the_kv_memory(sizes: Any, tmp_path: Path) -> None:
+    flags = loads(tmp_path, sizes, 1, [])["prefix_repetition-0"]
     num_prefixes = flags["prefix-repetition-num-prefixes"]
     tokens = num_prefixes * flags["prefix-repetition-prefix-len"]
     assert tokens > 1.4 * sizes.kv_blocks * 128
@@ -64,6 +135,37 @@ def test_native_offloading_is_left_out_on_a_cpu_and_refused_if_it_is_named() -> 
     assert chosen_systems([], is_cpu=False) == ["plain", "native", "raykv"]
     with pytest.raises(SettingError, match="needs a GPU"):
         chosen_systems(["native"], is_cpu=True)
+
+
+def test_all_servers_on_a_cpu_have_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    cores = sorted(os.sched_getaffinity(0))
+    bound = environment("model", is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"].split(",")
+    assert bound == [str(core) for core in cores[:-1] or cores]
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("model", is_cpu=False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert environment("model", is_cpu=True)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_clients_make_the_same_prompts_of_a_trace_for_all_servers() -> None:
+    hashed = [sys.executable, "-c", "print(hash('0-7:512'))"]
+    variables = environment("model", is_cpu=True)
+    first, second = (subprocess.check_output(hashed, env=variables) for _ in range(2))
+    assert first == second
+
+
+def test_client_that_fails_says_so_with_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('refused')"]
+    logs = tmp_path / "logs"
+    with pytest.raises(ClusterError, match=r"(?s)status 1.*refused"):
+        run_sweep(command, os.environ, tmp_path / "sweep.log", 30.0, logs)
+    assert "refused" in (logs / "sweep.log").read_text()
+
+
+def test_client_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    with pytest.raises(ClusterError, match=r"timed out after 0\."):
+        run_sweep(command, os.environ, tmp_path / "sweep.log", 0.2, None)
 
 
 def write(folder: Path, system: str, load: str, repeat: int, **told: Any) -> None:
