@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ from typing import Any
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster.ask import end_node_actor
 from raykv.cluster.join import ensure_cluster, resolve_node_id, stop_started
-from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.engine import EngineProcess, settle, wait_for_pools
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve.models import smollm2
 
 BLOCK = 128
 """Tokens in a block, and in a chunk."""
-
-SETTLE_S = 0.4
-STORE_DEADLINE_S = 30.0
-POOL_DEADLINE_S = 60.0
-POLL_S = 0.05
 
 RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
     "recompute",
@@ -119,23 +113,11 @@ class Bed:
 
     def wait_for_pools(self) -> None:
         """Wait until the pools' pages are there, or a deadline."""
-        give_up_at = time.monotonic() + POOL_DEADLINE_S
-        while time.monotonic() < give_up_at:
-            if all(n.prefaulted_bytes >= n.pool_bytes for n in self.cluster.status().nodes):
-                return
-            time.sleep(POLL_S)
+        wait_for_pools(self.cluster)
 
     def settle(self) -> None:
         """Wait until RayKV's stores stand still and are known, or a deadline."""
-        give_up_at = time.monotonic() + STORE_DEADLINE_S
-        seen, since = -1, time.monotonic()
-        while time.monotonic() < give_up_at:
-            now = sum(node.bytes_stored for node in self.cluster.status().nodes)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > SETTLE_S:
-                return
-            time.sleep(POLL_S)
+        settle(self.cluster)
 
 
 def in_process_connector(pool_bytes: int) -> dict[str, Any]:

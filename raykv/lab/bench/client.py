@@ -163,7 +163,7 @@ def played(trace: str, sizes: Sizes, repeats: int) -> list[Rows]:
     rows = read_timed_prompts(trace)
     # As long as they may be before they are divided.
     most_tokens = sizes.max_tokens * sizes.divisor
-    parts = [
+    parts: list[Rows] = [
         scaled(
             whole_conversations(rows, sizes.num_requests, most_tokens, repeat),
             sizes.divisor,

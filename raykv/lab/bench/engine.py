@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
 
 from raykv.base.errors import RayKVError
+from raykv.client.cluster import Cluster
 
 START_DEADLINE_S = 240.0
 """An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one. The first one on a
@@ -23,6 +24,12 @@ machine with a GPU reads gigabytes of libraries, and compiles kernels.
 """
 
 ANSWER_DEADLINE_S = 120.0
+
+POOL_S, STORE_S, SETTLE_S, LOOK_S = 60.0, 60.0, 0.4, 0.05
+"""Deadlines of pools and of stores, for how long stores stand still, and pauses between looks."""
+
+MOST_OF_POOL = 0.95
+"""What is not page-locked is little."""
 
 CHILD = (sys.executable, "-m", "raykv.lab.bench.engine_child")
 
@@ -40,6 +47,28 @@ def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess
             if not each.exception():
                 each.result().stop()
     return [each.result() for each in coming]
+
+
+def wait_for_pools(cluster: Cluster, ready: str = "prefaulted_bytes") -> None:
+    """Wait until nearly all of the pools' pages are there, by a field of their status, or a
+    deadline.
+    """
+    give_up_at = time.monotonic() + POOL_S
+    while time.monotonic() < give_up_at:
+        nodes = cluster.status().nodes
+        if all(getattr(node, ready) > MOST_OF_POOL * node.pool_bytes for node in nodes):
+            return
+        time.sleep(LOOK_S)
+
+
+def settle(cluster: Cluster) -> None:
+    """Wait until RayKV's stores stand still and are known, or a deadline."""
+    give_up_at, seen, since = time.monotonic() + STORE_S, -1, time.monotonic()
+    while time.monotonic() < min(give_up_at, since + SETTLE_S):
+        now = sum(node.bytes_stored for node in cluster.status().nodes)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(LOOK_S)
 
 
 class EngineError(RayKVError):

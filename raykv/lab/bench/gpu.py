@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from raykv.base.errors import SettingError
+from raykv.base.extras import require
 from raykv.client.cluster import Cluster, connect
 from raykv.cluster.join import ensure_cluster, stop_started
-from raykv.lab.bench.engine import EngineError, EngineProcess
+from raykv.lab.bench.engine import EngineError, EngineProcess, settle, wait_for_pools
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.lab.demo.tiny_llama import tiny_llama
@@ -80,7 +81,7 @@ request makes each, after a pause."""
 SHORT = 15
 """Tokens of such a request: less than a block."""
 
-WARM_S, LOCK_S, SETTLE_S, LOOK_S = 60.0, 60.0, 0.4, 0.1
+WARM_S = 60.0
 ERRORS = re.compile(r"\b\w*(?:Error|Exception): .+")
 MOST_ERRORS, ERROR_CHARACTERS = 2, 300
 
@@ -137,11 +138,12 @@ def run(options: Options) -> Result:
     """See the module's docstring.
 
     Raises:
-        SettingError: there is no GPU that torch could use, or no such system.
+        SettingError: there is no GPU that torch could use, no vLLM, or no such system.
     """
     is_on_gpu = has_torch_for_cuda()
     if not is_on_gpu and not options.quick:
         raise SettingError("torch sees no GPU here; `raykv bench gpu --quick` tries it on a CPU")
+    require("raykv bench gpu", "vllm")
     unknown = set(options.systems) - set(SYSTEMS)
     if unknown:
         names = ", ".join(SYSTEMS)
@@ -166,6 +168,15 @@ def has_torch_for_cuda() -> bool:
     except ImportError:
         return False
     return bool(torch.cuda.is_available())
+
+
+def card_name() -> str:
+    """Of the GPU that torch would use; empty if there is none."""
+    if not has_torch_for_cuda():
+        return ""
+    import torch
+
+    return str(torch.cuda.get_device_name())
 
 
 def _keep_logs(folder: Path, to: Path | None) -> None:
@@ -214,27 +225,12 @@ class Starts:
         system = next(system for system, subject in SYSTEMS.items() if subject == name)
         engine = EngineProcess(self._model, self._folder / f"{system}.log", raykv, **config)
         if raykv is not None:
-            self._wait_for_pool()
+            wait_for_pools(self._cluster, "locked_bytes" if self._is_on_gpu else "prefaulted_bytes")
         return engine
-
-    def _wait_for_pool(self) -> None:
-        """Wait until the pool's pages are there, and locked on a GPU, or a deadline."""
-        ready = "locked_bytes" if self._is_on_gpu else "prefaulted_bytes"
-        give_up_at = time.monotonic() + LOCK_S
-        while time.monotonic() < give_up_at:
-            nodes = self._cluster.status().nodes
-            if all(getattr(node, ready) > 0.95 * node.pool_bytes for node in nodes):
-                return
-            time.sleep(LOOK_S)
 
     def settle(self) -> None:
         """Wait until RayKV's stores stand still, or a deadline."""
-        give_up_at, seen, since = time.monotonic() + LOCK_S, -1, time.monotonic()
-        while time.monotonic() < min(give_up_at, since + SETTLE_S):
-            now = sum(node.bytes_stored for node in self._cluster.status().nodes)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            time.sleep(LOOK_S / 2)
+        settle(self._cluster)
 
 
 def reason_of(error: EngineError) -> str:
