@@ -153,7 +153,8 @@ test-gpu:
 bench-gpu:
 	@mkdir -p $(BENCH_RESULTS)
 	$(BIN)/raykv bench gpu --json $(BENCH_RESULTS)/gpu.json --logs $(BENCH_RESULTS) $(BENCH_ARGS); engines=$$?; \
-	$(BIN)/python -m tests.bench copy_cuda --json $(BENCH_RESULTS)/copy_cuda.json && exit $$engines
+	$(BIN)/python -m tests.bench copy_cuda $(filter --quick,$(BENCH_ARGS)) \
+		--json $(BENCH_RESULTS)/copy_cuda.json && exit $$engines
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

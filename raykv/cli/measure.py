@@ -132,14 +132,13 @@ def policy(
         ),
     ],
     json_path: Json = None,
-    repeats: Repeats = None,
     quick: Quick = False,
 ) -> None:
     """Compare hit rates of the pool's order of eviction, LRU and the optimum.
 
     Example: raykv bench policy --trace conversations.jsonl
     """
-    _measure("policy", Options(repeats, quick, tuple(trace)), json_path)
+    _measure("policy", Options(quick=quick, traces=tuple(trace)), json_path)
 
 
 def client(
@@ -186,8 +185,8 @@ def gpu(
     _measure("gpu", Options(repeats, quick, (), tuple(system or ()), None, logs), json_path)
 
 
-def claims(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = False) -> None:
-    """Measure the published numbers again.
+def claims(*, json_path: Json = None, repeats: Repeats = None) -> None:
+    """Measure some of the published numbers again.
 
     Exit code 1 if one does not hold.
 
@@ -197,7 +196,7 @@ def claims(*, json_path: Json = None, repeats: Repeats = None, quick: Quick = Fa
     from raykv.lab.warden import ending_what_it_starts
 
     with ending_what_it_starts():
-        code = run_claims(Options(repeats, quick), json_path, under_way=partial(_bar, json_path))
+        code = run_claims(Options(repeats), json_path, under_way=partial(_bar, json_path))
     raise typer.Exit(code)
 
 

@@ -1,14 +1,16 @@
 """`python -m tests.bench NAME`: what designs are decided with; `tables` writes RESULTS.md anew.
 
-`claims` measures the published numbers again.
+`claims` measures some of the published numbers again.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from functools import partial
 
+from raykv.base.errors import RayKVError
 from raykv.lab.bench.claims import run_claims
 from raykv.lab.bench.command import (
     BENCHMARKS,
@@ -55,7 +57,12 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs")
     parser.add_argument("--repeats", type=int, help="repeats of each measurement")
-    parser.add_argument("--trace", help="for routing_simulation: a file of requests")
+    parser.add_argument(
+        "--trace",
+        action="append",
+        default=[],
+        help="for routing_simulation, policy and client: a file of requests",
+    )
     parser.add_argument("--json", metavar="FILE", help='also write the results there, or to "-"')
     parser.add_argument("--keep", action="store_true", help="write them to tests/bench/results")
     asked = parser.parse_args()
@@ -66,20 +73,31 @@ def main() -> None:
         tables.TARGET.write_text(tables.page())
     elif asked.keep and (asked.json or asked.quick or not asked.names):
         parser.error("--keep names benchmarks, and goes with neither --json nor --quick")
+    elif "claims" in asked.names and (
+        len(asked.names) > 1 or asked.keep or asked.quick or asked.trace
+    ):
+        parser.error("claims goes with neither a benchmark, --keep, --quick nor --trace")
     else:
-        traces = (asked.trace,) if asked.trace else ()
-        options = Options(asked.repeats, asked.quick, traces)
+        options = Options(asked.repeats, asked.quick, tuple(asked.trace))
         # A command that vLLM runs in a process of its own.
         EngineProcess.launch = partial(launched, command=CHILD)
-        with ending_what_it_starts():
-            if asked.names == ["claims"]:
-                sys.exit(run_claims(options, asked.json, claims.CLAIMS, known))
-            benchmarks = chosen(asked.names, known)
-            if not asked.keep:
-                run_benchmarks(benchmarks, options, asked.json)
-                return
-            for benchmark in benchmarks:
-                run_benchmarks([benchmark], options, str(tables.result_path(benchmark.name)))
+        try:
+            with ending_what_it_starts():
+                sys.exit(_run(asked, options, known))
+        except RayKVError as error:
+            parser.exit(2, f"{error}\n")
+
+
+def _run(asked: argparse.Namespace, options: Options, known: Mapping[str, Benchmark]) -> int:
+    if asked.names == ["claims"]:
+        return run_claims(options, asked.json, claims.CLAIMS, known)
+    benchmarks = chosen(asked.names, known)
+    if not asked.keep:
+        run_benchmarks(benchmarks, options, asked.json)
+        return 0
+    for benchmark in benchmarks:
+        run_benchmarks([benchmark], options, str(tables.result_path(benchmark.name)))
+    return 0
 
 
 if __name__ == "__main__":

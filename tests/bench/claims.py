@@ -26,7 +26,8 @@ def _scheduler_mb(result: Result) -> float:
 
 
 def _million_mb(result: Result) -> float:
-    return sum(row.median for row in result.rows if row.case == footprint.CHUNKS)
+    names = (footprint.SCHEDULER, footprint.NODE, footprint.ENGINE)
+    return sum(result.row(footprint.CHUNKS, name).median for name in names)
 
 
 CLAIMS = (

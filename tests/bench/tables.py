@@ -49,4 +49,5 @@ def tables_of(run: dict[str, Any]) -> Iterator[str]:
             f"* {each['budget']}: {short(each['measured'])}{'' if each['met'] else ', **not met**'}"
             for each in result["budgets"]
         ]
-        yield "\n".join([*lines, *([""] if budgets else []), *budgets])
+        below = [*budgets, *(f"* {note}" for note in result["notes"])]
+        yield "\n".join([*lines, *([""] if below else []), *below])

@@ -100,6 +100,18 @@ def list_benchmarks(benchmarks: Mapping[str, Benchmark]) -> None:
         sys.stdout.write(f"{benchmark.name:{width}}  {benchmark.summary}{needs}\n")
 
 
+def json_file(json_path: str | None) -> Path | None:
+    """The file that `--json` names, if it does.
+
+    Raises:
+        SettingError: it can't be written.
+    """
+    path = None if json_path in (None, "-") else Path(str(json_path))
+    if path is not None and not path.parent.is_dir():
+        raise SettingError(f"--json {path}: there is no folder {path.parent}")
+    return path
+
+
 def run_benchmarks(
     benchmarks: Sequence[Benchmark],
     options: Options,
@@ -118,9 +130,7 @@ def run_benchmarks(
     Raises:
         SettingError: the file can't be written.
     """
-    path = None if json_path in (None, "-") else Path(str(json_path))
-    if path is not None and not path.parent.is_dir():
-        raise SettingError(f"--json {path}: there is no folder {path.parent}")
+    path = json_file(json_path)
     with only_json() if json_path == "-" else nullcontext():
         console = Console(stderr=json_path == "-")
         results = _run_all(benchmarks, options, console, path, under_way)

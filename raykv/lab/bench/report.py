@@ -15,8 +15,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raykv.base.errors import SettingError
-
 
 def _forget(_result: Result) -> None:
     """Nobody wants what there is so far."""
@@ -43,13 +41,7 @@ class Options:
 
     @property
     def trace(self) -> str | None:
-        """The trace of a benchmark that takes one at most.
-
-        Raises:
-            SettingError: there are several.
-        """
-        if len(self.traces) > 1:
-            raise SettingError(f"--trace {self.traces[1]}: only `policy` takes more than one")
+        """The trace of a benchmark that takes one."""
         return self.traces[0] if self.traces else None
 
     def repeats_or(self, usual: int) -> int:

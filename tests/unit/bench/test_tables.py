@@ -20,6 +20,7 @@ def test_table_has_rows_machine_date_and_budgets(
 ) -> None:
     result = Result("pool", "how fast", [Row("a case", "RayKV", "ms", (3.0, 1.0, 2.0))])
     result.verdicts = [Verdict("at most 1 ms", 2.0, 1.0), Verdict("at most 9 ms", 2.0, 9.0)]
+    result.notes = ["All of it on an H200."]
     (tmp_path / "pool.json").write_text(json.dumps(document([result], "1.0", "2026-11-27")))
     (tmp_path / "page.md").write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
@@ -27,6 +28,6 @@ def test_table_has_rows_machine_date_and_budgets(
     page = tables.page()
     assert page.startswith(f"before\n{tables.BEGIN}\n\n**`pool`**: how fast. 2026-11-27, RayKV 1.0")
     assert "| a case | RayKV | 2 | 1 | 3 | ms |" in page
-    assert "* at most 1 ms: 2, **not met**\n* at most 9 ms: 2\n" in page
+    assert "* at most 1 ms: 2, **not met**\n* at most 9 ms: 2\n* All of it on an H200.\n" in page
     assert page.endswith(f"{tables.END}\nafter\n")
     assert "old" not in page
