@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import random
 import sys
@@ -26,6 +25,7 @@ from raykv.protocol.listing import ALL_READ, ListedRow, ListedRows, ListingPart,
 from raykv.protocol.listing import Where as At
 from raykv.protocol.node import Report, ReportAnswer, ReportedEngine
 from tests.bench.directory import CORE, MESSAGES
+from tests.fixtures.keys import random_key
 
 BATCH = 512
 PREFIX = 2048
@@ -39,11 +39,6 @@ NOW = 100.0
 Values = dict[str, dict[str, list[float]]]
 M = TypeVar("M", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-def key(number: int) -> Key:
-    """36 bytes that look like a block hash and a KV group; the same for the same number."""
-    return Key(hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +126,8 @@ class DirectoryLoad:
 
     def report(self, watch: Stopwatch, came: int = 0, went: int = 0) -> None:
         """So many chunks come, and the oldest go."""
-        new = [key(number) for number in range(self.num_keys, self.num_keys + came)]
-        old = [key(number) for number in range(self._first, self._first + went)]
+        new = [random_key(number) for number in range(self.num_keys, self.num_keys + came)]
+        old = [random_key(number) for number in range(self._first, self._first + went)]
         self.num_keys, self._first = self.num_keys + came, self._first + went
         watch.add(exchange(encode(self._node.report(new, old)), Report, self._take))
 
@@ -153,12 +148,12 @@ class DirectoryLoad:
 
     def asked(self, count: int) -> list[Key]:
         """Keys that are held, from anywhere."""
-        return [key(random.randrange(self._first, self.num_keys)) for _ in range(count)]
+        return [random_key(random.randrange(self._first, self.num_keys)) for _ in range(count)]
 
     def prefix(self, count: int) -> list[Key]:
         """Keys that are held, neighbours in the order in which they were stored."""
         first = random.randrange(self._first, max(self._first + 1, self.num_keys - count + 1))
-        return [key(number) for number in range(first, min(first + count, self.num_keys))]
+        return [random_key(number) for number in range(first, min(first + count, self.num_keys))]
 
 
 def looked_up(load: DirectoryLoad, values: Values) -> None:

@@ -28,6 +28,7 @@ from raykv.lab.bench.report import Options, Result, Row, Verdict
 from tests.bench import directory, pool
 from tests.bench.serving import BLOCK, Bed
 from tests.bench.viewed import ViewedNode
+from tests.fixtures.keys import random_key
 
 BARE, SCHEDULER, NODE, ENGINE = "bare Ray actor", "scheduler actor", "NodeActor", "engine"
 IDLE, LOAD, CHUNKS = "idle", "under load", "a million chunks"
@@ -189,7 +190,7 @@ def view_bytes(count: int) -> int:
     """What an engine's view of so many chunks takes."""
     before = pool.own_bytes(os.getpid())
     node = ViewedNode()
-    node.store(pool.key_of(number) for number in range(count))
+    node.store(random_key(number) for number in range(count))
     assert node.view.num_ready == count, node.view.num_ready
     return pool.own_bytes(os.getpid()) - before
 

@@ -7,7 +7,6 @@ are those of a process that holds nothing else, without the changes that are kep
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import time
@@ -15,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Direction, Key, Namespace, NodeId
+from raykv.base.ids import Direction, Namespace, NodeId
 from raykv.base.shares import Share
 from raykv.lab.bench.named_jobs import ORDERED
 from raykv.lab.bench.report import Options, Result, Row, Verdict
@@ -26,6 +25,7 @@ from raykv.protocol.copies import CopyJob
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import OrdersDocument
+from tests.fixtures.keys import random_key
 
 SLOT_BYTES, SLAB_BYTES = 1 << 20, 256 << 20
 SPACE, ENGINE = Namespace("space"), 1
@@ -35,11 +35,6 @@ NUM_TENANTS, NUM_PINNED = 64, 65_536
 LEAST_RATE = 50_000
 MOST_HELD_MS = 10.0
 MOST_CHUNK_BYTES = 450
-
-
-def key_of(number: int) -> Key:
-    """36 bytes, as a block hash and a KV group are."""
-    return Key(hashlib.blake2b(number.to_bytes(8), digest_size=32).digest() + bytes(4))
 
 
 def own_bytes(pid: int) -> int:
@@ -69,7 +64,7 @@ def job_of(number: int) -> CopyJob:
         1 + number,
         Direction.STORE,
         SPACE,
-        Keys.of(key_of(each) for each in range(first, first + JOB_CHUNKS)),
+        Keys.of(random_key(each) for each in range(first, first + JOB_CHUNKS)),
         num_blocks=ones,
         first_block=zeros,
         block_ids=zeros,
@@ -111,7 +106,7 @@ def run(options: Options) -> Result:
     index = pool.index
     index.share({tenant: Share(1 / (2 * NUM_TENANTS)) for tenant in index.room.used})
     for number in range(min(NUM_PINNED, count // 16)):
-        record = index.find(SPACE, key_of(number * 16))
+        record = index.find(SPACE, random_key(number * 16))
         assert isinstance(record, ChunkRecord)
         index.room.order_of(record).stand(record, Standing.PINNED)
     seconds: list[float] = []

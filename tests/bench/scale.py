@@ -23,7 +23,8 @@ from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
 from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
-from tests.bench.directory_load import SPACE, ReportingNode, directory, exchange, key
+from tests.bench.directory_load import SPACE, ReportingNode, directory, exchange
+from tests.fixtures.keys import random_key
 
 ENGINES_PER_NODE = 4
 ASKED = 32
@@ -116,7 +117,7 @@ class _Cluster:
     def _second_of(self, node: PlayedNode) -> None:
         came: list[Key] = []
         for engine in node.engines:
-            stored = [key(next(self._numbers)) for _ in range(STORED)]
+            stored = [random_key(next(self._numbers)) for _ in range(STORED)]
             self._ask(node, engine, stored)
             came += stored
         num_reports = max(1, round(1 / node.pause_s))

@@ -112,7 +112,7 @@ def test_working_set_of_four_groups_that_fits_the_pool_is_loaded(num_engines: in
 def test_what_one_step_stores_finds_room_in_a_small_pool_beside_other_engines(
     num_engines: int,
 ) -> None:
-    """Of `bench ttft`: 4,096 tokens at once, in a pool that is filled again and again."""
+    """Of the benchmark `ttft`: 4,096 tokens at once, in a pool that is filled again and again."""
     node = SharedNode(POOL_CHUNKS, num_engines=num_engines)
     for prompt in range(12):
         node.ask(prompt, 32, engine=prompt % num_engines)
