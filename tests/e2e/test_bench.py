@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,15 +68,30 @@ def test_benchmark_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
 
 
 def test_client_of_vllm_is_played_against_it_alone_and_raykv(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
+    logs, trace = tmp_path / "logs", tmp_path / "trace.jsonl"
+    # Four prompts of 7 blocks, which do not fit into the KV memory together, twice; their lengths
+    # are divided by 64.
+    requests = [
+        {
+            "timestamp": 4000 * number,
+            "input_length": 58 * 1024,
+            "output_length": 512,
+            "hash_ids": [1000 * (number % 4) + chunk for chunk in range(116)],
+        }
+        for number in range(8)
+    ]
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in requests))
     command = [*RAYKV_BENCH, "client", "--system", "plain", "--system", "raykv"]
+    command += ["--trace", str(trace)]
     (told,) = run([*command, "--logs", str(logs)], tmp_path / "client.json")
     rows = {(row["case"], row["subject"], row["unit"]): row["median"] for row in told["rows"]}
-    assert len(rows) == 2 * 2 * 6
+    assert len(rows) == 3 * 2 * 6
     budgets = {each["budget"]: each for each in told["budgets"]}
-    for load in ("prefix_repetition", "random"):
+    for load in ("prefix_repetition", "random", "timed_trace"):
         for subject in ("vLLM alone", "RayKV"):
             assert rows[load, subject, "failed"] == 0
             assert rows[load, subject, "TTFT mean, ms"] > 0
         assert budgets[f"{load}: texts that differ from those of vLLM alone"]["met"], budgets
-    assert list(logs.iterdir())
+    log = (logs / "sweep.log").read_text()
+    loaded = re.findall(r"External prefix cache hit rate: ([\d.]+)%", log)
+    assert max(map(float, loaded), default=0.0) > 0, "RayKV has loaded nothing"

@@ -139,25 +139,22 @@ class ChildEngine:
         self,
         requests: list[dict[str, Any]],
         params: dict[str, Any] | None = None,
-        kv_hints: dict[str, Any] | None = None,
+        **of_request: Any,
     ) -> dict[str, Any]:
         """Work on requests together; some are cancelled after a number of steps of the engine.
 
-        `kv_hints` are vLLM's, as an orchestrator would write them.
+        `of_request`: what else vLLM takes with each of them.
 
         An output has its greedy tokens, their logprobs, and by how much each was likelier than the
         next one. What was taken back comes with the reason "abort".
         """
-        import msgspec
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.kv_hints import KvHintsEnvelope
 
         engine = self._llm.llm_engine
         found: dict[str, dict[str, Any]] = {}
         aborts: dict[str, int] = {}
         began = time.monotonic()
-        hints = None if kv_hints is None else msgspec.convert(kv_hints, KvHintsEnvelope)
         for number, request in enumerate(requests):
             self._served += 1
             request_id = f"{number}-{self._served}"
@@ -171,7 +168,7 @@ class ChildEngine:
                 extra_args={"kv_transfer_params": params} if params else None,
             )
             prompt = {"prompt_token_ids": request["prompt"]}
-            engine.add_request(request_id, prompt, sampling, kv_hints=hints)
+            engine.add_request(request_id, prompt, sampling, **of_request)
             found[request_id] = {"reason": "abort"}
             if request.get("abort_after_steps"):
                 aborts[request_id] = request["abort_after_steps"]
