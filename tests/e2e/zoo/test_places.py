@@ -121,7 +121,11 @@ def test_pool_that_is_too_small_serves_what_it_holds(
     for _ in range(40):
         number = min(source.randrange(12) for _ in range(3))
         (found,) = engine.ask(documents[number])
-        engine.check_same(found, expected[number])
+        reference = expected.setdefault(number, found)
+        engine.check_same(found, reference)
+        if not engine.model.is_steady and found["cached"] not in (0, reference["cached"]):
+            # What is stored now was computed behind another prefix, and is not what was before.
+            del expected[number]
         loaded += bool(found["cached"])
         engine.settle()
     (node,) = cluster.status().nodes
