@@ -237,6 +237,7 @@ class StagedLink(WorkerLink):
         for job_id in loads:
             job = self._jobs[job_id]
             job.fail_rest(Refusal.CANCELLED)
+            self._end_if_done(job)
         super().wait([n for n, part in self._parts.items() if part.job_id in loads])
         self._pump()
 

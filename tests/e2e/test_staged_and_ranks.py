@@ -70,7 +70,8 @@ def test_engines_of_one_and_two_ranks_load_what_either_stored(
     one = EngineProcess(tiny_model, tmp_path / "one", {**settings, **staged})
     engines = [one]
     try:
-        prompts = [prompt(70 + i, 1000) for i in range(2)]
+        # Of one length less than a block apart: the last one is told apart by it.
+        prompts = [prompt(70, 1008), prompt(71, 1000)]
         check_loads(one, cluster, prompts)
         two = EngineProcess(
             tiny_model,

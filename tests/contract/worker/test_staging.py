@@ -170,6 +170,14 @@ def test_load_by_layer_that_finds_no_room_ends_with_its_deadline(link: Any) -> N
     assert list(result_of(link, 1).refusals) == [Refusal.CANCELLED]
 
 
+def test_load_that_is_flushed_before_it_had_room_is_cancelled(link: Any) -> None:
+    taken = link._memory.take(STAGING_BLOCKS)
+    link.submit(request(Direction.LOAD, [0, 1], [4, 5, 6, 7], 1))
+    link.wait([1])
+    link._memory.give_back(taken)
+    assert list(result_of(link, 1).refusals) == [Refusal.CANCELLED] * 2
+
+
 @pytest.mark.expects_failures
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("refused", [0, 1, 2])
