@@ -71,11 +71,11 @@ def read_timed_prompts(path: str) -> list[dict[str, Any]]:
     numbers = ("input_length", "output_length", "timestamp")
     for place, row in rows:
         names = row if isinstance(row, dict) else {}
-        has_numbers = all(_is_number(names.get(name)) for name in numbers)
-        if not has_numbers or not isinstance(names.get("hash_ids"), list):
+        if not all(_is_number(names.get(name)) for name in numbers):
             raise SettingError(
                 f"{place}: must have `hash_ids`, a list, and the numbers {', '.join(numbers)}"
             )
+        _hash_ids(row, place)
     return [row for _, row in rows]
 
 

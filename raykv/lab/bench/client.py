@@ -122,7 +122,9 @@ def run(options: Options) -> Result:
         cluster.up(pool_bytes=sizes.pool_bytes)
         servers = {name: server(name, address, sizes) for name in systems}
         command = sweep(folder, model, sizes, servers, plays, is_cpu=is_cpu)
-        deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * 40 / sizes.rate))
+        # A conversation is played whole, however many requests it has.
+        most = max([ON_CPU.num_requests, *map(len, traced)])
+        deadline_s = len(servers) * (START_S + len(plays) * (RUN_S + LAG * 2 * most / sizes.rate))
         variables = environment(model, is_cpu=is_cpu)
         run_sweep(command, variables, folder / "sweep.log", deadline_s, options.logs)
         return summed(folder, systems, list(dict.fromkeys(_load(name) for name in plays)), repeats)

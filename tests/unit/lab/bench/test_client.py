@@ -90,6 +90,10 @@ def test_trace_is_played_with_lengths_divided_at_the_rate_without_what_is_too_lo
         (None, "can't be read"),
         ('{"hash_ids": [1]}', "line 1: must have `hash_ids`, a list, and the numbers"),
         (
+            '{"hash_ids": [[1]], "timestamp": 0, "input_length": 200, "output_length": 1}',
+            "line 1: must have `hash_ids`, a list of numbers or strings",
+        ),
+        (
             '{"hash_ids": [1], "timestamp": 0, "input_length": 200000, "output_length": 1}',
             "at most 131,072 tokens",
         ),
