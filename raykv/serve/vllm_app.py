@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from raykv.base.errors import SettingError
 from raykv.vllm.internals.engine import serve_flags
-from raykv.vllm.internals.names import SERVE, require
+from raykv.vllm.internals.names import known_vllm
 
 
 async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, ASGIApp]:
@@ -28,16 +28,16 @@ async def start(flags: Sequence[str], stack: AsyncExitStack) -> tuple[Any, ASGIA
         SettingError: vLLM refuses the flags.
         VersionError: RayKV does not know this vLLM.
     """
-    require(SERVE)
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+    with known_vllm():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+        from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     args = parse_flags(flags)
     if args.tool_parser_plugin:

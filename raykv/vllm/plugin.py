@@ -38,12 +38,8 @@ def __getattr__(name: str) -> Any:
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     names.check_vllm_version(names.vllm_version())
-    try:
+    with names.known_vllm():
         return getattr(import_module(CONNECTORS[name]), name)
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "vllm":
-            raise
-        raise names.refusal_of(str(error)) from error
 
 
 def register() -> None:

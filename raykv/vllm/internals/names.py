@@ -5,14 +5,15 @@ given. What is not, and is imported, read, set, called, wrapped or overridden, i
 folder alone, under names that say what for. Where versions of vLLM differ, only this folder does.
 vLLM's modules are imported where they are needed, since its plugins are loaded before most of them.
 
-`NEEDED` has what a part of RayKV refuses to start without. `tests/fixtures/vllm_names.toml` has all
-else that RayKV touches, what for, and what happens where it is missing: RayKV finds out when it
-gets there.
+`NEEDED` has what a part of RayKV refuses to start without, because it would find out in steps only,
+or never. `tests/fixtures/vllm_names.toml` has all else that RayKV touches, what for, and what
+happens where it is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
@@ -60,28 +61,16 @@ def check_vllm_version(version: str) -> None:
 
 @dataclass(frozen=True)
 class Touched:
-    """Names of one owner, a module or a class in it ("module:Class"), by spaces.
-
-    `since` is the first version that has them, `until` the first that has them no more.
-    """
+    """Names of one owner, a module or a class in it ("module:Class"), by spaces."""
 
     owner: str
     names: str
-    since: str = ""
-    until: str = ""
-
-    def is_in(self, version: str) -> bool:
-        """Whether that version should have them."""
-        found = numbers_of(version)
-        is_late = bool(self.until) and found >= numbers_of(self.until)
-        return found >= numbers_of(self.since) and not is_late
 
 
 KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 OFFLOADING = f"{KV_CONNECTOR}.v1.offloading"
 OFFLOADING_SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 OFFLOADING_WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
-SERVE_FLAGS = "make_arg_parser propagate_flash_late_interaction validate_parsed_serve_args"
 
 TRACKER = Touched(
     f"{OFFLOADING}.events:OffloadingEventsTracker",
@@ -91,10 +80,9 @@ TRACKER = Touched(
 warning says that chunks are described to nobody, and vLLM's own events have none of them.
 """
 
-SCHEDULER, WORKER, LAYERWISE, SERVE = "scheduler", "worker", "layerwise", "serve"
+SCHEDULER, WORKER, LAYERWISE = "scheduler", "worker", "layerwise"
 """Parts of RayKV that can't do without some names: the two sides of the connector and layer-wise
-loads, without which the engine does not start, and vLLM's server inside of Ray Serve, without which
-the application is refused.
+loads, without which the engine does not start.
 """
 
 NEEDED: Mapping[str, tuple[Touched, ...]] = {
@@ -130,18 +118,10 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
             "group_idx tokens_per_block tokens_per_chunk sliding_window_size_in_chunks "
             "kv_cache_spec manager_cls",
         ),
-        Touched(f"{OFFLOADING}.scheduler", "get_sliding_window_size_in_chunks", until="0.33"),
-        Touched(f"{OFFLOADING}.config", "get_sliding_window_size_in_chunks", since="0.33"),
         Touched(
             "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
             "reachable_block_mask",
         ),
-        # What belongs into the namespace: a spec's facts, the format of canonical pages, the root
-        # of block hashes that are cryptographic, and the attention back end that layers get.
-        Touched(f"{OFFLOADING}.config", "build_offloading_config"),
-        Touched(f"{OFFLOADING}.canonical_mapping", "canonical_format_id"),
-        Touched("vllm.v1.core.kv_cache_utils", "DEFAULT_NONE_HASH_SEED"),
-        Touched("vllm.v1.attention.selector", "get_attn_backend get_mamba_attn_backend"),
         # Wrapped: a request whose load brought nothing waits like one that has never loaded, room
         # is kept for the blocks that windows still need of prefills under way, and what changes the
         # weights is noticed before the next step.
@@ -167,7 +147,6 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
         ),
         # The model whose weights are watched, of workers whose class may be configured as a text.
         Touched("vllm.v1.worker.gpu_worker:Worker", "compile_or_warm_up_model get_model"),
-        Touched("vllm.utils.import_utils", "resolve_obj_by_qualname"),
     ),
     LAYERWISE: (
         # Blocks that did not come leave vLLM's prefix cache, and requests that have them are
@@ -175,22 +154,6 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
         Touched(f"{KV_CONNECTOR}.v1.base:KVConnectorBase_V1", "_kv_cache_manager"),
         Touched("vllm.v1.core.kv_cache_manager:KVCacheManager", "evict_blocks get_block_ids"),
         Touched("vllm.v1.core.sched.scheduler:Scheduler", "_preempt_request update_from_output"),
-    ),
-    SERVE: (
-        # vLLM's HTTP application and its engine's client in a replica, with the flags of `vllm
-        # serve`, and vLLM's own metrics beside the same as Ray's.
-        Touched("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
-        Touched("vllm.entrypoints.launchers.app", "build_app"),
-        Touched("vllm.engine.arg_utils", "AsyncEngineArgs EngineArgs"),
-        Touched("vllm.reasoning", "ReasoningParserManager"),
-        Touched("vllm.tool_parsers", "ToolParserManager"),
-        Touched("vllm.usage.usage_lib", "UsageContext"),
-        Touched("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
-        Touched("vllm.v1.engine.async_llm", "AsyncLLM"),
-        Touched("vllm.v1.metrics.loggers", "PrometheusStatLogger"),
-        Touched("vllm.v1.metrics.ray_wrappers", "RayPrometheusStatLogger"),
-        Touched("vllm.entrypoints.common.cli_args", SERVE_FLAGS, since="0.33"),
-        Touched("vllm.entrypoints.launchers.cli_args", SERVE_FLAGS, until="0.33"),
     ),
 }
 """By the part that needs them."""
@@ -206,15 +169,28 @@ def require(part: str, *objects: Any) -> None:
     Raises:
         VersionError: with the first name that is missing.
     """
-    version = vllm_version()
     for row in NEEDED[part]:
-        if row.is_in(version):
-            missing = missing_of(row, *objects)
-            if missing:
-                raise refusal_of(f"there is no {missing}")
+        missing = missing_of(row, *objects)
+        if missing:
+            raise _refusal(f"there is no {missing}")
 
 
-def refusal_of(why: str) -> VersionError:
+@contextmanager
+def known_vllm() -> Iterator[None]:
+    """Within it, what vLLM has no more where it is imported from refuses this vLLM.
+
+    Raises:
+        VersionError: with the first name that is missing.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        raise _refusal(str(error)) from error
+
+
+def _refusal(why: str) -> VersionError:
     """What to say of this vLLM, which has another inside."""
     return VersionError(
         f"RayKV does not know this vLLM ({vllm_version()}): {why}; install vLLM {_allowed()}"
