@@ -30,15 +30,11 @@ HERE = by_name(
     *(
         Benchmark(name, summary, "tests.bench", needs)
         for name, summary, needs in (
-            ("lookup", "µs per lookup of a prefix that is wholly on the own node", ""),
             ("scale", "what 10 to 2000 nodes ask of the scheduler actor", ""),
             ("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk", ""),
             ("ttft", "time to first token by where a prompt's KV comes from", ""),
             ("throughput", "requests per second with and without RayKV and reuse", ""),
-            ("hidden_states", "MB/s of hidden states, beside vLLM's example connector", ""),
             ("restart", "what a pool adds to an engine's start", ""),
-            ("sleep", "time from an engine's wake-up to the first token of a known prompt", ""),
-            ("serve_routing", "conversations over two replicas: routers, with and without", ""),
             ("disaggregated", "prefill and decode apart, beside one engine that does both", ""),
             ("feed", "how soon engines know what others have stored, and what that costs", ""),
             ("footprint", "memory, CPU, threads and descriptors of RayKV's processes", ""),

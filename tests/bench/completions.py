@@ -23,16 +23,12 @@ class AnswerError(RayKVError):
 class Completion:
     """When a request was sent, and when each token came; seconds of one clock.
 
-    Of the prompt's tokens `cached` were not computed, where the server says so. `course`: what
-    became of the prompt, where a proxy says so.
+    `course`: what became of the prompt, where a proxy says so.
     """
 
     began: float
     tokens: tuple[float, ...]
     course: str | None = None
-    text: str = ""
-    prompt_tokens: int = 0
-    cached: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -64,60 +60,33 @@ class ModelServer:
         Raises:
             AnswerError: the server refuses the request.
         """
-        request = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, **extra}
-        return self._stream("/v1/completions", request, is_enough)
-
-    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Completion:
-        """Stream at most that many tokens; the server counts those of the prompt.
-
-        Raises:
-            AnswerError: the server refuses the request.
-        """
-        return self._stream(
-            "/v1/chat/completions",
-            {
-                "messages": messages,
-                "max_tokens": max_tokens,
-                "stream_options": {"include_usage": True},
-            },
-        )
-
-    def _stream(
-        self, path: str, request: dict[str, Any], is_enough: Callable[[], bool] = lambda: False
-    ) -> Completion:
-        body = {"model": self.model, "temperature": 0, "stream": True, **request}
+        body = {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            **extra,
+        }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         with closing(connection):
             headers = {"Content-Type": "application/json"}
             began = time.monotonic()
-            connection.request("POST", path, json.dumps(body), headers)
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AnswerError(f"status {answer.status}: {answer.read()[:500]!r}")
-            pieces = []
-            for piece in _pieces(answer):
-                pieces.append(piece)
+            times = []
+            for at in _times(answer):
+                times.append(at)
                 if is_enough():
                     break
-        deltas = [
-            (at, choice.get("delta", {}))
-            for at, piece in pieces
-            for choice in piece.get("choices", ())
-        ]
-        usage: dict[str, Any] = next((p["usage"] for _, p in pieces if p.get("usage")), {})
-        return Completion(
-            began,
-            # A chat begins with a piece that only says who speaks.
-            tuple(at for at, delta in deltas if "role" not in delta),
-            answer.getheader("x-raykv-prefill"),
-            text="".join(delta.get("content") or "" for _, delta in deltas),
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        )
+        return Completion(began, tuple(times), answer.getheader("x-raykv-prefill"))
 
 
-def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The pieces of a stream of server-sent events, and when they came."""
+def _times(answer: http.client.HTTPResponse) -> Iterator[float]:
+    """When each piece of a stream of server-sent events with a token came."""
     for line in answer:
-        if line.startswith(b"data: {"):
-            yield time.monotonic(), json.loads(line[6:])
+        if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
+            yield time.monotonic()

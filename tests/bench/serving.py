@@ -25,7 +25,6 @@ RECOMPUTE, PREFIX_HIT, RAYKV, REMOTE = (
     "RayKV, same node",
     "RayKV, other node",
 )
-IN_PROCESS, DISK = "in-process spec", "ExampleConnector (disk)"
 
 
 class Bed:
@@ -100,10 +99,6 @@ class Bed:
         self._stack.callback(end_node_actor, node.node_id)
         return node.node_id
 
-    def other(self, connector: dict[str, Any], **config: Any) -> EngineProcess:
-        """An engine with another KV connector."""
-        return self._start(raykv=None, connector=connector, **config)
-
     def _start(self, **config: Any) -> EngineProcess:
         number = next(self._numbers)
         options = {"max_model_len": self.max_tokens, "block_size": BLOCK, **config}
@@ -118,16 +113,3 @@ class Bed:
     def settle(self) -> None:
         """Wait until RayKV's stores stand still and are known, or a deadline."""
         settle(self.cluster)
-
-
-def in_process_connector(pool_bytes: int) -> dict[str, Any]:
-    """What an engine's configuration says to use `tests.bench.in_process`."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {
-            "spec_name": "InProcessSpec",
-            "spec_module_path": "tests.bench.in_process",
-            "cpu_bytes_to_use": pool_bytes,
-            "offload_prompt_only": False,
-        },
-    }

@@ -6,37 +6,26 @@ blocks: the model's work does not depend on what they say. SmolLM2-135M in float
 
 from __future__ import annotations
 
-import time
-
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from tests.bench.serving import (
     BLOCK,
-    DISK,
-    IN_PROCESS,
     PREFIX_HIT,
     RAYKV,
     RECOMPUTE,
     REMOTE,
     Bed,
-    in_process_connector,
 )
 
 LENGTHS = (1024, 2048, 4096, 7168)
 POOL_BYTES = 1 << 30
-"""Of each of the three pools: the longest prompt's KV three times. More of it, beside five engines,
+"""Of each of the two pools: the longest prompt's KV three times. More of it, beside four engines,
 and Ray's memory monitor ends the NodeActors on a machine with 24 GB."""
-
-STORE_PAUSE_S = 0.25
-STORE_STEPS = 3
-"""For connectors that don't say when their stores have ended: vLLM begins them with the engine's
-next step, and hears of their end in a later one. A short request makes each."""
 
 FIRST = "RayKV, first time (stores)"
 BY_LAYER = "RayKV, same node, layerwise_loads"
 
-MOST_OF_IN_PROCESS = 1.1
 LEAST_SPEED_UP = 5.0
 
 
@@ -62,11 +51,7 @@ def run(options: Options) -> Result:
 def _verdicts(result: Result, length: int) -> list[Verdict]:
     case = f"{length} tokens"
     here, there = result.row(case, RAYKV), result.row(case, REMOTE)
-    in_process_ratio = here.ratio_to(result.row(case, IN_PROCESS))
     verdicts = [
-        Verdict(
-            f"{case}: same node at most 1.1 x in-process", in_process_ratio, MOST_OF_IN_PROCESS
-        ),
         Verdict(
             f"{case}: same node faster than vLLM's own prefix hit",
             here.ratio_to(result.row(case, PREFIX_HIT)),
@@ -86,32 +71,16 @@ class _Engines:
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
         self.notes: list[str] = []
-        # Short requests so far that are asked for their steps only.
-        self._others = 0
-        disk = {
-            "kv_connector": "ExampleConnector",
-            "kv_connector_extra_config": {"shared_storage_path": str(bed.folder / "disk")},
-        }
         bed.start_cluster()
-        (
-            self._plain,
-            self._here,
-            self._by_layer,
-            self._there,
-            self._in_process,
-            self._disk,
-        ) = started_together(
+        self._plain, self._here, self._by_layer, self._there = started_together(
             bed.plain,
             bed.raykv,
             lambda: bed.raykv(settings={"layerwise_loads": True}),
             bed.raykv_elsewhere,
-            lambda: bed.other(in_process_connector(bed.pool_bytes)),
-            # It can't go on with a prompt that was begun.
-            lambda: bed.other(disk, max_num_batched_tokens=bed.max_tokens),
         )
         bed.wait_for_pools()
         warm = prompt(1, 2 * BLOCK)
-        for engine in (self._plain, self._here, self._in_process, self._disk):
+        for engine in (self._plain, self._here):
             engine.tokens([warm], max_tokens=1)
         bed.settle()
         for engine in (self._by_layer, self._there):
@@ -139,15 +108,6 @@ class _Engines:
         self._by_layer.reset()
         found[REMOTE] = self._loaded(REMOTE, self._there, tokens)
         self._there.reset()
-        for name, engine in ((IN_PROCESS, self._in_process), (DISK, self._disk)):
-            engine.tokens([tokens], max_tokens=1)
-            for _ in range(STORE_STEPS):
-                time.sleep(STORE_PAUSE_S)
-                self._others += 1
-                engine.tokens([prompt(-self._others, BLOCK - 1)], max_tokens=1)
-            engine.reset()
-            found[name] = self._loaded(name, engine, tokens)
-            engine.reset()
         return found
 
     def _loaded(self, name: str, engine: EngineProcess, tokens: list[int]) -> float:

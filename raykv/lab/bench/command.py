@@ -69,8 +69,8 @@ BENCHMARKS = by_name(
 )
 
 MOVED = (
-    "directory", "disaggregated", "feed", "footprint", "hidden_states", "lookup", "pool", "restart",
-    "scale", "serve_routing", "sleep", "step", "throughput", "ttft",
+    "directory", "disaggregated", "feed", "footprint", "pool", "restart", "scale", "step",
+    "throughput", "ttft",
 )  # fmt: skip
 """Benchmarks of RayKV's own design, which a clone of the repository has."""
 

@@ -115,7 +115,7 @@ def test_without_a_name_run_those_that_need_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["lookup", "--quick"], "run `python -m tests.bench lookup` there"),
+        (["feed", "--quick"], "run `python -m tests.bench feed` there"),
         (["gpu", "--system", "lmcache", "--quick"], "`gpu` has raykv, native, plain, layerwise"),
         (["client", "--system", "lmcache"], "`client` has plain, native, raykv"),
         (["copy", "--json", "/nowhere/x"], "there is no folder /nowhere"),

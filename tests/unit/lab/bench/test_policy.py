@@ -26,7 +26,7 @@ from raykv.lab.bench.policy import (
 )
 from raykv.lab.bench.report import Options
 from tests.bench.simulation.workload import from_trace
-from tests.bench.synthetic import synthetic
+from tests.fixtures.traces import synthetic
 
 
 def lru_rate(requests: list[Request], capacity: int) -> float:
