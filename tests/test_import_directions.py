@@ -270,7 +270,6 @@ def test_modules_import_each_other_in_no_circle() -> None:
 LIGHT = {
     "ray torch vllm": [
         "raykv",
-        "raykv.lab.demo",
         "raykv.serve",
         *(
             module

@@ -42,7 +42,7 @@ def demo(
 
     Example: raykv demo --tiny --nodes 2
     """
-    from raykv.lab.demo import run_demo
+    from raykv.lab.demo.run import run_demo
     from raykv.lab.warden import ending_what_it_starts
 
     with ending_what_it_starts() as warden:
@@ -53,7 +53,6 @@ def demo(
             nodes=nodes,
             ray_address=address,
             pool_bytes=pool_bytes,
-            console=None,
             note_actors=warden.note_actors,
         )
     raise typer.Exit(code)

@@ -20,7 +20,7 @@ def tokens_of_text(tokenizer: str, text: str) -> list[int]:
     Raises:
         SettingError: there is no such tokenizer here, or transformers is not installed.
     """
-    return list(_load(tokenizer).encode(text))
+    return list(load_tokenizer(tokenizer).encode(text))
 
 
 def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -30,7 +30,7 @@ def tokens_of_chat(tokenizer: str, messages: Sequence[dict[str, Any]]) -> list[i
     Raises:
         SettingError: there is no such tokenizer here, or it has no template for such messages.
     """
-    loaded = _load(tokenizer)
+    loaded = load_tokenizer(tokenizer)
     try:
         text = loaded.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
@@ -48,10 +48,15 @@ def text_of_tokens(tokenizer: str, tokens: Sequence[int]) -> str:
     Raises:
         SettingError: there is no such tokenizer here, or transformers is not installed.
     """
-    return str(_load(tokenizer, local_files_only=True).decode(list(tokens)))
+    return str(load_tokenizer(tokenizer, local_files_only=True).decode(list(tokens)))
 
 
-def _load(tokenizer: str, **options: bool) -> Any:
+def load_tokenizer(tokenizer: str, **options: bool) -> Any:
+    """A model's tokenizer, of transformers.
+
+    Raises:
+        SettingError: there is no such tokenizer here, or transformers is not installed.
+    """
     try:
         with warnings.catch_warnings():
             # What torchvision lacks is for images; transformers looks for it all the same.

@@ -30,6 +30,7 @@ from raykv.client.cluster import connect
 from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.inspect.trace_files import read_timed_prompts
 from raykv.lab.bench.client_trace import TRACED_TOKENS, Rows, scaled, whole_conversations
+from raykv.lab.bench.engine import all_cores_but_one
 from raykv.lab.bench.report import Options, Result, Row, Verdict
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
@@ -280,10 +281,8 @@ def environment(model: str, *, is_cpu: bool) -> dict[str, str]:
     if Path(model).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if is_cpu:
-        cores = sorted(os.sched_getaffinity(0))
-        binding = ",".join(map(str, cores[:-1] or cores))
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+        variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", all_cores_but_one())
     return variables
 
 

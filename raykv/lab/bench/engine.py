@@ -49,6 +49,12 @@ def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess
     return [each.result() for each in coming]
 
 
+def all_cores_but_one() -> str:
+    """What engines on CPUs compute with: the last one is for Ray and for all other processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[:-1] or cores))
+
+
 def wait_for_pools(cluster: Cluster, ready: str = "prefaulted_bytes") -> None:
     """Wait until nearly all of the pools' pages are there, by a field of their status, or a
     deadline.
@@ -61,10 +67,10 @@ def wait_for_pools(cluster: Cluster, ready: str = "prefaulted_bytes") -> None:
         time.sleep(LOOK_S)
 
 
-def settle(cluster: Cluster) -> None:
+def settle(cluster: Cluster, still_s: float = SETTLE_S) -> None:
     """Wait until RayKV's stores stand still and are known, or a deadline."""
     give_up_at, seen, since = time.monotonic() + STORE_S, -1, time.monotonic()
-    while time.monotonic() < min(give_up_at, since + SETTLE_S):
+    while time.monotonic() < min(give_up_at, since + still_s):
         now = sum(node.bytes_stored for node in cluster.status().nodes)
         if now != seen:
             seen, since = now, time.monotonic()

@@ -116,6 +116,8 @@ class ChildEngine:
         max_tokens: int,
         params: dict[str, Any] | None = None,
         lora: Any = None,
+        *,
+        ignore_eos: bool = True,
         **of_request: Any,
     ) -> list[Any]:
         """`of_request`: what else vLLM takes as a part of each prompt."""
@@ -126,7 +128,7 @@ class ChildEngine:
             temperature=0,
             max_tokens=max_tokens,
             detokenize=False,
-            ignore_eos=True,
+            ignore_eos=ignore_eos,
             extra_args=extra,
         )
         requests: list[Any] = [{"prompt_token_ids": prompt, **of_request} for prompt in prompts]
@@ -181,7 +183,7 @@ class ChildEngine:
             engine.abort_request(gone)
         return {
             "outputs": list(found.values()),
-            "preemptions": self._num_preemptions(),
+            "preemptions": self.counters().get("vllm:num_preemptions", 0.0),
         }
 
     def timed(self, batches: list[list[list[int]]], max_tokens: int = 1) -> dict[str, float]:
@@ -232,9 +234,15 @@ class ChildEngine:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         }
 
-    def _num_preemptions(self) -> float:
-        found = [each for each in self._llm.get_metrics() if each.name == "vllm:num_preemptions"]
-        return float(sum(each.value for each in found))
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters, by name and labels."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                source = metric.labels.get("source", "")
+                found[f"{metric.name}{{{source}}}" if source else metric.name] = float(value)
+        return found
 
     def shut_down(self) -> None:
         """End the engine in good order."""

@@ -1,5 +1,1 @@
-"""`raykv demo`: ask a real model about long documents, with and without RayKV, and compare."""
-
-from raykv.lab.demo.run import run_demo
-
-__all__ = ["run_demo"]
+"""`raykv demo`: long documents asked about in rounds, with and without RayKV."""

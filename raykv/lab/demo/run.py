@@ -1,41 +1,37 @@
-"""Drive vLLM and Ray for `raykv demo`: a real model, long real documents, and what RayKV saves.
+"""`raykv demo`: a real model, long real documents, and what RayKV saves.
 
-    run_demo ── asks ──► vLLM + RayKV ──► Ask records ──► Report ──► tables, JSON, exit code
-
-Importing this module is light: vLLM and Ray are imported once the demo runs.
+run_demo ── asks ──► vLLM + RayKV ──► DemoAsk ──► DemoReport ──► tables, JSON, exit code
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from raykv.base.errors import SettingError
 from raykv.base.extras import require
 from raykv.base.settings import load_settings
-from raykv.lab.demo.engine import DemoEngine, Setup, log_path
+from raykv.client.cluster import Cluster, connect
+from raykv.cluster.ask import end_node_actor, find_scheduler_actor
+from raykv.cluster.join import ensure_cluster, stop_started
+from raykv.lab.bench.engine import EngineProcess, all_cores_but_one
 from raykv.lab.demo.prompts import document_prompts, random_prompts
 from raykv.lab.demo.report import show
-from raykv.lab.demo.session import DemoSession
+from raykv.lab.demo.session import DemoSession, Setup
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.serve.models import SMOLLM2_NAME, smollm2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-MAX_NODES = 2
-_ALWAYS_FETCH = {"always_fetch": True}  # shown is a fetch, even if computing were faster
+from raykv.lab.hosts.local_nodes import add_local_node
+from raykv.prompts.tokens import load_tokenizer
+from raykv.serve.models import SMOLLM2_NAME, cache_root, smollm2
 
 
-def run_demo(  # noqa: PLR0913 - the options of a command
+def run_demo(
     *,
     tiny: bool,
     json_path: Path | None,
@@ -43,14 +39,13 @@ def run_demo(  # noqa: PLR0913 - the options of a command
     nodes: int = 1,
     ray_address: str | None,
     pool_bytes: str | None,
-    console: Console | None,
     note_actors: Callable[[str], None] = lambda _address: None,
 ) -> int:
     """Serve a model with RayKV, ask it questions in rounds, and print what that took.
 
     Starts a local Ray if there is none, and stops only what it started: a RayKV that ran in the
-    cluster before keeps its actors, its pool and what the demo stored there. What the engines and
-    Ray print goes to a log file that is named on the console.
+    cluster before keeps its actors, its pool and what the demo stored there. What the engines print
+    goes to a log file that is named on the console.
 
     Args:
         tiny: A seeded random model and random prompts instead of the real ones; under a minute.
@@ -60,7 +55,6 @@ def run_demo(  # noqa: PLR0913 - the options of a command
             there answers from what the first node has.
         ray_address: The cluster to join; None finds or starts one.
         pool_bytes: RayKV's setting of that name; None is its default.
-        console: Where to print; standard output when None.
         note_actors: Called with the address of a cluster in which the demo has made RayKV's
             actors, and with "" once they are gone again.
 
@@ -71,146 +65,111 @@ def run_demo(  # noqa: PLR0913 - the options of a command
         RayKVError: The settings, the model, the cluster or the engine are not fit for the demo.
     """
     require("raykv demo", "vllm")
-    if rounds < 2:
-        raise SettingError(f"rounds={rounds}: RayKV loads from the second round on, so at least 2")
-    if not 1 <= nodes <= MAX_NODES:
-        raise SettingError(f"nodes={nodes}: the demo runs on 1 Ray node or on {MAX_NODES}")
     if json_path and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     raykv = {"ray_address": ray_address, "pool_bytes": pool_bytes}
     raykv = {name: value for name, value in raykv.items() if value is not None}
     load_settings(raykv)
-    console = console or Console()
-    _set_engine_environment()
-    log = log_path()
-    with _child_output_in(log, console), ExitStack() as stack:
-        console.print(f"The engine's and Ray's output is in {log}", style="dim", soft_wrap=True)
+    console = Console()
+    log = _new_log()
+    console.print(f"The engines' output is in {log}", style="dim", soft_wrap=True)
+    with ExitStack() as stack:
         with console.status("starting") as status:
-            setup = (_tiny_setup if tiny else _real_setup)(stack, status.update)
-            stack.callback(note_actors, "")
-            session = _start(stack, setup, ray_address, raykv, nodes, status.update, note_actors)
-        report = session.run(rounds, console)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-tiny-"))
+            setup = _tiny_setup(Path(folder)) if tiny else _real_setup(status.update)
+            status.update("looking for a Ray cluster, or starting one")
+            cluster = _join(stack, ray_address, note_actors)
+            status.update(f"starting vLLM with {setup.name}")
+            engines = DemoEngines(stack, setup, log, {**raykv, "ray_address": cluster.address})
+            engine = engines.start()
+        start_other = engines.start_elsewhere if nodes > 1 else None
+        report = DemoSession(setup, engine, start_other, cluster).run(rounds, console)
     console.print(show(report))
     if json_path:
         json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return report.exit_code
 
 
-def _real_setup(stack: ExitStack, say: Callable[[str], None]) -> Setup:
-    del stack
+def _real_setup(say: Callable[[str], None]) -> Setup:
+    model = smollm2(progress=say)
+    say("reading the documents")
+    tokenizer = load_tokenizer(str(model), local_files_only=True)
     return Setup(
-        model=smollm2(progress=say),
+        model=model,
         name=SMOLLM2_NAME,
         caveat="A model of 135 million parameters is often wrong about what it has read.",
-        engine_options={"max_model_len": 8192},
-        sampling_options={"max_tokens": 32},
-        make_prompts=lambda llm: document_prompts(llm.get_tokenizer()),
+        prompts=document_prompts(tokenizer),
+        config={"max_model_len": 8192, "skip_tokenizer_init": False},
+        sampling={"max_tokens": 32, "ignore_eos": False},
+        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip(),
     )
 
 
-def _tiny_setup(stack: ExitStack, say: Callable[[str], None]) -> Setup:
-    del say
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-tiny-"))
+def _tiny_setup(folder: Path) -> Setup:
     return Setup(
-        model=tiny_llama(Path(folder), vocab_size=512),
+        model=tiny_llama(folder, vocab_size=512),
         name="random Llama, 4 layers",
         caveat="The weights are random: the answers are token ids and mean nothing.",
-        engine_options={"max_model_len": 4096, "skip_tokenizer_init": True},
-        sampling_options={"max_tokens": 16, "ignore_eos": True, "detokenize": False},
-        make_prompts=lambda llm: random_prompts(512, seed=0),
+        prompts=random_prompts(512, seed=0),
+        config={"max_model_len": 4096},
+        sampling={"max_tokens": 16},
+        decode=lambda tokens: " ".join(map(str, tokens)),
     )
 
 
-def _start(
-    stack: ExitStack,
-    setup: Setup,
-    ray_address: str | None,
-    raykv: Mapping[str, Any],
-    nodes: int,
-    say: Callable[[str], None],
-    note_actors: Callable[[str], None],
-) -> DemoSession:
-    """Start cluster and engine; `stack` takes down in reverse order what was not there before."""
-    from raykv.client.cluster import connect
-    from raykv.cluster.ask import find_scheduler_actor
-    from raykv.cluster.join import ensure_cluster, stop_started
+def _new_log() -> Path:
+    """An empty file for what the engines print."""
+    log = cache_root() / "demo.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
+    return log
 
-    say("looking for a Ray cluster, or starting one")
+
+def _join(stack: ExitStack, ray_address: str | None, note_actors: Callable[[str], None]) -> Cluster:
+    """Join a cluster; `stack` takes down in reverse order what was not there before."""
+    stack.callback(note_actors, "")
     joined = ensure_cluster(ray_address)
     if joined.started:
         stack.callback(stop_started, joined.address)
-    cluster = connect(joined.address)  # before the engine: errors show sooner
+    cluster = connect(joined.address)
     stack.callback(cluster.close)
     if find_scheduler_actor() is None:  # then the actors that the engine starts are the demo's
         if not joined.started:
             note_actors(joined.address)
         stack.callback(cluster.down)
-    say(f"starting vLLM with {setup.name}")
-    raykv = {**raykv, "ray_address": joined.address}
-    engine = DemoEngine(setup, raykv)
-    stack.callback(engine.shut_down)
-    start_other = partial(_start_other, stack, setup, raykv) if nodes > 1 else None
-    return DemoSession(setup, engine, start_other, cluster)
+    return cluster
 
 
-def _start_other(stack: ExitStack, setup: Setup, raykv: Mapping[str, Any]) -> DemoEngine:
-    """Start one more Ray node on this host and an engine on it; `stack` ends both."""
-    from raykv.cluster.ask import end_node_actor
-    from raykv.lab.hosts.local_nodes import add_local_node
+@dataclass(frozen=True)
+class DemoEngines:
+    """Starts engines, with RayKV's settings; `stack` ends them."""
 
-    node = add_local_node(raykv["ray_address"])
-    stack.callback(node.stop)
-    stack.callback(end_node_actor, node.node_id)
-    engine = DemoEngine(setup, {**raykv, **_ALWAYS_FETCH, "node_id": node.node_id})
-    stack.callback(engine.shut_down)
-    return engine
+    stack: ExitStack
+    setup: Setup
+    log: Path
+    raykv: dict[str, Any]
 
+    def start(self, **settings: Any) -> EngineProcess:
+        """An engine on this host's node, if `settings` name no other one."""
+        engine = EngineProcess(
+            self.setup.model,
+            self.log,
+            {**self.raykv, **settings},
+            multiprocess=True,
+            cores=all_cores_but_one(),
+            # vLLM's own choice.
+            block_size=None,
+            **self.setup.config,
+        )
+        self.stack.callback(engine.stop)
+        return engine
 
-def _set_engine_environment() -> None:
-    """Settings that vLLM reads when it is imported; what the user has set stays."""
-    cores = sorted(os.sched_getaffinity(0))
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if len(cores) > 1:  # the last core is for Ray and for vLLM's other processes
-        defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:-1]))
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    def start_elsewhere(self) -> EngineProcess:
+        """One more Ray node on this host, and an engine on it.
 
-
-@contextmanager
-def _child_output_in(log: Path, console: Console) -> Iterator[None]:
-    """Send this process's standard output and error, and its children's, to `log`.
-
-    The engine's processes inherit the descriptors, so nothing less keeps them off the display. A
-    console on standard output or error goes on where it was.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    shown = console.file
-    with ExitStack() as stack:
-        display = _duplicate_of_terminal(console)
-        if display is not None:
-            console.file = stack.enter_context(display)
-            stack.callback(setattr, console, "file", shown)
-        sink = stack.enter_context(log.open("wb"))
-        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            saved = os.dup(descriptor)
-            stack.callback(os.close, saved)
-            stack.callback(os.dup2, saved, descriptor)
-            stack.callback(stream.flush)
-            os.dup2(sink.fileno(), descriptor)
-        yield
-
-
-def _duplicate_of_terminal(console: Console) -> IO[str] | None:
-    """A second file object for what `console` writes to; None if that is not our output."""
-    try:
-        descriptor = console.file.fileno()
-    except (AttributeError, OSError):  # a string buffer, or a test's capture
-        return None
-    if descriptor not in (1, 2):
-        return None
-    return os.fdopen(os.dup(descriptor), "w", encoding=console.encoding)
+        It always fetches: that is what is shown, even if computing were faster.
+        """
+        node = add_local_node(self.raykv["ray_address"])
+        self.stack.callback(node.stop)
+        self.stack.callback(end_node_actor, node.node_id)
+        return self.start(node_id=node.node_id, always_fetch=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,31 +17,42 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from raykv.lab.demo.prompts import other_node_steps, schedule
-from raykv.lab.demo.report import PHASE_TITLES, DemoAsk, DemoReport, Phase, show_ask
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess, settle, wait_for_pools
+from raykv.lab.demo.prompts import Prompt, Step, other_node_steps, schedule
+from raykv.lab.demo.report import PHASE_TITLES, DemoAsk, DemoReport, DemoTokens, Phase, show_ask
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+_HEARTBEAT_S = 1.2
+"""Loads alone reach the counts with a NodeActor's next heartbeat."""
 
-    from rich.console import Console
+_SHORT_TOKENS = 8
+"""Too few to be cached."""
 
-    from raykv.lab.demo.engine import DemoEngine, Setup
-    from raykv.lab.demo.prompts import Prompt, Step
-    from raykv.protocol.status import ClusterStatus
-
-_POLL_S = 0.05
-_SETTLE_S = 0.4  # stores are over when the counts have stood still for this long
-_HEARTBEAT_S = 1.2  # loads alone reach the counts with a NodeActor's next heartbeat
-_STORE_TIMEOUT_S = 20.0
-_POOL_TIMEOUT_S = 30.0
-_SHORT_TOKENS = 8  # too few to be cached
 _FETCH_TOKENS = 512
 
+_SOURCES = {
+    "computed": "local_compute",
+    "prefix_cache": "local_cache_hit",
+    "raykv": "external_kv_transfer",
+}
+"""Where tokens of prompts come from, and what vLLM's counter calls it."""
 
-class DemoCluster(Protocol):
-    """What is wanted of `raykv.client.cluster.Cluster`."""
 
-    def status(self) -> ClusterStatus: ...
+@dataclass(frozen=True)
+class Setup:
+    """What differs between the real model and the tiny one.
+
+    `config` is for `EngineProcess`, `sampling` for its command `generate`, and `decode` makes a
+    text of an answer's tokens.
+    """
+
+    model: Path
+    name: str
+    caveat: str
+    prompts: Sequence[Prompt]
+    config: dict[str, Any]
+    sampling: dict[str, Any]
+    decode: Callable[[Sequence[int]], str]
 
 
 class DemoSession:
@@ -56,9 +69,9 @@ class DemoSession:
     def __init__(
         self,
         setup: Setup,
-        engine: DemoEngine,
-        start_other: Callable[[], DemoEngine] | None,
-        cluster: DemoCluster,
+        engine: EngineProcess,
+        start_other: Callable[[], EngineProcess] | None,
+        cluster: Cluster,
     ) -> None:
         self._setup = setup
         self._engine = engine
@@ -67,19 +80,21 @@ class DemoSession:
         self._asks: list[DemoAsk] = []
 
     def run(self, rounds: int, console: Console) -> DemoReport:
-        """DemoAsk everything in all rounds, then on the other node, if there is one."""
-        prompts = self._engine.prompts()
+        """Ask everything in all rounds, then on the other node, if there is one."""
+        prompts = self._setup.prompts
         before = self._counts()
-        self._engine.generate(_short(prompts[0]))
+        self._generate(self._engine, _short(prompts[0]))
         steps = schedule(prompts, rounds)
         last_steps = other_node_steps(prompts, rounds + 1) if self._start_other else []
-        with _Display(console, len(steps) + len(last_steps)) as display:
-            self._ask_all(self._engine, steps, display)
+        with _progress(console) as progress:
+            progress.add_task("", total=len(steps) + len(last_steps))
+            self._ask_all(self._engine, steps, progress)
             if self._start_other:
-                display.say("starting another Ray node, and vLLM there")
+                _say(progress, "starting another Ray node, and vLLM there")
                 other = self._start_warm(self._start_other, prompts[0])
-                self._ask_all(other, last_steps, display)
-        after = self._settled_counts(_HEARTBEAT_S)
+                self._ask_all(other, last_steps, progress)
+        settle(self._cluster, _HEARTBEAT_S)
+        after = self._counts()
         return DemoReport(
             model=self._setup.name,
             caveat=self._setup.caveat,
@@ -90,61 +105,82 @@ class DemoSession:
             pool_bytes=after["pool_bytes"],
         )
 
-    def _ask_all(self, engine: DemoEngine, steps: Sequence[Step], display: _Display) -> None:
+    def _ask_all(self, engine: EngineProcess, steps: Sequence[Step], progress: Progress) -> None:
         for step in steps:
-            display.say(f"round {step.round}, {PHASE_TITLES[step.phase]}: {step.prompt.document}")
-            if step.phase in (Phase.NEW_QUESTION, Phase.RAYKV):
-                self._settled_counts(_SETTLE_S)
-                engine.forget_prefixes()
+            title = PHASE_TITLES[step.phase]
+            _say(progress, f"round {step.round}, {title}: {step.prompt.document}")
+            if step.phase not in (Phase.PREFIX_HIT, Phase.REMOTE):
+                settle(self._cluster)
+                engine.reset()
             before = self._counts()["bytes_fetched"]
-            ask = engine.ask(step)
+            ask = self._ask(engine, step)
             ask = replace(ask, bytes_fetched=self._counts()["bytes_fetched"] - before)
             self._asks.append(ask)
-            display.show(ask)
+            progress.console.print(show_ask(ask))
+            progress.advance(progress.task_ids[0])
 
-    def _start_warm(self, start_other: Callable[[], DemoEngine], prompt: Prompt) -> DemoEngine:
+    def _ask(self, engine: EngineProcess, step: Step) -> DemoAsk:
+        """Ask once; says where the tokens of the prompt came from."""
+        prompt = step.prompt
+        before = _sources(engine)
+        params = {"raykv_load": False} if step.phase is Phase.RECOMPUTE else None
+        output = self._generate(engine, prompt.token_ids, params)
+        token_ids = tuple(output["tokens"])
+        return DemoAsk(
+            document=prompt.document,
+            question=prompt.question,
+            phase=step.phase,
+            round=step.round,
+            prompt_tokens=len(prompt.token_ids),
+            sources=_sources(engine).since(before),
+            ttft_s=output["ttft_s"],
+            token_ids=token_ids,
+            answer=self._setup.decode(token_ids),
+        )
+
+    def _generate(
+        self,
+        engine: EngineProcess,
+        token_ids: Sequence[int],
+        params: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        prompts = [list(token_ids)]
+        (output,) = engine.call("generate", prompts=prompts, params=params, **self._setup.sampling)
+        found: dict[str, Any] = output
+        return found
+
+    def _start_warm(
+        self, start_other: Callable[[], EngineProcess], prompt: Prompt
+    ) -> EngineProcess:
         """Start the engine on the other node, and pay for what happens there once.
 
         That is the engine's first step, the first touch of the pool's pages, and the first fetch
         between the two nodes, of a prompt that no document begins with.
         """
         fetched = prompt.token_ids[:_FETCH_TOKENS][::-1]
-        self._engine.generate(fetched)
-        self._settled_counts(_SETTLE_S)
+        self._generate(self._engine, fetched)
+        settle(self._cluster)
         other = start_other()
-        other.generate(_short(prompt))
-        self._wait_for_pools()
-        other.generate(fetched)
+        self._generate(other, _short(prompt))
+        wait_for_pools(self._cluster)
+        self._generate(other, fetched)
         return other
-
-    def _wait_for_pools(self) -> None:
-        """Wait until the pools' pages are there, or a time-out."""
-        give_up_at = time.monotonic() + _POOL_TIMEOUT_S
-        while time.monotonic() < give_up_at:
-            nodes = self._cluster.status().nodes
-            if all(node.prefaulted_bytes >= node.pool_bytes for node in nodes):
-                return
-            time.sleep(_POLL_S)
-
-    def _settled_counts(self, settle_s: float) -> dict[str, int]:
-        """RayKV's counts once they have stood still for `settle_s`, or after a time-out."""
-        now = time.monotonic()
-        give_up_at, counts, since = now + _STORE_TIMEOUT_S, self._counts(), now
-        while now - since < settle_s and now < give_up_at:
-            time.sleep(_POLL_S)
-            now, latest = time.monotonic(), self._counts()
-            if latest != counts:
-                counts, since = latest, now
-        return counts
 
     def _counts(self) -> dict[str, int]:
         nodes = self._cluster.status().nodes
-        return {
-            "bytes_stored": sum(node.bytes_stored for node in nodes),
-            "bytes_loaded": sum(node.bytes_loaded for node in nodes),
-            "bytes_fetched": sum(node.bytes_fetched for node in nodes),
-            "pool_bytes": sum(node.pool_bytes for node in nodes),
+        names = ("bytes_stored", "bytes_loaded", "bytes_fetched", "pool_bytes")
+        return {name: sum(getattr(node, name) for node in nodes) for name in names}
+
+
+def _sources(engine: EngineProcess) -> DemoTokens:
+    """Where tokens came from since the engine has started."""
+    counters = engine.call("counters")
+    return DemoTokens(
+        **{
+            source: int(counters.get(f"vllm:prompt_tokens_by_source{{{label}}}", 0))
+            for source, label in _SOURCES.items()
         }
+    )
 
 
 def _short(prompt: Prompt) -> tuple[int, ...]:
@@ -152,35 +188,19 @@ def _short(prompt: Prompt) -> tuple[int, ...]:
     return prompt.token_ids[-_SHORT_TOKENS:]
 
 
-class _Display:
+def _progress(console: Console) -> Progress:
     """What a person sees while the asks are made."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
 
-    def __init__(self, console: Console, num_asks: int) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,  # what others print belongs into the log file
-            redirect_stderr=False,
-        )
-        self._task = self._progress.add_task("", total=num_asks)
 
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def say(self, sentence: str) -> None:
-        """What is being done now."""
-        self._progress.update(self._task, description=sentence)
-
-    def show(self, ask: DemoAsk) -> None:
-        """An ask is over."""
-        self._progress.console.print(show_ask(ask))
-        self._progress.advance(self._task)
+def _say(progress: Progress, sentence: str) -> None:
+    """What is being done now."""
+    progress.update(progress.task_ids[0], description=sentence)

@@ -30,7 +30,7 @@ sys.meta_path = [BareFinder if each is PathFinder else each for each in sys.meta
 
 PUBLIC_NAMES = """
 import importlib
-for package in ("raykv", "raykv.lab.demo", "raykv.inspect", "raykv.serve"):
+for package in ("raykv", "raykv.inspect", "raykv.serve"):
     module = importlib.import_module(package)
     for name in module.__all__:
         getattr(module, name)

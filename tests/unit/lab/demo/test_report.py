@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from raykv.base.errors import SettingError
-from raykv.lab.demo import run_demo
 from raykv.lab.demo.prompts import (
     Prompt,
     documents,
@@ -22,6 +21,7 @@ from raykv.lab.demo.prompts import (
     schedule,
 )
 from raykv.lab.demo.report import DemoAsk, DemoReport, DemoTokens, Phase, same_tokens, show, ttft_s
+from raykv.lab.demo.run import run_demo
 from raykv.lab.demo.tiny_llama import tiny_llama
 
 if TYPE_CHECKING:
@@ -295,26 +295,6 @@ def test_documents_of_this_installation_are_long() -> None:
     assert all(len(text) >= 7000 for _, text in found)
 
 
-def test_run_demo_refuses_a_single_round() -> None:
-    with pytest.raises(SettingError, match="rounds=1"):
-        run_demo(
-            tiny=True, json_path=None, rounds=1, ray_address=None, pool_bytes=None, console=None
-        )
-
-
-@pytest.mark.parametrize("nodes", [0, 3])
-def test_run_demo_refuses_other_numbers_of_nodes_than_one_and_two(nodes: int) -> None:
-    with pytest.raises(SettingError, match=f"nodes={nodes}"):
-        run_demo(
-            tiny=True,
-            json_path=None,
-            nodes=nodes,
-            ray_address=None,
-            pool_bytes=None,
-            console=None,
-        )
-
-
 def test_run_demo_refuses_a_json_path_without_a_folder_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="does not exist"):
         run_demo(
@@ -322,7 +302,6 @@ def test_run_demo_refuses_a_json_path_without_a_folder_before_it_starts(tmp_path
             json_path=tmp_path / "missing" / "out.json",
             ray_address=None,
             pool_bytes=None,
-            console=None,
         )
 
 
