@@ -13,11 +13,7 @@ from tests.bench.serving import PREFIX_HIT, RAYKV, RECOMPUTE, REMOTE
 
 def median(case: str, subject: str, unit: str = "") -> Callable[[Result], float]:
     """Of a subject in a case; `unit`, where it has several."""
-    return lambda result: next(
-        row.median
-        for row in result.rows
-        if (row.case, row.subject) == (case, subject) and unit in ("", row.unit)
-    )
+    return lambda result: result.row(case, subject, unit).median
 
 
 def _scheduler_mb(result: Result) -> float:

@@ -27,7 +27,7 @@ from raykv.copy.cuda.driver import CopyDriver, CUDADriver
 from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import SPAN_BYTES, StopSign
 from raykv.copy.plan import CopyRuns
-from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
+from raykv.lab.bench.report import Options, Result, alternate, short
 from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
 from tests.bench import copy_jobs
@@ -248,12 +248,12 @@ def _judge_speed(result: Result, some: list[DeviceCase], budget: str, limit: flo
     by_page: dict[int, list[float]] = {}
     for case in some:
         if case.num_bytes >= JUDGED_FROM_BYTES:
-            ours, big = (result.row(case.name, name) for name in (OURS, BIG))
-            by_page.setdefault(case.page_bytes, []).append(ours.ratio_to(big))
+            ratio = result.ratio(case.name, OURS, BIG)
+            by_page.setdefault(case.page_bytes, []).append(ratio)
     if not by_page:
         result.notes.append(f"Not judged, for want of such a case: {budget}.")
         return
     least = min(median(ratios) for ratios in by_page.values())
-    result.verdicts.append(Verdict(budget, least, limit, is_most=False))
+    result.at_least(limit, least, budget)
     worst = min(by_page, key=lambda page: median(by_page[page]))
     result.notes.append(f"The least is {short(least)}, with pages of {worst // KIB} KiB.")

@@ -29,7 +29,7 @@ from raykv.copy.cuda.lane import Device, Place
 from raykv.copy.engine import CopyBackend
 from raykv.copy.rows import RowCopier
 from raykv.lab.bench.named_jobs import ORDERED, SPACE, key_of, named_job
-from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
+from raykv.lab.bench.report import Options, Result, alternate, short
 from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV
 from raykv.memory.handles import MEMFD
@@ -320,7 +320,7 @@ def judge(result: Result, all_cases: list[JobCase]) -> None:
     """Judge the job that is slowest beside one copy, and tell of the slowest by layer."""
     whole, by_layer = (
         {
-            case.name: result.row(case.name, name).ratio_to(result.row(case.name, BIG))
+            case.name: result.ratio(case.name, name, BIG)
             for case in all_cases
             if case.is_judged and (name == WHOLE or case.direction is Direction.LOAD)
         }
@@ -330,7 +330,7 @@ def judge(result: Result, all_cases: list[JobCase]) -> None:
         result.notes.append(f"Not judged, for want of such a case: {BUDGET}.")
         return
     worst = min(whole, key=lambda name: whole[name])
-    result.verdicts.append(Verdict(BUDGET, whole[worst], LEAST_SPEED, is_most=False))
+    result.at_least(LEAST_SPEED, whole[worst], BUDGET)
     result.notes.append(
         f"The slowest whole job has {short(whole[worst])}: {worst}. The median over all of them is "
         f"{short(median(whole.values()))}."

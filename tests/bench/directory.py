@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 
 LOOKUPS_PER_S = 4e5
 CHANGES_PER_S = 5e4
@@ -58,7 +58,7 @@ def run(options: Options) -> Result:
     for what, unit in UNITS.items():
         for label, values in measured.items():
             for subject, some in values[what].items():
-                result.rows.append(Row(f"{what}, {label} chunks", subject, unit, tuple(some)))
+                result.add(f"{what}, {label} chunks", subject, unit, *some)
     _judge(result, list(measured))
     return result
 
@@ -81,27 +81,11 @@ def _judge(result: Result, labels: list[str]) -> None:
         return result.row(f"{what}, {label} chunks", CORE).median
 
     lookups = ours("lookups")
-    result.verdicts += [
-        Verdict(
-            f"400,000 lookups/s in the core {at_largest}", lookups, LOOKUPS_PER_S, is_most=False
-        ),
-        Verdict(
-            f"50,000 stores/s in the core {at_largest}",
-            ours("stores"),
-            CHANGES_PER_S,
-            is_most=False,
-        ),
-        Verdict(
-            f"50,000 evictions/s in the core {at_largest}",
-            ours("evictions"),
-            CHANGES_PER_S,
-            is_most=False,
-        ),
-        Verdict(f"2048 chunks under 5 ms {at_largest}", ours("prefix of 2048"), PREFIX_MS),
-        Verdict(f"at most 250 bytes a chunk {at_largest}", ours("memory"), MOST_BYTES),
-        Verdict(
-            f"a lookup {at_largest} at most {MOST_GROWTH:.0f} times one at {smallest}",
-            ours("lookups", smallest) / lookups,
-            MOST_GROWTH,
-        ),
-    ]
+    result.at_least(LOOKUPS_PER_S, lookups, f"400,000 lookups/s in the core {at_largest}")
+    for what in ("stores", "evictions"):
+        result.at_least(CHANGES_PER_S, ours(what), f"50,000 {what}/s in the core {at_largest}")
+    result.at_most(PREFIX_MS, ours("prefix of 2048"), f"2048 chunks under 5 ms {at_largest}")
+    result.at_most(MOST_BYTES, ours("memory"), f"at most 250 bytes a chunk {at_largest}")
+    growth = ours("lookups", smallest) / lookups
+    budget = f"a lookup {at_largest} at most {MOST_GROWTH:.0f} times one at {smallest}"
+    result.at_most(MOST_GROWTH, growth, budget)

@@ -20,7 +20,7 @@ from typing import Any
 from raykv.base.errors import RayKVError
 from raykv.cluster.ask import end_node_actor
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from raykv.lab.hosts.local_nodes import add_local_node
 from tests.bench.completions import Completion, ModelServer
 from tests.bench.serving import BLOCK, Bed
@@ -73,32 +73,26 @@ def run(options: Options) -> Result:
     )
     pool_bytes = (256 << 20) if options.quick else (1 << 30)
     repeats = options.repeats_or(3)
-    values: Values = {}
     with Bed(quick=options.quick, max_tokens=context, pool_bytes=pool_bytes) as bed:
         with _apart(bed, quick=options.quick) as server:
             for _ in range(repeats):
-                load.measure(values, APART, server)
-                load.measure(values, SAME_CORE, server, **COLD)
+                load.measure(result, APART, server)
+                load.measure(result, SAME_CORE, server, **COLD)
         with _together(bed, quick=options.quick) as server:
             for _ in range(repeats):
-                load.measure(values, ONE, server)
-    result.rows = [Row(*names, tuple(some)) for names, some in values.items()]
+                load.measure(result, ONE, server)
     for length in lengths:
         case = f"{_TTFT}, {length} tokens"
-        ratio = result.row(case, APART).ratio_to(result.row(case, SAME_CORE))
         budget = f"{case}: at most 1.2 x what the decode engine's core alone takes"
-        result.verdicts.append(Verdict(budget, ratio, MOST_TTFT))
-    stall = result.row(_STALL, APART).ratio_to(result.row(_STALL, ONE))
-    budget = "longest pause of running decodes at most half of one engine's"
-    result.verdicts.append(Verdict(budget, stall, MOST_STALL))
+        result.at_most(MOST_TTFT, result.ratio(case, APART, SAME_CORE), budget)
+    stall = result.ratio(_STALL, APART, ONE)
+    result.at_most(
+        MOST_STALL, stall, "longest pause of running decodes at most half of one engine's"
+    )
     result.notes.append(
         "Both Ray nodes, the client and Ray itself share the two cores with the engines."
     )
     return result
-
-
-Values = dict[tuple[str, str, str], list[float]]
-"""By case, subject and unit."""
 
 
 class PromptLoad:
@@ -117,18 +111,17 @@ class PromptLoad:
         self._next += 1
         return prompt(self._next, length)
 
-    def measure(self, values: Values, subject: str, server: ModelServer, **extra: Any) -> None:
+    def measure(self, result: Result, subject: str, server: ModelServer, **extra: Any) -> None:
         """One repeat of everything."""
         self._check(subject, server.complete(self._fresh(max(self._lengths)), 2, **extra))
         for length in self._lengths:
             done = server.complete(self._fresh(length), 1, **extra)
             self._check(subject, done)
-            case = f"{_TTFT}, {length} tokens"
-            values.setdefault((case, subject, "s"), []).append(done.ttft_s)
+            result.add(f"{_TTFT}, {length} tokens", subject, "s", done.ttft_s)
         quiet = self._gaps(subject, server, None, **extra)
         busy = self._gaps(subject, server, self._lengths[-1], **extra)
         for case, value in ((_QUIET, mean(quiet)), (_MEAN, mean(busy)), (_STALL, max(busy))):
-            values.setdefault((case, subject, "ms"), []).append(value * 1e3)
+            result.add(case, subject, "ms", value * 1e3)
 
     @staticmethod
     def _check(subject: str, done: Completion) -> None:

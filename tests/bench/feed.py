@@ -32,7 +32,7 @@ from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import key_of
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import ReportAnswer
@@ -56,9 +56,11 @@ SMALL_BLOCK = 32
 """Tokens: the stores of a minute are a part of the pool."""
 
 ALONE, UNTOLD, TOLD = "nobody stores", "stores it is not told of", "stores it is told of"
+HOOKS, FIRST_TOKEN = "hooks, p99", "to the first token"
 MOST_HOOKS, MOST_TTFT = 1.10, 1.03
 
 JOB_CHUNKS = 512
+KNOWS_ALL = "until it knows all"
 MOST_JOIN_S = 3.0
 
 
@@ -123,15 +125,16 @@ def _measure_delays(result: Result, cluster: Cluster, options: Options) -> None:
         for case in (IDLE, BUSY):
             with _busy(address, 0 if case == IDLE else BUSY_NODES):
                 for subject, reader in ((HERE, here), (THERE, there)):
+                    is_here = subject == HERE
                     times = [
-                        _delay_ms(storing, reader, key_of(next(numbers)), is_here=subject == HERE)
+                        _delay_ms(storing, reader, key_of(next(numbers)), is_here=is_here)
                         for _ in range(options.repeats_or(200))
                     ]
-                    result.rows.append(Row(case, subject, "ms", tuple(times)))
+                    result.add(case, subject, "ms", *times)
     for case in (IDLE, BUSY):
         for subject, most in ((HERE, MOST_HERE_MS), (THERE, MOST_THERE_MS)):
-            told = f"{case}: an {subject} knows a chunk within {most:.0f} ms"
-            result.verdicts.append(Verdict(told, result.row(case, subject).median, most))
+            budget = f"{case}: an {subject} knows a chunk within {most:.0f} ms"
+            result.at_most(most, result.row(case, subject).median, budget)
 
 
 def _delay_ms(storing: ModellessEngine, reader: ReadingEngine, key: Key, *, is_here: bool) -> float:
@@ -209,7 +212,6 @@ def _measure_cost(result: Result, options: Options) -> None:
         wait(lambda: _chunks() >= num_chunks, "the prompts are stored", 0.05)
         (space,) = bed.cluster.status().spaces
         chunk_bytes = (space.num_bytes or 0) // space.chunks
-        values: dict[str, list[tuple[float, float]]] = {}
         with ExitStack() as stack:
             storing = {UNTOLD: OTHER_SPACE, TOLD: space.namespace}
             own = join.resolve_node_id("")
@@ -223,15 +225,12 @@ def _measure_cost(result: Result, options: Options) -> None:
                 names = (ALONE, UNTOLD, TOLD)
                 for name in names[number % 3 :] + names[: number % 3]:
                     with _storing(stores.get(name)):
-                        values.setdefault(name, []).append(_turn(engine, prompts))
-    for at, (case, unit) in enumerate((("hooks, p99", "µs"), ("to the first token", "ms"))):
-        result.rows += [
-            Row(case, name, unit, tuple(each[at] for each in some)) for name, some in values.items()
-        ]
-    for case, most in (("hooks, p99", MOST_HOOKS), ("to the first token", MOST_TTFT)):
-        ratio = result.row(case, TOLD).ratio_to(result.row(case, UNTOLD))
+                        hooks_us, ttft_ms = _turn(engine, prompts)
+                    result.add(HOOKS, name, "µs", hooks_us)
+                    result.add(FIRST_TOKEN, name, "ms", ttft_ms)
+    for case, most in ((HOOKS, MOST_HOOKS), (FIRST_TOKEN, MOST_TTFT)):
         budget = f"{case}: at most {most:.2f} times as long for {PER_S} wakes a second"
-        result.verdicts.append(Verdict(budget, ratio, most))
+        result.at_most(most, result.ratio(case, TOLD, UNTOLD), budget)
 
 
 def _chunks() -> int:
@@ -289,7 +288,7 @@ def _measure_join(result: Result, cluster: Cluster, options: Options) -> None:
     count = 20_480 if options.quick else 1 << 20
     pool_bytes = count * CHUNK_BYTES * 5 // 4
     own = join.resolve_node_id("")
-    times: dict[str, list[float]] = {"to its first answer": [], "until it knows all": []}
+    case = f"{count:,} chunks, the scheduler actor was killed"
     engine = ModellessEngine(cluster.address, own, SPACE, CHUNK_BYTES, pool_bytes)
     try:
         engine.with_worker()
@@ -302,16 +301,12 @@ def _measure_join(result: Result, cluster: Cluster, options: Options) -> None:
             _wait_for_successor(life)
             answered = time.monotonic()
             _wait_for_all(count)
-            times["to its first answer"].append(answered - began)
-            times["until it knows all"].append(time.monotonic() - answered)
+            result.add(case, "to its first answer", "s", answered - began)
+            result.add(case, KNOWS_ALL, "s", time.monotonic() - answered)
     finally:
         engine.stop()
-    case = f"{count:,} chunks, the scheduler actor was killed"
-    result.rows += [Row(case, name, "s", tuple(some)) for name, some in times.items()]
-    told = f"a million chunks are known {MOST_JOIN_S:.0f} s after its first answer"
-    result.verdicts.append(
-        Verdict(told, result.row(case, "until it knows all").median, MOST_JOIN_S)
-    )
+    budget = f"a million chunks are known {MOST_JOIN_S:.0f} s after its first answer"
+    result.at_most(MOST_JOIN_S, result.row(case, KNOWS_ALL).median, budget)
 
 
 def _wait_for_successor(life: int) -> None:

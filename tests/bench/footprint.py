@@ -24,7 +24,7 @@ from raykv.cluster.ask import detached, find_node_actor, find_scheduler_actor
 from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from tests.bench import directory, pool
 from tests.bench.serving import BLOCK, Bed
 from tests.bench.viewed import ViewedNode
@@ -103,7 +103,7 @@ def run(options: Options) -> Result:
         for at in range(2):
             plain.tokens([prompt(at, PROMPT_BLOCKS * BLOCK)], max_tokens=1)
         more = (with_raykv - _engines_bytes(plain)) / 1e6
-        result.rows.append(Row(IDLE, ENGINE, "MB more", (more,)))
+        result.add(IDLE, ENGINE, "MB more", more)
     _measure_chunks(result, options)
     _judge(result)
     return result
@@ -111,7 +111,7 @@ def run(options: Options) -> Result:
 
 def _measure_start(result: Result, bed: Bed, options: Options) -> None:
     """From an actor's creation to its first answer; each gets a process of its own."""
-    address, times = bed.cluster.address, dict[str, list[float]]({BARE: [], SCHEDULER: []})
+    address = bed.cluster.address
     environment = {"RAY_worker_niceness": "0"}
     for number in range(options.repeats_or(9)):
         began = time.monotonic()
@@ -119,11 +119,10 @@ def _measure_start(result: Result, bed: Bed, options: Options) -> None:
         _pid_of(bare)
         answered = time.monotonic()
         ray.get(scheduler_actor(address).ping.remote(), timeout=60.0)
-        times[BARE].append(answered - began)
-        times[SCHEDULER].append(time.monotonic() - answered)
+        result.add("start", BARE, "s", answered - began)
+        result.add("start", SCHEDULER, "s", time.monotonic() - answered)
         ray.kill(bare)
         bed.cluster.down()
-    result.rows += [Row("start", name, "s", tuple(some)) for name, some in times.items()]
 
 
 def _start_actors(bed: Bed) -> dict[str, Any]:
@@ -151,8 +150,6 @@ def _measure(
     work: Callable[[], object],
 ) -> None:
     """Rows of what each subject takes while `work` is done."""
-    columns: dict[str, list[Footprint]] = {name: [] for name in pids}
-    shares: dict[str, list[float]] = {name: [] for name in pids}
     for _ in range(options.repeats_or(3)):
         before = {name: taken(some) for name, some in pids.items()}
         began = time.monotonic()
@@ -160,16 +157,11 @@ def _measure(
         seconds = time.monotonic() - began
         for name, some in pids.items():
             after = taken(some)
-            columns[name].append(after)
-            shares[name].append(100 * (after.cpu_s - before[name].cpu_s) / seconds)
-    for name, values in columns.items():
-        for what, unit, numbers in (
-            ("memory", "MB", [each.num_bytes / 1e6 for each in values]),
-            ("CPU", "% of a core", shares[name]),
-            ("threads", "", [float(each.num_threads) for each in values]),
-            ("descriptors", "", [float(each.num_files) for each in values]),
-        ):
-            result.rows.append(Row(f"{case}, {what}", name, unit, tuple(numbers)))
+            share = 100 * (after.cpu_s - before[name].cpu_s) / seconds
+            result.add(f"{case}, memory", name, "MB", after.num_bytes / 1e6)
+            result.add(f"{case}, CPU", name, "% of a core", share)
+            result.add(f"{case}, threads", name, "", after.num_threads)
+            result.add(f"{case}, descriptors", name, "", after.num_files)
 
 
 def _engines_bytes(engine: EngineProcess) -> int:
@@ -199,12 +191,12 @@ def _measure_chunks(result: Result, options: Options) -> None:
     count = 10_000 if options.quick else MILLION
     case = CHUNKS if count == MILLION else f"{count} chunks"
     measured = directory.load(count, 1)["memory"][directory.CORE]
-    result.rows.append(Row(case, SCHEDULER, "MB", tuple(each * count / 1e6 for each in measured)))
+    result.add(case, SCHEDULER, "MB", *(each * count / 1e6 for each in measured))
     for name, measure in ((NODE, index_bytes), (ENGINE, view_bytes)):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:
             num_bytes = process.submit(measure, count).result(600.0)
-        result.rows.append(Row(case, name, "MB", (num_bytes / 1e6,)))
+        result.add(case, name, "MB", num_bytes / 1e6)
 
 
 def _judge(result: Result) -> None:
@@ -215,17 +207,13 @@ def _judge(result: Result) -> None:
     start_s = result.row("start", SCHEDULER).median - result.row("start", BARE).median
     cpu = more(SCHEDULER, "CPU") + more(NODE, "CPU")
     chunks = [row.median for row in result.rows if row.case.endswith("chunks")]
-    result.verdicts = [
-        Verdict(
-            f"the scheduler actor: at most {MOST_SCHEDULER_MB:.0f} MB beyond a bare actor",
-            more(SCHEDULER),
-            MOST_SCHEDULER_MB,
-        ),
-        Verdict(
-            f"the scheduler actor answers at most {MOST_START_S:g} s later", start_s, MOST_START_S
-        ),
-        Verdict("a NodeActor: at most 60 MB beyond a bare actor", more(NODE), MOST_NODE_MB),
-        Verdict("an engine: at most 80 MB more", result.row(IDLE, ENGINE).median, MOST_ENGINE_MB),
-        Verdict("both actors idle: at most 1 % of a core beyond bare ones", cpu, MOST_IDLE_CPU),
-        Verdict("a million chunks: at most 1,000 MB on a node", sum(chunks), MOST_CHUNK_MB),
-    ]
+    budget = f"the scheduler actor: at most {MOST_SCHEDULER_MB:.0f} MB beyond a bare actor"
+    result.at_most(MOST_SCHEDULER_MB, more(SCHEDULER), budget)
+    budget = f"the scheduler actor answers at most {MOST_START_S:g} s later"
+    result.at_most(MOST_START_S, start_s, budget)
+    result.at_most(MOST_NODE_MB, more(NODE), "a NodeActor: at most 60 MB beyond a bare actor")
+    engine_mb = result.row(IDLE, ENGINE).median
+    result.at_most(MOST_ENGINE_MB, engine_mb, "an engine: at most 80 MB more")
+    budget = "both actors idle: at most 1 % of a core beyond bare ones"
+    result.at_most(MOST_IDLE_CPU, cpu, budget)
+    result.at_most(MOST_CHUNK_MB, sum(chunks), "a million chunks: at most 1,000 MB on a node")

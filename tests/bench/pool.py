@@ -17,7 +17,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import Direction, Namespace, NodeId
 from raykv.base.shares import Share
 from raykv.lab.bench.named_jobs import ORDERED
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from raykv.node.pool.owner import NodePool
 from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.protocol.columns import Keys, Numbers
@@ -121,15 +121,11 @@ def run(options: Options) -> Result:
     case = f"{count:,} chunks"
     rate = JOB_CHUNKS * len(seconds) / sum(seconds)
     held = sorted(seconds)[int(0.99 * len(seconds))] * 1e3
-    result.rows = [
-        Row(case, "stored, each in the room of another", "chunks/s", (rate,)),
-        Row(case, "the lock is held for a job, p99", "ms", (held,)),
-        Row(case, "memory of a chunk", "bytes", (size,)),
-    ]
-    result.verdicts = [
-        Verdict("a full pool: at least 50,000 chunks/s", rate, LEAST_RATE, is_most=False),
-        Verdict("the lock: at most 10 ms for 512 chunks, p99", held, MOST_HELD_MS),
-        Verdict("a chunk: at most 450 bytes", size, MOST_CHUNK_BYTES),
-        Verdict("a full pool has room for all", float(refused), 0.0),
-    ]
+    result.add(case, "stored, each in the room of another", "chunks/s", rate)
+    result.add(case, "the lock is held for a job, p99", "ms", held)
+    result.add(case, "memory of a chunk", "bytes", size)
+    result.at_least(LEAST_RATE, rate, "a full pool: at least 50,000 chunks/s")
+    result.at_most(MOST_HELD_MS, held, "the lock: at most 10 ms for 512 chunks, p99")
+    result.at_most(MOST_CHUNK_BYTES, size, "a chunk: at most 450 bytes")
+    result.at_most(0.0, float(refused), "a full pool has room for all")
     return result

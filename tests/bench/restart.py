@@ -7,9 +7,10 @@ the background, so its size should not be felt.
 from __future__ import annotations
 
 import time
+from statistics import median
 
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from tests.bench.serving import BLOCK, Bed
 
 NONE, NEW, THERE = "without RayKV", "new pool", "pool that is there"
@@ -21,24 +22,18 @@ def run(options: Options) -> Result:
     """See the module's docstring."""
     result = Result("restart")
     pool_bytes = (128 << 20) if options.quick else POOL_BYTES
-    times: dict[str, list[float]] = {NONE: [], NEW: [], THERE: []}
-    resident: list[float] = []
+    case = f"pool of {pool_bytes >> 20} MiB"
     with Bed(quick=True, max_tokens=1024, pool_bytes=pool_bytes) as bed:
         bed.cluster.down()
         for _ in range(options.repeats_or(3)):
-            times[NONE].append(_start(bed, with_raykv=False))
-            times[NEW].append(_start(bed, with_raykv=True))
-            resident.append(_prefaulted(bed))
-            times[THERE].append(_start(bed, with_raykv=True))
+            result.add(case, NONE, "s", _start(bed, with_raykv=False))
+            result.add(case, NEW, "s", _start(bed, with_raykv=True))
+            result.add(case, "touched by then", "MiB", _prefaulted(bed))
+            result.add(case, THERE, "s", _start(bed, with_raykv=True))
             bed.cluster.down()
-    case = f"pool of {pool_bytes >> 20} MiB"
-    result.rows = [Row(case, name, "s", tuple(some)) for name, some in times.items()]
-    result.rows.append(Row(case, "touched by then", "MiB", tuple(resident)))
-    added = [new - none for new, none in zip(times[NEW], times[NONE], strict=True)]
-    added.sort()
-    result.verdicts = [
-        Verdict("the pool adds at most 1 s to the start", added[len(added) // 2], MOST_ADDED_S)
-    ]
+    pairs = zip(result.row(case, NEW).values, result.row(case, NONE).values, strict=True)
+    added_s = median(new - none for new, none in pairs)
+    result.at_most(MOST_ADDED_S, added_s, "the pool adds at most 1 s to the start")
     result.notes.append("Ray runs already; the engine is the tiny random model.")
     return result
 

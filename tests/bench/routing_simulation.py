@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from tests.bench.simulation.cluster import CHURN, SimCluster, Simulated
 from tests.bench.simulation.hardware import Hardware
 from tests.bench.simulation.routers import (
@@ -50,11 +50,11 @@ def add(result: Result, case: str, found: Mapping[str, Simulated]) -> None:
         for router, each in found.items()
     }
     for router, values in measured.items():
-        result.rows += [Row(case, router, unit, (value,)) for unit, value in values.items()]
+        for unit, value in values.items():
+            result.add(case, router, unit, value)
     for unit, ours in measured.pop(OURS).items():
         best = min(values[unit] for values in measured.values())
-        budget = f"{case}: {unit}, at most that of any other"
-        result.verdicts.append(Verdict(budget, ours / best, 1.0))
+        result.at_most(1.0, ours / best, f"{case}: {unit}, at most that of any other")
 
 
 def run(options: Options) -> Result:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from raykv.base.ids import Key
-from raykv.lab.bench.report import Options, Result, Row
+from raykv.lab.bench.report import Options, Result
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
 from raykv.protocol.framing import PROTOCOL_VERSION, encode
@@ -143,16 +143,18 @@ def run(options: Options) -> Result:
         cluster = _Cluster(num_nodes)
         for _ in range(2 if num_nodes >= 1000 else 8):
             cluster.second()
-        rows: dict[str, list[float]] = {}
+        case = f"{num_nodes} nodes"
         for _ in range(options.repeats_or(3)):
             traffic = cluster.second()
-            rows.setdefault("calls/s", []).append(traffic.calls)
-            rows.setdefault("MB/s", []).append(traffic.num_bytes / 1e6)
-            rows.setdefault("% busy", []).append(100 * traffic.seconds)
-            rows.setdefault("% busy in the core", []).append(100 * traffic.core_seconds)
-        for unit, values in rows.items():
-            result.rows.append(Row(f"{num_nodes} nodes", "scheduler actor", unit, tuple(values)))
-        busy_per_node = max(rows["% busy"]) / num_nodes / 100
+            for unit, value in (
+                ("calls/s", traffic.calls),
+                ("MB/s", traffic.num_bytes / 1e6),
+                ("% busy", 100 * traffic.seconds),
+                ("% busy in the core", 100 * traffic.core_seconds),
+            ):
+                result.add(case, "scheduler actor", unit, value)
+        busy = result.row(case, "scheduler actor", "% busy")
+        busy_per_node = max(busy.values) / num_nodes / 100
     calls_per_node = ENGINES_PER_NODE + 1000 / PAUSE_MS[1]
     result.notes += [
         f"By its CPU one scheduler actor is full at about {1 / busy_per_node:,.0f} such nodes.",

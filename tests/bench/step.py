@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict, alternate
+from raykv.lab.bench.report import Options, Result, alternate
 from tests.bench.serving import Bed
 from tests.bench.viewed import ViewedNode
 
@@ -48,9 +48,8 @@ def _compare_managers(result: Result, options: Options) -> None:
         result.rows += alternate(f"{case}, a chunk", "µs", subjects, repeats, warm_ups=2)
     for case in ("look up", "prepare store", "complete store"):
         name = f"{case}, a chunk"
-        ratio = result.row(name, MANAGER).ratio_to(result.row(name, THEIRS))
         budget = f"{case}: at most 1.5 x vLLM's in-process manager"
-        result.verdicts.append(Verdict(budget, ratio, MOST_RATIO))
+        result.at_most(MOST_RATIO, result.ratio(name, MANAGER, THEIRS), budget)
 
 
 class _Driver:
@@ -148,7 +147,6 @@ def _watch_engine(result: Result, options: Options) -> None:
 
 
 def _tell_hooks(result: Result, measured: dict[str, Any], chunks: int) -> None:
-    rows: dict[str, list[Row]] = {}
     worst = 0.0
     for name, seconds in sorted(measured["seconds"].items()):
         on_cpu = measured["on_cpu"][name]
@@ -168,11 +166,9 @@ def _tell_hooks(result: Result, measured: dict[str, Any], chunks: int) -> None:
             "longest": calls[-1][0],
         }
         for case, value in values.items():
-            row = Row(f"{chunks} chunks, {case}", name, "µs", (value * 1e6,))
-            rows.setdefault(case, []).append(row)
-    result.rows += [row for some in rows.values() for row in some]
-    result.verdicts.append(Verdict("p99 of any hook under 200 µs", worst, MOST_P99_US))
+            result.add(f"{chunks} chunks, {case}", name, "µs", value * 1e6)
+    result.at_most(MOST_P99_US, worst, "p99 of any hook under 200 µs")
     num_calls = float(len(measured["ray_calls"]))
-    result.verdicts.append(Verdict("no Ray call on either thread", num_calls, 0.0))
+    result.at_most(0.0, num_calls, "no Ray call on either thread")
     for call in sorted(set(measured["ray_calls"])):
         result.notes.append(f"Ray call: {call}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from tests.bench.serving import BLOCK, Bed
 
 WITHOUT, WITH = "without RayKV", "with RayKV"
@@ -72,27 +72,16 @@ def run(options: Options) -> Result:
         bed.wait_for_pools()
         for engine in engines.values():
             engine.call("timed", batches=load.never_reused()[:1])
-        values: Values = {}
         for _ in range(options.repeats_or(3)):
-            _measure(values, engines, load)
-    result.rows = [Row(*names, tuple(some)) for names, some in values.items()]
-    reuse, none, decode = (
-        result.row(case, WITH).ratio_to(result.row(case, WITHOUT))
-        for case in (REUSE, NO_REUSE, DECODE)
-    )
-    result.verdicts = [
-        Verdict("with reuse at least 2 x the requests", reuse, LEAST_GAIN, is_most=False),
-        Verdict("without reuse at most 3 % fewer", none, LEAST_SHARE, is_most=False),
-    ]
+            _measure(result, engines, load)
+    reuse, none, decode = (result.ratio(case, WITH, WITHOUT) for case in (REUSE, NO_REUSE, DECODE))
+    result.at_least(LEAST_GAIN, reuse, "with reuse at least 2 x the requests")
+    result.at_least(LEAST_SHARE, none, "without reuse at most 3 % fewer")
     result.notes.append(f"While stores run, an output token takes {decode:.3f} x as long.")
     return result
 
 
-Values = dict[tuple[str, str, str], list[float]]
-"""By case, subject and unit."""
-
-
-def _measure(values: Values, engines: dict[str, EngineProcess], load: _Load) -> None:
+def _measure(result: Result, engines: dict[str, EngineProcess], load: _Load) -> None:
     """One repeat."""
     for case, batches, tokens in (
         (REUSE, load.reused(), 1),
@@ -104,5 +93,5 @@ def _measure(values: Values, engines: dict[str, EngineProcess], load: _Load) -> 
             unit, value = "requests/s", len(batches) / answer["seconds"]
             if case is DECODE:
                 unit, value = "ms", answer["seconds_per_token"] * 1e3
-            values.setdefault((case, name, unit), []).append(value)
+            result.add(case, name, unit, value)
             engine.reset()

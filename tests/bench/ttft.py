@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from raykv.lab.bench.engine import EngineProcess, started_together
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from tests.bench.serving import (
     BLOCK,
     PREFIX_HIT,
@@ -38,31 +38,22 @@ def run(options: Options) -> Result:
     with Bed(quick=options.quick, max_tokens=max(lengths) + BLOCK, pool_bytes=pool_bytes) as bed:
         engines = _Engines(bed)
         for length in lengths:
-            result.rows += engines.measure(length, repeats)
-        result.notes += engines.notes
+            engines.measure(result, length, repeats)
     for length in lengths:
-        result.verdicts += _verdicts(result, length)
+        _judge(result, f"{length} tokens")
     result.notes.append(
         "RayKV, other node: both Ray nodes are on this host and share its cores with the engines."
     )
     return result
 
 
-def _verdicts(result: Result, length: int) -> list[Verdict]:
-    case = f"{length} tokens"
-    here, there = result.row(case, RAYKV), result.row(case, REMOTE)
-    verdicts = [
-        Verdict(
-            f"{case}: same node faster than vLLM's own prefix hit",
-            here.ratio_to(result.row(case, PREFIX_HIT)),
-            1.0,
-        ),
-    ]
-    if length == 4096:
-        speed_up = result.row(case, RECOMPUTE).ratio_to(there)
+def _judge(result: Result, case: str) -> None:
+    slower = result.ratio(case, RAYKV, PREFIX_HIT)
+    result.at_most(1.0, slower, f"{case}: same node faster than vLLM's own prefix hit")
+    if case == "4096 tokens":
+        speed_up = result.ratio(case, RECOMPUTE, REMOTE)
         budget = f"{case}: other node at least 5 x faster than recompute"
-        verdicts.append(Verdict(budget, speed_up, LEAST_SPEED_UP, is_most=False))
-    return verdicts
+        result.at_least(LEAST_SPEED_UP, speed_up, budget)
 
 
 class _Engines:
@@ -70,7 +61,6 @@ class _Engines:
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
-        self.notes: list[str] = []
         bed.start_cluster()
         self._plain, self._here, self._by_layer, self._there = started_together(
             bed.plain,
@@ -86,38 +76,34 @@ class _Engines:
         for engine in (self._by_layer, self._there):
             engine.tokens([warm], max_tokens=1)
 
-    def measure(self, length: int, repeats: int) -> list[Row]:
+    def measure(self, result: Result, length: int, repeats: int) -> None:
         """All rows of one length."""
-        values: dict[str, list[float]] = {}
+        case = f"{length} tokens"
         for number in range(repeats):
             tokens = prompt(1000 * length + number, length)
-            for name, seconds in self._once(tokens).items():
-                values.setdefault(name, []).append(seconds)
-        return [Row(f"{length} tokens", name, "s", tuple(some)) for name, some in values.items()]
+            result.add(case, RECOMPUTE, "s", _ttft(self._plain, tokens))
+            result.add(case, PREFIX_HIT, "s", _ttft(self._plain, tokens))
+            self._plain.reset()
+            result.add(case, FIRST, "s", _ttft(self._here, tokens))
+            self._bed.settle()
+            self._here.reset()
+            for name, engine in (
+                (RAYKV, self._here),
+                (BY_LAYER, self._by_layer),
+                (REMOTE, self._there),
+            ):
+                result.add(case, name, "s", _loaded(result, name, engine, tokens))
+                engine.reset()
 
-    def _once(self, tokens: list[int]) -> dict[str, float]:
-        found = {RECOMPUTE: _ttft(self._plain, tokens)}
-        found[PREFIX_HIT] = _ttft(self._plain, tokens)
-        self._plain.reset()
-        found[FIRST] = _ttft(self._here, tokens)
-        self._bed.settle()
-        self._here.reset()
-        found[RAYKV] = self._loaded(RAYKV, self._here, tokens)
-        self._here.reset()
-        found[BY_LAYER] = self._loaded(BY_LAYER, self._by_layer, tokens)
-        self._by_layer.reset()
-        found[REMOTE] = self._loaded(REMOTE, self._there, tokens)
-        self._there.reset()
-        return found
 
-    def _loaded(self, name: str, engine: EngineProcess, tokens: list[int]) -> float:
-        """Seconds; it is noted if the prompt had to be computed after all."""
-        (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
-        if output["cached"] < len(tokens) - BLOCK:
-            self.notes.append(
-                f"{name}: only {output['cached']} of {len(tokens)} tokens came out of a cache."
-            )
-        return float(output["ttft_s"])
+def _loaded(result: Result, name: str, engine: EngineProcess, tokens: list[int]) -> float:
+    """Seconds; it is noted if the prompt had to be computed after all."""
+    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
+    if output["cached"] < len(tokens) - BLOCK:
+        result.notes.append(
+            f"{name}: only {output['cached']} of {len(tokens)} tokens came out of a cache."
+        )
+    return float(output["ttft_s"])
 
 
 def _ttft(engine: EngineProcess, tokens: list[int]) -> float:

@@ -27,7 +27,7 @@ from raykv.lab.bench.report import Options, Result, Verdict, short
 
 def ratio(case: str, one: str, other: str) -> Callable[[Result], float]:
     """Of two subjects in a case."""
-    return lambda result: result.row(case, one).ratio_to(result.row(case, other))
+    return lambda result: result.ratio(case, one, other)
 
 
 @dataclass(frozen=True)

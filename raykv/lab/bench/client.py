@@ -31,7 +31,7 @@ from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.inspect.trace_files import read_timed_prompts
 from raykv.lab.bench.client_trace import TRACED_TOKENS, Rows, scaled, whole_conversations
 from raykv.lab.bench.engine import all_cores_but_one
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
 
@@ -332,37 +332,27 @@ def summed(folder: Path, systems: Sequence[str], names: Sequence[str], repeats: 
             ]
             for system in systems
         }
-        rows = {
-            (system, unit): Row(
-                load, SUBJECTS[system], unit, tuple(float(run[field]) for run in runs)
-            )
-            for system, runs in told.items()
-            for unit, field in COLUMNS.items()
-        }
-        result.rows += rows.values()
+        for system, runs in told.items():
+            for unit, field in COLUMNS.items():
+                result.add(load, SUBJECTS[system], unit, *(float(run[field]) for run in runs))
         if "raykv" in told:
-            result.verdicts += _verdicts(load, rows, told)
+            _judge(result, load, told)
     return result
 
 
-def _verdicts(
-    load: str, rows: Mapping[tuple[str, str], Row], told: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> list[Verdict]:
+def _judge(result: Result, load: str, told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Budgets of RayKV beside those that were measured too."""
+    ours = SUBJECTS["raykv"]
     bars = [("plain", unit, MOST_OF_PLAIN) for unit in (MEAN, MEDIAN, GAP)]
     if load in REUSED:
         bars += [("native", unit, MOST_OF_NATIVE) for unit in (MEAN, MEDIAN)]
-    made = [
-        Verdict(
-            f"{load}: {unit}, at most {limit:g} x {SUBJECTS[other]}",
-            rows["raykv", unit].ratio_to(rows[other, unit]),
-            limit,
-        )
-        for other, unit, limit in bars
-        if other in told
-    ]
-    failed = sum(rows["raykv", "failed"].values)
-    made.append(Verdict(f"{load}: no request fails", failed, 0.0))
+    for system, unit, limit in bars:
+        if system in told:
+            other = SUBJECTS[system]
+            budget = f"{load}: {unit}, at most {limit:g} x {other}"
+            result.at_most(limit, result.ratio(load, ours, other, unit), budget)
+    failed = sum(result.row(load, ours, "failed").values)
+    result.at_most(0.0, failed, f"{load}: no request fails")
     if "plain" in told:
         pairs = zip(told["raykv"], told["plain"], strict=True)
         different = sum(
@@ -371,5 +361,4 @@ def _verdicts(
             for mine, theirs in zip(one["generated_texts"], other["generated_texts"], strict=True)
         )
         budget = f"{load}: texts that differ from those of {SUBJECTS['plain']}"
-        made.append(Verdict(budget, float(different), 0.0))
-    return made
+        result.at_most(0.0, float(different), budget)

@@ -27,7 +27,7 @@ from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
 from raykv.copy.plan import JobPlan, Planner
 from raykv.copy.rows import CPUBackend, RowCopier, Side, by_memmove
 from raykv.lab.bench.named_jobs import key_of, named_job
-from raykv.lab.bench.report import Options, Result, Verdict, alternate, short
+from raykv.lab.bench.report import Options, Result, alternate, short
 from raykv.memory.handles import MEMFD
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
@@ -231,6 +231,6 @@ def least_of_memcpy(result: Result) -> Worst:
 def _judge(result: Result) -> None:
     worst = least_of_memcpy(result)
     budget = f"at least {LEAST_OF_MEMCPY} of the best memcpy of one thread, pages from 64 KiB"
-    result.verdicts.append(Verdict(budget, worst.ratio, LEAST_OF_MEMCPY, is_most=False))
+    result.at_least(LEAST_OF_MEMCPY, worst.ratio, budget)
     pages = f"pages of {worst.page_bytes // KIB} KiB"
     result.notes.append(f"The least is {short(worst.ratio)}, with {pages}.")

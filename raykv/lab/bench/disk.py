@@ -28,7 +28,7 @@ from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId, Refusal, Stamp
 from raykv.base.settings import DiskPlace, load_settings
 from raykv.lab.bench.modelless import wait
 from raykv.lab.bench.named_jobs import SPACE, key_of
-from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.report import Options, Result, alternate
 from raykv.node.disk.reads import TieredTransport
 from raykv.node.disk.tier import FILE_BYTES, DiskTier
 from raykv.node.fetch import FetchService
@@ -90,8 +90,7 @@ def judge(result: Result) -> None:
         (WRITE, FILES, "write: at least 80 % of plain files, each synced"),
         (READ, PLAIN_READ, "read back: at least 80 % of a plain read"),
     ):
-        share = result.row(case, TIER).ratio_to(result.row(case, other))
-        result.verdicts.append(Verdict(budget, share, LEAST_SHARE, is_most=False))
+        result.at_least(LEAST_SHARE, result.ratio(case, TIER, other), budget)
 
 
 class PlainFiles:

@@ -31,7 +31,7 @@ from raykv.cluster import join as clusters
 from raykv.directory.actor import scheduler_actor
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import SPACE, key_of
-from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.report import Options, Result, alternate
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.node.launch import node_actor
 from raykv.protocol.columns import Keys, Numbers, Source
@@ -59,9 +59,8 @@ def run(options: Options) -> Result:
         for size in sizes:
             case, subjects = f"{size >> 20} MiB", {RAYKV: pair.fetch, PULL: pair.pull}
             result.rows += alternate(case, "GB/s", rates(subjects, size), options.repeats_or(7))
-            share = result.row(case, RAYKV).ratio_to(result.row(case, PULL))
-            budget = f"{case}: at least 90 % of the bare pull"
-            result.verdicts.append(Verdict(budget, share, LEAST_SHARE, is_most=False))
+            share = result.ratio(case, RAYKV, PULL)
+            result.at_least(LEAST_SHARE, share, f"{case}: at least 90 % of the bare pull")
     if find_spec("nixl") is not None:
         os.environ.setdefault("UCX_TLS", "tcp")
         with ExitStack() as stack:

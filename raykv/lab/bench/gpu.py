@@ -32,7 +32,7 @@ from raykv.client.cluster import Cluster, connect
 from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.lab.bench.engine import EngineError, EngineProcess, settle, wait_for_pools
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result, Verdict
 from raykv.lab.demo.tiny_llama import tiny_llama
 
 PLAIN, NATIVE = "vLLM alone", "vLLM's native offloading"
@@ -257,7 +257,6 @@ class Measuring:
         self._amounts = amounts
         self._result = result
         self._pause_s = pause_s
-        self._values: dict[tuple[str, str, str], list[float]] = {}
         self._num_steps = 0
 
     def subject(
@@ -286,14 +285,8 @@ class Measuring:
             yield "documents", self._documents
 
     def _end_part(self) -> None:
-        cases = list(dict.fromkeys(case for case, _, _ in self._values))
-        rows = [Row(*names, tuple(some)) for names, some in self._values.items()]
-        self._result.rows = sorted(rows, key=lambda row: cases.index(row.case))
         self._result.verdicts = judged(self._result, self._amounts.lengths)
         self._options.keep(self._result)
-
-    def _add(self, case: str, subject: str, unit: str, value: float) -> None:
-        self._values.setdefault((case, subject, unit), []).append(value)
 
     def _note(self, text: str) -> None:
         if text not in self._result.notes:
@@ -303,7 +296,7 @@ class Measuring:
         """Note how the engine is set, and wait until it finds a prompt again: one stores nothing
         before it is known what its weights are.
         """
-        self._add(START, name, "s", engine.start_s)
+        self._result.add(START, name, "s", engine.start_s)
         settings = engine.call("running")
         self._note(f"{name}: {', '.join(f'{key}={value}' for key, value in settings.items())}.")
         give_up_at = time.monotonic() + WARM_S
@@ -343,14 +336,14 @@ class Measuring:
             case = length_case(length)
             for number in range(self._options.repeats_or(2)):
                 tokens = prompt(1000 * length + number, length)
-                self._add(case, cold, "s", _one(engine, tokens)["ttft_s"])
+                self._result.add(case, cold, "s", _one(engine, tokens)["ttft_s"])
                 if name != PLAIN:
                     known()
                 for _ in range(LOADS):
                     if name != PLAIN:
                         _reset(engine)
                     found = _one(engine, tokens)
-                    self._add(case, warm, "s", found["ttft_s"])
+                    self._result.add(case, warm, "s", found["ttft_s"])
                     self._check(f"{warm}, {case}", found["cached"], length - BLOCK)
                 _reset(engine)
             self._end_part()
@@ -365,7 +358,7 @@ class Measuring:
                 if case == DECODE:
                     unit, amount = "output tokens/s", amount * load.answer_tokens
                 if number:
-                    self._add(case, name, unit, amount / found["seconds"])
+                    self._result.add(case, name, unit, amount / found["seconds"])
         known()
 
     def _documents(self, name: str, engine: EngineProcess, known: Callable[[], None]) -> None:
@@ -378,7 +371,7 @@ class Measuring:
             seeds = count(QUESTIONS + number * load.num_requests)
             prompts = [document + prompt(next(seeds), SHORT) for document in documents]
             found = engine.call("timed", batches=[prompts], max_tokens=load.answer_tokens)
-            self._add(REUSE, name, "requests/s", load.num_requests / found["seconds"])
+            self._result.add(REUSE, name, "requests/s", load.num_requests / found["seconds"])
             if name != PLAIN:
                 least = load.num_requests * (load.prompt_tokens - BLOCK)
                 self._check(f"{name}, {REUSE}", found["cached"], least)

@@ -20,7 +20,7 @@ from raykv.base.errors import SettingError
 from raykv.inspect.hits import held_prefix, prefix_hits, unlimited_hits
 from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from raykv.inspect.trace_files import Request, read_trace
-from raykv.lab.bench.report import Options, Result, Row, Verdict
+from raykv.lab.bench.report import Options, Result
 
 PERCENTS = (1, 2, 5, 10, 20)
 """Capacities, of the distinct chunks."""
@@ -68,13 +68,12 @@ def measure(result: Result, case: str, requests: Sequence[Request], capacity: in
     gap = rates["optimum"] - lru
     closed = {name: (rate - lru) / gap if gap > 0 else 1.0 for name, rate in rates.items()}
     for name, rate in rates.items():
-        result.rows += [Row(case, name, UNIT, (rate,)), Row(case, name, GAP, (closed[name],))]
+        result.add(case, name, UNIT, rate)
+        result.add(case, name, GAP, closed[name])
     finds = f"{case}: {DEFAULT_POLICY} finds 0.995 of what lru finds"
     closes = f"{case}: {DEFAULT_POLICY} closes a fifth of the gap"
-    result.verdicts += [
-        Verdict(finds, ours, LEAST_OF_LRU * lru, is_most=False),
-        Verdict(closes, closed[DEFAULT_POLICY], LEAST_GAP_CLOSED, is_most=False),
-    ]
+    result.at_least(LEAST_OF_LRU * lru, ours, finds)
+    result.at_least(LEAST_GAP_CLOSED, closed[DEFAULT_POLICY], closes)
 
 
 def num_distinct(requests: Sequence[Request]) -> int:

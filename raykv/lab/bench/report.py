@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,16 +99,39 @@ class Result:
     notes: list[str] = field(default_factory=list)
     is_wide: bool = False
 
-    def row(self, case: str, subject: str) -> Row:
-        """The row of a subject in a case.
+    def row(self, case: str, subject: str, unit: str = "") -> Row:
+        """The row of a subject in a case; `unit`, where it has several.
 
         Raises:
             KeyError: there is no such row.
         """
         for row in self.rows:
-            if (row.case, row.subject) == (case, subject):
+            if (row.case, row.subject) == (case, subject) and unit in ("", row.unit):
                 return row
-        raise KeyError((case, subject))
+        raise KeyError((case, subject, unit))
+
+    def add(self, case: str, subject: str, unit: str, *values: float) -> None:
+        """Values of a row; the first ones make it, behind the other rows of its case."""
+        of_case = [at for at, row in enumerate(self.rows) if row.case == case]
+        for at in of_case:
+            row = self.rows[at]
+            if (row.subject, row.unit) == (subject, unit):
+                self.rows[at] = replace(row, values=(*row.values, *values))
+                return
+        at = of_case[-1] + 1 if of_case else len(self.rows)
+        self.rows.insert(at, Row(case, subject, unit, values))
+
+    def ratio(self, case: str, one: str, other: str, unit: str = "") -> float:
+        """Of two subjects in a case, by repeat; see `row`."""
+        return self.row(case, one, unit).ratio_to(self.row(case, other, unit))
+
+    def at_most(self, limit: float, measured: float, budget: str) -> None:
+        """Judge a number that is to be low."""
+        self.verdicts.append(Verdict(budget, measured, limit))
+
+    def at_least(self, limit: float, measured: float, budget: str) -> None:
+        """Judge a number that is to be high."""
+        self.verdicts.append(Verdict(budget, measured, limit, is_most=False))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`."""

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from raykv.lab.bench.prompts import prompt
-from raykv.lab.bench.report import Options, Result, Verdict, alternate
+from raykv.lab.bench.report import Options, Result, alternate
 from raykv.prompts.block_hashes import DEFAULT_SEED, PLAIN, HashScheme
 from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
@@ -62,7 +62,7 @@ def _measure(
 ) -> None:
     result.rows += alternate(case, "ms of CPU", {subject: measure}, repeats)
     whole = result.row(case, subject).median
-    result.verdicts.append(Verdict(f"{case}: at most {MOST_MS:g} ms", whole, MOST_MS))
+    result.at_most(MOST_MS, whole, f"{case}: at most {MOST_MS:g} ms")
 
 
 class Answering:

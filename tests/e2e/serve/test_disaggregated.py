@@ -18,11 +18,12 @@ import pytest
 
 from raykv.client.cluster import Cluster
 from raykv.lab.bench.prompts import prompt
+from raykv.lab.bench.report import Result
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated.proxy import COURSE_HEADER
 from tests.bench.completions import ModelServer
-from tests.bench.disaggregated import APART, PromptLoad, Values, deployment
+from tests.bench.disaggregated import APART, PromptLoad, deployment
 from tests.fixtures.ports import free_port
 from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tests.fixtures.waiting import wait_until
@@ -240,12 +241,11 @@ def test_client_that_leaves_ends_its_request(application: Application) -> None:
 
 @pytest.mark.extended
 def test_benchmark_measures_both_kinds_of_engines(application: Application) -> None:
-    values: Values = {}
+    result = Result("disaggregated")
     load = PromptLoad((MIN_PROMPT_TOKENS, 2 * MIN_PROMPT_TOKENS), stream_tokens=6, most_tokens=64)
-    load.measure(values, APART, ModelServer(application.port, "tiny"))
-    assert len(values) == 5
-    print(values)
-    assert all(value > 0 for some in values.values() for value in some)
+    load.measure(result, APART, ModelServer(application.port, "tiny"))
+    assert len(result.rows) == 5
+    assert all(value > 0 for row in result.rows for value in row.values)
 
 
 @pytest.mark.extended
