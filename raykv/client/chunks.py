@@ -19,7 +19,7 @@ from raykv.memory.kv_form import objection
 from raykv.node import peers, read
 from raykv.node.disk.chunk_file import ChunkBytes
 from raykv.protocol import columns, copies, worker
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 
 MAX_READ_BYTES = 64 << 20
 """Bytes of chunks in one read, unless one alone is larger."""
@@ -83,7 +83,7 @@ def read_from(
     if actor is None:
         raise ClusterError(f"node {node_id[:12]} has no NodeActor any more")
     keys, slot_bytes = columns.Keys.of(sizes), columns.Numbers.of(sizes.values())
-    request = copies.Read(PROTOCOL_VERSION, namespace, keys, slot_bytes, from_disk=from_disk)
+    request = copies.Read(namespace, keys, slot_bytes, from_disk=from_disk)
     with ask.answering(ask.NODE_ACTOR):
         raw, data = ray.get(actor.read.remote(encode(request)), timeout=deadlines.READ_S)
         reply = receive(raw, copies.ReadReply, ask.NODE_ACTOR, ask.HERE)

@@ -31,7 +31,6 @@ from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
 from raykv.protocol import descriptions, findings, operator
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Kept
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus
@@ -100,7 +99,7 @@ class Cluster:
             ClusterError: RayKV does not run here, or does not answer; or a node has not heard of it
                 in time.
         """
-        self._scheduler.order(operator.PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=True))
+        self._scheduler.order(operator.PauseOrder(uuid4().hex, paused=True))
 
     def resume(self) -> None:
         """Switch the cache on again; what it holds is still there.
@@ -108,7 +107,7 @@ class Cluster:
         Raises:
             ClusterError: as for `pause`.
         """
-        self._scheduler.order(operator.PauseOrder(PROTOCOL_VERSION, uuid4().hex, paused=False))
+        self._scheduler.order(operator.PauseOrder(uuid4().hex, paused=False))
 
     def set_weights_version(self, engine: str, version: str) -> list[str]:
         """Name the weights that engines have now; returns the ids of engines that have heard it.
@@ -134,7 +133,7 @@ class Cluster:
                 f"the id of no engine begins with {engine!r}; there are "
                 f"{', '.join(known) or 'none'}"
             )
-        order = operator.NameWeights(PROTOCOL_VERSION, uuid4().hex, engine, version)
+        order = operator.NameWeights(uuid4().hex, engine, version)
         told = self._scheduler.order(order)
         give_up_at = time.monotonic() + deadlines.CLIENT_S
         while not self._scheduler.ask("has_heard", order.order_id):
@@ -170,9 +169,7 @@ class Cluster:
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
             namespace = self._scheduler.full_namespace(namespace)
-        self._scheduler.order(
-            operator.ClearOrder(PROTOCOL_VERSION, uuid4().hex, namespace or ""), watch
-        )
+        self._scheduler.order(operator.ClearOrder(uuid4().hex, namespace or ""), watch)
 
     # Chunks
 

@@ -67,7 +67,6 @@ def chunks(  # noqa: PLR0913 - what a listing is narrowed by
         raise ClusterError(f"limit={limit}: a listing has at least one chunk")
     wanted = key.hex() if isinstance(key, bytes) else key.lower()
     query = reader.ChunkQuery(
-        framing.PROTOCOL_VERSION,
         scheduler.full_namespace(namespace) if namespace else "",
         whole_bytes(wanted),
         group,

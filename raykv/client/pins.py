@@ -15,7 +15,7 @@ from raykv.cluster import ask
 from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
 from raykv.memory.room import human_bytes
 from raykv.protocol import columns, operator
-from raykv.protocol.framing import PROTOCOL_VERSION, receive
+from raykv.protocol.framing import receive
 
 PIN_S = 3600.0
 """How long a pin lasts by default."""
@@ -49,7 +49,6 @@ def pin(
     """
     check_pin(ttl_s, priority)
     order = operator.PinOrder(
-        version=PROTOCOL_VERSION,
         order_id=uuid.uuid4().hex,
         pin_id=pin_id or uuid.uuid4().hex[:8],
         namespace=scheduler.full_namespace(namespace),
@@ -134,7 +133,7 @@ def unpin(scheduler: Scheduler, pin_id: str) -> None:
     known = sorted(_told(scheduler))
     if pin_id not in known:
         raise NotFoundError(f"there is no pin {pin_id!r}; there are {', '.join(known) or 'none'}")
-    scheduler.order(operator.UnpinOrder(PROTOCOL_VERSION, uuid.uuid4().hex, pin_id))
+    scheduler.order(operator.UnpinOrder(uuid.uuid4().hex, pin_id))
 
 
 def pins(scheduler: Scheduler) -> operator.Pinned:
@@ -146,7 +145,6 @@ def pins(scheduler: Scheduler) -> operator.Pinned:
     told = _told(scheduler)
     nodes = list(ask_each(operator.PinsHere, ask.asking("pins")).values())
     return operator.Pinned(
-        PROTOCOL_VERSION,
         [_status(pin_id, pin, nodes) for pin_id, pin in told.items()],
         [node.node for node in nodes],
         client_chunks=sum(node.client_chunks for node in nodes),

@@ -18,7 +18,7 @@ from raykv.directory.actor import scheduler_actor
 from raykv.memory.room import human_bytes
 from raykv.node.launch import facts_of, make_node_actor, name_of
 from raykv.node.wishes import RayNode, usual_nodes, wants
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.operator import NodeUp, PoolWish
 
@@ -71,7 +71,6 @@ def up(  # noqa: PLR0913 - what pools may be asked for
     """
     settings = load_settings({})
     wish = PoolWish(
-        version=PROTOCOL_VERSION,
         on=on or usual_nodes(live_nodes()),
         node_ids=[ask.ask_ray(join.resolve_node_id, node_id) for node_id in node_ids],
         pool_bytes=pool_bytes or settings.pool_bytes,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from raykv.base.errors import NotFoundError, SettingError
 from raykv.base.tenants import MAX_LABEL, OTHERS, is_label, salt_label
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import EndQuota, Quota, TenantStatus
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Quotas:
         if name not in known:
             there = ", ".join(known) or "none"
             raise NotFoundError(f"there is no quota {name!r}; there are {there}")
-        self.scheduler.order(EndQuota(PROTOCOL_VERSION, uuid.uuid4().hex, name))
+        self.scheduler.order(EndQuota(uuid.uuid4().hex, name))
 
     def tenants(self) -> list[TenantStatus]:
         """Tenants that have a quota, and others that have chunks in pools."""
@@ -88,4 +87,4 @@ def quota_of(name: str, guaranteed: float, most: float, salt: str, tenant: str) 
     label = salt_label(salt) or tenant or ("" if name == OTHERS else name)
     if label and not is_label(label):
         raise SettingError(f"{label!r} is no tenant's label: see `raykv quota ls`")
-    return Quota(PROTOCOL_VERSION, uuid.uuid4().hex, name, label, guaranteed, most)
+    return Quota(uuid.uuid4().hex, name, label, guaranteed, most)

@@ -140,7 +140,7 @@ class Scheduler:
         found: list[Collection[Source]] = []
         while len(found) < len(keys):
             some = list(keys[len(found) : len(found) + MAX_KEYS])
-            query = reader.WhereQuery(framing.PROTOCOL_VERSION, namespace, some)
+            query = reader.WhereQuery(namespace, some)
             page = self.ask_for(reader.WherePage, "where", framing.encode(query))
             reader.check_where_page(page, query)
             sources: list[list[Source]] = [[] for _ in range(page.answered)]

@@ -15,7 +15,7 @@ from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
 from raykv.cluster import ask
 from raykv.protocol import columns, operator, sessions
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.framing import encode
 
 
 def found_sessions(
@@ -156,9 +156,7 @@ class ClientSession:
         not answer is asked once.
         """
         asked = self._known()
-        order = sessions.SessionOrder(
-            PROTOCOL_VERSION, asked.namespace, self.name, word, pause_s, priority
-        )
+        order = sessions.SessionOrder(asked.namespace, self.name, word, pause_s, priority)
         answer = self._scheduler.ask_for(sessions.SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")
@@ -187,7 +185,7 @@ class ClientSession:
 
 
 def _question(namespace: str, session: str, first: int) -> ask.NodeQuestion:
-    query = sessions.SessionQuery(PROTOCOL_VERSION, namespace, session, first)
+    query = sessions.SessionQuery(namespace, session, first)
     return ask.asking("sessions", encode(query))
 
 

@@ -148,7 +148,6 @@ def _drop(
     def question(node_id: str, actor: Any) -> Any:
         keys = elsewhere[node_id]
         order = operator.DropOrder(
-            framing.PROTOCOL_VERSION,
             transfer.namespace,
             Keys.of(keys),
             Numbers.of(there[key].first for key in keys),
@@ -223,7 +222,6 @@ class Transfer:
         self, sizes: Mapping[bytes, int], sources: SourcesOf, deadline_s: float
     ) -> copies.CopyResult:
         order = copies.Fetch(
-            framing.PROTOCOL_VERSION,
             next(self._numbers),
             OPERATOR,
             self.namespace,
@@ -256,7 +254,7 @@ def _size_of(namespace: str, group: int, sources: SourcesOf, silent: set[str]) -
     do; nothing if none is where it was. Nodes that do not answer are `silent` from then on.
     """
     for key, some in islice(sources.items(), MOST_TRIED):
-        query = reader.ChunkQuery(framing.PROTOCOL_VERSION, namespace, key)
+        query = reader.ChunkQuery(namespace, key)
         question = ask.asking("chunks", framing.encode(query))
         of = {source.node_id for source in some} - silent
         found, lost = ask.ask_nodes(reader.ChunkPage, question, of, deadlines.CLIENT_S)

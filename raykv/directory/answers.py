@@ -16,7 +16,6 @@ from raykv.directory.known.holdings import IN_RAM
 from raykv.directory.known.members import ReportedNode
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, numbered
 from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
 from raykv.protocol.node import ReportedEngine
@@ -40,7 +39,6 @@ def event_page(directory: Directory, life: int, after: int, now: float) -> Event
     namespaces: list[str] = []
     began_at = directory.began_at if directory.began_at is not None else now
     return EventPage(
-        PROTOCOL_VERSION,
         directory.life,
         found[0].seq if found else after + 1,
         directory.events.last_seq,
@@ -73,7 +71,7 @@ def where_page(directory: Directory, query: WhereQuery) -> WherePage:
         ]
     sources: list[Source] = []
     index = numbered(sources, [source for _, source in rows])
-    return WherePage(PROTOCOL_VERSION, len(keys), sources, [at for at, _ in rows], index)
+    return WherePage(len(keys), sources, [at for at, _ in rows], index)
 
 
 # Sums
@@ -94,7 +92,7 @@ def space_page(directory: Directory) -> SpacePage:
     for member in directory.members.values():
         for namespace in member.namespaces:
             nodes[namespace].add(member.report.node_id)
-    return SpacePage(PROTOCOL_VERSION, spaces, [sorted(nodes[each.namespace]) for each in spaces])
+    return SpacePage(spaces, [sorted(nodes[each.namespace]) for each in spaces])
 
 
 def _spaces(directory: Directory) -> list[NamespaceStatus]:
@@ -208,4 +206,4 @@ def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
     """
     news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
     nodes = directory.sessions.order(order.namespace, news)
-    return SessionAnswer(PROTOCOL_VERSION, [str(node) for node in nodes])
+    return SessionAnswer([str(node) for node in nodes])

@@ -22,7 +22,7 @@ from functools import partial
 from raykv.base import deadlines
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import ViewSettings
-from raykv.protocol import columns, framing
+from raykv.protocol import columns
 from raykv.protocol.copies import CopyResult, Fetch
 
 MAX_CHUNKS = 512
@@ -92,7 +92,6 @@ class Fetches:
 
     def _request(self, number: int, orders: list[FetchOrder], life: int, namespace: str) -> Fetch:
         return Fetch(
-            version=framing.PROTOCOL_VERSION,
             number=number,
             life=life,
             namespace=namespace,

@@ -33,7 +33,7 @@ from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
 from raykv.protocol import columns, copies, engine, measures, node, operator, worker
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.listing import Position, Reason
 from raykv.stream.descriptions import DescriptionOutbox
 
@@ -460,7 +460,7 @@ class Session:
             return
         try:
             if question is not None or not is_closed:
-                self._ask(question or self._view.question(PROTOCOL_VERSION, [], []))
+                self._ask(question or self._view.question([], []))
             if self._wants_clear:
                 self._order_clear(self._view.wanted_clear)
         except Exception as error:
@@ -485,7 +485,7 @@ class Session:
         keys = view.remote.take_questions(engine.MOST_ASKED, may_repeat)
         coming = view.remote.take_announced(engine.MOST_ASKED)
         has_some = bool(keys or coming)
-        self._question = view.question(PROTOCOL_VERSION, keys, coming) if has_some else None
+        self._question = view.question(keys, coming) if has_some else None
         return self._question
 
     def _ask(self, question: engine.Ask) -> None:
@@ -506,7 +506,7 @@ class Session:
         if self._clear[0] != reset:
             self._num_clears += 1
             order_id = f"reset {self._num_clears} of {self._view.life:x}"
-            raw = encode(operator.ClearOrder(PROTOCOL_VERSION, order_id, self._view.namespace))
+            raw = encode(operator.ClearOrder(order_id, self._view.namespace))
             taken = receive(self._call("order", raw), operator.OrderAnswer, SENDER, "the engine")
             if taken.error:
                 raise ClusterError(taken.error)

@@ -401,10 +401,9 @@ class EngineView:
 
     # What others have
 
-    def question(self, version: int, keys: Sequence[bytes], coming: Sequence[Key]) -> engine.Ask:
+    def question(self, keys: Sequence[bytes], coming: Sequence[Key]) -> engine.Ask:
         """The next question to the scheduler actor."""
         return engine.Ask(
-            version,
             self.engine_id,
             self.life,
             self.namespace,

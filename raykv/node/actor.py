@@ -43,7 +43,7 @@ from raykv.node.service import NodeService, boot_life
 from raykv.node.states.file import HiddenStates
 from raykv.protocol import columns, copies, measures, node
 from raykv.protocol.findings import HostQuestion
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
+from raykv.protocol.framing import decode, encode, receive
 
 logger = logging.getLogger("raykv.node")
 
@@ -224,7 +224,6 @@ class NodeActor:
         stats = node.NodeStats() if refusal else self._stats()
         return encode(
             node.NodeDescription(
-                version=PROTOCOL_VERSION,
                 raykv_version=version.__version__,
                 node_id=self._node_id,
                 life=0 if refusal else self._keeper.life,

@@ -261,7 +261,6 @@ class FetchService:
         for chunk in piece.chunks:
             chunk.was_asked = True
         request = copies.Read(
-            framing.PROTOCOL_VERSION,
             fetch.namespace,
             columns.Keys.of(chunk.landing.key for chunk in piece.chunks),
             columns.Numbers.of(piece.sizes),

@@ -18,10 +18,10 @@ PROTOCOL_VERSION = 19
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Versioned(msgspec.Struct, frozen=True):
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
     """A message that says which `version` of the protocol its sender speaks; see `receive`."""
 
-    version: int
+    version: int = PROTOCOL_VERSION
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -28,7 +28,7 @@ from raykv.protocol.events import (
     NodeEvent,
     events_of,
 )
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.stream.descriptions import ANSWER_BYTES
 from raykv.stream.replay import Replay
@@ -169,7 +169,7 @@ class _Listing:
     names: set[tuple[Namespace, Key]] = field(default_factory=set)
 
     def question(self, actor: Any) -> Any:
-        return actor.ask.remote("listing", encode(ListingQuery(PROTOCOL_VERSION, self.position)))
+        return actor.ask.remote("listing", encode(ListingQuery(self.position)))
 
     def take(self, part: ListingPart) -> bool:
         """Take in the next part; True: it was the last one."""

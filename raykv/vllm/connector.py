@@ -33,7 +33,7 @@ from raykv.base.ids import Direction, MissReason
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine import cost, runtime
-from raykv.protocol import descriptions, engine, framing
+from raykv.protocol import descriptions, engine
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm import layered, mending, misses, params, transfers, weights, windows
 from raykv.vllm.identity import media, placement, weight_changes
@@ -135,7 +135,6 @@ class RayKVConnector(OffloadingConnector):
             vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
         )
         hello = engine.EngineHello(
-            framing.PROTOCOL_VERSION,
             spec.config.engine_id,
             runtime.new_life(),
             namespace_of(facts),

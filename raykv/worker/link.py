@@ -327,7 +327,6 @@ class WorkerLink:
         try:
             pidfd = os.pidfd_open(wire.peer_of(sock))
             hello = worker.AttachWorker(
-                framing.PROTOCOL_VERSION,
                 target.engine_id,
                 target.life,
                 target.namespace,

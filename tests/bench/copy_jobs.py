@@ -43,7 +43,6 @@ from raykv.node.lanes import CopyLanes
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.copies import CopyJob
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
@@ -205,7 +204,6 @@ class JobSides:
             device="a GPU",
         )
         hello = AttachWorker(
-            version=PROTOCOL_VERSION,
             engine_id="bench",
             life=ENGINE,
             namespace=SPACE,
@@ -241,9 +239,7 @@ class JobSides:
 
     def _introduce(self) -> None:
         """The engine, before each job: one that says nothing is gone after a while."""
-        hello = EngineHello(
-            PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes={0: self._shape.chunk_bytes}
-        )
+        hello = EngineHello("bench", ENGINE, SPACE, slot_bytes={0: self._shape.chunk_bytes})
         with self._keeper.lock:
             owner = self._keeper.owner
             is_new = not any(owner.engines)

@@ -20,7 +20,7 @@ from raykv.directory.known.document import Orders
 from raykv.directory.known.events import MOST_EVENTS
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, ListedRow, ListedRows, ListingPart, Position, Reason
 from raykv.protocol.listing import Where as At
 from raykv.protocol.node import Report, ReportAnswer, ReportedEngine
@@ -104,9 +104,7 @@ class ReportingNode:
         start, end = self._read or Position(1), Position(1, self._number, ALL_READ)
         part = ListingPart(self._read is None, start, end, ListedRows.of(stored + gone))
         self._read = end
-        return Report(
-            PROTOCOL_VERSION, self.node_id, 1, self._seq, part=part, engines=self._engines
-        )
+        return Report(self.node_id, 1, self._seq, part=part, engines=self._engines)
 
 
 class DirectoryLoad:
@@ -133,7 +131,7 @@ class DirectoryLoad:
 
     def ask(self, watch: Stopwatch, keys: Sequence[Key]) -> None:
         """The engine asks where keys are."""
-        ask = Ask(PROTOCOL_VERSION, "engine", 1, SPACE, [ELSEWHERE], Keys.of(keys))
+        ask = Ask("engine", 1, SPACE, [ELSEWHERE], Keys.of(keys))
         answer = watch.add(exchange(encode(ask), Ask, self._answer))
         assert len(answer.key_index) == len(keys), len(answer.key_index)
 

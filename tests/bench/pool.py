@@ -23,7 +23,6 @@ from raykv.node.pool.records import ChunkRecord, Standing
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyJob
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.keys import random_key
 
@@ -50,7 +49,7 @@ def made(count: int) -> NodePool:
     slabs = -(-count * SLOT_BYTES // SLAB_BYTES)
     pool = NodePool(NodeId("node"), 1, PoolGeometry(slabs * SLAB_BYTES, SLAB_BYTES))
     pool.take_orders(OrdersDocument(ORDERED), 0.0)
-    hello = EngineHello(PROTOCOL_VERSION, "bench", ENGINE, SPACE, slot_bytes={0: SLOT_BYTES})
+    hello = EngineHello("bench", ENGINE, SPACE, slot_bytes={0: SLOT_BYTES})
     assert not pool.hello(hello, 0.0).error
     pool.jobs.begin_line(ENGINE, 0, 1)
     return pool

@@ -21,7 +21,7 @@ from raykv.base.ids import Key
 from raykv.lab.bench.report import Options, Result
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.framing import encode
 from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
 from tests.bench.directory_load import SPACE, ReportingNode, directory, exchange
 from tests.fixtures.keys import random_key
@@ -53,7 +53,7 @@ class PlayedNode(ReportingNode):
 
     def __init__(self, number: int) -> None:
         self.engines = [
-            EngineHello(PROTOCOL_VERSION, f"engine-{number}-{at}", 1 + at, SPACE, slot_bytes={0: 1})
+            EngineHello(f"engine-{number}-{at}", 1 + at, SPACE, slot_bytes={0: 1})
             for at in range(ENGINES_PER_NODE)
         ]
         super().__init__(f"{number:056d}", [ReportedEngine(each) for each in self.engines])
@@ -93,7 +93,6 @@ class _Cluster:
     def _ask(self, node: PlayedNode, engine: EngineHello, coming: list[Key]) -> None:
         asked = Keys.of(list(self._recent)[:ASKED])
         ask = Ask(
-            PROTOCOL_VERSION,
             engine.engine_id,
             engine.life,
             SPACE,

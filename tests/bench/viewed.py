@@ -9,7 +9,6 @@ from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.engine import ChangesAnswer, EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,
@@ -28,7 +27,7 @@ class ViewedNode:
 
     def __init__(self, slot_bytes: int = 4096) -> None:
         self.view = EngineView(Settings(request_deadline_s=5.0))
-        hello = EngineHello(PROTOCOL_VERSION, "bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
+        hello = EngineHello("bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
         self.view.begin(hello, [NodeId("node")], 0.0)
         self._number = 0
         self.store(())

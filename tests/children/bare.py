@@ -31,7 +31,6 @@ from raykv.node.states.file import HiddenStates, promise, settle, write_states
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -67,7 +66,7 @@ def stored_and_loaded(node_id: str) -> bool:
     """Store chunks and load them into other blocks; whether the bytes are the same."""
     view, sizes = EngineView(Settings(request_deadline_s=50.0)), {0: CHUNK_BYTES}
     life = new_life()
-    hello = EngineHello(PROTOCOL_VERSION, "bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
+    hello = EngineHello("bare", life, NAMESPACE, "tiny", slot_bytes=sizes)
     described = ask.describe(ask.find_node_actor(node_id), PATIENCE_S)
 
     def call(method: str, argument: bytes | str) -> bytes:

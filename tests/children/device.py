@@ -14,7 +14,6 @@ from raykv.base.ids import Direction
 from raykv.memory.cuda.kv import ExportedKV, export_kv
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -60,9 +59,7 @@ def greet(name: str, slot_bytes: int, exported: ExportedKV) -> tuple[object, ...
     """Connect, and send a part of the attach message."""
     sock = wire.connect(name, 10.0)
     words = CancelWords.create()
-    hello = AttachWorker(
-        PROTOCOL_VERSION, "engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout
-    )
+    hello = AttachWorker("engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout)
     half = wire.frame(hello)[:-10]
     socket.send_fds(sock, [half], [words.region.fd, *exported.fds])
     return sock, words

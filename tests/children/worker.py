@@ -15,7 +15,6 @@ from raykv.base.ids import Direction
 from raykv.memory.region import Region
 from raykv.memory.words import CancelWords
 from raykv.protocol import wire
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -41,9 +40,7 @@ def main() -> None:
     tensor = TensorLayout(0, NUM_BLOCKS, part, part)
     layout = KVLayout("memfd", kv.num_bytes, 1, [tensor], [0], [[0]])
     if stage in ("connected", "half attached", "unread"):
-        hello = AttachWorker(
-            PROTOCOL_VERSION, "engine", life, "ns", rank, num_ranks, {0: slot_bytes}, layout
-        )
+        hello = AttachWorker("engine", life, "ns", rank, num_ranks, {0: slot_bytes}, layout)
         kept: object = greet(name, hello, kv, stage)
     else:
         CoreLine(name, life, {0: slot_bytes}, num_ranks=num_ranks).wait()

@@ -98,7 +98,7 @@ class OldNodeActor:
 
     def describe(self) -> bytes:
         return encode(
-            NodeDescription(PROTOCOL_VERSION + 1, "9.9", "node", 1, "socket", 1, 1, 1, 1, 1)
+            NodeDescription("9.9", "node", 1, "socket", 1, 1, 1, 1, 1, version=PROTOCOL_VERSION + 1)
         )
 
 
@@ -216,7 +216,7 @@ def test_start_of_engine_stops_when_its_node_refuses_the_pool(
     generous = MemoryLimit(1 << 60, 1 << 60, "another control group")
     monkeypatch.setattr(raykv.engine.runtime, "memory_limit", lambda: generous)
     sizes = {0: SLOT_ALIGNMENT}
-    hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
+    hello = EngineHello("engine", new_life(), "ns", "tiny", slot_bytes=sizes)
     runtime = EngineRuntime(
         Settings(pool_bytes=TOO_MUCH), EngineView(Settings(request_deadline_s=50.0)), hello
     )

@@ -20,7 +20,7 @@ from raykv.lab.bench.fetch import CHUNK_BYTES
 from raykv.lab.bench.named_jobs import SPACE
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyResult, Read
-from raykv.protocol.framing import PROTOCOL_VERSION, encode
+from raykv.protocol.framing import encode
 from tests.fixtures.node.nixl import needs_nixl
 from tests.fixtures.waiting import wait_until
 
@@ -44,7 +44,7 @@ class Pair(fetch.Pair):
         keys = fetch.keys_of(size)
         for first in range(0, len(keys), CHUNKS_A_READ):
             some = keys[first : first + CHUNKS_A_READ]
-            request = Read(PROTOCOL_VERSION, SPACE, some, Numbers.of([CHUNK_BYTES] * len(some)))
+            request = Read(SPACE, some, Numbers.of([CHUNK_BYTES] * len(some)))
             raw = self.actors[1].read.remote(encode(request))
             yield ray.get(raw, timeout=LONG_S)[1].tobytes()
 

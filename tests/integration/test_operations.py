@@ -27,7 +27,7 @@ from raykv.node.disk.chunk_file import ChunkBytes, write_chunks
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.events import LifeBegan, NodeJoined
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.operator import ClearOrder, OrderState
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.played_engine import PlayedEngine
@@ -120,7 +120,7 @@ def bytes_on(node_id: str, number: int) -> bytes:
     """Of a chunk in a node's pool, as the node itself reads them."""
     actor = ask.find_node_actor(node_id)
     name = NAMESPACE, Keys.of([key(number)]), Numbers.of([CHUNK_BYTES])
-    request = Read(PROTOCOL_VERSION, *name)
+    request = Read(*name)
     raw, data = ray.get(actor.read.remote(encode(request)), timeout=10.0)  # type: ignore[union-attr]
     assert decode(raw, ReadReply).refusals == bytes(1)
     return bytes(data)
@@ -255,7 +255,7 @@ def test_cleared_chunks_stay_away_when_the_scheduler_actor_dies_and_a_node_has_n
     scheduler = ask.find_scheduler_actor()
     assert scheduler is not None
     with frozen(pids[nodes.second]), frozen(pids[nodes.first]):
-        order = encode(ClearOrder(PROTOCOL_VERSION, "all"))
+        order = encode(ClearOrder("all"))
         ray.get(scheduler.order.remote(order), timeout=10.0)
 
         def is_kept() -> bool:

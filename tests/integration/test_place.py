@@ -15,7 +15,6 @@ from raykv.engine.view import EngineView
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.findings import Severity
-from raykv.protocol.framing import PROTOCOL_VERSION
 from tests.fixtures.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -73,7 +72,7 @@ def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
         ray_address=cluster.address, node_id=second.node_id, pool_bytes=64 * SLOT_ALIGNMENT
     )
     sizes = {0: SLOT_ALIGNMENT}
-    hello = EngineHello(PROTOCOL_VERSION, "engine", new_life(), "ns", "tiny", slot_bytes=sizes)
+    hello = EngineHello("engine", new_life(), "ns", "tiny", slot_bytes=sizes)
     view = EngineView(Settings(request_deadline_s=50.0))
     runtime = EngineRuntime(settings, view, hello)
     third = None

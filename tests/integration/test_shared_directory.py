@@ -29,7 +29,7 @@ from raykv.protocol.events import (
     NodeJoined,
     NodeLost,
 )
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.one_node import actors_of_one_node
 from tests.fixtures.played_node import PlayedNode, played_actor
@@ -56,7 +56,6 @@ def keys(numbers: range) -> list[Key]:
 def ask_as(life: int, place: str, wanted: list[Key], coming: list[Key]) -> AskAnswer:
     """What an engine at a node is answered."""
     question = Ask(
-        PROTOCOL_VERSION,
         f"engine {life}",
         life,
         NAMESPACE,

@@ -24,7 +24,7 @@ class OldNodeActor:
 
     def describe(self) -> bytes:
         node = NodeDescription(
-            PROTOCOL_VERSION + 1, "9.9", "node", 1, "socket", 1, 1, 1, 1, self._num_workers
+            "9.9", "node", 1, "socket", 1, 1, 1, 1, self._num_workers, version=PROTOCOL_VERSION + 1
         )
         return encode(node)
 

@@ -21,7 +21,7 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,
@@ -114,7 +114,6 @@ class PlayedNode:
         position = self.position
         is_read = position == Position(self.life, self.number, ALL_READ)
         return Report(
-            PROTOCOL_VERSION,
             self.node_id,
             self.life,
             self.seq,
@@ -276,7 +275,7 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
     def ask(self, places: set[NodeId], space: int) -> None:
         namespace = NAMES[2 * space][0]
         keys = [key for _, key in NAMES[:2]]
-        ask = Ask(PROTOCOL_VERSION, "e", 1, namespace, sorted(places), Keys.of(keys))
+        ask = Ask("e", 1, namespace, sorted(places), Keys.of(keys))
         raw = encode(self.directory.ask(decode(encode(ask), Ask), self.now))
         sources = decode(raw, AskAnswer).sources(Keys.of(keys))
         for key in keys:

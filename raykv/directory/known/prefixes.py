@@ -11,7 +11,7 @@ from itertools import groupby
 
 from raykv.directory.known.holdings import Held
 from raykv.prompts.prefixes import loadable_of
-from raykv.protocol import descriptions, framing, reader
+from raykv.protocol import descriptions, reader
 
 ANYWHERE = ""
 """Has what any node has."""
@@ -34,7 +34,6 @@ def prefix_page(query: reader.PrefixQuery, found: Sequence[Held]) -> reader.Pref
         for parts in by_prompt
     ]
     return reader.PrefixPage(
-        framing.PROTOCOL_VERSION,
         nodes,
         [tokens for row in rows for tokens in row[:-1]],
         [row[-1] for row in rows],

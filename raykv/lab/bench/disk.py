@@ -37,7 +37,6 @@ from raykv.node.peers import PeerError, PendingRead
 from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import Fetch, Read
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.operator import OrdersDocument
 
 TIER, FILES, PLAIN_READ = "disk tier", "plain files, each synced", "plain read of the files"
@@ -193,7 +192,6 @@ class BenchTier:
             self._keeper.catalog.drop(NAMESPACE, dict.fromkeys(self._keys, ALL_BLOCKS))
         count = len(self._keys)
         order = Fetch(
-            PROTOCOL_VERSION,
             next(self._numbers),
             0,
             NAMESPACE,

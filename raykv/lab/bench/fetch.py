@@ -37,7 +37,7 @@ from raykv.node.launch import node_actor
 from raykv.protocol.columns import Keys, Numbers, Source
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.engine import NOTHING_ORDERED
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import NodeStats
 from raykv.protocol.operator import DropOrder
 
@@ -173,14 +173,13 @@ class Pair:
         """The second pool loses chunks of that size together."""
         keys = keys_of(size)
         first, count = (Numbers.of([number] * len(keys)) for number in ALL_BLOCKS)
-        order = DropOrder(PROTOCOL_VERSION, SPACE, keys, first, count)
+        order = DropOrder(SPACE, keys, first, count)
         ray.get(self.actors[1].ask.remote("drop", encode(order)), timeout=DEADLINE_S)
 
     def order(self, size: int, deadline_s: float) -> CopyResult:
         """How a fetch of that size ends."""
         count = size // CHUNK_BYTES
         order = Fetch(
-            PROTOCOL_VERSION,
             next(self._numbers),
             0,
             SPACE,

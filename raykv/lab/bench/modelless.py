@@ -17,7 +17,6 @@ from raykv.lab.bench.named_jobs import named_job
 from raykv.memory.region import Region
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import NOTHING_ORDERED, EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
@@ -57,9 +56,7 @@ class ModellessEngine:
         self._life = new_life()
         self._namespace, self._sizes = namespace, {0: chunk_bytes}
         self._name = f"engine-{self._life:x}"
-        hello = EngineHello(
-            PROTOCOL_VERSION, self._name, self._life, namespace, slot_bytes=self._sizes
-        )
+        hello = EngineHello(self._name, self._life, namespace, slot_bytes=self._sizes)
         self.view = EngineView(Settings(request_deadline_s=5 * DEADLINE_S))
         settings = Settings(ray_address=address, node_id=node_id, pool_bytes=pool_bytes)
         self.runtime = EngineRuntime(settings, self.view, hello)

@@ -14,7 +14,7 @@ from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import STRETCH, first_ones
 from raykv.node.pool.sessions import LocalSession
-from raykv.protocol import events, framing, operator, reader, status
+from raykv.protocol import events, operator, reader, status
 from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.listing import ALL_READ, ListingPart
@@ -79,7 +79,7 @@ class Desk:
             if query.order:
                 rows = first_ones(rows, query.order, query.limit)
         cursor = "" if place == ALL_READ else str(place)
-        return reader.ChunkPage(framing.PROTOCOL_VERSION, rows, cursor)
+        return reader.ChunkPage(rows, cursor)
 
     def drop(self, order: operator.DropOrder) -> operator.Released:
         """Give up copies in the pool of what is elsewhere."""
@@ -125,7 +125,7 @@ class Desk:
                 claims.num_waiting,
             )
             num_wished, num_refused = self._owner.num_wished(), claims.num_refused
-        return operator.PinsHere(framing.PROTOCOL_VERSION, node, held, num_wished, num_refused)
+        return operator.PinsHere(node, held, num_wished, num_refused)
 
     # Requests
 
@@ -186,9 +186,7 @@ class Desk:
         if query.session and len(known) == 1:
             with self._lock:
                 keys = self._owner.sessions.keys_of(known[0][2])
-        return SessionPage(
-            framing.PROTOCOL_VERSION, found, [*keys[query.first : query.first + MAX_KEYS // 2]]
-        )
+        return SessionPage(found, [*keys[query.first : query.first + MAX_KEYS // 2]])
 
     def _status(self, namespace: Namespace, name: str, session: LocalSession) -> SessionStatus:
         sessions, now = self._owner.sessions, self._keeper.now()

@@ -14,7 +14,7 @@ from operator import attrgetter
 from raykv.base.ids import Blocks, Key, Namespace, group_of
 from raykv.node.pool import claims, records, shelf
 from raykv.node.pool.owner import NodePool
-from raykv.protocol import columns, framing, operator, reader
+from raykv.protocol import columns, operator, reader
 from raykv.protocol.listing import ALL_READ, Reason, Where
 
 STRETCH = 1024
@@ -122,7 +122,7 @@ class PoolCatalog:
                 dropped += 1
             else:
                 kept += 1
-        return operator.Released(framing.PROTOCOL_VERSION, dropped, kept, absent)
+        return operator.Released(dropped, kept, absent)
 
 
 def _is_asked_for(chunk: Stay, query: reader.ChunkQuery) -> bool:

@@ -42,7 +42,7 @@ from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, SOON_S, Claim, Name, 
 from raykv.node.pool.index import FRESH_S, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.records import ChunkRecord, Standing
-from raykv.protocol import columns, framing, node, operator
+from raykv.protocol import columns, node, operator
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -273,7 +273,6 @@ class NodePool:
         self.reporting.facts = self.orders.stamp, self.is_leaving, tuple(self.engines.said())
         return self.reporting.begin(
             node.Report(
-                framing.PROTOCOL_VERSION,
                 self._node_id,
                 self.index.listing.life,
                 seq=0,

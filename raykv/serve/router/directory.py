@@ -20,7 +20,7 @@ from raykv.base.errors import ClusterError, first_line
 from raykv.cluster import ask, breaker
 from raykv.prompts import lookup, prompt_keys
 from raykv.protocol import columns, descriptions
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage, check_prefix_page
 from raykv.protocol.status import NamespaceStatus
 
@@ -188,7 +188,6 @@ class AskedDirectory:
         space = self._space
         assert space is not None, batch
         query = PrefixQuery(
-            PROTOCOL_VERSION,
             space.namespace,
             batch[0].groups,
             [key for question in batch for key in question.keys],

@@ -17,7 +17,6 @@ from raykv.node.service import NodeService
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.engine import ChangesAnswer, ChangesQuery, EngineHello, Fetched, Tell, Welcome
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import not_done
@@ -259,7 +258,7 @@ def fetcher(fetching: Fetching) -> Iterator[NodeService]:
 
 def fetch_of(number: int, life: int = LIFE) -> Fetch:
     keys = Keys.of([numbered_key(number)])
-    return Fetch(PROTOCOL_VERSION, number, life, "ns", keys, Numbers.of([PAGE]))
+    return Fetch(number, life, "ns", keys, Numbers.of([PAGE]))
 
 
 def test_fetches_have_their_results_and_hold_up_no_other_answer(

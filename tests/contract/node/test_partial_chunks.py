@@ -23,7 +23,7 @@ from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.worker import CanonicalPages, PageMap
@@ -304,7 +304,6 @@ class Direct:
 def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> CopyResult:
     """Have the chunk at a source come to a node."""
     order = Fetch(
-        PROTOCOL_VERSION,
         number=1,
         life=0,
         namespace=SPACE,

@@ -44,7 +44,7 @@ from tests.fixtures.waiting import wait_until
 LIFE = 5
 """Of an engine that is not here."""
 
-HELLO = AttachWorker(PROTOCOL_VERSION, "engine", LIFE, "ns", 0, 1, {0: PAGE}, LAYOUT)
+HELLO = AttachWorker("engine", LIFE, "ns", 0, 1, {0: PAGE}, LAYOUT)
 BIG = (1 << 63) - 1
 
 

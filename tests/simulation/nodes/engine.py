@@ -29,7 +29,6 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Where
 from tests.simulation.nodes.content import BLOCKS, BlockBytes, KVCache, blocks_of
 from tests.simulation.nodes.jobs import EngineJob, Line, RankJob
@@ -138,7 +137,6 @@ class PlayedEngine:
     def hello(self, place: int) -> EngineHello:
         """Who it is, at one of its places."""
         return EngineHello(
-            PROTOCOL_VERSION,
             self.seats.engine_id,
             self.life,
             self.namespace,

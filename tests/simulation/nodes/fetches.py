@@ -15,7 +15,7 @@ from raykv.base.ids import Key, Namespace, NodeId, Refusal, Stamp
 from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from tests.fixtures.node.owned_pool import land
 from tests.simulation.nodes.content import Content, blocks_of
 from tests.simulation.wire import Call
@@ -107,9 +107,7 @@ class Fetches:
             return
         node_id = landing.sources.popleft()
         namespace = fetch.order.namespace
-        request = Read(
-            PROTOCOL_VERSION, namespace, Keys.of([landing.key]), Numbers.of([landing.slot_bytes])
-        )
+        request = Read(namespace, Keys.of([landing.key]), Numbers.of([landing.slot_bytes]))
         landing.call = Call(
             f"read of {landing.key!r} at {node_id} for {self._node}",
             (self._node.node_id, node_id),

@@ -26,7 +26,6 @@ from raykv.protocol.engine import (
     Tell,
     Welcome,
 )
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.simulation.wire import Call
 
@@ -247,7 +246,7 @@ class EngineTalk:
             if not keys and not coming:
                 self._asked = None
                 return False
-            question = view.question(PROTOCOL_VERSION, keys, coming)
+            question = view.question(keys, coming)
         self._asked = question
         self._question = Call(
             f"{len(question.keys)} questions of {self._engine}",
@@ -325,7 +324,6 @@ class EngineTalk:
             (at, sources.index(each)) for at, order in enumerate(orders) for each in order.sources
         ]
         return Fetch(
-            PROTOCOL_VERSION,
             number,
             self._engine.life,
             self._engine.namespace,

@@ -8,7 +8,7 @@ from raykv.base.errors import ClusterError, MessageError
 from raykv.base.ids import Key
 from raykv.client import listing
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Where
 from raykv.protocol.reader import (
     DISK,
@@ -54,7 +54,7 @@ class PlayedPools:
         chunks = [
             ListedChunk(SPACE, key(at), where, 4096, 1.0, 1.0, at, "others") for at, where in rows
         ]
-        return ChunkPage(PROTOCOL_VERSION, chunks, cursor="" if is_last else str(first + PAGE))
+        return ChunkPage(chunks, cursor="" if is_last else str(first + PAGE))
 
     def _where(self, raw: bytes) -> bytes:
         places: dict[Key, list[Source]] = {}
@@ -95,7 +95,7 @@ def test_first_ones_in_an_order_are_those_of_all_nodes(monkeypatch: pytest.Monke
     # A limit is of the places that are looked at, too.
     for filters in ({"namespace": SPACE}, {"group": 0}, {"tier": RAM}):
         list(listing.chunks(played.scheduler, limit=1, **filters))
-        assert played.asked[-1].limit == ChunkQuery(PROTOCOL_VERSION).limit
+        assert played.asked[-1].limit == ChunkQuery().limit
 
 
 def test_only_a_node_that_is_named_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_whole_key_is_asked_of_the_nodes_that_have_it(monkeypatch: pytest.Monkey
 
 def test_page_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPools(monkeypatch, one=dict.fromkeys(range(9), Where.RAM))
-    page = played._page(encode(ChunkQuery(PROTOCOL_VERSION)), "one")
+    page = played._page(encode(ChunkQuery()), "one")
     monkeypatch.setattr(played, "_page", lambda *_: page)
     with pytest.raises(MessageError, match="again and again"):
         list(listing.chunks(played.scheduler))

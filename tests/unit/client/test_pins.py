@@ -10,7 +10,7 @@ from raykv.base.errors import ClusterError, NotFoundError
 from raykv.base.ids import Key, Namespace, Stamp
 from raykv.client import pins
 from raykv.protocol.columns import NamedKeys, Numbers, Source
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import (
     NodePins,
     OperatorOrder,
@@ -75,7 +75,7 @@ class PlayedPins:
         quota = {"one": 100, "two": CHUNK_BYTES}[node_id]
         kept = sum(each.num_bytes for each in self.held[node_id].values())
         sums = NodePins(node_id, kept, 0, 0, quota)
-        return encode(PinsHere(PROTOCOL_VERSION, sums, self.held[node_id], 2, 1))
+        return encode(PinsHere(sums, self.held[node_id], 2, 1))
 
     def pin(self, *numbers: int, pin_id: str = "new", priority: int | None = None) -> PinStatus:
         return pins.pin(

@@ -12,11 +12,11 @@ import ray
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Stamp
 from raykv.client import scheduler as asking
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState, PauseOrder
 from tests.fixtures.played_cluster import play
 
-ORDER = PauseOrder(PROTOCOL_VERSION, "an id", paused=True)
+ORDER = PauseOrder("an id", paused=True)
 KEPT = Stamp(1, 7)
 
 

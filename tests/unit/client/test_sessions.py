@@ -10,7 +10,7 @@ import pytest
 from raykv.base.errors import ClusterError, NotFoundError
 from raykv.client.sessions import ClientSession, found_sessions
 from raykv.protocol.columns import Source, SourceKind
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.sessions import (
     SessionAnswer,
     SessionOrder,
@@ -57,7 +57,7 @@ class PlayedSessions:
         ]
         last = min(3, query.first + PAGE) if query.session else 0
         keys: list[bytes] = [key(at) for at in range(query.first, last)]
-        return encode(SessionPage(PROTOCOL_VERSION, found, keys))
+        return encode(SessionPage(found, keys))
 
     def _order(self, raw: bytes) -> bytes:
         order = decode(raw, SessionOrder)
@@ -65,7 +65,7 @@ class PlayedSessions:
         self.sessions = [
             msgspec.structs.replace(each, stage=SessionStage.OVER) for each in self.sessions
         ]
-        return encode(SessionAnswer(PROTOCOL_VERSION, ["one"]))
+        return encode(SessionAnswer(["one"]))
 
     def session(self, name: str = "agent") -> ClientSession:
         return ClientSession(name, "", self.scheduler)

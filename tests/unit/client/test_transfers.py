@@ -13,7 +13,7 @@ from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Transfer
 from raykv.protocol.columns import Numbers, Source, SourceKind
 from raykv.protocol.copies import CopyResult, Fetch
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 from raykv.protocol.operator import DropOrder, Released, TransferResult
 from raykv.protocol.reader import ChunkPage, ChunkQuery, ListedChunk
@@ -53,9 +53,9 @@ class PlayedNodes:
     def _chunks(self, raw: bytes) -> bytes:
         key = decode(raw, ChunkQuery).key
         if key in self.gone:
-            return encode(ChunkPage(PROTOCOL_VERSION))
+            return encode(ChunkPage())
         row = ListedChunk(SPACE, key, Where.RAM, 4096)
-        return encode(ChunkPage(PROTOCOL_VERSION, [row]))
+        return encode(ChunkPage([row]))
 
     def _fetch(self, raw: bytes) -> bytes:
         order = decode(raw, Fetch)
@@ -76,7 +76,7 @@ class PlayedNodes:
         self.drops.append(order)
         gone = [key for key in order.keys if order.with_pinned or key not in self.pinned]
         self.dropped += gone
-        return encode(Released(PROTOCOL_VERSION, len(gone), len(order.keys) - len(gone)))
+        return encode(Released(len(gone), len(order.keys) - len(gone)))
 
     def prefetch(self, *keys: bytes, deadline_s: float = 5.0, watch: Any = print) -> TransferResult:
         return transfers.prefetch(

@@ -83,7 +83,7 @@ def carry_out(actor: SchedulerActor, what: operator.OperatorOrder) -> Stamp:
 
 def report(actor: SchedulerActor, **fields: Any) -> ReportAnswer:
     report.seq += 1  # type: ignore[attr-defined]
-    message = Report(V, "node", 1, report.seq, **fields)  # type: ignore[attr-defined]
+    message = Report("node", 1, report.seq, **fields)  # type: ignore[attr-defined]
     return decode(actor.report(encode(message)), ReportAnswer)
 
 
@@ -104,16 +104,16 @@ def test_lives_rise(store: Store) -> None:
 
 def test_order_is_in_force_once_the_store_has_it_and_for_the_next_life(store: Store) -> None:
     actor = start()
-    stamp = carry_out(actor, operator.ClearOrder(V, "a", "space"))
+    stamp = carry_out(actor, operator.ClearOrder("a", "space"))
     kept = decode(store[ORDERS], KeptOrders).document
     assert kept.stamp == stamp == report(actor).orders
     assert kept.floors == {"space": stamp.number}
-    carry_out(actor, operator.PauseOrder(V, "b", paused=True))
+    carry_out(actor, operator.PauseOrder("b", paused=True))
     later = start()
     assert decode(later.status(), ClusterStatus).paused
     assert decode(later.orders(), operator.OrdersDocument).floors == {"space": stamp.number}
     assert state(later, "a").orders == stamp
-    assert carry_out(later, operator.PauseOrder(V, "c", paused=False)) > stamp
+    assert carry_out(later, operator.PauseOrder("c", paused=False)) > stamp
 
 
 def test_nobody_hears_of_orders_that_the_store_may_not_have(
@@ -127,9 +127,9 @@ def test_nobody_hears_of_orders_that_the_store_may_not_have(
 
     monkeypatch.setattr(steward, "end_process", end_process)
     actor = start()
-    before = carry_out(actor, operator.PauseOrder(V, "a", paused=True))
+    before = carry_out(actor, operator.PauseOrder("a", paused=True))
     store.is_away = True
-    order(actor, operator.PauseOrder(V, "b", paused=False))
+    order(actor, operator.PauseOrder("b", paused=False))
     wait_until(lambda: bool(ended), 10.0, "the process ends")
     assert "not known whether orders were kept" in ended[0]
     assert state(actor, "b").orders is None
@@ -139,9 +139,9 @@ def test_nobody_hears_of_orders_that_the_store_may_not_have(
 
 def test_pin_outlives_the_actor_with_the_time_that_is_left(store: Store) -> None:
     first = start()
-    carry_out(first, operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
-    carry_out(first, operator.PinOrder(V, "b", "q", "space", Keys.of([b"other"]), 100.0))
-    carry_out(first, operator.UnpinOrder(V, "c", "q"))
+    carry_out(first, operator.PinOrder("a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(first, operator.PinOrder("b", "q", "space", Keys.of([b"other"]), 100.0))
+    carry_out(first, operator.UnpinOrder("c", "q"))
     kept = decode(store[ORDERS], KeptOrders)
     store[ORDERS] = encode(KeptOrders(kept.document, kept.at - 60.0))
     later = start()
@@ -183,7 +183,7 @@ def test_keys_of_a_pin_are_kept_before_the_document_that_names_them(
 
     lacking: list[operator.OrderedPin] = []
     monkeypatch.setattr(bequest, "put", put)
-    carry_out(start(), operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(start(), operator.PinOrder("a", "p", "space", Keys.of([b"k"]), 100.0))
     assert decode(store[ORDERS], KeptOrders).document.pins
     assert not lacking
 
@@ -192,7 +192,7 @@ def test_clock_that_was_set_back_makes_no_pin_longer_and_no_life_lower(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start()
-    carry_out(first, operator.PinOrder(V, "a", "p", "space", Keys.of([b"k"]), 100.0))
+    carry_out(first, operator.PinOrder("a", "p", "space", Keys.of([b"k"]), 100.0))
     life, now = report(first).life, time.time()
     monkeypatch.setattr(time, "time", lambda: now - YEAR)
     later = start()
@@ -203,13 +203,13 @@ def test_clock_that_was_set_back_makes_no_pin_longer_and_no_life_lower(
 
 def test_only_what_was_cleared_outlives_the_end_of_all_actors(store: Store) -> None:
     first = start()
-    carry_out(first, operator.PauseOrder(V, "a", paused=True))
-    carry_out(first, operator.PinOrder(V, "b", "p", "space", Keys.of([b"k"]), 100.0))
-    stamp = carry_out(first, operator.ClearOrder(V, "c", "space"))
+    carry_out(first, operator.PauseOrder("a", paused=True))
+    carry_out(first, operator.PinOrder("b", "p", "space", Keys.of([b"k"]), 100.0))
+    stamp = carry_out(first, operator.ClearOrder("c", "space"))
     store[WISH] = b"a wish"
     bequest.delete(WISH)
     # What is ordered until the actors have ended has a number that nothing else has.
-    stamp = carry_out(first, operator.ClearOrder(V, "d", "space"))
+    stamp = carry_out(first, operator.ClearOrder("d", "space"))
     for _ in range(2):
         bequest.forget_orders()
     assert store.keys() == {ORDERS, bequest.LIFE}
@@ -232,13 +232,13 @@ def test_life_does_not_begin_without_what_is_left(
 def test_what_is_left_and_can_not_be_read_is_as_if_it_were_not_there(store: Store) -> None:
     store |= {ORDERS: b"no struct", bequest.LIFE: b"no number", PIN + "no digest": b"", "wish": b""}
     actor = start()
-    assert carry_out(actor, operator.PauseOrder(V, "a", paused=True)).number >= 1
+    assert carry_out(actor, operator.PauseOrder("a", paused=True)).number >= 1
 
 
 @pytest.mark.usefixtures("store")
 def test_newer_document_that_a_node_has_seen_is_taken_over() -> None:
     actor = start()
-    mine = carry_out(actor, operator.PauseOrder(V, "a", paused=False))
+    mine = carry_out(actor, operator.PauseOrder("a", paused=False))
     theirs = operator.OrdersDocument(
         Stamp(mine.history, mine.number + 5), {"space": 3}, is_paused=True
     )
@@ -252,7 +252,7 @@ def test_newer_document_that_a_node_has_seen_is_taken_over() -> None:
 def test_engines_hear_what_their_weights_are_called() -> None:
     actor = start()
     report(actor, engines=[engine_of("engine 1"), engine_of("other", 2)])
-    stamp = carry_out(actor, operator.NameWeights(V, "a", "engine", "v2"))
+    stamp = carry_out(actor, operator.NameWeights("a", "engine", "v2"))
     assert state(actor, "a").told == ["engine 1"]
     assert not actor.has_heard("a")
     told = report(actor, engines=[engine_of("engine 1")]).namings
@@ -266,11 +266,11 @@ def test_engines_hear_what_their_weights_are_called() -> None:
 def test_actor_answers_everybody() -> None:
     actor = start()
     report(actor, engines=[engine_of("e")])
-    assert decode(actor.ask(encode(Ask(V, "e", 1, "n", ["node"]))), AskAnswer).life
+    assert decode(actor.ask(encode(Ask("e", 1, "n", ["node"]))), AskAnswer).life
     assert decode(actor.spaces(), SpacePage).engine_nodes == [["node"]]
-    where = encode(WhereQuery(V, "n", [b"k"]))
+    where = encode(WhereQuery("n", [b"k"]))
     assert decode(actor.where(where), WherePage).answered == 1
-    prefixes = encode(PrefixQuery(V, "n", "0:16", [b"k"], [1]))
+    prefixes = encode(PrefixQuery("n", "0:16", [b"k"], [1]))
     assert decode(actor.prefixes(prefixes), PrefixPage).anywhere == [0]
     assert decode(actor.status(), ClusterStatus).tenants == []
     page = decode(actor.events(0, 0), EventPage)

@@ -11,7 +11,7 @@ from raykv.directory.known.directory import Directory
 from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.events import BlockStored, EventPage, LifeBegan, NodeJoined, events_of
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
 from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine, SessionsWord
@@ -88,7 +88,7 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
     directory, _, one, two = cluster
     one.report(0.0, row_of(1), row_of(2, Where.RAM | Where.DISK))
     two.report(0.0, row_of(2, Where.DISK), row_of(3, Where.COMING))
-    query = WhereQuery(PROTOCOL_VERSION, SPACE, [key_of(number) for number in range(4)])
+    query = WhereQuery(SPACE, [key_of(number) for number in range(4)])
     page = answers.where_page(directory, query)
     check_where_page(page, query)
     rows = zip(page.key_index, (page.sources[at] for at in page.source_index), strict=True)
@@ -105,7 +105,7 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
 
 def test_namespaces_have_models_and_sizes_once_an_engine_was_there(cluster: TwoNodes) -> None:
     directory, _, one, two = cluster
-    hello = EngineHello(PROTOCOL_VERSION, "e", 1, SPACE, "tiny", slot_bytes={0: 10, 1: 20})
+    hello = EngineHello("e", 1, SPACE, "tiny", slot_bytes={0: 10, 1: 20})
     other = Namespace("other")
     one.report(0.0, row_of(1), row_of(1, space=other), engines=[ReportedEngine(hello)])
     two.report(0.0, row_of(1), row_of(2), engines=[ReportedEngine(hello)])
@@ -191,7 +191,7 @@ def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: Tw
     directory, _, one, two = cluster
     for node in (one, two):
         node.report(0.0)
-    order = SessionOrder(PROTOCOL_VERSION, SPACE, "chat", SessionWord.PAUSED, 5.0, 3)
+    order = SessionOrder(SPACE, "chat", SessionWord.PAUSED, 5.0, 3)
     assert answers.order_session(directory, order).nodes == ["one", "two"]
     news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
     for node in (one, two):

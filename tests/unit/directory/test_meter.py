@@ -16,7 +16,7 @@ from raykv.protocol.node import PAUSE_MS, NodeStats, ReportedEngine
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.directory.reporting import SPACE, ReportingNode, row_of
 
-HELLO = EngineHello(1, "e", 1, SPACE, "tiny\nmodel")
+HELLO = EngineHello("e", 1, SPACE, "tiny\nmodel")
 
 
 class World:

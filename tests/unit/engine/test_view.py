@@ -357,7 +357,7 @@ def answered(view: EngineView, on: dict[Key, SourceKind] | None = None, **answer
         found = Numbers.of(keys.index(key) for key in on)
         answer |= {"nodes": [FAR], "key_index": found, "node_index": Numbers.of([0] * len(found))}
         answer["where"] = bytes(on.values())
-    view.take_answer(view.question(1, keys, []), AskAnswer(1, **answer))
+    view.take_answer(view.question(keys, []), AskAnswer(1, **answer))
 
 
 def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> None:
@@ -427,7 +427,7 @@ def test_numbers_that_are_not_there_are_passed_over(view: EngineView) -> None:
     """What a peer says may be anything."""
     far = Numbers.of([99])
     view.take_answer(
-        view.question(1, [A], []), AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)
+        view.question([A], []), AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)
     )
     failed = CopyResult(1, 7, 1, failed_chunks=far, refusals=bytes([Refusal.NO_ROOM]))
     view.end_store(0, "r", [A], failed, 0.0)

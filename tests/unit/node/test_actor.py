@@ -23,7 +23,7 @@ from raykv.node.service import boot_life
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import Fetch
 from raykv.protocol.findings import Endpoint, HostFacts, HostQuestion
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import PinsHere
 
@@ -128,7 +128,7 @@ def test_node_whose_pool_does_not_fit_says_why_whatever_it_is_asked(refused: Nod
     assert facts.pool_bytes == 0
     assert facts.limits
     assert facts.wall_time > 0
-    order = Fetch(PROTOCOL_VERSION, 1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
+    order = Fetch(1, 1, "model", Keys.of([b"k"]), Numbers.of([4096]))
     with pytest.raises(SettingError, match="does not fit"):
         refused.fetch(encode(order))
     with pytest.raises(SettingError, match="does not fit"):

@@ -12,7 +12,6 @@ from raykv.memory.region import Region
 from raykv.memory.words import NUM_WORDS, CancelWords
 from raykv.node.attached import AttachedWorker
 from raykv.node.devices import Devices
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import AttachWorker, KVLayout, TensorLayout
 
 LAYOUT = KVLayout(MEMFD, 4096, 1, [TensorLayout(0, 64, 64, 64)], [0], [[0]])
@@ -22,7 +21,6 @@ LAYOUT = KVLayout(MEMFD, 4096, 1, [TensorLayout(0, 64, 64, 64)], [0], [[0]])
 def worker() -> Iterator[AttachedWorker]:
     here, there = socket.socketpair()
     hello = AttachWorker(
-        version=PROTOCOL_VERSION,
         engine_id="engine",
         life=3,
         namespace="namespace",

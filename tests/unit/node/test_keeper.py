@@ -27,7 +27,6 @@ from raykv.node.pool.jobs import AdmittedJob
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Reason
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.jobs import named_job
@@ -47,7 +46,7 @@ def made(path: Path | None = None, life: int = 7) -> PoolKeeper:
     """A keeper at which an engine is."""
     keeper = PoolKeeper(NodeId("node"), life, GEOMETRY, "" if path is None else str(path))
     keeper.recover()
-    hello = EngineHello(PROTOCOL_VERSION, "engine", ENGINE, MODEL, slot_bytes={0: PAGE})
+    hello = EngineHello("engine", ENGINE, MODEL, slot_bytes={0: PAGE})
     with keeper.lock:
         assert not keeper.owner.hello(hello, keeper.now()).error
         keeper.owner.jobs.begin_line(ENGINE, 0, 1)

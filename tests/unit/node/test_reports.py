@@ -17,7 +17,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.reports import Reports
 from raykv.protocol.columns import NamedKeys
 from raykv.protocol.engine import EngineHello, Tell
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, Position
 from raykv.protocol.node import NodeStats, Report, ReportAnswer
 from raykv.protocol.operator import OrderedPin, OrdersDocument
@@ -111,7 +111,7 @@ def test_orders_are_not_shown_before_the_disk_has_kept_what_they_clear(node: Pla
 
 def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: PlayedReports) -> None:
     node.documents.append(OrdersDocument(FIRST))
-    hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE})
+    hello = EngineHello("e", 1, A, slot_bytes={0: PAGE})
     owner, now = node.keeper.owner, node.keeper.now()
     owner.hello(hello, now)
     owner.tell(Tell(1, 1, A, orders=Stamp(1, 9)), now)
@@ -122,7 +122,7 @@ def test_orders_that_an_engine_names_and_nobody_has_are_asked_for_once(node: Pla
 def test_orders_that_nobody_has_are_asked_for_no_sooner_than_the_directory_wants(
     node: PlayedReports,
 ) -> None:
-    hello = EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE})
+    hello = EngineHello("e", 1, A, slot_bytes={0: PAGE})
     owner, now = node.keeper.owner, node.keeper.now()
     owner.hello(hello, now)
     owner.tell(Tell(1, 1, A, orders=Stamp(1, 9)), now)
@@ -224,8 +224,6 @@ def test_wait_ends_with_news_or_a_heartbeat(
     node.reports._wait()
     assert time.monotonic() - began >= 0.1
     monkeypatch.setattr("raykv.base.deadlines.HEARTBEAT_S", 60.0)
-    node.keeper.owner.hello(
-        EngineHello(PROTOCOL_VERSION, "e", 1, A, slot_bytes={0: PAGE}), node.keeper.now()
-    )
+    node.keeper.owner.hello(EngineHello("e", 1, A, slot_bytes={0: PAGE}), node.keeper.now())
     node.reports._wait()
     assert time.monotonic() - began < 30.0

@@ -41,7 +41,7 @@ HEAD = RayNode("b" * 56, "head", {"CPU": 4.0, "GPU": 0.0})
 def test_nodes_are_meant_by_their_names_or_by_all_a_resource_or_a_label(
     on: str, named: list[str], expected: list[bool]
 ) -> None:
-    assert [wants(PoolWish(1, on, named), node) for node in (GPU, HEAD)] == expected
+    assert [wants(PoolWish(on, named), node) for node in (GPU, HEAD)] == expected
 
 
 def test_usual_nodes_are_those_with_a_gpu_if_there_are_any() -> None:
@@ -50,10 +50,10 @@ def test_usual_nodes_are_those_with_a_gpu_if_there_are_any() -> None:
 
 
 def test_pool_is_cut_so_that_large_chunks_fit() -> None:
-    assert geometry_of(PoolWish(1), 8 << 30).slab_bytes == 128 << 20
-    assert geometry_of(PoolWish(1), 1 << 30).slab_bytes == 64 << 20
-    assert geometry_of(PoolWish(1), 64 << 20).slab_bytes == 8 << 20
-    assert geometry_of(PoolWish(1, slab_bytes=1 << 28), 1 << 30).slab_bytes == 1 << 28
+    assert geometry_of(PoolWish(), 8 << 30).slab_bytes == 128 << 20
+    assert geometry_of(PoolWish(), 1 << 30).slab_bytes == 64 << 20
+    assert geometry_of(PoolWish(), 64 << 20).slab_bytes == 8 << 20
+    assert geometry_of(PoolWish(slab_bytes=1 << 28), 1 << 30).slab_bytes == 1 << 28
 
 
 def test_pool_is_ready_when_all_of_it_is_prefaulted_or_it_can_not_be() -> None:
@@ -90,12 +90,12 @@ def test_pin_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_other_orders_that_cannot_be_meant_are_refused() -> None:
-    received(PoolWish(PROTOCOL_VERSION, pool_bytes=1 << 30))
+    received(PoolWish(pool_bytes=1 << 30))
     for wish in (
-        PoolWish(PROTOCOL_VERSION, pool_bytes=-1),
-        PoolWish(PROTOCOL_VERSION, slab_bytes=0),
-        PoolWish(PROTOCOL_VERSION, "x" * 5000),
-        PoolWish(PROTOCOL_VERSION, metrics=("auto", "x" * 5000)),
+        PoolWish(pool_bytes=-1),
+        PoolWish(slab_bytes=0),
+        PoolWish("x" * 5000),
+        PoolWish(metrics=("auto", "x" * 5000)),
     ):
         with pytest.raises(MessageError):
             received(wish)

@@ -349,9 +349,7 @@ def test_absurd_reports_are_refused_or_do_no_harm(
     directory.check()
     honest.report(1.0)
     honest.report(1.0, row_of(1))
-    answer = directory.ask(
-        engine.Ask(PROTOCOL_VERSION, "e", 1, "n", ["p"], Keys.of([key_of(1)])), 1.0
-    )
+    answer = directory.ask(engine.Ask("e", 1, "n", ["p"], Keys.of([key_of(1)])), 1.0)
     assert [source.node_id for source in answer.sources(Keys.of([key_of(1)]))[key_of(1)]]
 
 
@@ -387,7 +385,6 @@ def any_fetch(draw: st.DrawFn) -> Fetch:
     keys = draw(KEYS)
     num_rows = draw(st.integers(0, 3)) if keys else 0
     return Fetch(
-        PROTOCOL_VERSION,
         draw(NUMBER),
         draw(NUMBER),
         draw(st.sampled_from([A, "b"])),
@@ -421,7 +418,7 @@ def test_absurd_fetches_are_refused_and_leave_no_slot_behind(
 def test_absurd_reads_give_no_bytes(keeper: PoolKeeper, keys: Keys, data: st.DataObject) -> None:
     service = ReadService(keeper)
     sizes = Numbers.of(data.draw(st.sampled_from(SIZES)) for _ in keys)
-    message = passed(Read(PROTOCOL_VERSION, "a", keys, sizes))
+    message = passed(Read("a", keys, sizes))
     if message is None:
         return
     try:

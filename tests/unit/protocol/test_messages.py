@@ -49,22 +49,20 @@ PART = ListingPart(
 )
 
 SOUND: list[msgspec.Struct] = [
-    engine.EngineHello(V, "engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
+    engine.EngineHello("engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
     engine.Welcome(3, "no room"),
     engine.Tell(7, 1, "a", engine.FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
     engine.ChangesQuery(7, "a", Position(1, 2, 0), 5),
     engine.ChangesAnswer(PART, engine.PlaceFacts(Stamp(1, 2), store_share=16)),
-    engine.Ask(V, "engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
+    engine.Ask("engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
     engine.AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
-    Report(V, "here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
+    Report("here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
     ReportAnswer(3, Position(1, 2, 0), Stamp(1, 2), marks=Marks(1, 2, NAMED, NAMED)),
     copies.CopyJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
     copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
     engine.Fetched(copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2")),
-    copies.Fetch(
-        V, 1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])
-    ),
-    copies.Read(V, "a", KEYS, TWO),
+    copies.Fetch(1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])),
+    copies.Read("a", KEYS, TWO),
     copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
     NAMED,
 ]

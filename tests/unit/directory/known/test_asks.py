@@ -14,7 +14,7 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
 from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Reason, Where
 from raykv.protocol.node import NodeStats
 from tests.fixtures.directory.reporting import (
@@ -53,7 +53,6 @@ def ask(
 ) -> AskAnswer:
     named = {"engine_id": "e", "life": 1, "namespace": SPACE, **fields}
     question = Ask(
-        PROTOCOL_VERSION,
         places=list(places),
         keys=keys_of(numbers),
         coming=keys_of(coming),

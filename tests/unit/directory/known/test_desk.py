@@ -69,13 +69,13 @@ def store() -> Store:
 
 def pin(pin_id: str, *keys: bytes, order_id: str = "", **fields: Any) -> operator.PinOrder:
     return operator.PinOrder(
-        V, order_id or f"pins {pin_id}", pin_id, "space", Keys.of(keys), 60.0, **fields
+        order_id or f"pins {pin_id}", pin_id, "space", Keys.of(keys), 60.0, **fields
     )
 
 
 def test_order_waits_until_members_had_time_to_show_what_they_know() -> None:
     store = Store()
-    assert not store.order(operator.PauseOrder(V, "a", paused=True))
+    assert not store.order(operator.PauseOrder("a", paused=True))
     assert store.state("a").orders is None
     assert store.state("a").is_known
     store.now = MEMBERS_S
@@ -88,20 +88,20 @@ def test_order_waits_until_members_had_time_to_show_what_they_know() -> None:
 
 def test_order_that_comes_again_is_the_same_one(store: Store) -> None:
     for _ in range(3):
-        store.order(operator.PauseOrder(V, "a", paused=True))
+        store.order(operator.PauseOrder("a", paused=True))
     number = store.document.stamp.number
-    store.order(operator.PauseOrder(V, "b", paused=False))
-    store.order(operator.PauseOrder(V, "a", paused=True))
+    store.order(operator.PauseOrder("b", paused=False))
+    store.order(operator.PauseOrder("a", paused=True))
     assert store.document.stamp.number == number + 1
     assert not store.document.is_paused
     assert not store.state("c").is_known
 
 
 def test_order_that_is_being_kept_and_comes_again_is_not_carried_out_twice(store: Store) -> None:
-    store.desk.take(operator.PauseOrder(V, "a", paused=True))
+    store.desk.take(operator.PauseOrder("a", paused=True))
     assert store.desk.next(store.now)
     assert store.desk.next(store.now) is None
-    store.desk.take(operator.PauseOrder(V, "a", paused=True))
+    store.desk.take(operator.PauseOrder("a", paused=True))
     assert store.state("a").is_known
     store.desk.kept(store.now)
     assert store.desk.next(store.now) is None
@@ -119,27 +119,27 @@ def test_keys_of_a_pin_are_kept_with_it_and_no_longer(store: Store) -> None:
     assert len(store.keys) == 1
     store.order(pin("p", b"k3", order_id="another"))
     assert len(store.keys) == 2
-    store.order(operator.UnpinOrder(V, "c", "q"))
+    store.order(operator.UnpinOrder("c", "q"))
     assert len(store.keys) == 1
     assert store.desk.pin_keys(told_pin.digest) == b""
-    assert "no pin 'q'" in store.order(operator.UnpinOrder(V, "d", "q"))
-    assert not store.order(operator.UnpinOrder(V, "c", "q"))
+    assert "no pin 'q'" in store.order(operator.UnpinOrder("d", "q"))
+    assert not store.order(operator.UnpinOrder("c", "q"))
 
 
 def test_quotas_that_guarantee_too_much_together_are_refused(store: Store) -> None:
-    assert not store.order(operator.Quota(V, "a", "acme", "one", 0.5, 0.6))
-    assert "guaranteed 0.5" in store.order(operator.Quota(V, "b", "other", "two", 0.5, 0.6))
-    assert "same tenant" in store.order(operator.Quota(V, "c", "other", "one", 0.1, 0.6))
-    assert not store.order(operator.Quota(V, "d", "acme", "one", 0.1, 0.6))
-    assert not store.order(operator.Quota(V, "e", "other", "two", 0.5, 0.6))
-    assert not store.order(operator.EndQuota(V, "f", "acme"))
-    assert "no quota" in store.order(operator.EndQuota(V, "g", "acme"))
+    assert not store.order(operator.Quota("a", "acme", "one", 0.5, 0.6))
+    assert "guaranteed 0.5" in store.order(operator.Quota("b", "other", "two", 0.5, 0.6))
+    assert "same tenant" in store.order(operator.Quota("c", "other", "one", 0.1, 0.6))
+    assert not store.order(operator.Quota("d", "acme", "one", 0.1, 0.6))
+    assert not store.order(operator.Quota("e", "other", "two", 0.5, 0.6))
+    assert not store.order(operator.EndQuota("f", "acme"))
+    assert "no quota" in store.order(operator.EndQuota("g", "acme"))
     assert [share.name for share in store.document.shares.values()] == ["other"]
 
 
 def name(store: Store, version: str, order_id: str = "", beginning: str = "engine") -> Stamp:
     """Name weights; the number of the order."""
-    assert not store.order(operator.NameWeights(V, order_id or version, beginning, version))
+    assert not store.order(operator.NameWeights(order_id or version, beginning, version))
     return store.document.stamp
 
 
@@ -164,12 +164,12 @@ def test_engine_of_that_id_which_comes_later_has_other_weights(store: Store) -> 
     stamp = name(store, "v2")
     assert store.document.namings == {12: Naming(stamp, "v2")}
     store.engines = []
-    assert "the id of no engine" in store.order(operator.NameWeights(V, "b", "engine", "v3"))
+    assert "the id of no engine" in store.order(operator.NameWeights("b", "engine", "v3"))
 
 
 def test_names_of_the_latest_engines_are_told_and_more_at_once_are_refused(store: Store) -> None:
     store.engines = [engine_of(f"{life:04}", life) for life in range(operator.MAX_TOLD_NAMINGS + 1)]
-    assert "a longer beginning" in store.order(operator.NameWeights(V, "all", "0", "v"))
+    assert "a longer beginning" in store.order(operator.NameWeights("all", "0", "v"))
     for engine in store.engines:
         name(store, f"of {engine.hello.life}", beginning=engine.hello.engine_id)
     assert list(store.document.namings) == list(range(1, operator.MAX_TOLD_NAMINGS + 1))
@@ -208,7 +208,7 @@ def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
 ) -> None:
     monkeypatch.setattr(document, "MOST_DONE", 80)
     for number in range(100):
-        store.order(operator.PauseOrder(V, str(number), paused=bool(number % 2)))
+        store.order(operator.PauseOrder(str(number), paused=bool(number % 2)))
     assert [str(n) for n in range(100) if store.state(str(n)).is_known] == list(
         map(str, range(20, 100))
     )
@@ -217,8 +217,8 @@ def test_orders_of_which_a_life_remembers_the_numbers_are_bounded(
 def test_no_more_orders_wait_than_there_is_room_for() -> None:
     store = Store()
     for number in range(MOST_WAITING):
-        assert not store.desk.take(operator.PauseOrder(V, str(number), paused=True))
-    assert "try again" in store.desk.take(operator.PauseOrder(V, "one more", paused=True))
+        assert not store.desk.take(operator.PauseOrder(str(number), paused=True))
+    assert "try again" in store.desk.take(operator.PauseOrder("one more", paused=True))
 
 
 @pytest.mark.parametrize(

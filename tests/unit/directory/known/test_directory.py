@@ -10,7 +10,6 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.directory.known.spaces import LEFT_S
 from raykv.protocol.engine import NOTHING_ORDERED, Ask, Naming
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Position, Where
 from raykv.protocol.node import PAUSE_MS, ReportAnswer, SessionsWord
 from raykv.protocol.operator import OrdersDocument
@@ -289,7 +288,7 @@ def test_engine_that_asks_and_is_introduced_by_no_node_waits(cluster: TwoNodes) 
     directory, _, one, _ = cluster
     one.report(0.0, engines=[engine_of("known")])
     for engine_id, place in (("known", "one"), ("stranger", "one"), ("lost", "nowhere")):
-        directory.ask(Ask(PROTOCOL_VERSION, engine_id, 1, SPACE, [place]), 0.0)
+        directory.ask(Ask(engine_id, 1, SPACE, [place]), 0.0)
     assert directory.waiting(0.0) == {"stranger": "one", "lost": "nowhere"}
     one.report(1.0, engines=[engine_of("known"), engine_of("stranger")])
     assert directory.waiting(1.0) == {"lost": "nowhere"}

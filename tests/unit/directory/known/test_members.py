@@ -9,7 +9,6 @@ import pytest
 import raykv.directory.known.members
 from raykv.base.ids import EngineId, NodeId
 from raykv.directory.known.members import EngineLife, Members
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.node import Report, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.directory.reporting import engine_of
@@ -18,7 +17,7 @@ A = NodeId("a")
 
 
 def report(node_id: str = "a", life: int = 2, seq: int = 1, **fields: Any) -> Report:
-    return Report(PROTOCOL_VERSION, node_id, life, seq, **fields)
+    return Report(node_id, life, seq, **fields)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from raykv.directory.known.prefixes import prefix_page
 from raykv.protocol import reader
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
-from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
+from raykv.protocol.framing import encode, receive
 from raykv.protocol.listing import Where
 
 NODES = ["n0", "n1", "n2"]
@@ -41,7 +41,7 @@ def loadable(groups: list[ChunkGroup], is_there: dict[int, list[bool]]) -> int:
 
 
 def query(**changes: Any) -> reader.PrefixQuery:
-    made = reader.PrefixQuery(PROTOCOL_VERSION, "space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
+    made = reader.PrefixQuery("space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1])
     return msgspec.structs.replace(made, **changes)
 
 
@@ -117,10 +117,10 @@ def test_question_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "page",
     [
-        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1]),
-        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1], [1, 2]),
-        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1, -1], [1, 2]),
-        reader.PrefixPage(PROTOCOL_VERSION, ["n"], [1, 1], [1, -2]),
+        reader.PrefixPage(["n"], [1], [1]),
+        reader.PrefixPage(["n"], [1], [1, 2]),
+        reader.PrefixPage(["n"], [1, -1], [1, 2]),
+        reader.PrefixPage(["n"], [1, 1], [1, -2]),
     ],
     ids=str,
 )

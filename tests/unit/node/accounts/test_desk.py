@@ -15,7 +15,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.engine import Hints, MissRecord
 from raykv.protocol.events import ListingQuery
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode, receive
+from raykv.protocol.framing import decode, encode, receive
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
@@ -35,7 +35,7 @@ class AskedPool(OwnedPool):
         assert not self.hello(model="model")
 
     def chunks(self, cursor: str = "", **fields: object) -> ChunkPage:
-        query = ChunkQuery(PROTOCOL_VERSION, cursor=cursor, **fields)  # type: ignore[arg-type]
+        query = ChunkQuery(cursor=cursor, **fields)  # type: ignore[arg-type]
         query = receive(encode(query), ChunkQuery, "a reader", "this node")
         return decode(encode(self.desk.chunks(query)), ChunkPage)
 
@@ -98,7 +98,7 @@ def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
     asked.store(1, 2)
     position, rows = Position(), []
     while position.place != ALL_READ:
-        part = asked.desk.listing(ListingQuery(PROTOCOL_VERSION, position))
+        part = asked.desk.listing(ListingQuery(position))
         rows += [row.key for row in part.rows]
         position = part.end
     assert sorted(rows) == [key(1), key(2)]
@@ -126,7 +126,7 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     assert held["p"] == told.held["p"]
     assert (list(held["q"].kept), held["q"].num_bytes) == ([1, 2, 3], 3 * PAGE)
     keys, zeros = Keys.of([key(1), key(3), key(9)]), Numbers.of([0] * 3)
-    gone = asked.desk.drop(DropOrder(PROTOCOL_VERSION, A, keys, zeros, Numbers.of([2] * 3)))
+    gone = asked.desk.drop(DropOrder(A, keys, zeros, Numbers.of([2] * 3)))
     assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)
 
 
@@ -153,14 +153,14 @@ def test_sessions_are_told_with_their_chunks(asked: AskedPool) -> None:
     ]
     asked.now = asked.keeper.now()
     asked.tell(sessions=news)
-    page = asked.desk.sessions(SessionQuery(PROTOCOL_VERSION))
+    page = asked.desk.sessions(SessionQuery())
     assert [each.session for each in page.sessions] == ["t", "s"]
     assert [each.private_chunks for each in page.sessions] == [0, 1]
     assert page.sessions[0].stage is SessionStage.PAUSED
     assert 59.0 < page.sessions[0].left_s <= 60.0
-    page = asked.desk.sessions(SessionQuery(PROTOCOL_VERSION, session="s", first=1))
+    page = asked.desk.sessions(SessionQuery(session="s", first=1))
     assert page.keys == [key(2)]
-    assert not asked.desk.sessions(SessionQuery(PROTOCOL_VERSION, namespace="b")).sessions
+    assert not asked.desk.sessions(SessionQuery(namespace="b")).sessions
 
 
 def test_nobody_describes_what_is_no_key(asked: AskedPool) -> None:

@@ -8,9 +8,8 @@ from raykv.base.ids import MAX_REQUEST_ID
 from raykv.node.accounts import requests
 from raykv.node.accounts.requests import MOST_IN_PAGE, MOST_RECORDS, MOST_TOLD, RequestLog
 from raykv.protocol.engine import CHUNK_NAME_BYTES, EngineHello, MissRecord
-from raykv.protocol.framing import PROTOCOL_VERSION
 
-HELLO = EngineHello(PROTOCOL_VERSION, "e", 1, "a", "model")
+HELLO = EngineHello("e", 1, "a", "model")
 
 
 def record(request_id: str, num_chunks: int = 0) -> MissRecord:
@@ -87,6 +86,6 @@ def test_names_of_chunks_take_a_bounded_room(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_engine_is_remembered_as_it_was_then() -> None:
     log = taken("a")
-    log.take(EngineHello(PROTOCOL_VERSION, "e", 1, "b"), [record("b")], 6.0)
+    log.take(EngineHello("e", 1, "b"), [record("b")], 6.0)
     assert [each.namespace for each in log.find("")] == ["b", "a"]
     assert [each.at for each in log.find("")] == [6.0, 5.0]

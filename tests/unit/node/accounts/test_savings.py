@@ -14,7 +14,6 @@ from raykv.node.accounts.requests import EndedRequest
 from raykv.node.accounts.savings import SIZES, Savings
 from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.protocol.engine import CHUNK_NAME_BYTES, EngineHello, MissRecord
-from raykv.protocol.framing import PROTOCOL_VERSION
 
 TOKENS = 16
 GROUPS = [ChunkGroup(0, TOKENS)]
@@ -54,7 +53,7 @@ def take(
 ) -> None:
     """A request has ended, of an engine with these KV groups and slots of that size."""
     traits = {"chunks": groups_text(groups)}
-    hello = EngineHello(PROTOCOL_VERSION, "e", 1, "n", slot_bytes={0: slot_bytes}, traits=traits)
+    hello = EngineHello("e", 1, "n", slot_bytes={0: slot_bytes}, traits=traits)
     meter.take(EndedRequest(record, hello, now), now)
 
 

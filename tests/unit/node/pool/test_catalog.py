@@ -10,7 +10,6 @@ import pytest
 from raykv.base.ids import Blocks, Key, Stamp
 from raykv.node.pool.catalog import PoolCatalog, first_ones
 from raykv.node.pool.shelf import DiskChunk
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import ALL_READ, Reason, Where
 from raykv.protocol.operator import Released
 from raykv.protocol.reader import ChunkQuery, ListedChunk
@@ -53,7 +52,7 @@ class Shown:
 
 
 def asked(**wanted: object) -> ChunkQuery:
-    return ChunkQuery(PROTOCOL_VERSION, **wanted)  # type: ignore[arg-type]
+    return ChunkQuery(**wanted)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -176,18 +175,18 @@ def test_copies_are_given_up_but_for_those_that_are_pinned(shown: Shown) -> None
     reader = begun(shown.pool.node.begin_read(A, [key(2)], [PAGE], shown.pool.now)[0])
     chunks = {key(number): WHOLE for number in (1, 2, 3, 4)}
     gone = shown.catalog.drop(A, chunks)
-    assert gone == Released(PROTOCOL_VERSION, dropped=2, kept=1, absent=1)
+    assert gone == Released(dropped=2, kept=1, absent=1)
     assert sorted(shown.listed()) == [(1, RAM), (2, DISK)]
     shown.pool.node.index.end_load(reader)
     shown.pool.node.check()
     changes = shown.pool.node.index.listing.since(0, 100)
     assert changes is not None
     assert [each.reason for each in changes[0]].count(Reason.MOVED) == 2
-    assert shown.catalog.drop(A, chunks, with_pinned=True) == Released(PROTOCOL_VERSION, 1, 0, 3)
+    assert shown.catalog.drop(A, chunks, with_pinned=True) == Released(1, 0, 3)
 
 
 def test_copy_that_is_wider_than_the_one_elsewhere_is_not_given_up(shown: Shown) -> None:
     shown.pool.store(1, 2)
     narrow = {key(1): Blocks(1, 1), key(2): Blocks(0, 5)}
-    assert shown.catalog.drop(A, narrow) == Released(PROTOCOL_VERSION, dropped=1, kept=1)
+    assert shown.catalog.drop(A, narrow) == Released(dropped=1, kept=1)
     assert shown.listed() == [(1, RAM)]

@@ -19,7 +19,7 @@ from raykv.prompts.lookup import PromptScheme
 from raykv.prompts.prompt_keys import PromptHasher, PromptKeys, PromptTokens
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup
-from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
+from raykv.protocol.framing import decode, encode
 from raykv.protocol.reader import PrefixPage, PrefixQuery, SpacePage
 from raykv.protocol.status import NamespaceStatus
 from raykv.serve.arguments import ModelArguments
@@ -330,14 +330,14 @@ class PlayedActor:
 
     async def _say_spaces(self) -> bytes:
         nodes = [["n1", "n2"]] * len(self.known)
-        return encode(SpacePage(PROTOCOL_VERSION, self.known, nodes))
+        return encode(SpacePage(self.known, nodes))
 
     async def _prefixes(self, raw: bytes) -> bytes:
         query = decode(raw, PrefixQuery)
         self.asked.append(query)
         await asyncio.sleep(PATIENCE_S if self.hangs else 0)
         tokens = [count * 16 for count in query.counts]
-        return encode(PrefixPage(PROTOCOL_VERSION, ["n1"], tokens, tokens))
+        return encode(PrefixPage(["n1"], tokens, tokens))
 
 
 @pytest.fixture
