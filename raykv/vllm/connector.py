@@ -46,7 +46,6 @@ from raykv.vllm.internals.offloading import (
     SchedulerTables,
     count_by_transfer_type,
     evict_blocks,
-    offloading_config,
     replace_worker_side,
     scheduler_side,
     worker_side,
@@ -81,10 +80,8 @@ class RayKVConnector(OffloadingConnector):
     _adapters: AdapterUses | None = None
     # On the scheduler's side, and there alone.
     _manager: RayOffloadingManager
-    # On the scheduler's side.
-    raykv_weights: weights.WeightChanges | None = None
-    # On the scheduler's side.
-    _windows: windows.Windows | None = None
+    _windows: windows.Windows
+    raykv_weights: weights.WeightChanges
     # What the workers were told last, or were to be told in a step that failed.
     _told: LinkTarget | None = None
 
@@ -113,11 +110,11 @@ class RayKVConnector(OffloadingConnector):
         extra_config = transfer_config.kv_connector_extra_config
         use_our_spec(extra_config)
         transfer_config.kv_load_failure_policy = "recompute"
-        with told_to_specs(extra_config, vllm_config, kv_cache_config):
+        with told_to_specs(extra_config, vllm_config, kv_cache_config) as told:
             super().__init__(vllm_config, role, kv_cache_config)
-            if role == KVConnectorRole.SCHEDULER:
-                self._start_scheduler_side(vllm_config, kv_cache_config)
-        if role != KVConnectorRole.SCHEDULER:
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler_side(told.spec, vllm_config, kv_cache_config)
+        else:
             plain = worker_side(self)
             names.require(names.WORKER, self, plain)
             is_layered = plain.spec.settings.layerwise_loads
@@ -126,11 +123,11 @@ class RayKVConnector(OffloadingConnector):
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
 
-    def _start_scheduler_side(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def _start_scheduler_side(
+        self, spec: RayKVOffloadingSpec, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
         names.require(names.SCHEDULER, self, scheduler_side(self))
-        manager = self._tables.manager
-        assert isinstance(manager, RayOffloadingManager), manager
-        spec = RayKVOffloadingSpec(offloading_config(vllm_config, kv_cache_config))
+        manager = spec.get_manager()
         facts = engine_facts(
             vllm_config, kv_cache_config, spec.config, spec.settings.weights_version
         )
@@ -147,7 +144,8 @@ class RayKVConnector(OffloadingConnector):
         if spec.settings.layerwise_loads:
             layered.refuse_layerwise(spec.settings, vllm_config, kv_cache_config)
             names.require(names.LAYERWISE, self)
-            self._loading = layered.LayeredScheduling(manager.layered, self._tables)
+            evict = partial(evict_blocks, self)
+            self._loading = layered.LayeredScheduling(manager.layered, self._tables, evict)
         self._windows = windows.Windows(self._tables, spec.settings.window_share)
         self._windows.keep_states(kv_cache_config)
         self._hello = hello
@@ -343,7 +341,8 @@ class RayKVConnector(OffloadingConnector):
 
     @cached_property
     def _siblings(self) -> layered.SiblingScheduling:
-        return layered.SiblingScheduling(self._tables, self._manager)
+        evict = partial(evict_blocks, self)
+        return layered.SiblingScheduling(self._tables, self._manager, evict)
 
     def _adopt(self, request: Any) -> None:
         self._mender.adopt(request)
@@ -379,9 +378,8 @@ class RayKVConnector(OffloadingConnector):
         self._siblings.ask(request.request_id, num_computed_tokens)
         if self._loading.must_wait(request, num_computed_tokens):
             return None, False
-        if self.raykv_weights is not None:
-            has_media = bool(request.mm_features)
-            self.raykv_weights.begin(request.request_id, num_computed_tokens, has_media=has_media)
+        has_media = bool(request.mm_features)
+        self.raykv_weights.begin(request.request_id, num_computed_tokens, has_media=has_media)
         if request.request_id in self._manager.barred:
             return 0, False
         known = self._tables.find(request.request_id)
@@ -389,7 +387,7 @@ class RayKVConnector(OffloadingConnector):
         self._manager.misses.looks(request, num_computed_tokens, most)
         self._manager.touch(request.request_id)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._windows is not None and found is not None:
+        if found is not None:
             here = num_computed_tokens + found
             self._windows.note_parting(request, here, self._manager.view)
         if not found:
@@ -439,10 +437,9 @@ class RayKVConnector(OffloadingConnector):
             tables.forget_preempted(scheduler_output)
         if ended:
             tables.forget_blocks_left_behind(ended)
-        evict = partial(evict_blocks, self)
-        self._loading.begin_step(scheduler_output, evict)
+        self._loading.begin_step(scheduler_output)
         seen = tables.seen(scheduler_output, ended)
-        self._siblings.begin(scheduler_output, evict, self.raykv_weights)
+        self._siblings.begin(scheduler_output, self.raykv_weights)
         names = self._siblings.held | self._loading.held
         held = tables.hold_stores(names) if names else ()
         try:
@@ -475,7 +472,7 @@ class RayKVConnector(OffloadingConnector):
             stranded_blocks=stranded_blocks,
             adapters=adapters or {},
             beginning=beginning or {},
-            weights_seen={} if self.raykv_weights is None else self.raykv_weights.seen,
+            weights_seen=self.raykv_weights.seen,
             place_life=0 if self._runtime is None else self._runtime.session.place_life,
         )
         self._loading.close_step(scheduler_output)
@@ -505,9 +502,8 @@ class RayKVConnector(OffloadingConnector):
         took = self._steps.end(scheduled, time.monotonic())
         if took is not None:
             self._manager.took_step(*took)
-        evict = partial(evict_blocks, self)
-        self._siblings.end_step(scheduled, result, evict)
-        self._loading.end_step(scheduler, scheduled, result, evict)
+        self._siblings.end_step(scheduled, result)
+        self._loading.end_step(scheduler, scheduled, result)
 
     def tell_sources(self, outputs: Any) -> None:
         """The same step's outputs are about to go to the front ends; never raises."""
@@ -547,8 +543,7 @@ class RayKVConnector(OffloadingConnector):
             self._manager.take_ends(meta.ends)
             if self._adapters is not None:
                 self._adapters.take_loaded(meta.adapters)
-            if self.raykv_weights is not None:
-                self.raykv_weights.hear(meta.weights)
+            self.raykv_weights.hear(meta.weights)
             if meta.lines and self._runtime is not None:
                 self._runtime.session.take_lines(meta.lines)
             # Those that were given up meanwhile are unknown to vLLM's scheduler, but for jobs from

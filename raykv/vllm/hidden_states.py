@@ -16,7 +16,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -232,8 +232,8 @@ class StatesWorker:
         self._numbers = count(FIRST_JOB)
         # Descriptors of the locks of future files.
         self._locks: dict[str, int] = {}
-        # Requests whose capture is under way, by its job's number.
-        self._jobs: dict[int, str] = {}
+        # Requests whose capture is under way.
+        self._under_way: set[str] = set()
         self._sent: set[str] = set()
 
     def promise(self, paths: dict[str, str]) -> None:
@@ -259,17 +259,15 @@ class StatesWorker:
             return
         try:
             assert worker is not None, "there is no KV cache yet"
-            job = self._job(worker, order)
-            worker.submit_capture(job)
-            self._jobs[job.job_id] = order.request_id
+            worker.submit_capture(self._job(worker, order))
+            self._under_way.add(order.request_id)
         except Exception as error:
             guard.report("RayKVHiddenStatesConnector.submit")
             self._end(order.request_id, f"they could not be asked for: {error}")
 
     def give_up(self, orders: Iterable[StatesOrder]) -> None:
         """It is unknown which of these were submitted; those that were not count as sent."""
-        under_way = set(self._jobs.values())
-        self._sent |= {order.request_id for order in orders} - under_way
+        self._sent |= {order.request_id for order in orders} - self._under_way
 
     def _job(self, worker: transfers.RayOffloadingWorker, order: StatesOrder) -> JobRequest:
         lock_fd = self._locks.get(order.request_id, -1)
@@ -294,14 +292,12 @@ class StatesWorker:
         )
         return JobRequest(job, lock_fd)
 
-    def take_results(self, results: Iterable[copies.CopyResult]) -> None:
-        """Captures that have ended."""
-        for result in results:
-            request_id = self._jobs.pop(result.job_id, None)
-            if request_id is not None:
-                refusals = [Refusal(each).name for each in result.refusals]
-                said = ", ".join(refusals).lower()
-                self._end(request_id, f"the NodeActor has not copied them ({said})" * bool(said))
+    def take_results(self, results: Mapping[str, copies.CopyResult]) -> None:
+        """Captures that have ended, by request."""
+        for request_id, result in results.items():
+            self._under_way.discard(request_id)
+            said = ", ".join(Refusal(each).name for each in result.refusals).lower()
+            self._end(request_id, f"the NodeActor has not copied them ({said})" * bool(said))
 
     @guard.guarded(lambda self, request_id, _reason: self._sent.add(request_id))
     def _end(self, request_id: str, reason: str) -> None:
@@ -316,9 +312,8 @@ class StatesWorker:
 
     def finish(self, finished: Iterable[str]) -> set[str]:
         """Requests whose blocks are free now; `finished` have ended, captured or not."""
-        under_way = set(self._jobs.values())
         for request_id in finished:
-            if request_id in self._locks and request_id not in under_way:
+            if request_id in self._locks and request_id not in self._under_way:
                 self._end(request_id, "the request was taken back before its prompt was computed")
                 self._sent.discard(request_id)
         sent, self._sent = self._sent, set()
@@ -326,9 +321,8 @@ class StatesWorker:
 
     def close(self) -> None:
         """The engine ends. The NodeActor writes what it has, and reports that itself."""
-        under_way = set(self._jobs.values())
         for request_id in list(self._locks):
-            self._end(request_id, "" if request_id in under_way else "the engine has ended")
+            self._end(request_id, "" if request_id in self._under_way else "the engine has ended")
 
 
 class RayKVHiddenStatesConnector(connector.RayKVConnector):
@@ -395,6 +389,12 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
             layer=self._layer.index,
         )
 
+    @property
+    def _metadata(self) -> HiddenStatesMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, HiddenStatesMetadata), metadata
+        return metadata
+
     @guard.guarded(guard.nothing)
     def wait_for_save(self) -> None:
         """See `RayKVConnector.wait_for_save`; the locks of files are made here."""
@@ -403,9 +403,7 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
 
     @guard.guarded(guard.nothing)
     def _promise(self) -> None:
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, HiddenStatesMetadata):
-            self._states.promise(metadata.promised)
+        self._states.promise(self._metadata.promised)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `RayKVConnector.get_finished`; "sent" are requests whose states are copied."""
@@ -414,17 +412,14 @@ class RayKVHiddenStatesConnector(connector.RayKVConnector):
         return self._take_sent(finished_req_ids), received
 
     def _give_up_orders(self) -> None:
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, HiddenStatesMetadata):
-            self._states.give_up(metadata.orders)
+        self._states.give_up(self._metadata.orders)
 
     @guard.guarded(_give_up_orders)
     def _submit_orders(self) -> None:
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, HiddenStatesMetadata):
-            for order in metadata.orders:
-                self._states.submit(self._worker.raykv, order)
-            metadata.orders.clear()
+        orders = self._metadata.orders
+        for order in orders:
+            self._states.submit(self._worker.raykv, order)
+        orders.clear()
 
     @guard.guarded(lambda *_: set())
     def _take_sent(self, finished_req_ids: set[str]) -> set[str]:

@@ -189,15 +189,13 @@ class LoadScheduling:
         self._requests, self._blocks = [], []
         return stranded
 
-    def begin_step(self, scheduled: Any, evict: Callable[[Set[int]], None]) -> None:
+    def begin_step(self, scheduled: Any) -> None:
         """A step was scheduled, and its stores are not made up yet."""
 
     def close_step(self, scheduled: Any) -> None:
         """A step goes out."""
 
-    def end_step(
-        self, scheduler: Any, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]
-    ) -> None:
+    def end_step(self, scheduler: Any, scheduled: Any, result: Any) -> None:
         """A step has ended, and nobody has been told what it computed."""
 
 
@@ -208,10 +206,17 @@ class LayeredScheduling(LoadScheduling):
     Args:
         loads: shared with the manager, which stores nothing of a request that is loading.
         tables: of vLLM's offloading scheduler.
+        evict: takes blocks out of vLLM's prefix cache.
     """
 
-    def __init__(self, loads: layered.LayeredLoads, tables: SchedulerTables) -> None:
+    def __init__(
+        self,
+        loads: layered.LayeredLoads,
+        tables: SchedulerTables,
+        evict: Callable[[Set[int]], None],
+    ) -> None:
         super().__init__()
+        self._evict_blocks = evict
         self.loads = loads
         self._tables = tables
         self._tokens_per_hash = self._tables.tokens_per_hash
@@ -278,7 +283,7 @@ class LayeredScheduling(LoadScheduling):
         for load in self.loads.beginning.values():
             self._blocks += load.blocks
 
-    def begin_step(self, scheduled: Any, evict: Callable[[Set[int]], None]) -> None:
+    def begin_step(self, scheduled: Any) -> None:
         """See `LoadScheduling.begin_step`; it may give blocks to requests whose loads are under
         way. What is left of steps of whose end nobody tells is evicted.
         """
@@ -287,7 +292,7 @@ class LayeredScheduling(LoadScheduling):
         for request_id, (blocks,) in new_blocks(scheduled):
             self.loads.grow(request_id, blocks)
         if self.loads.to_evict:
-            self._evict(self.loads.to_evict, evict)
+            self._evict(self.loads.to_evict)
 
     def close_step(self, scheduled: Any) -> None:
         is_loading = bool(self.loads.beginning)
@@ -296,9 +301,7 @@ class LayeredScheduling(LoadScheduling):
             self.loads.lose_step(lost)
         self._num_local.clear()
 
-    def end_step(
-        self, scheduler: Any, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]
-    ) -> None:
+    def end_step(self, scheduler: Any, scheduled: Any, result: Any) -> None:
         """See `LoadScheduling.end_step`.
 
         Blocks of requests that have ended as well are free, but not given away yet; evicting one
@@ -308,13 +311,13 @@ class LayeredScheduling(LoadScheduling):
         lost = self.loads.end_step(self._steps.end(scheduled, -1), invalid)
         if invalid:
             lost |= self._compute_anew(scheduler, result, invalid)
-        self._evict(lost, evict)
+        self._evict(lost)
 
     @guard.guarded(guard.nothing)
-    def _evict(self, lost: Set[int], evict: Callable[[Set[int]], None]) -> None:
+    def _evict(self, lost: Set[int]) -> None:
         """Until it has left vLLM's prefix cache, requests that would hit it go on waiting."""
         if lost:
-            evict(lost)
+            self._evict_blocks(lost)
         self.loads.evicted()
         for name in [*self.loads.spoiled]:
             request = self._tables.find(name)
@@ -363,9 +366,16 @@ class SiblingScheduling:
     Args:
         tables: of vLLM's offloading scheduler.
         manager: bars requests for good.
+        evict: takes blocks out of vLLM's prefix cache.
     """
 
-    def __init__(self, tables: SchedulerTables, manager: RayOffloadingManager) -> None:
+    def __init__(
+        self,
+        tables: SchedulerTables,
+        manager: RayOffloadingManager,
+        evict: Callable[[Set[int]], None],
+    ) -> None:
+        self._evict = evict
         self._tables = tables
         self._manager = manager
         self._can_fail = len(tables.groups) == 1
@@ -388,12 +398,7 @@ class SiblingScheduling:
         """The requests of which nothing is stored for now."""
         return self._loads.held
 
-    def begin(
-        self,
-        scheduled: Any,
-        evict: Callable[[Set[int]], None],
-        weights: WeightChanges | None = None,
-    ) -> None:
+    def begin(self, scheduled: Any, weights: WeightChanges) -> None:
         """Take note of a step before its stores are made up.
 
         vLLM asks about whole blocks only: a request may go on behind more of its own cache, of
@@ -405,28 +410,27 @@ class SiblingScheduling:
         given = begun(scheduled)
         begins = {name: given[name].num_computed for name in asked if name in given}
         for name, count in begins.items():
-            if weights is not None:
-                weights.begin(name, count)
+            weights.begin(name, count)
         number, lost = self._loads.begin(
             {name: each.blocks for name, each in given.items()},
             {name: [*chain(*blocks)] for name, blocks in new_blocks(scheduled)},
             scheduled.finished_req_ids or (),
             has_loads=self._can_fail and any(count > asked[name] for name, count in begins.items()),
         )
-        self._lose(lost, evict)
+        self._lose(lost)
         if self._loads.held:
             self._steps.begin(scheduled, number)
 
-    def end_step(self, scheduled: Any, result: Any, evict: Callable[[Set[int]], None]) -> None:
+    def end_step(self, scheduled: Any, result: Any) -> None:
         """A step has ended, and vLLM has not looked at its result yet."""
         if number := self._steps.end(scheduled, 0):
             known = self._tables.requests.keys()
-            self._lose(self._loads.end(number, invalid_blocks_of(result), known), evict)
+            self._lose(self._loads.end(number, invalid_blocks_of(result), known))
 
-    def _lose(self, lost: layered.Lost, evict: Callable[[Set[int]], None]) -> None:
+    def _lose(self, lost: layered.Lost) -> None:
         self._manager.barred |= lost.requests & self._tables.requests.keys()
         if lost.blocks:
-            evict(lost.blocks)
+            self._evict(lost.blocks)
 
 
 class LayeredConnectorWorker(RayKVConnectorWorker):

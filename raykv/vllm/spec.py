@@ -46,12 +46,15 @@ TOLD = "told_by_the_connector"
 could carry it. Never a setting of users."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Told:
-    """What vLLM tells connectors and not specs: its configurations."""
+    """What vLLM tells connectors and not specs: its configurations. And the spec, which vLLM makes
+    and does not give to connectors.
+    """
 
     vllm: Any = None
     kv_cache: Any = None
+    spec: Any = None
 
     @property
     def block_bytes(self) -> dict[int, int]:
@@ -78,11 +81,11 @@ class Told:
 @contextmanager
 def told_to_specs(
     extra_config: MutableMapping[str, Any], vllm_config: Any, kv_cache_config: Any
-) -> Iterator[None]:
-    """Let specs that are made within the context know these configurations."""
-    extra_config[TOLD] = Told(vllm_config, kv_cache_config)
+) -> Iterator[Told]:
+    """Let the spec that is made within the context know these configurations."""
+    extra_config[TOLD] = told = Told(vllm_config, kv_cache_config)
     try:
-        yield
+        yield told
     finally:
         del extra_config[TOLD]
 
@@ -94,6 +97,7 @@ class RayKVOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         own = dict(self.extra_config)
         self._told: Told = own.pop(TOLD, Told())
+        self._told.spec = self
         self.settings: Settings = load_settings(own)
         # Conversations need generated tokens too; vLLM's own default is True.
         self.offload_prompt_only = bool(

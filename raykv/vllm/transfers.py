@@ -174,26 +174,25 @@ def transfer_result(flying: FlyingJob, result: copies.CopyResult) -> RayKVTransf
     )
 
 
-def distrusted(flying: FlyingJob, result: copies.CopyResult | None = None) -> RayKVTransferResult:
-    """The result of a load whose bytes are of no use, or of a job of which nothing is known."""
-    said = worker.not_done(flying.job.job_id, len(flying.job.keys), Refusal.CANCELLED)
-    if result is not None:
-        # What it says of its place holds.
-        said = msgspec.structs.replace(
-            said, life=result.life, number=result.number, rows=result.rows
-        )
-    return transfer_result(flying, said)
+def unknown(flying: FlyingJob) -> copies.CopyResult:
+    """The result of a job of which nothing is known."""
+    return worker.not_done(flying.job.job_id, len(flying.job.keys), Refusal.CANCELLED)
+
+
+def distrusted(flying: FlyingJob, result: copies.CopyResult) -> copies.CopyResult:
+    """The result of a load whose bytes are of no use; what it says of its place holds."""
+    return msgspec.structs.replace(
+        unknown(flying), life=result.life, number=result.number, rows=result.rows
+    )
 
 
 def all_failed(
-    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: Any
+    job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: ChunkSpec
 ) -> RayKVTransferResult:
     """The result of a job that was not made up, or must not be: nothing of it happened."""
-    end = None
-    if isinstance(chunks, ChunkSpec):
-        result = worker.not_done(job_id, len(chunks.keys), Refusal.COPY_FAILED)
-        keys = Keys.of(chunks.keys)
-        end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
+    result = worker.not_done(job_id, len(chunks.keys), Refusal.COPY_FAILED)
+    keys = Keys.of(chunks.keys)
+    end = JobEnd(direction, chunks.namespace, chunks.request_id, keys, result)
     lost = blocks.block_ids.tolist() if direction is Direction.LOAD else []
     return RayKVTransferResult(job_id, False, 0, 0.0, end=end, lost_blocks=lost)
 
@@ -216,19 +215,18 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
     barred: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RayKVWorkerMetadata:
-        assert isinstance(other, OffloadingWorkerMetadata), other
+        assert isinstance(other, RayKVWorkerMetadata), other
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata), base
         merged = RayKVWorkerMetadata(base.completed_jobs, base.transfer_stats)
         for part in (self, other):
-            if isinstance(part, RayKVWorkerMetadata):
-                merged.ends += part.ends
-                merged.lines.update(part.lines)
-                merged.barred |= part.barred
-                merged.weights.update(part.weights)
-                for name, digest in part.adapters.items():
-                    same = merged.adapters.get(name, digest) == digest
-                    merged.adapters[name] = digest if same else ""
+            merged.ends += part.ends
+            merged.lines.update(part.lines)
+            merged.barred |= part.barred
+            merged.weights.update(part.weights)
+            for name, digest in part.adapters.items():
+                same = merged.adapters.get(name, digest) == digest
+                merged.adapters[name] = digest if same else ""
         return merged
 
 
@@ -267,9 +265,8 @@ class RayOffloadingWorker(OffloadingWorker):
         self._link = link
         self._flying: dict[int, FlyingJob] = {}
         self._by_layer = by_layer
-        # Captures under way, and those that have ended.
-        self._captures: set[int] = set()
-        self._captured: list[copies.CopyResult] = []
+        # Captures that have ended, by request.
+        self._captured: dict[str, copies.CopyResult] = {}
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
         # Results that nobody has asked for yet, of jobs that could not be made up, too.
@@ -292,7 +289,7 @@ class RayOffloadingWorker(OffloadingWorker):
             self._link.set_target(target)
 
     def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_later: Any
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any, **_later: Any
     ) -> bool:
         """See `OffloadingWorker.submit_store`; always True, failures come as results.
 
@@ -300,19 +297,17 @@ class RayOffloadingWorker(OffloadingWorker):
         """
         return self._submit(Direction.STORE, (job_id, src_spec, dst_spec))
 
-    def submit_stores(self, jobs: Iterable[tuple[int, GPULoadStoreSpec, LoadStoreSpec]]) -> None:
+    def submit_stores(self, jobs: Iterable[tuple[int, GPULoadStoreSpec, Any]]) -> None:
         """As `submit_store`, all at once: for their copies the GPU is asked once what is queued."""
         self._submit(Direction.STORE, *jobs)
 
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_later: Any
+        self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, **_later: Any
     ) -> bool:
         """See `OffloadingWorker.submit_load` and, for `_later`, `submit_store`."""
         return self._submit(Direction.LOAD, (job_id, dst_spec, src_spec))
 
-    def _submit(
-        self, direction: Direction, *jobs: tuple[int, GPULoadStoreSpec, LoadStoreSpec]
-    ) -> bool:
+    def _submit(self, direction: Direction, *jobs: tuple[int, GPULoadStoreSpec, Any]) -> bool:
         made = [self._make_up(direction, *job) for job in jobs]
         flying = {each.job.job_id: each for each in made if each is not None}
         try:
@@ -328,14 +323,13 @@ class RayOffloadingWorker(OffloadingWorker):
         return True
 
     def _make_up(
-        self, direction: Direction, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+        self, direction: Direction, job_id: int, blocks: GPULoadStoreSpec, chunks: ChunkSpec
     ) -> FlyingJob | None:
         """None: it has ended already."""
-        if isinstance(chunks, ChunkSpec) and not chunks.namespace:
+        if not chunks.namespace:
             self.refuse(job_id, direction, blocks, chunks)
             return None
         try:
-            assert isinstance(chunks, ChunkSpec), chunks
             assert not self._is_given_up, "the line to the NodeActor has failed"
             by_layer = self._by_layer and direction is Direction.LOAD
             flying = flying_job(job_id, direction, blocks, chunks, self.layout, by_layer=by_layer)
@@ -349,7 +343,7 @@ class RayOffloadingWorker(OffloadingWorker):
             return None
 
     def refuse(
-        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+        self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: ChunkSpec
     ) -> None:
         """Let a job fail that must not be."""
         self._ended.append(all_failed(job_id, direction, blocks, chunks))
@@ -361,12 +355,12 @@ class RayOffloadingWorker(OffloadingWorker):
     def submit_capture(self, request: JobRequest) -> None:
         """Have states copied; how that ends comes through `take_captured`."""
         assert not self._is_given_up, "the line to the NodeActor has failed"
-        self._captures.add(request.job_id)
         self._link.submit(request)
+        self._flying[request.job_id] = FlyingJob(request.job)
 
-    def take_captured(self) -> list[copies.CopyResult]:
-        """Captures that `get_finished` has found to have ended."""
-        captured, self._captured = self._captured, []
+    def take_captured(self) -> dict[str, copies.CopyResult]:
+        """Captures that `get_finished` has found to have ended, by request."""
+        captured, self._captured = self._captured, {}
         return captured
 
     def get_finished(self) -> list[TransferResult]:
@@ -396,26 +390,24 @@ class RayOffloadingWorker(OffloadingWorker):
 
     def _take_badly(self, result: copies.CopyResult) -> None:
         """It has ended, and as what is not known: as a failure."""
-        if result.job_id in self._captures:
-            self._captured.append(result)
-            self._captures.remove(result.job_id)
         if (flying := self._flying.pop(result.job_id, None)) is not None:
-            self._ended.append(distrusted(flying))
+            self._end(flying, unknown(flying))
 
     @guarded(_take_badly)
     def _take_result(self, result: copies.CopyResult) -> None:
-        if result.job_id in self._captures:
-            self._captured.append(result)
-            self._captures.remove(result.job_id)
-            return
         flying = self._flying.get(result.job_id)
         if flying is None:
             return
         is_wanted = result.job_id not in self._distrusted
-        ended = transfer_result(flying, result) if is_wanted else distrusted(flying, result)
+        self._end(flying, result if is_wanted else distrusted(flying, result))
         self._distrusted.discard(result.job_id)
-        self._ended.append(ended)
         del self._flying[result.job_id]
+
+    def _end(self, flying: FlyingJob, result: copies.CopyResult) -> None:
+        if flying.job.capture is not None:
+            self._captured[flying.job.capture.request_id] = result
+        else:
+            self._ended.append(transfer_result(flying, result))
 
     def finish(self, job_ids: set[int]) -> None:
         """Wait for jobs to end; within the flush deadline and its grace."""
@@ -436,7 +428,8 @@ class RayOffloadingWorker(OffloadingWorker):
         """End the line, for good: then nobody reads or writes vLLM's blocks any more."""
         self._link.close(deadlines.LEAVE_S)
         self._is_given_up = True
-        self._ended += map(distrusted, self._flying.values())
+        for flying in self._flying.values():
+            self._end(flying, unknown(flying))
         self._flying.clear()
 
     def wait_layers(self, job_ids: Collection[int], count: int) -> None:

@@ -26,7 +26,6 @@ from raykv.protocol.measures import BreakerReport
 from raykv.vllm import kv_form, transfers
 from raykv.vllm.identity import adapters, weight_watch
 from raykv.vllm.internals.offloading import WorkerTables
-from raykv.vllm.spec import RayKVOffloadingSpec
 
 logger = logging.getLogger("raykv")
 
@@ -36,11 +35,6 @@ NO_LINE = WorkerReport(0, BreakerReport())
 """Of a worker that reaches no NodeActor."""
 
 
-def _use_of(metadata: OffloadingConnectorMetadata, request_id: str) -> adapters.AdapterUse | None:
-    is_ours = isinstance(metadata, transfers.RayKVConnectorMetadata)
-    return metadata.adapters.get(request_id) if is_ours else None
-
-
 class RayKVConnectorWorker(OffloadingConnectorWorker):
     """vLLM's worker side, which takes failed transfers instead of asserting that there are none."""
 
@@ -48,7 +42,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._vllm = WorkerTables(self)
         self._meta = transfers.RayKVWorkerMetadata()
-        self._is_durable = isinstance(spec, RayKVOffloadingSpec) and spec.settings.durable_stores
+        self._is_durable = spec.settings.durable_stores
         # The life of the place, as the engine knows it, and how often the line had failed by then;
         # and what was reported of the line, last the life of the place in which it had failed.
         self._place_life = self._failed_before = 0
@@ -82,36 +76,34 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         worker = self.worker
         return worker if isinstance(worker, transfers.RayOffloadingWorker) else None
 
-    def _refuse_step(self, metadata: Any) -> None:
+    def _refuse_step(self, metadata: transfers.RayKVConnectorMetadata) -> None:
         """A step of which not all is known: none of its jobs is done, and nobody waits for any."""
-        if isinstance(metadata, transfers.RayKVConnectorMetadata):
-            self._stranded.update(metadata.stranded)
-            self._invalid_block_ids.update(metadata.stranded_blocks)
-            self.refuse_submissions(metadata)
-            self.refuse_stores(metadata)
-            metadata.load_jobs.clear()
-            metadata.store_jobs.clear()
+        self._stranded.update(metadata.stranded)
+        self._invalid_block_ids.update(metadata.stranded_blocks)
+        self.refuse_submissions(metadata)
+        self.refuse_stores(metadata)
+        metadata.load_jobs.clear()
+        metadata.store_jobs.clear()
 
     @guarded(_refuse_step)
-    def take_metadata(self, metadata: Any) -> None:
+    def take_metadata(self, metadata: transfers.RayKVConnectorMetadata) -> None:
         """Learn from this step's metadata where the NodeActor is, and which requests are lost.
 
         It comes before anything else of the step.
         """
-        if isinstance(metadata, transfers.RayKVConnectorMetadata):
-            self._look_at_weights(metadata.weights_seen)
-            if self.raykv is not None:
-                self.raykv.set_target(metadata.target)
-            if metadata.place_life != self._place_life:
-                self._place_life = metadata.place_life
-                self._failed_before = self._line_report().breakers.failed
-            self._adapters.end(self._ended)
-            self._ended.clear()
-            self._stranded.update(metadata.stranded)
-            self._invalid_block_ids.update(metadata.stranded_blocks)
-            metadata.stranded.clear()
-            metadata.stranded_blocks.clear()
-            self._note_loads(metadata)
+        self._look_at_weights(metadata.weights_seen)
+        if self.raykv is not None:
+            self.raykv.set_target(metadata.target)
+        if metadata.place_life != self._place_life:
+            self._place_life = metadata.place_life
+            self._failed_before = self._line_report().breakers.failed
+        self._adapters.end(self._ended)
+        self._ended.clear()
+        self._stranded.update(metadata.stranded)
+        self._invalid_block_ids.update(metadata.stranded_blocks)
+        metadata.stranded.clear()
+        metadata.stranded_blocks.clear()
+        self._note_loads(metadata)
 
     def _note_loads(self, metadata: Any) -> None:
         """The step's loads, before any of them is submitted."""
@@ -127,7 +119,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             self.raykv.wait(metadata.jobs_to_flush)
 
     @guarded(_flush_bare)
-    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: transfers.RayKVConnectorMetadata) -> None:
         if kv_connector_metadata.jobs_to_flush:
             self._refuse_unfit_stores(kv_connector_metadata)
         if self._vllm.unsubmitted and self.raykv is not None:
@@ -178,9 +170,9 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
             elif self.raykv is not None and job_id not in waiting and not self.raykv.has(job_id):
                 self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
 
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+    def start_kv_transfers(self, metadata: transfers.RayKVConnectorMetadata) -> None:
         for job_id, job in list(metadata.load_jobs.items()):
-            use = _use_of(metadata, job.req_id)
+            use = metadata.adapters.get(job.req_id)
             may_load = use is None or self._adapters.may_load(use)
             if self.raykv is not None and not (self._are_named and may_load):
                 # Last: what is left in it has no end yet.
@@ -202,27 +194,26 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         if not self._are_named:
             self._meta.weights[watch.name] = watch.count, watch.what
 
-    def _refuse_unfit_stores(self, metadata: OffloadingConnectorMetadata) -> None:
+    def _refuse_unfit_stores(self, metadata: transfers.RayKVConnectorMetadata) -> None:
         """Of requests that were not computed with the weights, and the adapter, of their keys."""
         if not (metadata.store_jobs and self._vllm.is_store_writer) or self.raykv is None:
             return
         for job_id, job in list(metadata.store_jobs.items()):
-            use = _use_of(metadata, job.req_id)
+            use = metadata.adapters.get(job.req_id)
             may_store = use is None or self._adapters.may_store(job.req_id, use)
             if not (self._are_named and may_store):
                 self.raykv.refuse(job_id, Direction.STORE, job.src_spec, job.dst_spec)
                 del metadata.store_jobs[job_id]
 
-    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+    def prepare_store_kv(self, metadata: transfers.RayKVConnectorMetadata) -> None:
         """See `OffloadingConnectorWorker.prepare_store_kv`.
 
         With `durable_stores` the stores of this step are not left to the next one, and have ended
         when this returns: in the pool, or failed. What vLLM offers only after an answer, since it
         has no name before, comes with the next step.
         """
-        if isinstance(metadata, transfers.RayKVConnectorMetadata):
-            self._adapters.begin(metadata.beginning)
-            self._refuse_unfit_stores(metadata)
+        self._adapters.begin(metadata.beginning)
+        self._refuse_unfit_stores(metadata)
         super().prepare_store_kv(metadata)
         if self._is_durable and self.raykv is not None and self._vllm.unsubmitted:
             self._store_unsubmitted(self.raykv)

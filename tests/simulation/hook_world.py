@@ -26,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 import raykv
 from raykv.base import guard
 from raykv.base.ids import Direction, Refusal
+from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.measures import BreakerReport
@@ -181,6 +182,7 @@ _SAFE = {
     EngineView: ("look", "_why_off", "is_clearing", "orders", "keep_stores"),
     RayOffloadingWorker: (
         "_take_badly",
+        "_end",
         "give_up",
         "_give_up_line",
         "_take_ended",
@@ -410,7 +412,7 @@ def worker_side(line: Line, kinds: Sequence[KVCacheSpec]) -> RayKVConnector:
     """The worker's side, without vLLM's configuration and with this line."""
     parallel = SimpleNamespace(rank=0)
     config = SimpleNamespace(canonical_layout=False, parallel=parallel, extra_config={})
-    spec: Any = SimpleNamespace(replicated_layout=False, config=config)
+    spec: Any = SimpleNamespace(replicated_layout=False, config=config, settings=Settings())
     vllm_config: Any = None
     worker = RayKVConnectorWorker(spec, vllm_config, kv_cache_config(kinds))
     link: Any = line

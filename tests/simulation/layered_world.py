@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,12 @@ from raykv.engine.cost import StepTimes
 from raykv.engine.view import EngineView
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
+from raykv.vllm.internals.offloading import evict_blocks
 from raykv.vllm.internals.scheduling import watch_scheduler
 from raykv.vllm.layered import LayeredScheduling
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
+from raykv.vllm.weights import WeightChanges
 from raykv.vllm.windows import Windows
 from tests.fixtures.place import NOTHING_FAILS, CopyingPlace, engine_hello
 from tests.fixtures.vllm import CHUNK, FULL, vllm_scheduler
@@ -115,7 +118,7 @@ class World:
         kinds: of attention, one for each KV group.
         is_async: the scheduler is the one that runs a step ahead.
         retention_interval: vLLM's `prefix_cache_retention_interval`; its own default is 0.
-        share: the setting `window_share`; None: as without it.
+        share: the setting `window_share`.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class World:
         *,
         is_async: bool = False,
         retention_interval: int | None = None,
-        share: float | None = None,
+        share: float = 0.0,
     ) -> None:
         self.rng = random.Random(seed)
         self.failing = failing
@@ -139,8 +142,7 @@ class World:
         self.manager = RayOffloadingManager(self.view)
         self.connector = make_connector(self.manager, kinds, retention_interval, share)
         cache = kv_cache(num_blocks, kinds, retention_interval)
-        if self.connector._windows is not None:
-            self.connector._windows.keep_states(cache)
+        self.connector._windows.keep_states(cache)
         self.scheduler = make_scheduler(model, cache, is_async=is_async)
         bind(self.connector, self.scheduler)
         self.asked: dict[str, Asked] = {}
@@ -563,22 +565,23 @@ def make_connector(
     manager: RayOffloadingManager,
     kinds: Sequence[KVCacheSpec],
     retention_interval: int | None,
-    share: float | None,
+    share: float,
 ) -> RayKVConnector:
     """The scheduler's side, without Ray."""
     connector: Any = RayKVConnector.__new__(RayKVConnector)
     connector.connector_scheduler = vllm_scheduler(
         manager, kinds, retention_interval=retention_interval
     )
-    if share is not None:
-        connector._windows = Windows(connector._tables, share)
+    connector._windows = Windows(connector._tables, share)
+    connector.raykv_weights = WeightChanges({}, manager, connector._tables)
     connector.connector_worker = None
     connector._manager = manager
     connector._runtime = None
     connector._steps = StepTimes()
     connector._connector_metadata = None
     connector.__dict__["_bounding_group_ids"] = ()
-    connector._loading = LayeredScheduling(manager.layered, connector._tables)
+    evict = partial(evict_blocks, connector)
+    connector._loading = LayeredScheduling(manager.layered, connector._tables, evict)
     manager.view.accounts.tokens_per_chunk = CHUNK
     made: RayKVConnector = connector
     return made

@@ -82,7 +82,7 @@ def make_world(model: Path, seed: int) -> AheadWorld:
         is_async=is_async,
         is_second=is_second,
         retention_interval=rng.choice([0, None, 4 * CHUNK]) if states else None,
-        share=rng.choice([None, 0.25]),
+        share=rng.choice([0.0, 0.25]),
     )
     world.line.failing = failing
     world.evicting = rng.choice([0.0, 0.01, 0.05])

@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from raykv.base import guard
 from raykv.engine.layered import LayeredLoads
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.vllm import connector, layered
+from raykv.vllm import layered
 from raykv.vllm.internals import scheduling
 from raykv.vllm.layered import LayeredScheduling, LoadScheduling
 from tests.fixtures.effort import seeds
@@ -194,7 +195,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "evict_blocks", lambda *_: None)
+    monkeypatch.setattr(KVCacheManager, "evict_blocks", lambda *_: None)
 
 
 def with_eviction_of_the_invalid_only(monkeypatch: pytest.MonkeyPatch) -> None:

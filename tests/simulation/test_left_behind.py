@@ -120,7 +120,7 @@ def test_pool_is_right_whatever_is_left_behind(
     model: Path, kinds: tuple[KVCacheSpec, ...], interval: int | None, seed: int
 ) -> None:
     num_blocks = (30, 45)[seed % 2] if len(kinds) > 1 else 24
-    share = (None, 0.5)[seed // 2 % 2]
+    share = (0.0, 0.5)[seed // 2 % 2]
     world = HookWorld(
         model, seed, num_blocks=num_blocks, kinds=kinds, retention_interval=interval, share=share
     )

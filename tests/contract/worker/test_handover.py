@@ -21,9 +21,6 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.device_allocator import alloc_conf
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -34,6 +31,7 @@ from vllm.v1.kv_offload.config import (
 
 from raykv.vllm.internals.engine import ordinary_gpu_memory
 from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
+from raykv.vllm.transfers import RayKVConnectorMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker import staging
 from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
@@ -288,7 +286,7 @@ def test_only_rank_0_stores_what_all_have_and_the_others_confirm() -> None:
         config = SimpleNamespace(kv_cache_groups=[group])
         worker = RayKVConnectorWorker(spec, None, config)
         entry = SimpleNamespace(src_spec=None, dst_spec=None)
-        metadata = OffloadingConnectorMetadata({}, {5: entry}, None)
+        metadata = RayKVConnectorMetadata({}, {5: entry}, None)
         if rank == 0:
             with pytest.raises(AssertionError):
                 # It goes on to the job's blocks, of which there are none here.

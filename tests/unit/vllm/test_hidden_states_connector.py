@@ -151,7 +151,7 @@ def test_blocks_are_free_when_the_capture_has_ended_and_not_before(tmp_path: Pat
     capture = job.job.capture
     assert capture is not None
     assert (capture.path, capture.has_lock, capture.layer) == (promised.path, True, 2)
-    states.take_results([CopyResult(job.job_id, 1, 1, num_bytes=96)])
+    states.take_results({"r": CopyResult(job.job_id, 1, 1, num_bytes=96)})
     assert states.finish(set()) == {"r"}
     assert states.finish(set()) == set()
 
@@ -162,7 +162,7 @@ def test_capture_that_failed_frees_the_blocks_and_the_reader_hears_why(tmp_path:
     (job,) = promised.line.jobs
     refusals = bytes([Refusal.NODE_LOST])
     lost = CopyResult(job.job_id, 0, 0, failed_chunks=Numbers.of([0]), refusals=refusals)
-    promised.states.take_results([lost])
+    promised.states.take_results({"r": lost})
     assert promised.states.finish({"r"}) == {"r"}
     promised.assert_reader_hears("node_lost")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Tr
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from raykv.engine.layered import MOST_STEPS, LayeredLoad, LayeredLoads
+from raykv.vllm.internals.offloading import evict_blocks
 from raykv.vllm.layered import LayeredScheduling
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
 
@@ -68,7 +70,9 @@ class LayeredEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         connector: Any = self.connector
-        connector._loading = LayeredScheduling(connector._manager.layered, connector._tables)
+        connector._loading = LayeredScheduling(
+            connector._manager.layered, connector._tables, partial(evict_blocks, connector)
+        )
         connector._kv_cache_manager = self.pool = Pool()
         self.scheduler = Scheduler()
         self.steps: list[Any] = []
