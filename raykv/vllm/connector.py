@@ -171,7 +171,7 @@ class RayKVConnector(OffloadingConnector):
 
             manager.misses.spans = request_spans()
         track_chunks(self._tables, spec.kv_events_config, hello.model, described, manager.view)
-        manager.view.accounts.tokens_per_chunk = max(self._tokens_per_chunk())
+        manager.view.accounts.tokens_per_chunk = self._tables.tokens_per_prefix
         watch_rests()
         if not scheduling.watch_scheduler(RayKVConnector):
             logger.warning(
@@ -189,12 +189,6 @@ class RayKVConnector(OffloadingConnector):
         states = " ".join(map(str, self._tables.states))
         found = {"chunks": descriptions.groups_text(self._tables.groups)}
         return found | {"state_groups": states} if states else found
-
-    def _tokens_per_chunk(self) -> list[int]:
-        """For each KV group that is loaded as whole prefixes; for all if there is none."""
-        groups = self._tables.groups
-        prefixes = [each for each in groups if each.window is None]
-        return [each.tokens for each in prefixes or groups]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -573,33 +567,25 @@ class RayKVConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def _ended(self, request: Any) -> None:
-        keys, tokens = self._chunks_of(request.request_id)
-        self._manager.misses.ended(request, keys, tokens)
-        self._manager.ended(request.request_id, self._columns_of(request.request_id))
+        columns = self._columns_of(request.request_id)
+        tokens = self._tables.groups[self._ranked[0]].tokens
+        self._manager.misses.ended(request, columns[0] if columns else (), tokens)
+        self._manager.ended(request.request_id, columns)
 
-    @guarded(lambda *_: ())
-    def _columns_of(self, request_id: str) -> Sequence[Sequence[Any]]:
-        """Keys of a request's chunks, a column for each KV group.
+    @cached_property
+    def _ranked(self) -> list[int]:
+        """Places of the KV groups: those that are loaded as whole prefixes come first.
 
         What windows serve nothing without comes first: a hint may be cut off.
         """
-        known = self._tables.find(request_id)
-        if known is None:
-            return ()
-        columns = zip(self._tables.groups, known.keys, strict=True)
-        ranked = sorted(columns, key=lambda pair: pair[0].window is not None)
-        return [keys for _, keys in ranked]
-
-    @guarded(lambda *_: ((), 1))
-    def _chunks_of(self, request_id: str) -> tuple[Sequence[bytes], int]:
-        """Keys of a request's chunks, of the first group that is loaded as whole prefixes, and how
-        many tokens each has.
-        """
         groups = self._tables.groups
-        at = next((at for at, group in enumerate(groups) if group.window is None), 0)
+        return sorted(range(len(groups)), key=lambda at: groups[at].window is not None)
+
+    @guarded(lambda *_: ())
+    def _columns_of(self, request_id: str) -> Sequence[Sequence[Any]]:
+        """Keys of a request's chunks, a column for each KV group, as they are ranked."""
         known = self._tables.find(request_id)
-        keys = () if known is None else known.keys[at]
-        return keys, groups[at].tokens
+        return () if known is None else [known.keys[at] for at in self._ranked]
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

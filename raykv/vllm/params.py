@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,29 +70,38 @@ sets it. No part of what vLLM's offloading scheduler sees."""
 KEYS = (*PARAMS, PREFILLED, *HINTS, OUR_MOST_STORED, TENANT)
 
 
+def _is_seconds(value: Any) -> bool:
+    """A truth value is not a number here."""
+    return type(value) in (int, float) and 0 < value <= operator.MAX_PIN_S
+
+
+def _is_name(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    return 0 < len(value) <= sessions.MAX_SESSION_NAME and value.isprintable()
+
+
+VALID: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(PARAMS, lambda value: isinstance(value, bool)),
+    **dict.fromkeys((PREFILLED, OVER), lambda value: value is True),
+    **dict.fromkeys(
+        (MOST_LOADED, OUR_MOST_STORED), lambda value: type(value) is int and value >= 0
+    ),
+    **dict.fromkeys((PIN, PAUSE), _is_seconds),
+    PRIORITY: lambda value: type(value) is int and 1 <= value <= columns.MAX_PRIORITY,
+    SESSION: _is_name,
+}
+"""Which values have an effect, by key."""
+
+
 def documented(params: Any) -> dict[str, Any] | None:
     """The part of `kv_transfer_params` that has an effect; whatever a client sends, no error."""
     if not isinstance(params, dict):
         return None
-    kept: dict[str, Any] = {}
-    for name in PARAMS:
-        value = params.get(name, True)
-        if isinstance(value, bool):
-            kept[name] = value
-        else:
-            # A client's mistake must neither fail its request nor fill the log.
-            kind = type(value).__name__
-            logger.debug("kv_transfer_params: %s is a %s, not a bool; ignored", name, kind)
-    if params.get(PREFILLED) is True:
-        kept[PREFILLED] = True
-    most = {
-        MOST_LOADED: params.get(MOST_LOADED),
-        OUR_MOST_STORED: params.get(OUR_MOST_STORED, params.get(MOST_STORED)),
-    }
-    kept |= {name: value for name, value in most.items() if type(value) is int and value >= 0}
+    kept: dict[str, Any] = _valid({OUR_MOST_STORED: params.get(MOST_STORED), **params}, VALID)
     if (tiers := _tiers(params.get(TIERS))) is not None:
         kept[TIERS] = tiers
-    return kept | _wishes(params)
+    return kept
 
 
 def _tiers(said: Any) -> list[dict[str, str]] | None:
@@ -108,18 +117,11 @@ def _tiers(said: Any) -> list[dict[str, str]] | None:
     return kept if kept or not said else None
 
 
-def _wishes(said: dict[str, Any]) -> dict[str, Known]:
-    """The valid wishes, of which those for a session need its name."""
-    kept: dict[str, Known] = {}
-    for name in HINTS:
-        value = said.get(name)
-        if value is None or (name in (OVER, PAUSE) and SESSION not in kept):
-            continue
-        if _is_hint(name, value):
-            kept[name] = value
-        else:
-            logger.debug("kv_transfer_params: %s is not in its range; ignored", name)
-    return kept
+def _valid(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Known]:
+    """Those of the names with a valid value; wishes for a session need its name."""
+    kept = {name: said[name] for name in names if name in said and VALID[name](said[name])}
+    without = () if SESSION in kept else (OVER, PAUSE)
+    return {name: value for name, value in kept.items() if name not in without}
 
 
 def ignored(params: Any, kv_hints: Any, allowed: Allowed, *, by_server: bool) -> dict[str, str]:
@@ -170,28 +172,11 @@ def without_prefilled(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != PREFILLED}
 
 
-def _is_hint(name: str, value: Any) -> bool:
-    """Whether a client's wish is valid; a truth value is not a number here."""
-    match name:
-        case "raykv_priority":
-            return type(value) is int and 1 <= value <= columns.MAX_PRIORITY
-        case "raykv_session":
-            return type(value) is str and _is_name(value)
-        case "raykv_session_over":
-            return value is True
-        case _:
-            return type(value) in (int, float) and 0 < value <= operator.MAX_PIN_S
-
-
-def _is_name(value: str) -> bool:
-    return 0 < len(value) <= sessions.MAX_SESSION_NAME and value.isprintable()
-
-
 def hinted(kv_hints: Any) -> dict[str, Known]:
     """The wishes in vLLM's `kv_hints`, a `KvHintsEnvelope`; whatever is in there, no error."""
     kept: dict[str, Known] = {}
     for payload in _payloads(kv_hints):
-        kept |= _wishes(payload)
+        kept |= _valid(payload, HINTS)
     return kept
 
 

@@ -29,6 +29,9 @@ from raykv.vllm.identity import readers
 from raykv.vllm.identity.readers import RANDOM_SEED, ReadableEngine, plain
 from raykv.vllm.internals.names import vllm_version
 
+CHUNK_FORMAT = 1
+"""How RayKV lays out a chunk in a pool, on disk and in a file. Rises when it changes."""
+
 LONGEST_TRAIT = 64
 
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -177,7 +180,7 @@ FACTS: tuple[Fact, ...] = (
         "pages: tokens, heads, dimensions, type, padding; which layers, in which order",
         readers.kv_groups,
     ),
-    Fact("kv_layout", "order of dimensions", readers.kv_layout),
+    Fact("kv_layout", "order of dimensions", attrgetter("offloading.kv_cache_layout")),
     Fact("runner", "both lay the cache out in their way", readers.runner),
     Fact(
         "parallel",
@@ -186,12 +189,16 @@ FACTS: tuple[Fact, ...] = (
     ),
     Fact("replicated", "one part for all ranks, or one each", readers.replicated),
     Fact("blocks_per_chunk", "RayKV's setting", attrgetter("offloading.cache.blocks_per_chunk")),
-    Fact("chunk_format", "RayKV's own order of pages", readers.chunk_format),
+    Fact("chunk_format", "RayKV's own order of pages", lambda _: CHUNK_FORMAT),
     # What changes what chunks are called: the keys
     Fact(
         "tokens_per_hash", "what a key stands for", attrgetter("offloading.cache.tokens_per_hash")
     ),
-    Fact("hash_algorithm", "two hashes must not be compared", readers.hash_algorithm),
+    Fact(
+        "hash_algorithm",
+        "two hashes must not be compared",
+        fields={"cache_config": "prefix_caching_hash_algo"},
+    ),
     Fact("hash_seed", "nor two seeds", readers.hash_seed),
 )
 

@@ -28,9 +28,6 @@ from raykv.vllm.kv_form import layer_specs, spec_text
 RANDOM_SEED = "random in "
 """Beginning of a seed of block hashes that no other process has."""
 
-CHUNK_FORMAT = 1
-"""How RayKV lays out a chunk in a pool, on disk and in a file. Rises when it changes."""
-
 READABLE = frozenset(
     (
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt"),
@@ -405,11 +402,6 @@ def kv_groups(engine: ReadableEngine) -> Any:
     ]
 
 
-def kv_layout(engine: ReadableEngine) -> Any:
-    """vLLM's name of the order of dimensions, resolved for all layers and ranks."""
-    return str(engine.offloading.kv_cache_layout)
-
-
 def parallel(engine: ReadableEngine) -> Any:
     """Sizes, and with context parallelism how tokens are spread; canonical chunks have no parts."""
     if engine.is_canonical:
@@ -484,22 +476,12 @@ def _backends(engine: ReadableEngine, spec: Any) -> Any:
     return answers[0] if answers[0] == answers[1] else answers
 
 
-def chunk_format(engine: ReadableEngine) -> Any:
-    """RayKV's part of the layout."""
-    return CHUNK_FORMAT
-
-
 def runner(engine: ReadableEngine) -> Any:
     """Which of vLLM's two model runners allocates the cache: they lay it out differently."""
     return "V2" if getattr(engine.vllm, "use_v2_model_runner", False) else None
 
 
 # The keys
-
-
-def hash_algorithm(engine: ReadableEngine) -> Any:
-    """vLLM's name of it."""
-    return str(engine.vllm.cache_config.prefix_caching_hash_algo)
 
 
 def hash_seed(engine: ReadableEngine) -> Any:
@@ -511,7 +493,7 @@ def hash_seed(engine: ReadableEngine) -> Any:
     seed = os.getenv("PYTHONHASHSEED")
     if seed is not None:
         return seed
-    if "xxhash" in hash_algorithm(engine):
+    if "xxhash" in str(engine.vllm.cache_config.prefix_caching_hash_algo):
         return f"{RANDOM_SEED}{engine.vllm.kv_transfer_config.engine_id}"
     return default_hash_seed()
 

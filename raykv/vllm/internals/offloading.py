@@ -114,6 +114,14 @@ class SchedulerTables:
         ]
 
     @property
+    def tokens_per_prefix(self) -> int:
+        """The most tokens of a chunk of those groups that are loaded as whole prefixes; of all
+        groups if there are none.
+        """
+        prefixes = [each for each in self.groups if each.window is None]
+        return max(each.tokens for each in prefixes or self.groups)
+
+    @property
     def tokens_per_block(self) -> int:
         """How many tokens a block of the first group has."""
         return int(self.owner.config.kv_group_configs[0].tokens_per_block)

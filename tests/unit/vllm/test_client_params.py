@@ -240,7 +240,7 @@ def test_params_are_there_again_for_other_connectors_if_they_are_a_dictionary(
     request = made_request(sent)
     with only_documented(request):
         told = request.kv_transfer_params
-    assert told == (seen and {"raykv_store": True, **seen})
+    assert told == seen
     assert request.kv_transfer_params is (sent if left else None)
 
 
@@ -256,7 +256,7 @@ def test_connector_hands_on_only_what_is_documented(monkeypatch: pytest.MonkeyPa
     engine = Engine()
     for sent in ({"max_load_tokens": 0, "raykv_store": False}, ["max_load_tokens"], None):
         engine.begin(made_request(sent))
-    told = {"raykv_load": True, "raykv_store": False, "max_load_tokens": 0}
+    told = {"raykv_store": False, "max_load_tokens": 0}
     assert seen == [told, None, None]
 
 
