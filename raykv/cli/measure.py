@@ -213,12 +213,16 @@ def chaos(  # noqa: PLR0913 - a command's options
     *,
     minutes: Annotated[float, typer.Option(help="Minutes of load and faults.", min=0.1)] = 5.0,
     seed: Annotated[int, typer.Option(help="Seed of the faults and of the load.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Ray nodes on this host, with one engine each.")] = 2,
+    nodes: Annotated[
+        int, typer.Option(help="Ray nodes on this host, with one engine each.", min=2, max=3)
+    ] = 2,
     hosts: Annotated[
         int | None,
         typer.Option(
             help="Number of hosts, instead of nodes: namespaces of Linux, which need root. "
-            "They are cut off, slowed, frozen and lose power, too."
+            "They are cut off, slowed, frozen and lose power, too.",
+            min=2,
+            max=3,
         ),
     ] = None,
     kinds: Annotated[

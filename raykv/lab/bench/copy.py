@@ -1,4 +1,4 @@
-"""`copy`: what the copy between a KV cache and the pool reaches, in GB/s of bytes copied.
+"""`copy`: what the copy between a KV cache and the pool reaches, in GB/s of a thread.
 
 Between two prefaulted memfds, as a node has them, larger together than the last-level cache. Each
 measurement copies one slice, and the next one copies the next slice: short ones, for other programs
@@ -12,10 +12,9 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -24,7 +23,7 @@ import psutil
 from raykv.base.geometry import MAX_SLAB_BYTES
 from raykv.base.ids import SLOT_ALIGNMENT, Direction, Slot
 from raykv.copy.engine import HOST_SPAN_BYTES, StopSign
-from raykv.copy.plan import JobPlan, Planner
+from raykv.copy.plan import Planner
 from raykv.copy.rows import CPUBackend, RowCopier, Side, by_memmove
 from raykv.lab.bench.named_jobs import key_of, named_job
 from raykv.lab.bench.report import Options, Result, alternate, short
@@ -60,12 +59,10 @@ class Case:
 
     page_bytes: int
     direction: Direction
-    num_threads: int
 
     @property
     def name(self) -> str:
-        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
-        return f"{self.page_bytes // KIB} KiB, {self.direction.name.lower()}, {threads}"
+        return f"{self.page_bytes // KIB} KiB, {self.direction.name.lower()}"
 
 
 class Sides:
@@ -81,57 +78,39 @@ class Sides:
         self.slice_bytes = slice_bytes
         self.num_slices = num_bytes // self.slice_bytes
         self._next_slice = 0
-        self._threads = ThreadPoolExecutor(2)
         for side in (self.kv, self.pool):
             side.prefault(lambda _done: True)
             np.ctypeslib.as_array(side.array())[:] = 1
 
     def close(self) -> None:
-        self._threads.shutdown()
         for region in (self.kv, self.pool, self.words.region):
             region.close()
 
-    def speed(self, copy: Callable[[int], object], num_threads: int) -> float:
+    def speed(self, copy: Callable[[int], object]) -> float:
         """GB/s of a call that copies the slice whose number it gets."""
-        # One thread's own time leaves out what other programs take of the cores.
-        clock = time.thread_time if num_threads == 1 else time.perf_counter
         number = self._next_slice
         self._next_slice = (number + 1) % self.num_slices
-        started = clock()
+        # The thread's own time leaves out what other programs take of the cores.
+        started = time.thread_time()
         copy(number)
-        return self.slice_bytes / (clock() - started) / 1e9
+        return self.slice_bytes / (time.thread_time() - started) / 1e9
 
-    def share(self, copy: Callable[[int, int], object], count: int, num_threads: int) -> None:
-        """Copy `count` things, each thread its share [first, last)."""
-        if num_threads == 1:
-            copy(0, count)
-            return
-        bounds = [count * i // num_threads for i in range(num_threads + 1)]
-        list(self._threads.map(lambda share: copy(*share), pairwise(bounds)))
-
-    def memcpys(self, num_threads: int) -> dict[str, Callable[[], float]]:
+    def memcpys(self) -> dict[str, Callable[[], float]]:
         """GB/s of a slice that is copied as one run."""
 
-        def streamed(first: int, last: int) -> None:
-            where, size = np.array([first]), np.array([last - first])
+        def streamed(number: int) -> None:
+            where, size = np.array([number * self.slice_bytes]), np.array([self.slice_bytes])
             pool, kv = Side(self.pool.address, where), Side(self.kv.address, where)
             self.rows.copy(pool, kv, size, self.stop)
 
-        def moved(first: int, last: int) -> None:
-            ctypes.memmove(self.pool.address + first, self.kv.address + first, last - first)
-
-        def whole(copy: Callable[[int, int], None], number: int) -> None:
-            start = number * self.slice_bytes
-            part = lambda first, last: copy(start + first, start + last)  # noqa: E731
-            self.share(part, self.slice_bytes, num_threads)
+        def moved(number: int) -> None:
+            first = number * self.slice_bytes
+            ctypes.memmove(self.pool.address + first, self.kv.address + first, self.slice_bytes)
 
         ways = {MEMMOVE: moved}
         if self.rows.copy is not by_memmove:
             ways[STREAMED] = streamed
-        return {
-            name: partial(self.speed, partial(whole, way), num_threads)
-            for name, way in ways.items()
-        }
+        return {name: partial(self.speed, way) for name, way in ways.items()}
 
 
 class PagedCopy:
@@ -158,18 +137,15 @@ class PagedCopy:
 
     def ours(self) -> float:
         """GB/s of RayKV, planning and all."""
-        return self._sides.speed(self._plan_and_copy, self._case.num_threads)
+        return self._sides.speed(self._plan_and_copy)
 
     def _plan_and_copy(self, number: int) -> None:
-        first_slot = number * self._num_chunks * self._slot_pages
-        copy = partial(self._copy_chunks, self._planner.plan(self._jobs[number]), first_slot)
-        self._sides.share(copy, self._num_chunks, self._case.num_threads)
-
-    def _copy_chunks(self, plan: JobPlan, first_slot: int, first: int, last: int) -> None:
         """As the NodeActor does: one call for some chunks."""
+        first_slot = number * self._num_chunks * self._slot_pages
+        plan = self._planner.plan(self._jobs[number])
         at_once = max(1, HOST_SPAN_BYTES // plan.bytes_of(0))
-        for begin in range(first, last, at_once):
-            chunks = range(begin, min(last, begin + at_once))
+        for begin in range(0, self._num_chunks, at_once):
+            chunks = range(begin, min(self._num_chunks, begin + at_once))
             slots = [Slot(first_slot + at * self._slot_pages) for at in chunks]
             rows = plan.runs(chunks, slots, MAX_SLAB_BYTES)
             done = self._backend.copy(self._case.direction, rows, self._sides.stop)
@@ -185,7 +161,7 @@ def run(options: Options) -> Result:
     result = Result("copy")
     try:
         for case in cases(options):
-            subjects = {OURS: PagedCopy(sides, case).ours, **sides.memcpys(case.num_threads)}
+            subjects = {OURS: PagedCopy(sides, case).ours, **sides.memcpys()}
             result.rows += alternate(case.name, "GB/s", subjects, options.repeats_or(25))
     finally:
         sides.close()
@@ -203,8 +179,8 @@ def _side_bytes(options: Options) -> int:
 def cases(options: Options) -> Iterator[Case]:
     """All kinds of copies; few when it is to be quick."""
     pages = QUICK_PAGES if options.quick else PAGES
-    for page, threads, direction in product(pages, (1, 2), Direction):
-        yield Case(page, direction, threads)
+    for page, direction in product(pages, Direction):
+        yield Case(page, direction)
 
 
 @dataclass(frozen=True)
@@ -220,7 +196,7 @@ def least_of_memcpy(result: Result) -> Worst:
     by_page: dict[int, list[float]] = {}
     for case in cases(Options()):
         rows = {row.subject: row for row in result.rows if row.case == case.name}
-        if rows and case.num_threads == 1 and case.page_bytes >= BUDGET_PAGE_BYTES:
+        if rows and case.page_bytes >= BUDGET_PAGE_BYTES:
             ours = rows.pop(OURS)
             best = max(rows.values(), key=lambda row: row.median)
             by_page.setdefault(case.page_bytes, []).append(ours.ratio_to(best))

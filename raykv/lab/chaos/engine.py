@@ -16,8 +16,6 @@ PROBE_TRIES = 8
 PROBE_PAUSE_S = 0.15
 """How long to wait before a probe is repeated, since its store takes a moment, and how often."""
 
-EngineFactory = Callable[[], EngineProcess]
-
 
 def answers_of(output: dict[str, Any]) -> list[ChaosAnswer]:
     """Answers of `engine_child.Engine.serve`; one that was taken back has no tokens of use."""
@@ -51,7 +49,7 @@ class Worked(threading.Thread):
         self,
         number: int,
         process: EngineProcess,
-        start: EngineFactory,
+        start: Callable[[], EngineProcess],
         prompts: list[list[int]],
         references: list[ChaosAnswer],
         batches: Iterator[AskBatch],
@@ -76,17 +74,10 @@ class Worked(threading.Thread):
 
     # The fault's side
 
-    def kill(self) -> None:
-        """SIGKILL for the engine; it starts again, and what it was working on is not counted."""
-        self._is_victim.set()
-        self.process.kill()
-
-    def frozen(self) -> None:
-        """The engine itself was frozen: how long its requests take says nothing."""
-        self._is_victim.set()
-
-    def lost(self) -> None:
-        """The engine ends with its host: it starts again, and its work is not counted."""
+    def hit(self) -> None:
+        """A fault hits the engine itself. If it ends it starts again, and what it was working on is
+        not counted; if it goes on, how long its requests take says nothing.
+        """
         self._is_victim.set()
 
     def restart(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from raykv.base.errors import ClusterError
-from raykv.lab.chaos.parts import BytesMoved, kill
+from raykv.lab.chaos.parts import kill
 from raykv.lab.chaos.plan import AWAY_S, Fault, FaultKind
 from raykv.lab.hosts.cluster import HostCluster, HostEngine, command_of, raylet_of
 from raykv.lab.hosts.network import BOOT_S, networked
@@ -92,13 +92,10 @@ class HostParts:
             self._cluster.begin(host)
             there.set()
 
-    def num_bytes_moved(self) -> BytesMoved:
+    def nodes(self) -> list[Mapping[str, Any]]:
         """As the head's command says it."""
-        nodes = self._cluster.raykv(self._hosts[0], "status")["nodes"]
-        return BytesMoved(
-            sum(node["bytes_stored"] for node in nodes),
-            sum(node["bytes_fetched"] for node in nodes),
-        )
+        found: list[Mapping[str, Any]] = self._cluster.raykv(self._hosts[0], "status")["nodes"]
+        return found
 
     def end(self, *, is_headless: bool) -> None:
         """All ends with the hosts; `is_headless` changes nothing."""

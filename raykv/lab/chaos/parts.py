@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from raykv.base.errors import ClusterError
@@ -59,19 +59,11 @@ class Parts(Protocol):
     def afflict(self, fault: Fault) -> AbstractContextManager[None]:
         """What is wrong with a node's host, until the context ends."""
 
-    def num_bytes_moved(self) -> BytesMoved:
-        """What all nodes have stored and fetched."""
+    def nodes(self) -> list[Mapping[str, Any]]:
+        """What the cluster's status says of each node."""
 
     def end(self, *, is_headless: bool) -> None:
         """End all of them. Headless: the GCS is gone, so nothing may be asked through Ray."""
-
-
-@dataclass(frozen=True)
-class BytesMoved:
-    """Bytes of all nodes."""
-
-    stored: int
-    fetched: int
 
 
 class LocalParts:
@@ -128,11 +120,8 @@ class LocalParts:
     def afflict(self, fault: Fault) -> AbstractContextManager[None]:
         raise ClusterError(f"{fault.kind}: all nodes are on one host")
 
-    def num_bytes_moved(self) -> BytesMoved:
-        nodes = self._cluster.status().nodes
-        return BytesMoved(
-            sum(node.bytes_stored for node in nodes), sum(node.bytes_fetched for node in nodes)
-        )
+    def nodes(self) -> list[Mapping[str, Any]]:
+        return [msgspec.structs.asdict(node) for node in self._cluster.status().nodes]
 
     def end(self, *, is_headless: bool) -> None:
         for node in self._others:

@@ -75,6 +75,14 @@ class FaultKind(StrEnum):
         return self.freezes or self.is_of_a_host
 
     @property
+    def hits_engine(self) -> bool:
+        """Whether the node's engine ends, or stands still."""
+        return self.value.startswith("engine") or self in (
+            FaultKind.HOST_FROZEN,
+            FaultKind.HOST_LOST,
+        )
+
+    @property
     def is_of_the_cluster(self) -> bool:
         """Whether there is one such process only, so that the fault has no node."""
         return self.value.startswith(("SchedulerActor", "GCS"))

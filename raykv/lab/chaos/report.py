@@ -115,7 +115,6 @@ class ChaosReport(Seen):
 
     seed: int
     num_nodes: int
-    num_engines: int
     seconds: float = 0.0
     bytes_stored: int = 0
     bytes_fetched: int = 0
@@ -185,7 +184,7 @@ def _numbers(report: ChaosReport) -> Table:
     table = Table("", "", box=SIMPLE_HEAD, show_header=False)
     cached = 100 * report.cached_tokens / max(1, report.prompt_tokens)
     rows = {
-        "seed, nodes, engines": f"{report.seed}, {report.num_nodes}, {report.num_engines}",
+        "seed, nodes": f"{report.seed}, {report.num_nodes} with an engine each",
         "seconds under load": f"{report.seconds:.0f}",
         "requests": f"{report.requests} ({report.aborted} taken back, "
         f"{report.lost_with_engine} lost with a killed engine)",

@@ -71,8 +71,6 @@ BATCH_DEADLINE_S = 150.0
 HEADLESS_S = 75.0
 """Ray ends what has not reached its GCS for 60 s."""
 
-NODES = (2, 3)
-
 
 @dataclass(frozen=True)
 class ChaosOptions:
@@ -98,18 +96,15 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
         RayKVError: the cluster or the engines could not be started, or an option is impossible.
     """
     require("raykv chaos", "vllm")
-    if options.num_nodes not in NODES:
-        what = "hosts" if options.on_hosts else "nodes"
-        raise SettingError(f"{what}={options.num_nodes}: a chaos run has {NODES[0]} or {NODES[1]}")
     for kind in options.kinds:
         if kind.is_of_a_host and not options.on_hosts:
-            raise SettingError(f"the fault '{named(kind)}' needs hosts: --hosts {NODES[0]}")
+            raise SettingError(f"the fault '{named(kind)}' needs hosts: --hosts 2")
     if options.on_hosts and (reason := objection()):
         raise SettingError(f"--hosts {options.num_nodes}: {reason}")
     if json_path is not None and not json_path.parent.is_dir():
         raise SettingError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     in_shm = shared_memory()
-    report = ChaosReport(options.seed, options.num_nodes, options.num_nodes)
+    report = ChaosReport(options.seed, options.num_nodes)
     with ExitStack() as stack:
         _Chaos(stack, options, console, report).run()
     # That of hosts ends with them.
@@ -169,7 +164,7 @@ class _Chaos:
             engine.start()
         # As a fault that was none: all engines have to store, load and fetch.
         start = FaultSeen(-1, "start", 0, 0.0, 0.0)
-        self._wait_until_mended(start, ChaosWatch(len(self._engines), self._nodes()))
+        self._wait_until_mended(start)
         if not start.is_mended:
             raise ClusterError("offloading does not work, before anything was done to it")
         self._report.before = self._processes()
@@ -181,7 +176,8 @@ class _Chaos:
         if self._options.loses_head:
             self._lose_head(began)
         self._stop_load()
-        self._count_engines()
+        for engine in self._engines:
+            self._report.add(engine.seen)
 
     def _say(self, line: str) -> None:
         """What goes on; a status is seen on terminals alone."""
@@ -199,12 +195,8 @@ class _Chaos:
             yield fault
             if time.monotonic() >= give_up_at:
                 if fault.overlaps:
-                    seen = self._report.faults[-1]
-                    self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
+                    self._wait_until_mended(self._report.faults[-1])
                 return
-
-    def _nodes(self) -> list[int]:
-        return list(range(len(self._engines)))
 
     # Engines
 
@@ -270,7 +262,7 @@ class _Chaos:
             except ClusterError as error:
                 seen.note = str(error)
             if not fault.overlaps:
-                self._wait_until_mended(seen, ChaosWatch(len(self._engines), self._nodes()))
+                self._wait_until_mended(seen)
         self._say(
             f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
             + (f", {seen.lasts_s:.1f} s" if seen.lasts_s else "")
@@ -278,31 +270,21 @@ class _Chaos:
         )
 
     def _do(self, fault: Fault) -> None:
-        kind, number = fault.kind, fault.node
-        engine = self._engines[number]
-        if kind is FaultKind.ENGINE_KILLED:
-            engine.kill()
-        elif kind is FaultKind.ENGINE_FROZEN:
-            engine.frozen()
-            with frozen(engine.process.pid):
-                time.sleep(fault.lasts_s)
-        elif kind is FaultKind.RAYLET_KILLED:
-            if self._parts.lose_raylet(number):
+        engine = self._engines[fault.node]
+        if fault.kind.hits_engine:
+            engine.hit()
+        if fault.kind is FaultKind.ENGINE_KILLED:
+            engine.process.kill()
+        elif fault.kind is FaultKind.RAYLET_KILLED:
+            if self._parts.lose_raylet(fault.node):
                 engine.restart()
-        elif kind.is_of_a_host:
-            if kind is FaultKind.HOST_FROZEN:
-                engine.frozen()
-            elif kind is FaultKind.HOST_LOST:
-                engine.lost()
-            with self._parts.afflict(fault):
+        elif fault.kind.lasts:
+            of_a_host = fault.kind.is_of_a_host
+            wrong = self._parts.afflict(fault) if of_a_host else frozen(self._victim(fault))
+            with wrong:
                 time.sleep(fault.lasts_s)
         else:
-            pid = self._victim(fault)
-            if not kind.freezes:
-                kill(pid)
-                return
-            with frozen(pid):
-                time.sleep(fault.lasts_s)
+            kill(self._victim(fault))
 
     def _victim(self, fault: Fault) -> int:
         match fault.kind:
@@ -312,12 +294,15 @@ class _Chaos:
                 return scheduler_actor(self._parts)
             case FaultKind.RAYLET_FROZEN:
                 return self._parts.raylet(fault.node)
+            case FaultKind.ENGINE_FROZEN:
+                return self._engines[fault.node].process.pid
             case _:
                 assert fault.kind is FaultKind.GCS_FROZEN, fault
                 return self._parts.gcs()
 
-    def _wait_until_mended(self, seen: FaultSeen, watch: ChaosWatch) -> None:
+    def _wait_until_mended(self, seen: FaultSeen) -> None:
         seen.waited = True
+        watch = ChaosWatch(len(self._engines))
         for engine in self._engines:
             engine.watch = watch
         deadline_s = AWAY_DEADLINE_S if self._options.on_hosts else MENDED_DEADLINE_S
@@ -349,8 +334,9 @@ class _Chaos:
     def _count_cluster(self) -> None:
         report = self._report
         report.after = self._processes()
-        moved = self._parts.num_bytes_moved()
-        report.bytes_stored, report.bytes_fetched = moved.stored, moved.fetched
+        nodes = self._parts.nodes()
+        report.bytes_stored = sum(node["bytes_stored"] for node in nodes)
+        report.bytes_fetched = sum(node["bytes_fetched"] for node in nodes)
         for number in range(self._parts.num_nodes):
             self._count_mappings(number)
 
@@ -365,11 +351,6 @@ class _Chaos:
             self._is_headless = True
             time.sleep(HEADLESS_S)
         self._check_threads()
-
-    def _count_engines(self) -> None:
-        report = self._report
-        for engine in self._engines:
-            report.add(engine.seen)
 
     def _count_mappings(self, number: int) -> None:
         """A NodeActor has its pool, and what its one engine shares with it."""

@@ -23,18 +23,17 @@ class Stored:
 
 
 class ChaosWatch:
-    """Which engines have stored and loaded since it was made; threads of all engines report to it.
+    """Which engines have stored, loaded and fetched since it was made.
+
+    Each engine is at a node of its own; the threads of all report to it.
 
     Args:
-        num_engines: all of them must store and load.
-        nodes: the node of each engine; with more than one each engine has to fetch as well.
+        num_engines: all of them must do so.
     """
 
-    def __init__(self, num_engines: int, nodes: list[int]) -> None:
+    def __init__(self, num_engines: int) -> None:
         self._lock = threading.Condition()
         self._num_engines = num_engines
-        self._fetchers = num_engines if len(set(nodes)) > 1 else 0
-        self._nodes = nodes
         self._began_at = time.monotonic()
         self._loads: dict[int, float] = {}
         self._fetches: dict[int, float] = {}
@@ -61,7 +60,7 @@ class ChaosWatch:
                 return None
             for stored in reversed(self._stored):
                 asked = (engine, stored.number)
-                if self._nodes[stored.engine] != self._nodes[engine] and asked not in self._asked:
+                if stored.engine != engine and asked not in self._asked:
                     self._asked.add(asked)
                     return stored
             return None
@@ -69,14 +68,15 @@ class ChaosWatch:
     @property
     def loads_again_s(self) -> float | None:
         """Seconds until the last engine loaded; None: not all have."""
-        return max(self._loads.values()) if len(self._loads) == self._num_engines else None
+        return self._last(self._loads)
 
     @property
     def fetches_again_s(self) -> float | None:
         """Seconds until the last engine fetched; None: not all have."""
-        if not self._fetchers:
-            return self.loads_again_s
-        return max(self._fetches.values()) if len(self._fetches) == self._fetchers else None
+        return self._last(self._fetches)
+
+    def _last(self, times: dict[int, float]) -> float | None:
+        return max(times.values()) if len(times) == self._num_engines else None
 
     def wait(self, deadline_s: float) -> bool:
         """Wait until all works, at most this long."""

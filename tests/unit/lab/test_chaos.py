@@ -78,7 +78,7 @@ def test_answer_may_differ_after_a_token_that_rounding_decides() -> None:
 
 
 def report(**changes: object) -> ChaosReport:
-    made = ChaosReport(0, 2, 2, requests=10)
+    made = ChaosReport(0, 2, requests=10)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -130,7 +130,7 @@ def test_report_fails_with_a_sentence_for_each_problem(
 
 
 def test_watch_is_over_when_all_engines_have_loaded_and_fetched() -> None:
-    watch = ChaosWatch(2, [0, 1])
+    watch = ChaosWatch(2)
     nothing = answer([1, 2, 3], [0.0] * 3)
     watch.loaded(Stored(5, 0, nothing))
     assert watch.loads_again_s is None
