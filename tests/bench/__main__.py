@@ -17,7 +17,6 @@ from raykv.lab.bench.command import (
     Benchmark,
     by_name,
     chosen,
-    list_benchmarks,
     run_benchmarks,
 )
 from raykv.lab.bench.engine import EngineProcess, launched
@@ -34,7 +33,6 @@ HERE = by_name(
             ("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk", ""),
             ("ttft", "time to first token by where a prompt's KV comes from", ""),
             ("throughput", "requests per second with and without RayKV and reuse", ""),
-            ("restart", "what a pool adds to an engine's start", ""),
             ("disaggregated", "prefill and decode apart, beside one engine that does both", ""),
             ("feed", "how soon engines know what others have stored, and what that costs", ""),
             ("footprint", "memory, CPU, threads and descriptors of RayKV's processes", ""),
@@ -64,7 +62,10 @@ def main() -> None:
     asked = parser.parse_args()
     known = {**BENCHMARKS, **HERE}
     if asked.list:
-        list_benchmarks(known)
+        width = max(map(len, known))
+        for each in known.values():
+            needs = f" (needs {each.needs})" if each.needs else ""
+            sys.stdout.write(f"{each.name:{width}}  {each.summary}{needs}\n")
     elif asked.names == ["tables"]:
         tables.TARGET.write_text(tables.page())
     elif asked.keep and (asked.json or asked.quick or not asked.names):

@@ -24,11 +24,11 @@ import ray
 
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, Lookup
-from raykv.client.cluster import Cluster, connect
+from raykv.client.cluster import Cluster
 from raykv.cluster import join
 from raykv.cluster.ask import answer_as, end_node_actor, find_scheduler_actor
 from raykv.engine.requests import RequestOptions
-from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.engine import EngineProcess, own_cluster
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import key_of
 from raykv.lab.bench.prompts import prompt
@@ -67,11 +67,7 @@ MOST_JOIN_S = 3.0
 def run(options: Options) -> Result:
     """See the module's docstring."""
     result = Result("feed")
-    with ExitStack() as stack:
-        address = join.ensure_cluster("local").address
-        stack.callback(join.stop_started, address)
-        cluster = stack.enter_context(connect(address))
-        stack.callback(cluster.down)
+    with own_cluster() as cluster:
         _measure_delays(result, cluster, options)
         cluster.down()
         _measure_join(result, cluster, options)

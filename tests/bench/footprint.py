@@ -9,11 +9,9 @@ directory, the index of a NodeActor, the view of an engine; each in a process of
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,13 +188,10 @@ def view_bytes(count: int) -> int:
 def _measure_chunks(result: Result, options: Options) -> None:
     count = 10_000 if options.quick else MILLION
     case = CHUNKS if count == MILLION else f"{count} chunks"
-    measured = directory.load(count, 1)["memory"][directory.CORE]
+    measured = pool.alone(directory.load, count, 1)["memory"][directory.CORE]
     result.add(case, SCHEDULER, "MB", *(each * count / 1e6 for each in measured))
     for name, measure in ((NODE, index_bytes), (ENGINE, view_bytes)):
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            num_bytes = process.submit(measure, count).result(600.0)
-        result.add(case, name, "MB", num_bytes / 1e6)
+        result.add(case, name, "MB", pool.alone(measure, count) / 1e6)
 
 
 def _judge(result: Result) -> None:

@@ -23,7 +23,7 @@ from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Ask, AskAnswer, EngineHello
 from raykv.protocol.framing import encode
 from raykv.protocol.node import PAUSE_MS, Report, ReportAnswer, ReportedEngine
-from tests.bench.directory_load import SPACE, ReportingNode, directory, exchange
+from tests.bench.directory import SPACE, ReportingNode, directory, exchange
 from tests.fixtures.keys import random_key
 
 ENGINES_PER_NODE = 4

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from raykv.client.cluster import Cluster, connect
+from raykv.client.cluster import Cluster
 from raykv.cluster.ask import end_node_actor
-from raykv.cluster.join import ensure_cluster, resolve_node_id, stop_started
-from raykv.lab.bench.engine import EngineProcess, settle, wait_for_pools
+from raykv.cluster.join import resolve_node_id
+from raykv.lab.bench.engine import EngineProcess, own_cluster, settle, wait_for_pools
 from raykv.lab.demo.tiny_llama import tiny_llama
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve.models import smollm2
@@ -62,12 +62,7 @@ class Bed:
     def cluster(self) -> Cluster:
         """A Ray cluster of its own on this host: others may be in use."""
         if self._cluster is None:
-            joined = ensure_cluster("local")
-            if joined.started:
-                self._stack.callback(stop_started, joined.address)
-            self._cluster = connect(joined.address)
-            self._stack.callback(self._cluster.close)
-            self._stack.callback(self._cluster.down)
+            self._cluster = self._stack.enter_context(own_cluster())
         return self._cluster
 
     def start_cluster(self) -> None:

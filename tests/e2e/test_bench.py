@@ -37,7 +37,7 @@ def run(command: list[str], path: Path) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("names", [["step"], ["ttft", "throughput", "restart"]])
+@pytest.mark.parametrize("names", [["step"], ["ttft", "throughput"]])
 def test_benchmarks_of_the_design_run_and_tell_rows_and_budgets(
     names: list[str], tmp_path: Path
 ) -> None:

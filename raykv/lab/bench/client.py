@@ -26,11 +26,9 @@ from typing import Any
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
-from raykv.client.cluster import connect
-from raykv.cluster.join import ensure_cluster, stop_started
 from raykv.inspect.trace_files import read_timed_prompts
 from raykv.lab.bench.client_trace import TRACED_TOKENS, Rows, scaled, whole_conversations
-from raykv.lab.bench.engine import all_cores_but_one
+from raykv.lab.bench.engine import all_cores_but_one, own_cluster
 from raykv.lab.bench.report import Options, Result
 from raykv.serve.models import SMALL_MODEL, find_model
 from raykv.vllm import command as vllm_command
@@ -116,12 +114,9 @@ def run(options: Options) -> Result:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-")))
         plays = loads(folder, sizes, repeats, traced)
         # Before the sweep, which kills all that its servers have started.
-        address = ensure_cluster("local").address
-        stack.callback(stop_started, address)
-        cluster = stack.enter_context(connect(address))
-        stack.callback(cluster.down)
+        cluster = stack.enter_context(own_cluster())
         cluster.up(pool_bytes=sizes.pool_bytes)
-        servers = {name: server(name, address, sizes) for name in systems}
+        servers = {name: server(name, cluster.address, sizes) for name in systems}
         command = sweep(folder, model, sizes, servers, plays, is_cpu=is_cpu)
         # A conversation is played whole, however many requests it has.
         most = max([ON_CPU.num_requests, *map(len, traced)])

@@ -69,8 +69,8 @@ BENCHMARKS = by_name(
 )
 
 MOVED = (
-    "directory", "disaggregated", "feed", "footprint", "pool", "restart", "scale", "step",
-    "throughput", "ttft",
+    "directory", "disaggregated", "feed", "footprint", "pool", "scale", "step", "throughput",
+    "ttft",
 )  # fmt: skip
 """Benchmarks of RayKV's own design, which a clone of the repository has."""
 
@@ -90,14 +90,6 @@ def chosen(names: Sequence[str], known: Mapping[str, Benchmark] = BENCHMARKS) ->
     if unknown:
         raise SettingError(f"there is no benchmark {unknown[0]}; choose from {', '.join(known)}")
     return [known[name] for name in names] or [each for each in known.values() if not each.needs]
-
-
-def list_benchmarks(benchmarks: Mapping[str, Benchmark]) -> None:
-    """One line for each."""
-    width = max(map(len, benchmarks))
-    for benchmark in benchmarks.values():
-        needs = f" (needs {benchmark.needs})" if benchmark.needs else ""
-        sys.stdout.write(f"{benchmark.name:{width}}  {benchmark.summary}{needs}\n")
 
 
 def json_file(json_path: str | None) -> Path | None:

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
 
 from raykv.base.errors import RayKVError
-from raykv.client.cluster import Cluster
+from raykv.client.cluster import Cluster, connect
+from raykv.cluster.join import ensure_cluster, stop_started
 
 START_DEADLINE_S = 240.0
 """An engine starts in 10 to 20 s on a quiet machine, and in 80 s on a busy one. The first one on a
@@ -32,6 +33,17 @@ MOST_OF_POOL = 0.95
 """What is not page-locked is little."""
 
 CHILD = (sys.executable, "-m", "raykv.lab.bench.engine_child")
+
+
+@contextlib.contextmanager
+def own_cluster() -> Iterator[Cluster]:
+    """A Ray cluster of its own on this host, since others may be in use; ends with the context."""
+    address = ensure_cluster("local").address
+    with contextlib.ExitStack() as stack:
+        stack.callback(stop_started, address)
+        cluster = stack.enter_context(connect(address))
+        stack.callback(cluster.down)
+        yield cluster
 
 
 def started_together(*starts: Callable[[], EngineProcess]) -> list[EngineProcess]:

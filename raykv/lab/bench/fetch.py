@@ -25,10 +25,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.base.errors import ClusterError
 from raykv.base.ids import ALL_BLOCKS
 from raykv.base.settings import NodeOptions
-from raykv.client.cluster import Cluster, connect
+from raykv.client.cluster import Cluster
 from raykv.cluster import ask
 from raykv.cluster import join as clusters
 from raykv.directory.actor import scheduler_actor
+from raykv.lab.bench.engine import own_cluster
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
 from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.lab.bench.report import Options, Result, alternate
@@ -106,10 +107,8 @@ class Pair:
     """Two nodes with a NodeActor and a peer each; the first one's pool is full of chunks."""
 
     def __init__(self, stack: ExitStack, most_bytes: int, transport: str = "ray") -> None:
-        self._address = address = clusters.ensure_cluster("local").address
-        stack.callback(clusters.stop_started, address)
-        cluster = stack.enter_context(connect(address))
-        stack.callback(cluster.down)
+        cluster = stack.enter_context(own_cluster())
+        self._address = address = cluster.address
         scheduler_actor(address)
         other = add_local_node(address, OBJECT_STORE_BYTES)
         stack.callback(other.stop)

@@ -28,9 +28,13 @@ from typing import Any
 
 from raykv.base.errors import SettingError
 from raykv.base.extras import require
-from raykv.client.cluster import Cluster, connect
-from raykv.cluster.join import ensure_cluster, stop_started
-from raykv.lab.bench.engine import EngineError, EngineProcess, settle, wait_for_pools
+from raykv.lab.bench.engine import (
+    EngineError,
+    EngineProcess,
+    own_cluster,
+    settle,
+    wait_for_pools,
+)
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result, Verdict
 from raykv.lab.demo.tiny_llama import tiny_llama
@@ -201,10 +205,7 @@ class Starts:
             **(ON_GPU if amounts is FULL else {}),
         }
         self._model = tiny_llama(folder / "model", max_position=amounts.max_tokens + BLOCK)
-        address = ensure_cluster("local").address
-        stack.callback(stop_started, address)
-        self._cluster: Cluster = stack.enter_context(connect(address))
-        stack.callback(self._cluster.down)
+        self._cluster = stack.enter_context(own_cluster())
 
     def start(self, name: str) -> EngineProcess:
         """An engine of a subject, with its pool page-locked on a GPU."""

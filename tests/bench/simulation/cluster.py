@@ -48,8 +48,6 @@ class Simulated:
     waits_s: Sequence[float]
     computed: int
     prompt_tokens: int
-    busy: float
-    """The share of the replicas' time until the last request had come."""
     replicas: Sequence[str]
     """Where each request went at last."""
 
@@ -111,7 +109,6 @@ class SimCluster:
             [self._waits[number] for number in range(len(requests))],
             sum(each.computed for each in every),
             self._workload.prompt_tokens,
-            sum(each.busy_s for each in every) / (self.now * max(1, len(self._replicas))),
             [self._went[number] for number in range(len(requests))],
         )
 

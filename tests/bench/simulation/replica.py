@@ -64,14 +64,13 @@ class _Steps:
 
 
 class SimReplica:
-    """One GPU with a model. `computed` counts tokens of prompts, `busy_s` time in steps."""
+    """One GPU with a model. `computed` counts tokens of prompts."""
 
     def __init__(
         self, name: str, node_id: str, net: NodeNet, events: Events, hardware: Hardware
     ) -> None:
         self.name, self.node_id = name, node_id
         self.computed = 0
-        self.busy_s = 0.0
         self.is_dead = False
         self.cache = ChunkCache(net.num_chunks, hardware.cache_chunks)
         self._net, self._events, self._hardware = net, events, hardware
@@ -149,7 +148,6 @@ class SimReplica:
     def _end(self, run: _Steps, now: float) -> None:
         if run.is_over:
             return
-        self.busy_s += now - run.began
         self._steps += run.steps
         finished = []
         while self._decoding and self._decoding[0][0] <= self._steps:

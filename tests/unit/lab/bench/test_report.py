@@ -36,6 +36,21 @@ def test_ratio_is_the_median_of_the_ratios_within_each_repeat() -> None:
         made.row("4 KiB", "nobody")
 
 
+def test_values_come_into_one_row_behind_those_of_its_case() -> None:
+    made = Result("copy")
+    for case, subject in (("a", "ours"), ("b", "ours"), ("a", "theirs"), ("a", "ours")):
+        made.add(case, subject, "s", 1.0, 2.0)
+    made.add("a", "ours", "MB", 3.0)
+    rows = [(row.case, row.subject, row.unit, len(row.values)) for row in made.rows]
+    assert rows == [
+        ("a", "ours", "s", 4),
+        ("a", "theirs", "s", 2),
+        ("a", "ours", "MB", 1),
+        ("b", "ours", "s", 2),
+    ]
+    assert made.row("a", "ours", "MB").values == (3.0,)
+
+
 @pytest.mark.parametrize(
     ("measured", "is_most", "is_met"),
     [(1.0, True, True), (1.1, True, False), (1.0, False, True), (0.9, False, False)],
