@@ -147,8 +147,7 @@ class PoolKeeper:
             # What another node stored before its first orders may be older than any clear.
             if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
                 return Refusal.CLEARED
-            owner = self.owner.tenants.of(tenant)
-            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, owner)
+            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, tenant)
             record = self.owner.landings.land(chunk, self.now())
             if isinstance(record, ChunkRecord) and not self._open(record):
                 self.owner.landings.landed(record, ok=False)

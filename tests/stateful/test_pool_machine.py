@@ -49,6 +49,8 @@ LIVES = {1: 1, 2: 2}
 
 REQUEST = OwnerKind.REQUEST
 PIN = Owner(OwnerKind.OPERATOR, "pin")
+SHARES = [{}, {"1": Share(0.5, 1.0)}, {"1": Share(0.0, 0.3), "2": Share(0.3)}]
+
 OWNERS = [
     PIN,
     Owner(REQUEST, "r"),
@@ -138,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
         size = PAGES[key[-1]] * PAGE
         before = self.index.find(*name)
         protected = [each for each in self.ready() if self.is_protected(each, part)]
-        chunk = OfferedChunk(namespace, key, size, stamp, blocks, owner=life)
+        chunk = OfferedChunk(namespace, key, size, stamp, blocks, tenant=str(life))
         is_first = (life, part.job_id, *name) not in self.verdicts
         found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         first = self.verdicts.setdefault((life, part.job_id, *name), found)
@@ -356,8 +358,8 @@ class PoolMachine(RuleBasedStateMachine):
             if wanted > record.standing and not is_released:
                 assert self.index.claims.num_waiting
 
-    @rule(share=st.sampled_from([{}, {1: Share(0.5, 1.0)}, {1: Share(0.0, 0.3), 2: Share(0.3)}]))
-    def share(self, share: dict[int, Share]) -> None:
+    @rule(share=st.sampled_from(SHARES))
+    def share(self, share: dict[str, Share]) -> None:
         self.index.share(share)
 
     @rule(seconds=st.sampled_from([0.5, FRESH_S, 90.0]))

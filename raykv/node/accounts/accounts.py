@@ -6,7 +6,7 @@ Nothing is decided by it, and a new life of the NodeActor knows nothing of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from raykv.base.departures import Departures
 from raykv.base.ids import Key, Namespace, TokenSource
@@ -67,13 +67,9 @@ class NodeAccounts:
             for source, tokens in engine.tokens_by_source(record).items():
                 self.tokens[name, source] += tokens
 
-    def follow(
-        self, listing: Listing, sessions: LocalSessions, labels: Mapping[int, str], now: float
-    ) -> bool:
+    def follow(self, listing: Listing, sessions: LocalSessions, now: float) -> bool:
         """Take in what is new of the pool and of requests, some of it if there is much; returns
         whether there is more. Of changes that the listing does not keep any more nothing is known.
-
-        `labels` are of tenants, by their numbers.
         """
         self._began_at = now if self._began_at is None else self._began_at
         found = listing.since(self._number, MOST_CHANGES)
@@ -83,7 +79,7 @@ class NodeAccounts:
                 continue
             self._evicted(record, sessions, now, self._began_at)
             if reason is Reason.QUOTA:
-                self.num_evicted[self._quota_of(labels.get(record.owner, ""))] += 1
+                self.num_evicted[self._quota_of(record.tenant)] += 1
         first, ended = self.requests.after(self._last)
         self._last = first + len(ended) - 1
         for each in ended:

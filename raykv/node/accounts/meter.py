@@ -137,7 +137,7 @@ def _tenants(owner: NodePool, on_disk: Mapping[str, int]) -> list[measures.Metri
         num_bytes[name, reader.RAM] = num_bytes[name, reader.DISK] = 0
     if shares:
         for whose, some in owner.index.room.used.items():
-            num_bytes[owner.quota_of(owner.tenants.label(whose)), reader.RAM] += some
+            num_bytes[owner.quota_of(whose), reader.RAM] += some
         for label, some in on_disk.items():
             num_bytes[owner.quota_of(label), reader.DISK] += some
     evicted = {(name,): accounts.num_evicted[name] for name in names}

@@ -323,8 +323,8 @@ class DiskTier:
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self._keeper.check_bytes(record, checksum)
         with self._lock:
-            label = self._owner.tenants.label(record.owner)
-            whose = record.namespace, label if label in self._owner.orders.shares else ""
+            has_share = record.tenant in self._owner.orders.shares
+            whose = record.namespace, record.tenant if has_share else ""
         batch = self._batches.setdefault(whose, _Batch(time.monotonic()))
         # Whether the chunk has gone since does not matter to the copy.
         is_sound = refusal is Refusal.NONE or record.checksum in (None, checksum)

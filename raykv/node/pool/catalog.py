@@ -87,7 +87,7 @@ class PoolCatalog:
             max(0.0, now - came_at),
             max(0.0, now - max(came_at, chunk.found_at)),
             chunk.hits,
-            self._owner.tenant(self._owner.tenants.label(chunk.owner)),
+            self._owner.tenant(chunk.tenant),
         )
 
     def kept(self, names: Iterable[claims.Name], standing: records.Standing) -> operator.PinHere:

@@ -417,7 +417,8 @@ class PoolIndex:
         self, job: OpenJob, chunk: OfferedChunk, count: int, now: float
     ) -> ChunkRecord | None:
         """A record with a slot; with more to come, room is made for as many like it."""
-        record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp, chunk.owner)
+        record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp)
+        record.tenant = self.room.tenant(chunk.tenant)
         record.blocks, record.came_at = chunk.blocks, now
         while not self.places.place(record):
             if not self._make_room(job, record, count, now):
@@ -654,8 +655,8 @@ class PoolIndex:
 
     # Tenants
 
-    def share(self, shares: Mapping[int, Share]) -> None:
-        """Tenants have these shares of the pool from now on, by number."""
+    def share(self, shares: Mapping[str, Share]) -> None:
+        """Tenants have these shares of the pool from now on, by label."""
         self.room.share(shares, (r for some in self._ready.values() for r in some.values()))
 
     def check(self) -> None:
@@ -680,10 +681,10 @@ class PoolIndex:
         for record in placed:
             assert record.state is not VOID or record.is_busy, record
         assert self.room.num_entered == self.num_ready
-        used: Counter[int] = Counter()
+        used: Counter[str] = Counter()
         for record in placed:
             if record.state is not VOID:
-                used[record.owner] += record.slot_bytes
+                used[record.tenant] += record.slot_bytes
         assert self.room.used == used
         for jobs in self._jobs.values():
             assert jobs

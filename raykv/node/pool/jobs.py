@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
@@ -90,15 +90,11 @@ class Jobs:
     Args:
         index: of the pool.
         engines: those that are here.
-        number_of: of the tenant that has a label.
     """
 
-    def __init__(
-        self, index: PoolIndex, engines: LocalEngines, number_of: Callable[[str], int]
-    ) -> None:
+    def __init__(self, index: PoolIndex, engines: LocalEngines) -> None:
         self._index = index
         self._engines = engines
-        self._number_of = number_of
         # By life and rank, how many ranks each of its lines speaks of; and stores that have not
         # ended, by life.
         self._lines: dict[int, dict[int, list[int]]] = {}
@@ -185,12 +181,11 @@ class Jobs:
         if made.part not in self._stores.get(made.life, ()):
             return
         assert made.part is not None, made
-        namespace, orders = made.namespace, made.job.orders
-        owner = self._number_of(made.job.tenant)
+        namespace, orders, tenant = made.namespace, made.job.orders, made.job.tenant
         keys, sizes, blocks = made.keys, made.slot_bytes, made.blocks
         new = [at for at in numbers if made.chunks[at] is None]
         offered = [
-            OfferedChunk(namespace, keys[at], sizes[at], orders, blocks[at], owner) for at in new
+            OfferedChunk(namespace, keys[at], sizes[at], orders, blocks[at], tenant) for at in new
         ]
         found = self._index.begin_stores(made.part, offered, now, now + STORE_EXPIRY_S)
         for at, each in zip(new, found, strict=True):

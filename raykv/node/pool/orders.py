@@ -1,4 +1,4 @@
-"""What operators have ordered, as this node has heard it, and the numbers of tenants.
+"""What operators have ordered, as this node has heard it.
 
 The document of orders is taken whole: only one of a later number than the last counts. Of a pin it
 has a digest; the keys are an entry of their own, and are asked for once.
@@ -7,52 +7,22 @@ Invariants:
 1. Numbers of documents rise.
 2. No chunk is READY that a floor of any document that was taken has made void.
 3. Each pin of the document whose time is not over has claims, or its keys are wanted.
-4. A tenant that has a share, or chunks, keeps its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 
 from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
-from raykv.node.pool import records, room
+from raykv.node.pool import records
 from raykv.node.pool.claims import SOON_S, Name, Owner, OwnerKind
 from raykv.node.pool.index import PoolIndex
+from raykv.node.pool.room import NOBODY
 from raykv.protocol import engine, operator
-
-MOST_TENANTS = 4096
-"""That are told apart; all others that have no share are nobody in particular."""
-
-
-class TenantNumbers:
-    """Tenants by number, each as long as it has chunks or a share."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self.labels: dict[int, str] = {}
-        """The label of each number."""
-        self._next = count(room.NOBODY + 1)
-
-    def of(self, label: str, *, has_share: bool = False) -> int:
-        """The number of a tenant, perhaps a new one; with a share, however many there are."""
-        has_room = has_share or len(self._numbers) < MOST_TENANTS
-        if has_room and label not in self._numbers and is_label(label):
-            number = self._numbers[label] = next(self._next)
-            self.labels[number] = label
-        return self._numbers.get(label, room.NOBODY)
-
-    def forget(self, used: Collection[int]) -> None:
-        """Forget all but these."""
-        self._numbers = {label: each for label, each in self._numbers.items() if each in used}
-        self.labels = {number: label for label, number in self._numbers.items()}
-
-    def label(self, number: int) -> str:
-        """The label of a number; empty: it is nobody's in particular."""
-        return self.labels.get(number, "")
 
 
 @dataclass(slots=True)
@@ -75,16 +45,13 @@ class LocalOrders:
 
     Args:
         index: of the pool.
-        tenants: by their numbers.
     """
 
-    def __init__(self, index: PoolIndex, tenants: TenantNumbers) -> None:
+    def __init__(self, index: PoolIndex) -> None:
         self._index = index
-        self._tenants = tenants
         self._document: operator.OrdersDocument | None = None
         self._taken_at = 0.0
         self._pins: dict[str, LocalPin] = {}
-        self._shared: set[int] = set()
 
     @property
     def stamp(self) -> Stamp:
@@ -131,12 +98,11 @@ class LocalOrders:
         return risen
 
     def _share(self, document: operator.OrdersDocument) -> None:
-        shares = {}
-        for label, each in document.shares.items():
-            number = self._tenants.of(label, has_share=True)
-            if number != room.NOBODY or not label:
-                shares[number] = Share(each.guaranteed, each.most)
-        self._shared = set(shares)
+        shares = {
+            label: Share(each.guaranteed, each.most)
+            for label, each in document.shares.items()
+            if label == NOBODY or is_label(label)
+        }
         self._index.share(shares)
 
     # Pins
@@ -178,9 +144,7 @@ class LocalOrders:
         return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.names))
 
     def expire(self, now: float) -> None:
-        """Forget pins whose time is over, whose claims end alone, and tenants that are gone; claim
-        what there was no room for.
-        """
+        """Forget pins whose time is over: their claims end alone. Claim what had no room."""
         claims = self._index.claims
         for pin_id, pin in list(self._pins.items()):
             own, free = claims.names_of(_owner(pin_id)), claims.num_free(OwnerKind.OPERATOR)
@@ -189,7 +153,6 @@ class LocalOrders:
             elif len(own) < len(pin.names) and free:
                 missing = [name for name in pin.names if name not in own]
                 claims.claim(_owner(pin_id), missing[:free], pin.standing, pin.until)
-        self._tenants.forget(self._shared | self._index.room.used.keys())
 
 
 def _owner(pin_id: str) -> Owner:

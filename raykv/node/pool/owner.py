@@ -83,14 +83,13 @@ class NodePool:
     ) -> None:
         self._node_id = node_id
         self._geometry = geometry
-        self.tenants = orders.TenantNumbers()
         self.engines = engines.LocalEngines(geometry)
         companions = self.engines.companions
         self.index = PoolIndex(geometry, Listing(life), floors.Floors(), companions, pin_share)
         self.sessions = sessions.LocalSessions(self.index.claims)
-        self.jobs = jobs.Jobs(self.index, self.engines, self.tenants.of)
+        self.jobs = jobs.Jobs(self.index, self.engines)
         self.landings = jobs.Landings(self.index)
-        self.orders = orders.LocalOrders(self.index, self.tenants)
+        self.orders = orders.LocalOrders(self.index)
         self.reporting = reporting.Reporting(self.index, self.sessions)
         self.stats = node.NodeStats()
         """What the NodeActor counts and measures; it sets this before each report."""
@@ -139,10 +138,10 @@ class NodePool:
                 records.setdefault(record, found.tenants[at])
         owned: dict[str, list[ChunkRecord]] = {}
         for record, label in records.items():
-            if record.owner == room.NOBODY and label:
+            if record.tenant == room.NOBODY and label:
                 owned.setdefault(label, []).append(record)
         for label, some in owned.items():
-            self.index.room.own(some, self.tenants.of(label))
+            self.index.room.own(some, label)
         # A request that waits says it again and again.
         new = [
             each
@@ -268,7 +267,6 @@ class NodePool:
 
     def report(self) -> node.Report:
         """The next report; the last one was answered, or given up."""
-        labels = self.tenants.labels
         used = self.index.room.used.items()
         self.reporting.facts = self.orders.stamp, self.is_leaving, tuple(self.engines.said())
         return self.reporting.begin(
@@ -282,7 +280,7 @@ class NodePool:
                 stats=self.stats,
                 engines=self.engines.reported(),
                 spaces={str(name): num for name, num in self.index.sizes().items()},
-                tenant_bytes={labels[number]: num for number, num in used if number in labels},
+                tenant_bytes={label: num for label, num in used if label != room.NOBODY},
                 pinned_bytes=self.index.claims.pinned_bytes,
                 pinned_chunks=self.index.claims.num_pinned,
                 is_leaving=self.is_leaving,
@@ -330,7 +328,7 @@ class NodePool:
 
     def follow(self, now: float) -> bool:
         """Count a piece of what has happened here; returns whether there is more."""
-        return self.accounts.follow(self.index.listing, self.sessions, self.tenants.labels, now)
+        return self.accounts.follow(self.index.listing, self.sessions, now)
 
     def quota_of(self, label: str) -> str:
         """The name of a tenant's quota; all without one are `OTHERS`."""
@@ -377,7 +375,6 @@ class NodePool:
         self.jobs.check()
         self.landings.check()
         self.reporting.check()
-        assert len(self.tenants.labels) <= MOST_CLAIMS[OwnerKind.SESSION]
 
 
 def _alike(

@@ -73,7 +73,7 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
         key: see `Key`.
         slot_bytes: what the slot takes up.
         stamp: the orders under which its bytes were stored.
-        owner: its tenant's number.
+        tenant: its label; empty: nobody's in particular.
         slot: where its bytes are.
     """
 
@@ -81,7 +81,7 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
     key: Key
     slot_bytes: int
     stamp: Stamp
-    owner: int = 0
+    tenant: str = ""
     slot: Slot = Slot(-1)
     state: ChunkState = ChunkState.WRITING
     blocks: Blocks = ALL_BLOCKS
@@ -141,7 +141,7 @@ class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
     slot_bytes: int
     stamp: Stamp
     blocks: Blocks = ALL_BLOCKS
-    owner: int = 0
+    tenant: str = ""
 
 
 class RecordQueue:

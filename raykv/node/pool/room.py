@@ -11,15 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from sys import intern
 
 from raykv.base.ids import Key, Namespace
 from raykv.base.shares import NO_SHARE, Share, shareholder, to_give_up
+from raykv.base.tenants import is_label
 from raykv.node.pool.order import EvictionOrder
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, Standing
 
-NOBODY = 0
-"""The number of all who have no share of their own."""
+NOBODY = ""
+"""The label of all tenants that have no share of their own."""
+
+MOST_TENANTS = 4096
+"""That have chunks and are told apart; of others only those that have shares are."""
 
 IDLE_S = 60.0
 """Idle time after which chunks of one slot size may be evicted to make room for another."""
@@ -65,11 +70,11 @@ class Room:
         self._places = places
         self._find = find
         self._companions = companions
-        self._orders: dict[tuple[int, int], EvictionOrder] = {}
-        self._shares: dict[int, Share] = {}
+        self._orders: dict[tuple[int, str], EvictionOrder] = {}
+        self._shares: dict[str, Share] = {}
         self._wanted_at: dict[int, float] = {}
         # By tenant, what is READY or being written; and by namespace.
-        self._used: Counter[int] = Counter()
+        self._used: Counter[str] = Counter()
         self._by_space: Counter[Namespace] = Counter()
         self.all_used = 0
         """Bytes of all together, of what is being written too."""
@@ -78,15 +83,14 @@ class Room:
 
     def order_of(self, record: ChunkRecord) -> EvictionOrder:
         """The order in which a chunk is, or will be once it is READY."""
-        owner = record.owner
-        at = record.slot_bytes, owner if owner in self._shares else NOBODY
+        at = record.slot_bytes, self._holder(record.tenant)
         order = self._orders.get(at)
         if order is None:
             order = self._orders[at] = EvictionOrder()
         return order
 
-    def _holder(self, owner: int) -> int:
-        return owner if owner in self._shares else NOBODY
+    def _holder(self, tenant: str) -> str:
+        return tenant if tenant in self._shares else NOBODY
 
     def want(self, slot_bytes: int, now: float) -> None:
         """Chunks of that slot size were offered or found."""
@@ -99,13 +103,13 @@ class Room:
 
     def came(self, record: ChunkRecord) -> None:
         """A chunk is being written."""
-        self._used[record.owner] += record.slot_bytes
+        self._used[record.tenant] += record.slot_bytes
         self._by_space[record.namespace] += record.slot_bytes
         self.all_used += record.slot_bytes
 
     def went(self, record: ChunkRecord) -> None:
         """A chunk is neither being written nor READY any more."""
-        self._used[record.owner] -= record.slot_bytes
+        self._used[record.tenant] -= record.slot_bytes
         self._by_space[record.namespace] -= record.slot_bytes
         self.all_used -= record.slot_bytes
 
@@ -130,7 +134,7 @@ class Room:
         return sum(order.now for order in self._orders.values())
 
     @property
-    def used(self) -> dict[int, int]:
+    def used(self) -> dict[str, int]:
         """Bytes of each tenant that has any, of what is being written too."""
         self._used = +self._used
         return dict(self._used)
@@ -183,14 +187,14 @@ class Room:
         return []
 
     def _parts(
-        self, wanted: ChunkRecord, count: int, holders: Iterable[int], *, may_go_below: bool
-    ) -> dict[int, int]:
+        self, wanted: ChunkRecord, count: int, holders: Iterable[str], *, may_go_below: bool
+    ) -> dict[str, int]:
         """How many chunks each gives up, in one piece; those that are wanted count already."""
         total, size = self._places.geometry.pool_bytes, wanted.slot_bytes
         orders = {holder: self._orders.get((size, holder)) for holder in holders}
         left = {holder: order.num_that_go for holder, order in orders.items() if order}
         piece = max(count, min(MOST_AT_ONCE, 1 + sum(left.values()) // PIECES))
-        own = self._holder(wanted.owner)
+        own = self._holder(wanted.tenant)
         holdings = [
             shareholder(
                 holder,
@@ -203,7 +207,7 @@ class Room:
         ]
         return to_give_up(holdings, size, piece, may_go_below=may_go_below)
 
-    def _used_by(self, holder: int) -> int:
+    def _used_by(self, holder: str) -> int:
         """Bytes of a holder, of what is being written too."""
         if holder != NOBODY:
             return self._used[holder]
@@ -267,7 +271,7 @@ class Room:
         that, and nobody goes below its guarantee.
         """
         total = self._places.geometry.pool_bytes
-        least = {owner: int(each.guaranteed * total) for owner, each in self._shares.items()}
+        least = {label: int(each.guaranteed * total) for label, each in self._shares.items()}
         used = {holder: self._used_by(holder) for holder in least}
         found: int | None = None
         oldest = 0
@@ -278,7 +282,7 @@ class Room:
                 continue
             taken: Counter[int] = Counter()
             for record in records:
-                taken[self._holder(record.owner)] += record.slot_bytes
+                taken[self._holder(record.tenant)] += record.slot_bytes
             goes_below = any(
                 used[holder] - num_bytes < least[holder]
                 for holder, num_bytes in taken.items()
@@ -301,15 +305,15 @@ class Room:
 
     # Tenants
 
-    def share(self, shares: Mapping[int, Share], ready: Iterable[ChunkRecord]) -> None:
-        """Tenants have these shares from now on, by number; `ready` are all READY chunks.
+    def share(self, shares: Mapping[str, Share], ready: Iterable[ChunkRecord]) -> None:
+        """Tenants have these shares from now on, by label; `ready` are all READY chunks.
 
         Chunks that change their order count as used now, those first that would go first.
         """
         if shares == self._shares:
             return
         changed = (self._shares.keys() ^ shares.keys()) - {NOBODY}
-        moving = [record for record in ready if record.owner in changed]
+        moving = [record for record in ready if record.tenant in changed]
         rank: dict[ChunkRecord, int] = {}
         for order in {id(each): each for each in map(self.order_of, moving)}.values():
             rank.update({record: number - len(order) for number, record in enumerate(order)})
@@ -325,15 +329,25 @@ class Room:
             if holder == NOBODY or holder in shares
         }
 
-    def own(self, records: Sequence[ChunkRecord], owner: int) -> None:
+    def tenant(self, label: str) -> str:
+        """What chunks of a tenant count to: its label, or `NOBODY` if it is not told apart."""
+        if label not in self._shares and label not in self._used:
+            num_tenants = len(self.used.keys() - {NOBODY})
+            if num_tenants >= MOST_TENANTS or not is_label(label):
+                return NOBODY
+        # A million chunks have it.
+        return intern(label)
+
+    def own(self, records: Sequence[ChunkRecord], label: str) -> None:
         """READY chunks of a prompt, from its head on, are a tenant's from now on; those that change
         their order count as used now.
         """
+        tenant = self.tenant(label)
         moving: dict[int, list[ChunkRecord]] = {}
         for record in records:
             before = self.order_of(record)
             self.went(record)
-            record.owner = owner
+            record.tenant = tenant
             self.came(record)
             if self.order_of(record) is not before:
                 before.leave(record, remember=False)
@@ -350,7 +364,7 @@ class Room:
             over = self._used_by(holder) - int(share.most * self._places.geometry.pool_bytes)
             if over <= 0:
                 continue
-            held = {size: o for (size, owner), o in self._orders.items() if owner == holder}
+            held = {size: o for (size, whose), o in self._orders.items() if whose == holder}
             if held:
                 size = max(held, key=lambda size: size * len(held[size]))
                 found += held[size].first(min(-(-over // size), most - len(found)), may_go)
@@ -358,7 +372,7 @@ class Room:
 
     def is_over(self, record: ChunkRecord) -> bool:
         """Whether a chunk counts to a share of which more is used than is guaranteed."""
-        holder = self._holder(record.owner)
+        holder = self._holder(record.tenant)
         share, total = self._shares.get(holder), self._places.geometry.pool_bytes
         return share is not None and self._used_by(holder) > int(share.guaranteed * total)
 

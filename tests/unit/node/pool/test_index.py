@@ -114,22 +114,22 @@ def test_page_has_each_name_once_with_all_that_is_known_of_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(("holder", "second"), [(1, 4), (NOBODY, 2)], ids=["own", "of_others"])
+@pytest.mark.parametrize(("holder", "second"), [("1", 4), (NOBODY, 2)], ids=["own", "of_others"])
 def test_what_goes_of_a_tenant_above_its_guarantee_goes_for_its_quota(
-    pool: Pool, holder: int, second: int
+    pool: Pool, holder: str, second: int
 ) -> None:
     """Those without a share of their own have one together."""
     pool.index.share({holder: Share(0.25)})
-    pool.store(*map(key, range(4)), owner=1)
-    pool.store(key(4), owner=2)
+    pool.store(*map(key, range(4)), tenant="1")
+    pool.store(key(4), tenant="2")
     pool.index.share({holder: Share(1.0)})
-    pool.store(key(5), owner=2)
+    pool.store(key(5), tenant="2")
     changes = pool.index.listing.since(0, 100)
     assert changes is not None
     gone = {each.record.key: each.reason for each in changes[0]}
     assert (gone[key(3)], gone[key(second)]) == (Reason.QUOTA, Reason.EVICTED)
     # Both are remembered.
-    pool.store(key(3), owner=1)
+    pool.store(key(3), tenant="1")
     assert pool.ready(key(3)).hits == 1
 
 
@@ -316,34 +316,34 @@ def test_slot_size_gets_its_part_of_the_slabs_and_all_but_one_of_one_that_nobody
 
 def test_nobody_goes_below_its_guarantee_while_others_have_more() -> None:
     pool = Pool(2)
-    pool.store(*map(key, range(4)), owner=1)
-    pool.store(*map(key, range(10, 14)), owner=2)
-    pool.index.share({1: Share(guaranteed=0.5)})
+    pool.store(*map(key, range(4)), tenant="1")
+    pool.store(*map(key, range(10, 14)), tenant="2")
+    pool.index.share({"1": Share(guaranteed=0.5)})
     pool.index.check()
     for number in range(20, 30):
-        pool.store(key(number), owner=2)
+        pool.store(key(number), tenant="2")
     assert pool.held()[:4] == [0, 1, 2, 3]
     pool.index.share({})
     for number in range(30, 40):
-        pool.store(key(number), owner=2)
+        pool.store(key(number), tenant="2")
     assert pool.held()[0] >= 30
 
 
 def test_tenant_that_stores_gives_up_its_own_rather_than_what_another_is_guaranteed() -> None:
     pool = Pool(4)
-    pool.index.share({1: Share(guaranteed=0.5), 2: Share(guaranteed=0.5)})
-    pool.store(*map(key, range(8)), owner=1)
-    pool.store(*map(key, range(10, 18)), owner=2)
+    pool.index.share({"1": Share(guaranteed=0.5), "2": Share(guaranteed=0.5)})
+    pool.store(*map(key, range(8)), tenant="1")
+    pool.store(*map(key, range(10, 18)), tenant="2")
     pool.now += 100
-    records = [begun(pool.offer(key(20 + at), StorePart(1, 99), owner=2)) for at in range(8)]
+    records = [begun(pool.offer(key(20 + at), StorePart(1, 99), tenant="2")) for at in range(8)]
     assert len(records) == 8
     assert pool.held() == list(range(8))
 
 
 def test_slab_that_changes_its_size_takes_nobody_below_its_guarantee() -> None:
     pool = Pool(4)
-    pool.index.share({1: Share(guaranteed=0.5)})
-    pool.store(*map(key, range(8)), owner=1)
+    pool.index.share({"1": Share(guaranteed=0.5)})
+    pool.store(*map(key, range(8)), tenant="1")
     pool.store(*map(key, range(10, 18)))
     pool.now += 100
     assert pool.store(key(30), pages=2) == [Refusal.NONE]

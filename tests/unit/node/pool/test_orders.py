@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from raykv.base.ids import EVERY_NAMESPACE, Refusal, Stamp
-from raykv.node.pool import claims
-from raykv.node.pool import orders as module
+from raykv.node.pool import claims, room
 from raykv.node.pool.floors import MAX_HISTORIES
-from raykv.node.pool.orders import TenantNumbers
 from raykv.node.pool.records import Standing
-from raykv.node.pool.room import NOBODY
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.node.owned_pool import (
@@ -184,11 +181,10 @@ def test_document_is_told_on_with_the_time_that_is_left(pool: OwnedPool) -> None
     assert told == document(1, pins={"p": pin(b"d", 12.0)}, floors={A: 1})
 
 
-def test_tenants_without_chunks_or_shares_are_forgotten(
+def test_tenants_without_chunks_are_forgotten(
     pool: OwnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_TENANTS", 2)
-    pool.order(1, shares={"s": share(0.1)})
+    monkeypatch.setattr(room, "MOST_TENANTS", 1)
     pool.store(1, tenant="t")
     pool.store(2, tenant="u")
     assert pool.report().tenant_bytes == {"t": PAGE}
@@ -203,7 +199,7 @@ def test_tenants_without_chunks_or_shares_are_forgotten(
 def test_share_counts_however_many_tenants_have_chunks(
     pool: OwnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_TENANTS", 2)
+    monkeypatch.setattr(room, "MOST_TENANTS", 2)
     for number, tenant in enumerate("tu"):
         pool.store(number, tenant=tenant)
     pool.order(1, shares={"s": share(0.1)})
@@ -212,8 +208,8 @@ def test_share_counts_however_many_tenants_have_chunks(
     assert pool.report().tenant_bytes == {"t": PAGE, "u": PAGE, "s": PAGE}
 
 
-def test_labels_that_nobody_may_have_are_nobodys() -> None:
-    tenants = TenantNumbers()
-    assert [tenants.of(label) for label in ("", "others", "x" * 65, "a\nb")] == [NOBODY] * 4
-    assert tenants.of("a") == tenants.of("a") != NOBODY
-    assert tenants.of("b") != tenants.of("a")
+def test_labels_that_nobody_may_have_are_nobodys(pool: OwnedPool) -> None:
+    pool.order(1, shares={"others": share(0.1)})
+    for number, tenant in enumerate(("", "others", "x" * 65, "a\nb", "a")):
+        pool.store(number, tenant=tenant)
+    assert pool.report().tenant_bytes == {"a": PAGE}
