@@ -17,7 +17,6 @@ from raykv.base import deadlines, errors, settings, threads
 from raykv.base.ids import Key, Namespace, Refusal
 from raykv.node.disk.chunk_file import read_chunk
 from raykv.node.disk.folder import TierFolder
-from raykv.node.disk.index import DiskIndex
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.read import ChunkRead, answer
@@ -36,7 +35,7 @@ OPENING = "it is being opened"
 
 
 class DiskReads:
-    """Any thread may call. `lock`, that of the pool, guards the index and the counters. `folder`
+    """Any thread may call. `lock`, that of the pool, guards the shelf and the counters. `folder`
     comes first, then `is_open`: nothing is served before.
     """
 
@@ -44,7 +43,7 @@ class DiskReads:
         self.lock = keeper.lock
         self._listing = keeper.owner.index.listing
         self._shelf = keeper.owner.index.shelf
-        self.index = DiskIndex(place.most_bytes or 0, self._shelf)
+        self._shelf.most_bytes = place.most_bytes or 0
         self.folder: TierFolder | None = None
         self.is_open = False
         self.problem = OPENING
@@ -70,17 +69,17 @@ class DiskReads:
     def stats(self) -> node.DiskStats:
         """Counters and gauges."""
         with self.lock:
-            index = self.index
+            shelf = self._shelf
             return node.DiskStats(
                 path=self._path,
                 problem=self.problem,
-                most_bytes=index.most_bytes,
-                used_bytes=index.used_bytes,
-                num_files=index.num_files,
-                num_chunks=len(self._shelf),
+                most_bytes=shelf.most_bytes,
+                used_bytes=shelf.used_bytes,
+                num_files=shelf.num_files,
+                num_chunks=len(shelf),
                 files_damaged=0 if self.folder is None else self.folder.num_damaged,
-                is_full=self._shelf.is_full,
-                tenant_bytes=index.tenant_bytes,
+                is_full=shelf.is_full,
+                tenant_bytes=shelf.tenant_bytes,
                 **self._counters,
             )
 
@@ -110,25 +109,25 @@ class DiskReads:
         return reply, data
 
     def _read_one(self, namespace: Namespace, key: Key, into: Bytes) -> ChunkRead:
-        folder, lock, index = self.folder, self.lock, self.index
+        folder, lock, shelf = self.folder, self.lock, self._shelf
         with lock:
-            kept = self._shelf.find(namespace, key)
+            kept = shelf.find(namespace, key)
             if folder is None or kept is None:
                 return ChunkRead(Refusal.NOT_HERE)
-            chunk, file = kept.chunk, kept.file
+            chunk, file = kept.chunk, kept.file.name
         if chunk.num_bytes != len(into):
             return ChunkRead(Refusal.BAD_HANDLE)
         try:
             read_chunk(folder.path / file, chunk, into)
         except FileNotFoundError:
             with lock:
-                index.drop_file(file)
+                shelf.drop_file(file)
                 lock.notify_all()
             return ChunkRead(Refusal.NOT_HERE)
         except errors.ChunkFileError as error:
             logger.error("a chunk on the disk is not served any more: %s", error)
             with lock:
-                index.drop(namespace, chunk)
+                shelf.damaged(namespace, chunk)
                 lock.notify_all()
             self.count(chunks_damaged=1)
             return ChunkRead(Refusal.CORRUPT)
@@ -136,7 +135,7 @@ class DiskReads:
             logger.warning("%s can't be read: %s", file, error.strerror)
             return ChunkRead(Refusal.COPY_FAILED)
         with lock:
-            index.was_read(file)
+            shelf.was_read(file)
         return ChunkRead(Refusal.NONE, chunk.stamp, chunk.checksum, chunk.blocks)
 
     def start_read(self, request: copies.Read) -> PendingRead:

@@ -6,7 +6,7 @@
                                      copies go first ──► written, listed
 
 One thread opens the folder, writes files and deletes them; reads are in `reads.py`. All take the
-pool's lock for the index, never while they touch the disk. The writer holds a slot only while it
+pool's lock for the shelf, never while they touch the disk. The writer holds a slot only while it
 copies its bytes to memory of its own, so that a slow disk delays no store.
 
 What is found in the folder is served once the node has a document of orders, which says what of it
@@ -97,10 +97,10 @@ class DiskTier:
         self._owner, self._shelf = keeper.owner, keeper.owner.index.shelf
         self._is_busy = is_busy
         self.reads = reads.DiskReads(place, keeper)
-        self._lock, self._index = keeper.lock, self.reads.index
+        self._lock = keeper.lock
         # The writer's own.
         self._batches: dict[tuple[Namespace, str], _Batch] = {}
-        # What was cleared, as it is on the disk, and as it was when the index was last looked over.
+        # What was cleared, as it is on the disk, and as it was when the shelf was last looked over.
         self._noted: Mapping[int, Mapping[str, int]] = {}
         self._looked: Mapping[int, Mapping[str, int]] = {}
         # Where `keep` goes on; None: it is done.
@@ -140,11 +140,10 @@ class DiskTier:
 
     def _look_over(self) -> Mapping[int, Mapping[str, int]]:
         """Nothing is found any more that was cleared; returns what was, by history."""
-        floors = self._owner.index.floors
-        told = floors.told
+        told = self._owner.index.floors.told
         if told != self._looked:
             self._looked = told
-            self._index.clear(floors)
+            self._shelf.clear()
             self._lock.notify_all()
         return told
 
@@ -276,11 +275,11 @@ class DiskTier:
         found = folder.scan()
         if self._place.most_bytes is None:
             used = sum(file.num_bytes for file in found)
-            self._index.most_bytes = (used + folder.free_bytes()) // 2
+            self._shelf.most_bytes = (used + folder.free_bytes()) // 2
         for file in found:
             self._add(file)
         with self._lock:
-            gone = [*self._index.give_way(0), *self._index.take_empty()]
+            gone = [*self._shelf.give_way(0), *self._shelf.take_empty()]
             self.reads.is_open = True
         folder.delete(*gone)
         logger.info("%s has %d chunks in %d files", folder.path, len(self._shelf), len(found))
@@ -301,7 +300,7 @@ class DiskTier:
 
     def _delete_empty(self, folder: TierFolder) -> None:
         with self._lock:
-            empty = self._index.take_empty()
+            empty = self._shelf.take_empty()
         folder.delete(*empty)
 
     # Writing
@@ -379,10 +378,10 @@ class DiskTier:
         """
         with self._lock:
             shares = self._owner.orders.shares.items()
-            self._index.shares = {name: Share(each.guaranteed, each.most) for name, each in shares}
-            if not self._index.can_hold(num_bytes, tenant):
+            self._shelf.shares = {name: Share(each.guaranteed, each.most) for name, each in shares}
+            if not self._shelf.can_hold(num_bytes, tenant):
                 return False
-            gone = self._index.give_way(num_bytes, tenant)
+            gone = self._shelf.give_way(num_bytes, tenant)
         folder.delete(*gone)
         self.reads.count(files_evicted=len(gone))
         self._check_floor(folder, num_bytes)
@@ -403,7 +402,7 @@ class DiskTier:
                 and not self._has_better(file.namespace, each)
             ]
             tenant = file.facts.get(TENANT, "")
-            self._index.add(file.path.name, file.num_bytes, file.namespace, chunks, tenant)
+            self._shelf.add(file.path.name, file.num_bytes, file.namespace, chunks, tenant)
             self._lock.notify_all()
 
     def _has_better(self, namespace: Namespace, chunk: DiskChunk) -> bool:

@@ -1,4 +1,4 @@
-"""Which chunks are on the node's disk, as its listing says it, and which are written there next.
+"""Which chunks are on the node's disk, in which files, and which are written there next.
 
                 next_to_write, unwritten             end_write
     (READY) ────────────────────────────► being written ────────► on the disk ────► (none)
@@ -6,8 +6,17 @@
                                              │ or replaced               damaged
                                              └────────► (none)
 
-The disk is a second place in the row of a name. The disk tier says what has come to the disk, in
-which file, and what has gone.
+The disk is a second place in the row of a name. The disk tier says which files it has written, and
+deletes those that are to go.
+
+                 add                   give_way, drop_file, take_empty
+    (written) ────────► listed ────────────────────────────────────────► to be deleted
+                          │  ▲ give_way: it was read since it was last looked at
+                          └──┘
+
+Files are written once. When there is no room, the oldest file goes, unless a chunk of it was read
+since the last time: then it has another round ("second chance"). Where tenants have shares, a file
+is of one tenant, and `raykv/base/shares.py` says whose oldest file goes.
 
 Chunks are written before they go: of the chunks that go next as many as two steps of an engine
 store, once there is no free room for that many. What has not been written in time is lost. What is
@@ -20,20 +29,24 @@ Invariants:
 2. A record that is being written was READY when that began, and has a reader until its bytes are
    copied. Its copy counts if it is READY at the end, or was evicted or moved.
 3. Each chunk on the disk has a place that no other one has, for readers of the listing in pages.
+4. Each chunk on the disk lives in one file, which is listed; a file in which none lives is empty.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
 from raykv.base.ids import ALL_BLOCKS, Blocks, Key, Namespace, Stamp
+from raykv.base.shares import NO_SHARE, Share, shareholder, to_give_up
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import Places
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.room import Room
+from raykv.node.pool.room import NOBODY, Room
 from raykv.protocol.listing import ALL_READ, Reason
 
 RESERVE = 2048
@@ -68,7 +81,7 @@ class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
         namespace: see `Namespace`.
         key: see `Key`.
         chunk: what it is.
-        file: the name of the file that it is in.
+        file: that it is in.
         place: see `Shelf.page`.
         number: of the listing, when it last changed.
     """
@@ -76,9 +89,20 @@ class ShelvedChunk(msgspec.Struct, eq=False, gc=False):
     namespace: Namespace
     key: Key
     chunk: DiskChunk
-    file: str
+    file: DiskFile
     place: int
     number: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class DiskFile:
+    """A file that is listed. `live` has the chunks that are not superseded or gone."""
+
+    name: str
+    num_bytes: int
+    tenant: str = ""
+    was_read: bool = False
+    live: dict[ShelvedChunk, None] = field(default_factory=dict)
 
 
 class Shelf:
@@ -100,10 +124,19 @@ class Shelf:
         # By place; places that nothing has are used again.
         self._by_place: list[ShelvedChunk | None] = []
         self._free: list[int] = []
+        # Files in the order in which they have to go, those that no chunk is left in, and the bytes
+        # of each tenant's.
+        self._files: OrderedDict[str, DiskFile] = OrderedDict()
+        self._empty: set[str] = set()
+        self._tenant_bytes: Counter[str] = Counter()
+        self.most_bytes = 0
+        """Of all files together; the disk says it."""
+        self.shares: Mapping[str, Share] = {}
+        """By tenant, of all others under `NOBODY`; empty: nobody has a share."""
         # Records that are being written, and whether each has gone well meanwhile.
         self._writing: dict[ChunkRecord, bool] = {}
         self.is_full = False
-        """Whether files have had to go for others; the disk says it."""
+        """Whether files have had to go for others."""
         # When nothing was left to be written: the listing's number, and that of uses.
         self._done_at = (-1, -1)
 
@@ -128,10 +161,42 @@ class Shelf:
         found = [each for each in self._by_place[place:end] if each is not None]
         return found, end if end < len(self._by_place) else ALL_READ
 
-    # What the disk says
+    # Files
 
-    def put(self, namespace: Namespace, chunk: DiskChunk, file: str) -> None:
-        """A chunk is on the disk, in that file; the same again changes nothing in the listing."""
+    @property
+    def num_files(self) -> int:
+        """Files that are listed."""
+        return len(self._files)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all files that are listed."""
+        return self._tenant_bytes.total()
+
+    @property
+    def tenant_bytes(self) -> dict[str, int]:
+        """Bytes of tenants' files."""
+        return {tenant: count for tenant, count in self._tenant_bytes.items() if tenant and count}
+
+    def add(
+        self,
+        name: str,
+        num_bytes: int,
+        namespace: Namespace,
+        chunks: Iterable[DiskChunk],
+        tenant: str = "",
+    ) -> None:
+        """A tenant's file is whole and on the disk. Of two chunks of a name the later one stays."""
+        assert name not in self._files, name
+        file = self._files[name] = DiskFile(name, num_bytes, tenant)
+        self._tenant_bytes[tenant] += num_bytes
+        for chunk in chunks:
+            self._put(namespace, chunk, file)
+        if not file.live:
+            self._empty.add(name)
+
+    def _put(self, namespace: Namespace, chunk: DiskChunk, file: DiskFile) -> None:
+        """A chunk is in a file; the same again changes nothing in the listing."""
         kept, before = self.find(namespace, chunk.key), None
         if kept is None:
             place = self._free.pop() if self._free else len(self._by_place)
@@ -140,21 +205,132 @@ class Shelf:
             self._chunks.setdefault(namespace, {})[chunk.key] = kept
         else:
             before = kept.chunk
+            self._take_out(kept)
             kept.chunk, kept.file = chunk, file
+        file.live[kept] = None
         if before is None or _facts(before) != _facts(chunk):
             self._listing.changed(kept, Reason.STORED)
+
+    def _take_out(self, kept: ShelvedChunk) -> None:
+        """A chunk is not in its file any more."""
+        del kept.file.live[kept]
+        if not kept.file.live:
+            self._empty.add(kept.file.name)
 
     def remove(self, namespace: Namespace, key: Key, reason: Reason) -> None:
         """A chunk is not on the disk any more; nothing if it was not."""
         chunks = self._chunks.get(namespace, {})
-        chunk = chunks.pop(key, None)
-        if chunk is None:
+        kept = chunks.pop(key, None)
+        if kept is None:
             return
         if not chunks:
             del self._chunks[namespace]
-        self._by_place[chunk.place] = None
-        self._free.append(chunk.place)
-        self._listing.changed(chunk, reason)
+        self._take_out(kept)
+        self._by_place[kept.place] = None
+        self._free.append(kept.place)
+        self._listing.changed(kept, reason)
+
+    def damaged(self, namespace: Namespace, chunk: DiskChunk) -> None:
+        """That very copy is damaged."""
+        kept = self.find(namespace, chunk.key)
+        if kept is not None and kept.chunk is chunk:
+            self.remove(namespace, chunk.key, Reason.DAMAGED)
+
+    def clear(self) -> None:
+        """Remove the chunks that are void."""
+        known = [each for each in self._by_place if each is not None]
+        for kept in known:
+            if self._floors.is_void(kept.namespace, kept.chunk.stamp):
+                self.remove(kept.namespace, kept.key, Reason.CLEARED)
+
+    def was_read(self, name: str) -> None:
+        """A chunk of a file came back: that is worth keeping."""
+        if (file := self._files.get(name)) is not None:
+            file.was_read = True
+
+    def drop_file(self, name: str, reason: Reason = Reason.EVICTED) -> None:
+        """A file is gone, with all chunks in it; nothing if it is not listed."""
+        file = self._files.get(name)
+        if file is None:
+            return
+        for kept in list(file.live):
+            self.remove(kept.namespace, kept.key, reason)
+        del self._files[name]
+        self._tenant_bytes[file.tenant] -= file.num_bytes
+        self._empty.discard(name)
+
+    def take_empty(self) -> list[str]:
+        """Forget the files that no chunk is left in; the caller deletes them."""
+        empty = sorted(self._empty)
+        for name in empty:
+            self.drop_file(name)
+        return empty
+
+    def can_hold(self, num_bytes: int, tenant: str = "") -> bool:
+        """Whether a file of that size fits, once others have gone."""
+        share = self.shares.get(self._holder_of(tenant), NO_SHARE)
+        return num_bytes <= share.most * self.most_bytes
+
+    def give_way(self, num_bytes: int, tenant: str = "") -> list[str]:
+        """Forget files until `num_bytes` more of a tenant fit; the caller deletes them.
+
+        Nothing is forgotten for what can't fit at all: ask `can_hold` first.
+        """
+        gone: list[str] = []
+        while self._is_over(tenant, num_bytes):
+            gone.append(self._drop_oldest(self._holder_of(tenant)))
+        while self._files and self.used_bytes + num_bytes > self.most_bytes:
+            self.is_full = True
+            gone.append(self._drop_oldest(self._next_holder(tenant, num_bytes)))
+        return gone
+
+    def _is_over(self, tenant: str, num_bytes: int) -> bool:
+        """Whether a tenant that has files would have more than its greatest share."""
+        holder = self._holder_of(tenant)
+        if holder not in self.shares:
+            return False
+        used = self._used_by(holder)
+        return used > 0 and used + num_bytes > self.shares[holder].most * self.most_bytes
+
+    def _holder_of(self, tenant: str) -> str:
+        """Whose share a tenant's files count to."""
+        return tenant if tenant in self.shares else NOBODY
+
+    def _used_by(self, holder: str) -> int:
+        if holder != NOBODY:
+            return self._tenant_bytes[holder]
+        own = (self._tenant_bytes[each] for each in self.shares if each != NOBODY)
+        return self.used_bytes - sum(own)
+
+    def _next_holder(self, tenant: str, num_bytes: int) -> str:
+        """Who gives up a file for one of a tenant; there is a file."""
+        writer = self._holder_of(tenant)
+        holdings = [
+            shareholder(
+                holder,
+                self._used_by(holder) + num_bytes * (holder == writer),
+                self.shares.get(holder, NO_SHARE),
+                self.most_bytes,
+                1,
+            )
+            for holder in sorted({NOBODY, *self.shares})
+            if self._used_by(holder)
+        ]
+        (first,) = to_give_up(holdings, num_bytes, 1, may_go_below=True)
+        return first
+
+    def _drop_oldest(self, holder: str) -> str:
+        """Forget the file that goes first of a holder of a share; there is one."""
+        files = [f for f in self._files.values() if self._holder_of(f.tenant) == holder]
+        first = files[0]
+        for file in files:
+            if not file.was_read:
+                first = file
+                break
+            file.was_read = False
+            self._files.move_to_end(file.name)
+        self.drop_file(first.name)
+        return first.name
 
     # What the disk writes
 
@@ -249,6 +425,17 @@ class Shelf:
                 assert (chunk.namespace, chunk.key) == (namespace, key), chunk
                 assert placed[chunk.place] is chunk, chunk
         assert not {each.place for each in known}.intersection(self._free)
+        by_tenant: Counter[str] = Counter()
+        for file in self._files.values():
+            by_tenant[file.tenant] += file.num_bytes
+        assert +by_tenant == +self._tenant_bytes, (by_tenant, self._tenant_bytes)
+        live = [each for file in self._files.values() for each in file.live]
+        assert set(live) == set(known)
+        for each in live:
+            assert self._files[each.file.name] is each.file, each
+            assert each in each.file.live, each
+        empty = {name for name, file in self._files.items() if not file.live}
+        assert empty == self._empty, (empty, self._empty)
 
 
 def _facts(chunk: DiskChunk) -> tuple[Blocks, Stamp, int]:

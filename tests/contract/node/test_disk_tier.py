@@ -85,7 +85,7 @@ def make(here: Node, tmp_path: Path) -> Iterator[Made]:
         tier.stop()
     for tier in made:
         end(tier)
-        tier._index.check()
+        tier._shelf.check()
 
 
 def end(tier: DiskTier) -> None:

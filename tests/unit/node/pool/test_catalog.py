@@ -29,7 +29,8 @@ class Shown:
 
     def shelve(self, *chunks: int) -> None:
         for chunk in chunks:
-            self.shelf.put(A, DiskChunk(key(chunk), Stamp(0, 0), 0, PAGE, 0, Blocks(0, 2)), "file")
+            shelved = DiskChunk(key(chunk), Stamp(0, 0), 0, PAGE, 0, Blocks(0, 2))
+            self.shelf.add(f"{self.shelf.num_files}", PAGE, A, [shelved])
 
     def pages(self, query: ChunkQuery, most: int = 3) -> Iterator[list[ListedChunk]]:
         """A walk with as small stretches as it takes."""

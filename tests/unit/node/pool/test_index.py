@@ -85,7 +85,7 @@ def test_reader_of_a_namespace_that_is_not_here_has_read_all_at_once(most: int) 
     assert (row.key, row.where) == (key(1), Where.COMING)
     end_store(pool.index, record, 0, ok=False)
     assert pool.index.part_after(Position(), 1, {other}).end.place == ALL_READ
-    pool.index.shelf.put(other, DiskChunk(key(1), Stamp(1, 1), 0, PAGE, 0), "file")
+    pool.index.shelf.add("file", PAGE, other, [DiskChunk(key(1), Stamp(1, 1), 0, PAGE, 0)])
     assert pool.index.part_after(Position(), 1, {other}).end.place != ALL_READ
 
 
@@ -94,8 +94,8 @@ def test_page_has_each_name_once_with_all_that_is_known_of_it() -> None:
     pool.store(key(0))
     pool.store(key(1), blocks=ONE)
     pool.store(key(2))
-    pool.index.shelf.put(A, DiskChunk(key(2), Stamp(1, 1), 0, PAGE, 0), "file")
-    pool.index.shelf.put(A, DiskChunk(key(3), Stamp(1, 1), 0, PAGE, 0), "file")
+    shelved = [DiskChunk(key(number), Stamp(1, 1), 0, PAGE, 0) for number in (2, 3)]
+    pool.index.shelf.add("file", 2 * PAGE, A, shelved)
     part = StorePart(1, 99)
     begun(pool.offer(key(1), part))
     begun(pool.offer(key(4), part))

@@ -6,18 +6,23 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from raykv.base.ids import (
     ALL_BLOCKS,
     NO_BLOCKS,
     Blocks,
     Key,
+    Namespace,
     Refusal,
     Stamp,
     in_group,
 )
+from raykv.base.shares import Share
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
-from raykv.node.pool.shelf import RESERVED_PART, DiskChunk
+from raykv.node.pool.shelf import RESERVED_PART, DiskChunk, Shelf, ShelvedChunk
 from raykv.protocol.listing import ALL_READ, ListedRow, Reason, Where
 from tests.fixtures.node.bare_index import BareIndex
 from tests.fixtures.node.listing_reader import ListingReader
@@ -47,7 +52,8 @@ class Pool(BareIndex):
         self.shelve(record.key, record.blocks, record.stamp)
 
     def shelve(self, key: Key, blocks: Blocks = ALL_BLOCKS, stamp: Stamp = STAMP) -> None:
-        self.shelf.put(A, DiskChunk(key, stamp, 0, PAGE, 0, blocks), "file")
+        chunk = DiskChunk(key, stamp, 0, PAGE, 0, blocks)
+        self.shelf.add(f"{self.shelf.num_files}", PAGE, A, [chunk])
 
     def take(self, most: int = 1000) -> list[ChunkRecord]:
         """What is to be written, once it is copied."""
@@ -321,3 +327,191 @@ def test_chunk_that_is_stored_anew_does_not_count_as_another_ones_write(pool: Po
     pool.stored("0")
     assert not pool.shelf.end_write(first, is_written=True)
     begun(pool.load(key("0")))
+
+
+# Files
+
+
+def chunk(name: str, number: int = 1, blocks: Blocks = ALL_BLOCKS) -> DiskChunk:
+    return DiskChunk(Key(name.encode()), Stamp(1, number), 0, PAGE, 7, blocks)
+
+
+def disk_of(most_bytes: int = 100) -> Shelf:
+    shelf = Pool().shelf
+    shelf.most_bytes = most_bytes
+    return shelf
+
+
+def found(disk: Shelf, name: bytes, namespace: Namespace = A) -> ShelvedChunk | None:
+    return disk.find(namespace, Key(name))
+
+
+def test_oldest_file_goes_first_unless_it_was_read() -> None:
+    disk = disk_of()
+    for name in "xyz":
+        disk.add(name, 30, A, [chunk(name)])
+    disk.was_read("x")
+    assert disk.give_way(30) == ["y"]
+    assert found(disk, b"y") is None
+    disk.add("w", 30, A, [chunk("w")])
+    # Its second chance is over.
+    assert disk.give_way(60) == ["z", "x"]
+    disk.check()
+
+
+def test_file_of_whoever_is_furthest_above_its_share_goes_first() -> None:
+    disk = disk_of()
+    disk.shares = {"quiet": Share(0.5), "": Share(0.0)}
+    for name in ("q1", "q2"):
+        disk.add(name, 20, A, [chunk(name)], "quiet")
+    for name in ("n1", "n2", "n3"):
+        disk.add(name, 20, A, [chunk(name)], "unknown")
+    assert disk.give_way(20) == ["n1"]
+    disk.add("q3", 20, A, [chunk("q3")], "quiet")
+    # The one that writes is above its guarantee now, and the others are further.
+    assert disk.give_way(20, "quiet") == ["n2"]
+    disk.add("q4", 20, A, [chunk("q4")], "quiet")
+    assert disk.give_way(20, "quiet") == ["q1"]
+    assert disk.tenant_bytes == {"quiet": 60, "unknown": 20}
+    disk.check()
+
+
+def test_tenant_at_its_greatest_share_gives_up_its_own_file_while_there_is_room() -> None:
+    disk = disk_of()
+    disk.shares = {"noisy": Share(0.0, 0.4)}
+    for name, tenant in (("n1", "noisy"), ("o1", ""), ("n2", "noisy")):
+        disk.add(name, 20, A, [chunk(name)], tenant)
+    disk.was_read("n1")
+    assert disk.give_way(20, "noisy") == ["n2"], "the other one has a second chance"
+    disk.add("n3", 20, A, [chunk("n3")], "noisy")
+    assert disk.give_way(20, "noisy") == ["n1"], "its second chance is over"
+    assert disk.give_way(20) == []
+    assert not disk.is_full
+    assert disk.can_hold(50)
+    assert not disk.can_hold(50, "noisy")
+
+
+def test_nothing_is_full_before_a_file_had_to_go() -> None:
+    disk = disk_of()
+    disk.add("x", 100, A, [chunk("x")])
+    assert not disk.is_full
+    assert disk.give_way(1) == ["x"]
+    assert disk.is_full
+    assert not disk.can_hold(101)
+
+
+def test_later_file_with_a_chunk_has_it() -> None:
+    disk = disk_of()
+    disk.add("x", 10, A, [chunk("k", 5, Blocks(0, 1))])
+    disk.add("y", 10, A, [chunk("k", 5)])
+    kept = found(disk, b"k")
+    assert kept is not None
+    assert (kept.file.name, kept.chunk.blocks) == ("y", ALL_BLOCKS)
+    assert disk.take_empty() == ["x"]
+    assert disk.used_bytes == 10
+    disk.check()
+
+
+def test_chunks_that_are_void_are_forgotten() -> None:
+    pool = Pool()
+    disk, floors = pool.shelf, pool.floors
+    disk.add("x", 10, A, [chunk("old", 3), chunk("new", 4)])
+    disk.add("y", 10, B, [chunk("old", 3)])
+    floors.take({A: 4})
+    disk.clear()
+    assert found(disk, b"old") is None
+    assert found(disk, b"new") is not None
+    assert found(disk, b"old", B) is not None
+    assert disk.take_empty() == []
+    floors.begin(2)
+    floors.take({B: 1})
+    disk.clear()
+    assert disk.take_empty() == ["y"]
+
+
+def test_listing_says_what_came_and_why_it_went() -> None:
+    pool = Pool()
+    disk, listing = pool.shelf, pool.index.listing
+    disk.add("x", 10, A, [chunk("damaged"), chunk("evicted"), chunk("cleared"), chunk("other")])
+    assert {row.where for row in pool.index.rows(A, [Key(b"evicted"), Key(b"other")])} == {
+        Where.DISK
+    }
+    number = listing.number
+    kept = found(disk, b"damaged")
+    assert kept is not None
+    # What is not that very copy stays.
+    disk.damaged(A, chunk("damaged"))
+    disk.damaged(B, kept.chunk)
+    assert found(disk, b"damaged") is kept
+    disk.damaged(A, kept.chunk)
+    pool.floors.take({A: 2})
+    disk.add("y", 10, A, [chunk("evicted", 2), chunk("other", 2)])
+    disk.clear()
+    disk.drop_file("y")
+    changes, _ = listing.since(number, 100) or ([], 0)
+    assert {each.record.key: each.reason for each in changes} == {
+        b"damaged": Reason.DAMAGED,
+        b"cleared": Reason.CLEARED,
+        b"evicted": Reason.EVICTED,
+        b"other": Reason.EVICTED,
+    }
+    assert len(pool.shelf) == 0
+
+
+class Filling(RuleBasedStateMachine):
+    """Files come and go in any order. The model is names, and their files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+        self.disk = self.pool.shelf
+        self.disk.most_bytes = 60
+        self.floor = 1
+        self.model: dict[bytes, tuple[str, int]] = {}
+        self.files = 0
+
+    @rule(names=st.sets(st.sampled_from("abcdef"), min_size=1), number=st.integers(0, 3))
+    def write(self, names: set[str], number: int) -> None:
+        number += self.floor
+        gone = self.disk.give_way(20)
+        self.model = {key: at for key, at in self.model.items() if at[0] not in gone}
+        self.files += 1
+        name = f"{self.files}"
+        self.model |= {each.encode(): (name, number) for each in names}
+        self.disk.add(name, 20, A, [chunk(each, number) for each in sorted(names)])
+
+    @rule(rise=st.integers(1, 3))
+    def clear(self, rise: int) -> None:
+        self.floor += rise
+        self.pool.floors.take({A: self.floor})
+        self.model = {key: at for key, at in self.model.items() if at[1] >= self.floor}
+        self.disk.clear()
+
+    @rule()
+    def delete_empty(self) -> None:
+        used = {name for name, _ in self.model.values()}
+        assert not used & set(self.disk.take_empty())
+
+    @rule(key=st.sampled_from("abcdef"), is_damaged=st.booleans())
+    def read(self, key: str, is_damaged: bool) -> None:
+        kept = found(self.disk, key.encode())
+        if kept is None:
+            return
+        if is_damaged:
+            del self.model[key.encode()]
+            self.disk.damaged(A, kept.chunk)
+        else:
+            self.disk.was_read(kept.file.name)
+
+    @invariant()
+    def holds(self) -> None:
+        self.disk.check()
+        assert len(self.disk) == len(self.model)
+        for name, (file, number) in self.model.items():
+            kept = found(self.disk, name)
+            assert kept is not None
+            assert (kept.file.name, kept.chunk.stamp) == (file, (1, number))
+
+
+Filling.TestCase.settings = settings(max_examples=150, deadline=None)
+test_shelf_has_what_is_on_the_disk = Filling.TestCase
