@@ -16,7 +16,7 @@ from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask, bequest, join, names
 from raykv.directory.actor import scheduler_actor
 from raykv.memory.room import human_bytes
-from raykv.node.launch import facts_of, make_node_actor, name_of
+from raykv.node.launch import facts_of, make_node_actor
 from raykv.node.wishes import RayNode, usual_nodes, wants
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.node import Kept, NodeDescription
@@ -114,7 +114,9 @@ def bring_up(address: str, wish: PoolWish, deadline_s: float, watch: Watch) -> l
         )
     there = set(ask.ask_ray(ask.named_actors))
     states = {
-        node.node_id: NodeUp(node.node_id, node.hostname, is_new=name_of(node) not in there)
+        node.node_id: NodeUp(
+            node.node_id, node.hostname, is_new=names.node_actor(node.node_id) not in there
+        )
         for node in nodes
     }
     actors: dict[str, Any] = {}

@@ -26,7 +26,7 @@ import ray
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, first_line
 from raykv.base.threads import OnFailure, end_process, start_thread, within
-from raykv.cluster import ask, bequest
+from raykv.cluster import ask, bequest, names
 from raykv.directory.known.desk import Draft
 from raykv.node import launch, wishes
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -192,7 +192,8 @@ class Steward:
         there = set(within(deadlines.ANSWER_S, ask.named_actors))
         for node in within(deadlines.ANSWER_S, ray.nodes):
             facts = launch.facts_of(node)
-            if not node["Alive"] or not wishes.wants(wish, facts) or launch.name_of(facts) in there:
+            is_there = names.node_actor(facts.node_id) in there
+            if not node["Alive"] or not wishes.wants(wish, facts) or is_there:
                 continue
             logger.info("node %s gets a NodeActor", facts.node_id[:12])
             try:

@@ -38,7 +38,7 @@ from raykv.node.host import host_facts
 from raykv.node.keeper import PoolKeeper
 from raykv.node.nixl import offers, transport
 from raykv.node.nixl.agent import NixlAgent, NixlError
-from raykv.node.peers import Bytes, ObjectRefTransport, RayPeers
+from raykv.node.peers import Bytes, RayPeers
 from raykv.node.service import NodeService, boot_life
 from raykv.node.states.file import HiddenStates
 from raykv.protocol import columns, copies, measures, node
@@ -158,7 +158,7 @@ class NodeActor:
             keeper.keep_floors = self._disk.keep_floors
         disk_reads = None if self._disk is None else self._disk.reads
         peers = RayPeers()
-        self._transport = TieredTransport(self._node_id, disk_reads, ObjectRefTransport(peers))
+        self._transport = TieredTransport(self._node_id, disk_reads, peers)
         self._fetching = fetch.FetchService(keeper, self._transport)
         self._offers = offers.Offers(self._reading)
         self._desk = Desk(self._node_id, keeper)
@@ -201,7 +201,7 @@ class NodeActor:
             logger.log(level, "chunks of other nodes come through Ray, without NIXL: %s", error)
             return
         start_thread("raykv-offers", self._offers.expire_for_ever, OnFailure.END_PROCESS)
-        self._nixl_reads = transport.NixlTransport(agent, peers, ObjectRefTransport(peers))
+        self._nixl_reads = transport.NixlTransport(agent, peers, peers)
         self._transport.use(self._nixl_reads)
         self._nixl = metadata
 

@@ -53,22 +53,15 @@ GO_ON = (Refusal.CORRUPT, Refusal.CLEARED)
 
 
 @dataclass(slots=True, eq=False)
-class _Landing:
-    """A chunk on its way, for all fetches that want it."""
+class _WantedChunk:
+    """A chunk on its way, for all fetches that want it, and the sources that were not tried yet."""
 
     key: Key
     slot_bytes: int
+    sources: deque[columns.Source] = field(default_factory=deque)
+    was_asked: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     refusal: Refusal = Refusal.NODE_LOST
-
-
-@dataclass(slots=True, eq=False)
-class _WantedChunk:
-    """One chunk of an order, and the sources that were not tried yet."""
-
-    landing: _Landing
-    sources: deque[columns.Source]
-    was_asked: bool = False
 
 
 @dataclass(slots=True)
@@ -87,7 +80,7 @@ class _Piece:
 
     @property
     def sizes(self) -> list[int]:
-        return [chunk.landing.slot_bytes for chunk in self.chunks]
+        return [chunk.slot_bytes for chunk in self.chunks]
 
 
 class FetchService:
@@ -102,7 +95,7 @@ class FetchService:
         self._keeper = keeper
         self._transport = transport
         self._lock = threading.Lock()
-        self._flying: dict[tuple[Namespace, Key], _Landing] = {}
+        self._flying: dict[tuple[Namespace, Key], _WantedChunk] = {}
         # By the source's name; `_lock` guards them too.
         self.breakers = breaker.Breakers(breaker.Pauses(*deadlines.SOURCE_PAUSES_S))
         self.counters: Counter[str] = Counter()
@@ -115,7 +108,7 @@ class FetchService:
         fetch = _Fetch(order, time.monotonic())
         if order.version != framing.PROTOCOL_VERSION:
             return self._result(fetch, [Refusal.BAD_HANDLE] * len(order.keys))
-        landings = self._claim(fetch)
+        claimed = self._claim(fetch)
         try:
             self._begin(fetch)
             self._transfer(fetch)
@@ -123,19 +116,17 @@ class FetchService:
             logger.exception("a fetch failed")
         finally:
             self._end(fetch)
-        for landing in landings:
-            landing.done.wait(max(0.0, fetch.give_up_at - time.monotonic()))
+        for chunk in claimed:
+            chunk.done.wait(max(0.0, fetch.give_up_at - time.monotonic()))
         with self._lock:
             self.counters["bytes_fetched"] += fetch.num_bytes
-        refusals = [
-            landing.refusal if landing.done.is_set() else Refusal.TOO_LATE for landing in landings
-        ]
+        refusals = [chunk.refusal if chunk.done.is_set() else Refusal.TOO_LATE for chunk in claimed]
         return self._result(fetch, refusals)
 
     def _result(self, fetch: _Fetch, refusals: list[Refusal]) -> copies.CopyResult:
         """How the fetch has ended, and how all of its chunks are now."""
         with self._keeper.lock:
-            keys = [chunk.landing.key for chunk in fetch.chunks]
+            keys = [chunk.key for chunk in fetch.chunks]
             life, number, rows = self._keeper.owner.state_of(fetch.namespace, keys)
         failed = {at: refusal for at, refusal in enumerate(refusals) if refusal}
         return copies.CopyResult(
@@ -149,18 +140,18 @@ class FetchService:
             time.monotonic() - fetch.began_at,
         )
 
-    def _claim(self, fetch: _Fetch) -> list[_Landing]:
-        """One landing per chunk of the order; another fetch's where one is under way already."""
-        landings = []
+    def _claim(self, fetch: _Fetch) -> list[_WantedChunk]:
+        """The chunks of the order; another fetch's where one is under way already."""
+        claimed = []
         with self._lock:
             for chunk in fetch.chunks:
-                name = fetch.namespace, chunk.landing.key
+                name = fetch.namespace, chunk.key
                 known = self._flying.get(name)
                 if known is None:
-                    self._flying[name] = chunk.landing
+                    self._flying[name] = chunk
                     fetch.left[chunk] = None
-                landings.append(known or chunk.landing)
-        return landings
+                claimed.append(known or chunk)
+        return claimed
 
     def _begin(self, fetch: _Fetch) -> None:
         """What is here already is not fetched, but was found. What has a size that no slot has is
@@ -168,13 +159,13 @@ class FetchService:
         """
         order, here = fetch.order, {}
         slab_bytes = self._keeper.geometry.slab_bytes
-        for chunk in [each for each in fetch.left if not 0 < each.landing.slot_bytes <= slab_bytes]:
+        for chunk in [each for each in fetch.left if not 0 < each.slot_bytes <= slab_bytes]:
             self._settle(fetch, chunk, Refusal.BAD_HANDLE)
         with self._keeper.lock:
             owner, now = self._keeper.owner, self._keeper.now()
             fetch.orders = owner.orders.stamp
             for chunk in fetch.left:
-                record = owner.index.find(fetch.namespace, chunk.landing.key)
+                record = owner.index.find(fetch.namespace, chunk.key)
                 if record is not None:
                     here[chunk] = record
             owner.index.touch(list(here.values()), now)
@@ -220,7 +211,7 @@ class FetchService:
                 continue
             if source in fetch.trials:
                 break
-            num_bytes += chunk.landing.slot_bytes
+            num_bytes += chunk.slot_bytes
             if piece is None:
                 piece = _Piece(source, [])
             elif num_bytes > fetch.piece_bytes or piece.source != source:
@@ -241,7 +232,7 @@ class FetchService:
             chunk.sources.popleft()
             if not chunk.was_asked:
                 # No source was asked for it: all of them are left alone.
-                chunk.landing.refusal = Refusal.BREAKER_OPEN
+                chunk.refusal = Refusal.BREAKER_OPEN
         return None
 
     def _start(self, fetch: _Fetch, piece: _Piece) -> bool:
@@ -262,7 +253,7 @@ class FetchService:
             chunk.was_asked = True
         request = copies.Read(
             fetch.namespace,
-            columns.Keys.of(chunk.landing.key for chunk in piece.chunks),
+            columns.Keys.of(chunk.key for chunk in piece.chunks),
             columns.Numbers.of(piece.sizes),
         )
         piece.started_at = time.monotonic()
@@ -307,19 +298,19 @@ class FetchService:
         for chunk, refused in zip(piece.chunks, reply.refusals, strict=True):
             refusal, is_ours = Refusal(refused), False
             if refusal is Refusal.NONE:
-                part = data[end : end + chunk.landing.slot_bytes]
-                end += chunk.landing.slot_bytes
+                part = data[end : end + chunk.slot_bytes]
+                end += chunk.slot_bytes
                 # An import is a store of this fetch's time.
                 stamp = next(stamps)
                 if piece.source.kind is columns.SourceKind.IMPORT:
                     stamp = fetch.orders
-                there = blocks.get(chunk.landing.key, NO_BLOCKS)
+                there = blocks.get(chunk.key, NO_BLOCKS)
                 refusal = self._take(fetch, chunk, part, next(checksums), stamp, there)
                 is_ours = refusal not in GO_ON
             if is_ours:
                 self._settle(fetch, chunk, refusal)
             else:
-                chunk.landing.refusal = refusal
+                chunk.refusal = refusal
                 fetch.waiting.append(chunk)
 
     def _take(
@@ -335,7 +326,7 @@ class FetchService:
         if xxhash.xxh3_64_intdigest(part.data) != checksum:
             logger.warning("a chunk arrived corrupt; it is not used")
             return Refusal.CORRUPT
-        key, slot_bytes = chunk.landing.key, chunk.landing.slot_bytes
+        key, slot_bytes = chunk.key, chunk.slot_bytes
         record = self._keeper.land(
             fetch.namespace, key, slot_bytes, stamp, blocks, fetch.order.tenant
         )
@@ -367,7 +358,7 @@ class FetchService:
             elif self.breakers.failed(piece.peer, piece.call, now, str(error)):
                 logger.warning("no answer, other nodes are asked for now: %s", error)
         for chunk in piece.chunks:
-            chunk.landing.refusal = Refusal.NODE_LOST
+            chunk.refusal = Refusal.NODE_LOST
             fetch.waiting.append(chunk)
 
     def breaker_report(self) -> measures.BreakerReport:
@@ -378,17 +369,17 @@ class FetchService:
     def _settle(self, fetch: _Fetch, chunk: _WantedChunk, refusal: Refusal) -> None:
         """The chunk is there, or will not be: nobody has to wait for it any more."""
         del fetch.left[chunk]
-        chunk.landing.refusal = refusal
+        chunk.refusal = refusal
         with self._lock:
-            del self._flying[fetch.namespace, chunk.landing.key]
+            del self._flying[fetch.namespace, chunk.key]
             self.counters["fetches_failed"] += refusal is not Refusal.NONE
-        chunk.landing.done.set()
+        chunk.done.set()
 
     def _end(self, fetch: _Fetch) -> None:
         """Whatever happened: nobody waits for a chunk that will not come."""
         is_late = time.monotonic() >= fetch.give_up_at
         for chunk in list(fetch.left):
-            self._settle(fetch, chunk, Refusal.TOO_LATE if is_late else chunk.landing.refusal)
+            self._settle(fetch, chunk, Refusal.TOO_LATE if is_late else chunk.refusal)
 
 
 class _Fetch:
@@ -409,7 +400,7 @@ class _Fetch:
         # Sources that this fetch asks whether they are back.
         self.trials: set[columns.Source] = set()
         self.chunks = [
-            _WantedChunk(_Landing(Key(key), size), deque())
+            _WantedChunk(Key(key), size)
             for key, size in zip(order.keys, order.slot_bytes, strict=True)
         ]
         for at, source in zip(order.key_index, order.source_index, strict=True):

@@ -50,11 +50,6 @@ def facts_of(node: Mapping[str, Any]) -> RayNode:
     )
 
 
-def name_of(node: RayNode) -> str:
-    """Name of its NodeActor."""
-    return names.node_actor(node.node_id)
-
-
 def make_node_actor(address: str, node_id: str, wish: PoolWish) -> Any:
     """A node's NodeActor, made as the wish says if there is none. Takes seconds if the wish leaves
     the size of the pool to the node.

@@ -92,7 +92,9 @@ class Peers(Protocol):
 
 
 class RayPeers:
-    """Calls the named actors, whose handles are kept until a call fails."""
+    """Calls the named actors, whose handles are kept until a call fails. It is a transport, too:
+    of reads whose bytes come as return values.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,6 +103,9 @@ class RayPeers:
     def call(self, source: columns.Source, method: str, *arguments: Any) -> RayCall:
         with self.failing(source):
             return RayCall(self, source, self._handle(source), method, arguments)
+
+    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
+        return _PendingCall(source, self.call(source, "read", framing.encode(request)))
 
     @contextmanager
     def failing(self, source: columns.Source) -> Iterator[None]:
@@ -149,16 +154,6 @@ class RayCall:
     def again(self, method: str, *arguments: Any) -> RayCall:
         with self._peers.failing(self._source):
             return RayCall(self._peers, self._source, self._actor, method, arguments)
-
-
-class ObjectRefTransport:
-    """Reads whose bytes come as return values."""
-
-    def __init__(self, peers: Peers | None = None) -> None:
-        self._peers = peers or RayPeers()
-
-    def start_read(self, source: columns.Source, request: copies.Read) -> PendingRead:
-        return _PendingCall(source, self._peers.call(source, "read", framing.encode(request)))
 
 
 class _PendingCall:

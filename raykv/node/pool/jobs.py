@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import cast
 
-from raykv.base.ids import GROUP_BYTES, NO_BLOCKS, Blocks, Direction, Key, Namespace, Refusal
+from raykv.base.ids import GROUP_BYTES, Blocks, Direction, Key, Namespace, Refusal
 from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import VOID, ChunkRecord, OfferedChunk, StorePart
@@ -56,7 +56,6 @@ class AdmittedJob:
     keys: list[Key]
     blocks: list[Blocks]
     chunks: list[ChunkRecord | Refusal | None]
-    sizes: Mapping[int, int] = field(default_factory=dict)
     part: StorePart | None = None
     slot_bytes: list[int] = field(default_factory=list)
     under_way: dict[int, ChunkRecord] = field(default_factory=dict)
@@ -79,7 +78,6 @@ class AdmittedJob:
 
     def take_sizes(self, sizes: Mapping[int, int]) -> None:
         """Its slots have these sizes, by KV group."""
-        self.sizes = sizes
         ends = {group_id.to_bytes(GROUP_BYTES, "big"): size for group_id, size in sizes.items()}
         self.slot_bytes = [ends.get(key[-GROUP_BYTES:], 0) for key in self.keys]
 
@@ -154,7 +152,7 @@ class Jobs:
                 if not made.is_load:
                     self._begin_store(made, num_ranks)
             admitted.append(made)
-        self._begin_loads([made for made in admitted if made.is_load and made.sizes], now)
+        self._begin_loads([made for made in admitted if made.is_load and made.slot_bytes], now)
         return admitted
 
     def _begin_store(self, made: AdmittedJob, num_ranks: int) -> None:
@@ -271,7 +269,7 @@ class Jobs:
 
 
 class Landings:
-    """What comes from other nodes, and what they read; see the module's docstring.
+    """What comes from other nodes; see the module's docstring.
 
     Each landing is a job of its own: what one was told says nothing of the next.
     """
@@ -280,7 +278,7 @@ class Landings:
         self._index = index
         self._most_bytes = index.places.geometry.pool_bytes // LANDING_PART
         self._landing: dict[ChunkRecord, StorePart] = {}
-        self._num_bytes = self._num_begun = 0
+        self._num_begun = 0
 
     def land(self, chunk: OfferedChunk, now: float) -> ChunkRecord | Refusal:
         """A chunk has come, or is about to: a slot to write it to, or why it gets none.
@@ -297,26 +295,20 @@ class Landings:
             return record
         record.found_at = now
         self._landing[record] = part
-        self._num_bytes += record.slot_bytes
         return record
 
     def landed(self, record: ChunkRecord, *, ok: bool) -> None:
         """Nobody writes a chunk any more that was to land."""
         assert record in self._landing, record
         part = self._landing.pop(record)
-        self._num_bytes -= record.slot_bytes
         self._index.end_stores([record], 0, ok=ok, blocks=[record.blocks])
         self._index.end_job(part)
 
-    def begin_read(
-        self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
-    ) -> list[ChunkRecord | Refusal]:
-        """Register a reader of each whole slot, all at once: that is a use of them."""
-        chunks = zip(repeat(namespace), keys, repeat(NO_BLOCKS), slot_bytes)
-        return self._index.begin_loads(chunks, now)
+    @property
+    def _num_bytes(self) -> int:
+        return sum(record.slot_bytes for record in self._landing)
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
-        assert self._num_bytes == sum(record.slot_bytes for record in self._landing)
         assert self._num_bytes <= self._most_bytes, self._num_bytes
         assert all(record.writers == 1 for record in self._landing), self._landing

@@ -27,7 +27,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from math import inf
 from operator import itemgetter
 
@@ -35,7 +35,7 @@ import msgspec
 
 from raykv.base import tenants, version
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, Namespace, NodeId, Refusal
+from raykv.base.ids import NO_BLOCKS, Key, Namespace, NodeId, Refusal
 from raykv.node.accounts.accounts import NodeAccounts
 from raykv.node.pool import engines, floors, jobs, orders, reporting, room, sessions
 from raykv.node.pool.claims import MOST_CLAIMS, PIN_SHARE, SOON_S, Claim, Name, Owner, OwnerKind
@@ -252,7 +252,8 @@ class NodePool:
         self, namespace: Namespace, keys: Sequence[Key], slot_bytes: Sequence[int], now: float
     ) -> list[ChunkRecord | Refusal]:
         """Let others read chunks, whole slots of these sizes; `end_read` ends each."""
-        found = self.landings.begin_read(namespace, keys, slot_bytes, now)
+        chunks = zip(repeat(namespace), keys, repeat(NO_BLOCKS), slot_bytes)
+        found = self.index.begin_loads(chunks, now)
         space = self.engines.spaces.get(namespace)
         if space is not None:
             space.count(0, sum(isinstance(each, ChunkRecord) for each in found))
