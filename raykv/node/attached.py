@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from raykv.base import deadlines, errors
-from raykv.base.ids import Direction, Refusal
+from raykv.base.ids import Direction
 from raykv.base.threads import OnFailure, SupervisedThread, start_thread
 from raykv.copy import engine, plan
 from raykv.copy.rows import CPUBackend, RowCopier
@@ -129,8 +129,7 @@ class AttachedWorker:
 
 @dataclass(slots=True, eq=False)
 class QueuedJob:
-    """A job on its way through the queue; `refusals` has what failed of what was admitted, and of
-    what was not looked at yet, by chunk number.
+    """A job on its way through the queue.
 
     `lock_fd`: of the file that a capture becomes; -1 for none.
     """
@@ -139,7 +138,6 @@ class QueuedJob:
     admitted: AdmittedJob
     submitted_at: float
     lock_fd: int = -1
-    refusals: dict[int, Refusal] = field(default_factory=dict)
     direction: Direction = field(init=False)
     stop: engine.StopSign = field(init=False)
 
@@ -150,12 +148,6 @@ class QueuedJob:
     @property
     def lane(self) -> engine.LaneName:
         return engine.LaneName(self.worker.device, self.direction)
-
-    def refuse_rest(self, refusal: Refusal) -> None:
-        """What nobody has refused so far has failed."""
-        for at, found in enumerate(self.admitted.chunks):
-            if not (isinstance(found, Refusal) and found):
-                self.refusals.setdefault(at, refusal)
 
 
 MAX_FDS = 1 + MAX_PIECES

@@ -66,15 +66,14 @@ class Copying:
         self._give_way = give_way
 
     def carry_out(self, queued: QueuedJob) -> int:
-        """Copy what a job is about; `queued.refusals` has what failed. Returns the bytes copied.
+        """Copy what a job is about; what fails is refused. Returns the bytes copied.
 
         Raises:
             PlanError: the job is malformed; nothing was copied.
-            Exception: a copy failed; chunks that are not in `queued.refusals` may or may not have
-                been copied.
+            Exception: a copy failed; chunks that were not refused may or may not have been copied.
         """
         if queued.stop():
-            queued.refuse_rest(Refusal.CANCELLED)
+            queued.admitted.refuse_rest(Refusal.CANCELLED)
             return 0
         job = queued.admitted
         plan = queued.worker.planner.plan(job.job)
@@ -149,8 +148,8 @@ class Copying:
         for at in [at for at in chunks if at in job.under_way]:
             refusal = self._integrity.objection(job.under_way[at], queued.stop)
             if refusal:
-                queued.refusals[at] = refusal
                 self._keeper.end_chunks(job, (at,), ok=False)
+                job.chunks[at] = refusal
         return [at for at in chunks if at in job.under_way]
 
     def _blank(self, queued: QueuedJob, chunks: Sequence[int]) -> None:
@@ -178,7 +177,8 @@ class Copying:
         ok = done and not queued.stop()
         self._keeper.end_chunks(queued.admitted, chunks, ok=ok)
         if not ok:
-            queued.refusals.update((at, Refusal.CANCELLED) for at in chunks)
+            for at in chunks:
+                queued.admitted.chunks[at] = Refusal.CANCELLED
         return ok
 
 

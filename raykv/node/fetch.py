@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import xxhash
 
 from raykv.base import deadlines, errors
-from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
+from raykv.base.ids import NO_BLOCKS, Key, Namespace, Refusal, Stamp
 from raykv.cluster import breaker, names
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
-from raykv.node.pool.records import ChunkState
+from raykv.node.pool.records import ChunkState, OfferedChunk
 from raykv.node.read import blocks_in
 from raykv.protocol import columns, copies, framing, measures
 
@@ -304,8 +304,15 @@ class FetchService:
                 stamp = next(stamps)
                 if piece.source.kind is columns.SourceKind.IMPORT:
                     stamp = fetch.orders
-                there = blocks.get(chunk.key, NO_BLOCKS)
-                refusal = self._take(fetch, chunk, part, next(checksums), stamp, there)
+                offered = OfferedChunk(
+                    fetch.namespace,
+                    chunk.key,
+                    chunk.slot_bytes,
+                    stamp,
+                    blocks.get(chunk.key, NO_BLOCKS),
+                    fetch.order.tenant,
+                )
+                refusal = self._take(fetch, offered, part, next(checksums))
                 is_ours = refusal not in GO_ON
             if is_ours:
                 self._settle(fetch, chunk, refusal)
@@ -313,23 +320,12 @@ class FetchService:
                 chunk.refusal = refusal
                 fetch.waiting.append(chunk)
 
-    def _take(
-        self,
-        fetch: _Fetch,
-        chunk: _WantedChunk,
-        part: Bytes,
-        checksum: int,
-        stamp: Stamp,
-        blocks: Blocks,
-    ) -> Refusal:
+    def _take(self, fetch: _Fetch, chunk: OfferedChunk, part: Bytes, checksum: int) -> Refusal:
         """Copy a chunk into a slot, if it is what was sent, and may be here."""
         if xxhash.xxh3_64_intdigest(part.data) != checksum:
             logger.warning("a chunk arrived corrupt; it is not used")
             return Refusal.CORRUPT
-        key, slot_bytes = chunk.key, chunk.slot_bytes
-        record = self._keeper.land(
-            fetch.namespace, key, slot_bytes, stamp, blocks, fetch.order.tenant
-        )
+        record = self._keeper.land(chunk)
         if isinstance(record, Refusal):
             return Refusal.NONE if record is Refusal.HERE else record
         is_there = False
@@ -340,7 +336,7 @@ class FetchService:
             self._keeper.landed(record, ok=is_there, checksum=checksum)
         if record.state is not ChunkState.READY:
             return Refusal.CLEARED
-        fetch.num_bytes += slot_bytes
+        fetch.num_bytes += chunk.slot_bytes
         with self._lock:
             self.counters["chunks_fetched"] += 1
         return Refusal.NONE

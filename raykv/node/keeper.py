@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from raykv.base import deadlines
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId, Refusal, Slot, Stamp
+from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Refusal, Slot
 from raykv.memory.pool import Pool, PoolEntry
 from raykv.node.pool import catalog, claims, jobs
 from raykv.node.pool.owner import NodePool
@@ -129,15 +129,7 @@ class PoolKeeper:
 
     # Other nodes
 
-    def land(
-        self,
-        namespace: Namespace,
-        key: Key,
-        slot_bytes: int,
-        stamp: Stamp,
-        blocks: Blocks,
-        tenant: str,
-    ) -> ChunkRecord | Refusal:
+    def land(self, chunk: OfferedChunk) -> ChunkRecord | Refusal:
         """A slot for a chunk of another node, with its stamp there; `landed` ends it.
 
         `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on
@@ -145,9 +137,8 @@ class PoolKeeper:
         """
         with self.lock:
             # What another node stored before its first orders may be older than any clear.
-            if self.owner.index.floors.is_void_of_earlier(namespace, stamp):
+            if self.owner.index.floors.is_void_of_earlier(chunk.namespace, chunk.stamp):
                 return Refusal.CLEARED
-            chunk = OfferedChunk(namespace, key, slot_bytes, stamp, blocks, tenant)
             record = self.owner.landings.land(chunk, self.now())
             if isinstance(record, ChunkRecord) and not self._open(record):
                 self.owner.landings.landed(record, ok=False)

@@ -26,10 +26,10 @@ MAX_READ_BYTES = 256 << 20
 """In one read: a bound on the memory that a request can ask for. Single chunks may be larger."""
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of each buffer: as much as one read asks for, as a rule."""
+"""Bytes of a buffer: as much as one read asks for, as a rule."""
 
-MAX_KEPT = 4
-"""Buffers that wait for their next use, as many as reads run at a time: 256 MiB at most."""
+MOST_BUFFERS = 4
+"""As many as reads run at a time: 256 MiB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ReadService:
     def __init__(self, keeper: PoolKeeper) -> None:
         self.keeper = keeper
         self._lock = threading.Lock()
-        self._scratch = Scratch()
+        self._buffers = Buffers(MOST_BUFFERS)
         self.reading = 0
         self.bytes_sent = 0
 
@@ -88,7 +88,7 @@ class ReadService:
         held = [each for each in found if isinstance(each, ChunkRecord)]
         reads, end = [], 0
         try:
-            data = self._scratch.take(sum(each.slot_bytes for each in held))
+            data = self._take(sum(each.slot_bytes for each in held))
             for each in found:
                 if isinstance(each, Refusal):
                     reads.append(ChunkRead(each))
@@ -100,6 +100,11 @@ class ReadService:
         finally:
             self.keeper.end_read(*held)
         return reads, data[:end]
+
+    def _take(self, num_bytes: int) -> Bytes:
+        with self._lock:
+            data = self._buffers.take(num_bytes)
+        return np.empty(num_bytes, np.uint8) if data is None else data
 
     def hold(self, request: Read) -> tuple[ReadReply, list[ChunkRecord]]:
         """The answer to a read that leaves the bytes where they are.
@@ -198,19 +203,34 @@ def lent(memory: mmap.mmap, num_bytes: int, home: deque[mmap.mmap]) -> npt.NDArr
     return np.frombuffer(memoryview(owner), np.uint8)
 
 
-class Scratch:
-    """Any thread may take."""
+class Buffers:
+    """Memory for reads, of `BUFFER_BYTES` each. It comes back when nobody sees its bytes any more,
+    in any thread; callers of `take` take turns.
 
-    def __init__(self) -> None:
-        # Without a lock: a buffer comes back in whatever thread drops the last reference.
-        self._kept: deque[mmap.mmap] = deque(maxlen=MAX_KEPT)
+    Args:
+        most: how many are made.
+        prepare: called once for each, with its address and size.
+    """
 
-    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """An array of `num_bytes` bytes with arbitrary content."""
+    def __init__(self, most: int, prepare: Callable[[int, int], None] | None = None) -> None:
+        self._left = most
+        self._prepare = prepare
+        # Without a lock: what comes back may come at any time.
+        self._free: deque[mmap.mmap] = deque()
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        """An array of `num_bytes` bytes with arbitrary content; None if that is too large, or all
+        buffers are in use. Raises what `prepare` raises.
+        """
         if not 0 < num_bytes <= BUFFER_BYTES:
-            return np.empty(num_bytes, np.uint8)
+            return None
         try:
-            memory = self._kept.pop()
+            memory = self._free.pop()
         except IndexError:
+            if not self._left:
+                return None
             memory = mmap.mmap(-1, BUFFER_BYTES)
-        return lent(memory, num_bytes, self._kept)
+            if self._prepare is not None:
+                self._prepare(np.frombuffer(memory, np.uint8).ctypes.data, BUFFER_BYTES)
+            self._left -= 1
+        return lent(memory, num_bytes, self._free)

@@ -357,7 +357,7 @@ class NodeService:
             elif not queued.worker.is_open:
                 reason = "the engine ended before they were copied"
             self.capturing.refuse(queued, reason)
-        queued.refuse_rest(refusal)
+        queued.admitted.refuse_rest(refusal)
         self._end_job(queued, 0)
 
     def _detach(self, worker: attached.AttachedWorker) -> None:
@@ -385,10 +385,10 @@ class NodeService:
             num_bytes = self._copying.carry_out(queued)
         except PlanError as error:
             logger.warning("refused a malformed job: %s", error)
-            queued.refuse_rest(Refusal.BAD_HANDLE)
+            queued.admitted.refuse_rest(Refusal.BAD_HANDLE)
         except Exception:
             logger.exception("job %d failed", queued.admitted.job.job_id)
-            queued.refuse_rest(Refusal.COPY_FAILED)
+            queued.admitted.refuse_rest(Refusal.COPY_FAILED)
         waited_s, took_s = began - queued.submitted_at, self.keeper.now() - began
         with self._lock:
             self.meter.ran(queued.direction, waited_s, took_s)
@@ -399,7 +399,7 @@ class NodeService:
         job, took_s = queued.admitted, self.keeper.now() - queued.submitted_at
         with self._lock:
             self.keeper.end_chunks(job, sorted(job.under_way), ok=False)
-            result = self.keeper.owner.jobs.end_job(job, queued.refusals, num_bytes, took_s)
+            result = self.keeper.owner.jobs.end_job(job, num_bytes, took_s)
             if job.job.capture is None:
                 self._count(queued, result, num_bytes)
         queued.worker.send(JobResults([result]))

@@ -259,7 +259,7 @@ class JobSides:
         (admitted,) = self._keeper.owner.jobs.announce(ENGINE, 0, 1, [job], self._keeper.now())
         queued = QueuedJob(self._worker, admitted, began)
         num_bytes = self._copying.carry_out(queued)
-        result = self._keeper.owner.jobs.end_job(admitted, queued.refusals, num_bytes, 0.0)
+        result = self._keeper.owner.jobs.end_job(admitted, num_bytes, 0.0)
         took_s = time.perf_counter() - began
         assert not result.refusals, result.refusals
         assert num_bytes == len(job.keys) * self._shape.chunk_bytes, num_bytes

@@ -93,7 +93,7 @@ def store(pool: NodePool, job: CopyJob, now: float) -> int:
     (admitted,) = pool.jobs.announce(ENGINE, 0, 1, [job], now)
     pool.begin_chunks(admitted, range(JOB_CHUNKS), now)
     pool.jobs.end_chunks(admitted, range(JOB_CHUNKS), ok=True)
-    return len(pool.jobs.end_job(admitted, {}, 0, 0.0).failed_chunks)
+    return len(pool.jobs.end_job(admitted, 0, 0.0).failed_chunks)
 
 
 def fill(pool: NodePool, count: int) -> int:

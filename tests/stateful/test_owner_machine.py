@@ -161,7 +161,9 @@ class OwnerMachine(RuleBasedStateMachine):
         made = data.draw(st.sampled_from(self.jobs))
         self.jobs.remove(made)
         self.node.jobs.end_chunks(made, range(len(made.keys)), ok=ok)
-        result = self.node.jobs.end_job(made, {0: refusal, 99: refusal}, 1, 0.5)
+        if made.chunks:
+            made.chunks[0] = refusal
+        result = self.node.jobs.end_job(made, 1, 0.5)
         result = decode(encode(result), CopyResult)
         for row in result.rows:
             there = self.node.index.find(row.namespace, row.key)
@@ -255,7 +257,7 @@ class OwnerMachine(RuleBasedStateMachine):
         """Once all have ended and are gone, there is nothing but READY chunks."""
         for made in self.jobs:
             self.node.jobs.end_chunks(made, range(len(made.keys)), ok=True)
-            self.node.jobs.end_job(made, {}, 0, 0.0)
+            self.node.jobs.end_job(made, 0, 0.0)
         for record in self.landing:
             self.node.landings.landed(record, ok=True)
         for record in self.reading:

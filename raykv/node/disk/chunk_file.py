@@ -13,8 +13,8 @@ it. What is read is compared with its checksum.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,25 +105,31 @@ def write_chunks(
         "namespace": str(namespace),
         "chunks": msgspec.json.encode(sealed).decode(),
     }
-    part = path.with_name(path.name + PART_SUFFIX)
-    try:
-        _save({each.key.hex(): each.data for each in chunks}, part, metadata)
+    with whole(path) as part:
+        save_file({each.key.hex(): each.data for each in chunks}, part, metadata)
         num_bytes = to_disk(part)
-        part.rename(path)
-        to_disk(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    to_disk(path.parent)
     return num_bytes
 
 
-def _save(tensors: dict[str, Bytes], path: Path, metadata: dict[str, str]) -> None:
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that gets its name, whatever has it, at the end.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    part = path.with_name(path.name + PART_SUFFIX)
     try:
-        save_file(tensors, path, metadata)
-    except Exception as error:
+        yield part
+        part.rename(path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) or not isinstance(error, Exception):
+            raise
         # The library wraps the system's errors in one of its own.
-        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        raise OSError(str(error)) from error
 
 
 def to_disk(path: Path) -> int:

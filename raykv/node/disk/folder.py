@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from raykv.base import deadlines, errors, ownership
-from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk
+from raykv.node.disk.chunk_file import PART_SUFFIX, SUFFIX, ChunkFile, read_header, to_disk, whole
 from raykv.protocol import columns, findings
 
 logger = logging.getLogger("raykv.disk")
@@ -117,11 +117,9 @@ class TierFolder:
         Raises:
             OSError: it can't be written; what was there stays.
         """
-        path = self.path / _FLOORS
-        part = path.with_name(path.name + PART_SUFFIX)
-        part.write_bytes(msgspec.json.encode(floors))
-        to_disk(part)
-        part.rename(path)
+        with whole(self.path / _FLOORS) as part:
+            part.write_bytes(msgspec.json.encode(floors))
+            to_disk(part)
         to_disk(self.path)
 
     def new_path(self) -> Path:

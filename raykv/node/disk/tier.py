@@ -30,7 +30,6 @@ import xxhash
 
 from raykv.base import deadlines, errors, settings, threads
 from raykv.base.ids import Key, Namespace, Refusal
-from raykv.base.shares import Share
 from raykv.memory.region import yield_to_others
 from raykv.node.disk import chunk_file, reads
 from raykv.node.disk.folder import TierFolder
@@ -321,9 +320,8 @@ class DiskTier:
         data = self._keeper.bytes_of(record).copy()
         checksum = xxhash.xxh3_64_intdigest(data.data)
         refusal = self._keeper.check_bytes(record, checksum)
-        with self._lock:
-            has_share = record.tenant in self._owner.orders.shares
-            whose = record.namespace, record.tenant if has_share else ""
+        tenant = record.tenant
+        whose = record.namespace, tenant if tenant in self._shelf.shares else ""
         batch = self._batches.setdefault(whose, _Batch(time.monotonic()))
         # Whether the chunk has gone since does not matter to the copy.
         is_sound = refusal is Refusal.NONE or record.checksum in (None, checksum)
@@ -377,8 +375,6 @@ class DiskTier:
             DiskError: less than the floor would stay free.
         """
         with self._lock:
-            shares = self._owner.orders.shares.items()
-            self._shelf.shares = {name: Share(each.guaranteed, each.most) for name, each in shares}
             if not self._shelf.can_hold(num_bytes, tenant):
                 return False
             gone = self._shelf.give_way(num_bytes, tenant)

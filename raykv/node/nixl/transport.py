@@ -17,7 +17,6 @@ is given up may still write into its buffer, which nobody is lent until it has e
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import deque
@@ -25,12 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from raykv.base.ids import Refusal
 from raykv.node.nixl.agent import NixlAgent, NixlError, Part
 from raykv.node.peers import Bytes, Call, PeerError, Peers, PeerTransport, PendingRead, received
-from raykv.node.read import lent
+from raykv.node.read import Buffers
 from raykv.protocol import columns, copies, framing, node
 
 logger = logging.getLogger("raykv.node")
@@ -42,39 +39,9 @@ NIXL_AGAIN_S = 60.0
 NIXL_LOOK_S = 0.0005
 
 
-BUFFER_BYTES = 64 << 20
-"""Bytes of each buffer that reads land in; a larger read goes through Ray."""
-
 MOST_BUFFERS = 6
-"""Reads under way and not copied yet; those beyond go through Ray. 384 MiB at most."""
-
-
-class _Buffers:
-    """Registered memory for reads; a buffer comes back when nobody sees its bytes any more."""
-
-    def __init__(self, agent: NixlAgent) -> None:
-        self._agent = agent
-        self._free: deque[mmap.mmap] = deque()
-        self._num_made = 0
-
-    def take(self, num_bytes: int) -> Bytes | None:
-        """An array of `num_bytes` bytes, or None if that is too large, or all are in use.
-
-        Raises:
-            NixlError: the memory can't be registered.
-        """
-        if not 0 < num_bytes <= BUFFER_BYTES:
-            return None
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            if self._num_made == MOST_BUFFERS:
-                return None
-            memory = mmap.mmap(-1, BUFFER_BYTES)
-            whole = np.frombuffer(memory, np.uint8)
-            self._agent.register(whole.ctypes.data, BUFFER_BYTES)
-            self._num_made += 1
-        return lent(memory, num_bytes, self._free)
+"""Reads under way and not copied yet; those beyond, and larger ones, go through Ray. 384 MiB at
+most."""
 
 
 @dataclass(slots=True)
@@ -104,7 +71,7 @@ class NixlTransport:
         self.bytes_read = 0
         self._others = others
         self._lock = threading.Lock()
-        self._buffers = _Buffers(agent)
+        self._buffers = Buffers(MOST_BUFFERS, agent.register)
         self._known: dict[str, _Known] = {}
         self._reads: list[_NixlRead] = []
         # Buffers of transfers that have failed, and until when they are not used again.

@@ -656,7 +656,8 @@ class PoolIndex:
     # Tenants
 
     def share(self, shares: Mapping[str, Share]) -> None:
-        """Tenants have these shares of the pool from now on, by label."""
+        """Tenants have these shares of the pool and of the disk from now on, by label."""
+        self.shelf.shares = shares
         self.room.share(shares, (r for some in self._ready.values() for r in some.values()))
 
     def check(self) -> None:

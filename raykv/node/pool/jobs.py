@@ -26,7 +26,7 @@ from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import VOID, ChunkRecord, OfferedChunk, StorePart
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
-from raykv.protocol.listing import ListedRows, Reason
+from raykv.protocol.listing import ListedRows
 
 STORE_EXPIRY_S = 30.0
 """How long after a chunk's first part the others may come."""
@@ -43,7 +43,8 @@ LANDINGS = 0
 
 @dataclass(slots=True, eq=False)
 class AdmittedJob:
-    """A rank's job, with a ticket or a refusal for each chunk, None for those not begun.
+    """A rank's job, with a ticket or a refusal for each chunk, None for those not begun. What fails
+    of a chunk that has a ticket is its refusal from then on.
 
     `part`: of the store that is to be ended; None for loads, and where nothing was stored.
     `slot_bytes`: of each chunk; 0 if no slot is right for it. `under_way`: chunks that were begun
@@ -56,6 +57,7 @@ class AdmittedJob:
     keys: list[Key]
     blocks: list[Blocks]
     chunks: list[ChunkRecord | Refusal | None]
+    sizes: Mapping[int, int] = field(default_factory=dict)
     part: StorePart | None = None
     slot_bytes: list[int] = field(default_factory=list)
     under_way: dict[int, ChunkRecord] = field(default_factory=dict)
@@ -76,8 +78,15 @@ class AdmittedJob:
         if isinstance(found, ChunkRecord):
             self.under_way[at] = found
 
+    def refuse_rest(self, refusal: Refusal) -> None:
+        """What nobody has refused so far has failed; copies that are under way are still to end."""
+        for at, found in enumerate(self.chunks):
+            if not (isinstance(found, Refusal) and found):
+                self.chunks[at] = refusal
+
     def take_sizes(self, sizes: Mapping[int, int]) -> None:
         """Its slots have these sizes, by KV group."""
+        self.sizes = sizes
         ends = {group_id.to_bytes(GROUP_BYTES, "big"): size for group_id, size in sizes.items()}
         self.slot_bytes = [ends.get(key[-GROUP_BYTES:], 0) for key in self.keys]
 
@@ -152,7 +161,7 @@ class Jobs:
                 if not made.is_load:
                     self._begin_store(made, num_ranks)
             admitted.append(made)
-        self._begin_loads([made for made in admitted if made.is_load and made.slot_bytes], now)
+        self._begin_loads([made for made in admitted if made.is_load and made.sizes], now)
         return admitted
 
     def _begin_store(self, made: AdmittedJob, num_ranks: int) -> None:
@@ -206,7 +215,7 @@ class Jobs:
         stored = self._index.end_stores(records, made.rank, ok=ok, blocks=blocks)
         if len(stored) < len(ended):
             for at, record in ended.items():
-                if record.state is VOID:
+                if record.state is VOID and made.chunks[at] is record:
                     is_void = self._index.floors.is_void(record.namespace, record.stamp)
                     made.chunks[at] = Refusal.CLEARED if is_void else Refusal.POISONED
         space = self._engines.spaces.get(made.namespace)
@@ -214,23 +223,17 @@ class Jobs:
             space.count(len(stored), 0)
         return stored
 
-    def end_job(
-        self, made: AdmittedJob, failures: Mapping[int, Refusal], num_bytes: int, seconds: float
-    ) -> CopyResult:
-        """A rank has ended a job, once all of its chunks have; `failures` are by their numbers.
+    def end_job(self, made: AdmittedJob, num_bytes: int, seconds: float) -> CopyResult:
+        """A rank has ended a job, once all of its chunks have.
 
         The result says how each chunk of a store is now, and of a load those that failed.
         """
         assert not made.under_way, made
         failed: dict[int, Refusal] = {}
-        is_load = made.is_load
         for at, found in enumerate(made.chunks):
-            refusal = failures.get(at)
             if isinstance(found, ChunkRecord):
-                if is_load and refusal is Refusal.CORRUPT:
-                    self._index.drop(found, Reason.DAMAGED)
-            elif not refusal:
-                refusal = Refusal.CANCELLED if found is None else self._still(made, at, found)
+                continue
+            refusal = Refusal.CANCELLED if found is None else self._still(made, at, found)
             if refusal and refusal is not Refusal.HERE:
                 failed[at] = refusal
         part, made.part = made.part, None
@@ -240,7 +243,7 @@ class Jobs:
             self._index.end_job(part)
         rows = ListedRows()
         if made.job.capture is None:
-            shown = failed if is_load else range(len(made.keys))
+            shown = failed if made.is_load else range(len(made.keys))
             rows = self._index.rows(made.namespace, [made.keys[at] for at in shown])
         return CopyResult(
             made.job.job_id,

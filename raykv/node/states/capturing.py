@@ -202,7 +202,7 @@ class Capturing:
         try:
             num_bytes = self._carry_out(queued)
         except _RefusedError as refused:
-            queued.refuse_rest(refused.refusal)
+            queued.admitted.refuse_rest(refused.refusal)
         finally:
             self._answer(queued, num_bytes)
 

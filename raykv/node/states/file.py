@@ -32,6 +32,7 @@ from safetensors import TensorSpec, deserialize, serialize_file
 from raykv.base.errors import HiddenStatesError
 from raykv.base.ownership import make_own_folder, open_own, require_own_folder, require_settled
 from raykv.base.threads import start_thread
+from raykv.node.disk.chunk_file import whole
 
 # For a file of states to be written, for a reader that does not say otherwise: the promise is as
 # old as the request, which may be computed for minutes.
@@ -42,7 +43,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a folder in which nothing can be created now."""
 
 LOCK_SUFFIX = ".lock"
-PART_SUFFIX = ".part"
 
 _HEAD = b"RayKV hidden states\n"
 _WHOLE = b"whole\n"
@@ -250,24 +250,14 @@ def write_states(path: str, states: HiddenStates) -> None:
     Raises:
         OSError: it can't be written; then nothing of it is left.
     """
-    part = Path(f"{path}{PART_SUFFIX}")
     specs = {
         name: TensorSpec(
             dtype=dtype, shape=raw.shape, data_ptr=raw.ctypes.data, data_len=raw.nbytes
         )
         for name, (raw, dtype) in states.columns.items()
     }
-    try:
-        # It replaces whatever has that name, a link too.
+    with whole(Path(path)) as part:
         serialize_file(specs, part, {"request_id": states.request_id})
-        part.rename(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError) or not isinstance(error, Exception):
-            raise
-        # The library wraps the file system's errors in one of its own.
-        raise OSError(str(error)) from error
 
 
 def load_hidden_states(path: str, timeout_s: float = STATES_LOAD_S) -> dict[str, Any]:

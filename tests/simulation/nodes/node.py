@@ -36,7 +36,7 @@ from raykv.protocol.engine import (
     Welcome,
 )
 from raykv.protocol.framing import decode, encode
-from raykv.protocol.listing import EVICTIONS
+from raykv.protocol.listing import EVICTIONS, Reason
 from raykv.protocol.node import Report, ReportAnswer
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.node.owned_pool import admit
@@ -343,6 +343,7 @@ class PlayedNode:
         rank_job.kv.write(rank_job.rank, block_id, content)
         if content is not None and content.is_damaged:
             copying.failures[at] = Refusal.CORRUPT
+            self.pool.index.drop(record, Reason.DAMAGED)
 
     def _end_chunk(self, copying: Copying, at: int, *, ok: bool) -> None:
         if not ok:
@@ -356,7 +357,10 @@ class PlayedNode:
             copying.failures[at] = refusal
             self.pool.jobs.end_chunks(copying.admitted, (at,), ok=False)
         copying.left.clear()
-        result = self.pool.jobs.end_job(copying.admitted, copying.failures, 4096, 0.001)
+        for at, failure in copying.failures.items():
+            if failure:
+                copying.admitted.chunks[at] = failure
+        result = self.pool.jobs.end_job(copying.admitted, 4096, 0.001)
         if not copying.is_repeated:
             self._cluster.send_result(copying.line, copying.rank_job, sent(result))
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from raykv.node.read import BUFFER_BYTES, MAX_KEPT, Scratch
+from raykv.node.read import BUFFER_BYTES, Buffers
 
 
 def test_buffer_is_used_again_when_the_last_slice_is_gone() -> None:
-    scratch = Scratch()
-    array = scratch.take(100)
-    address = array.ctypes.data
+    prepared: list[int] = []
+    buffers = Buffers(2, lambda address, _: prepared.append(address))
+    array = buffers.take(100)
+    assert array is not None
     array[:] = 7
     part = array[10:20]
     del array
-    assert len(scratch._kept) == 0
-    other = scratch.take(100)
-    assert other.ctypes.data != address
+    other = buffers.take(100)
+    assert other is not None
+    assert other.ctypes.data == prepared[1] != prepared[0]
     assert part.tolist() == [7] * 10
     del part
-    assert len(scratch._kept) == 1
-    assert scratch.take(BUFFER_BYTES).ctypes.data == address
+    again = buffers.take(BUFFER_BYTES)
+    assert again is not None
+    assert again.ctypes.data == prepared[0]
+    assert len(prepared) == 2
 
 
-def test_large_and_empty_arrays_are_not_kept() -> None:
-    scratch = Scratch()
-    for size in (0, BUFFER_BYTES + 1):
-        assert len(scratch.take(size)) == size
-    assert len(scratch._kept) == 0
+def test_large_and_empty_arrays_are_not_lent() -> None:
+    buffers = Buffers(1)
+    assert [buffers.take(size) for size in (0, BUFFER_BYTES + 1)] == [None, None]
 
 
-def test_no_more_buffers_are_kept_than_allowed() -> None:
-    scratch = Scratch()
-    arrays = [scratch.take(10) for _ in range(MAX_KEPT + 3)]
-    assert len({array.ctypes.data for array in arrays}) == MAX_KEPT + 3
+def test_no_more_buffers_are_made_than_allowed() -> None:
+    buffers = Buffers(3)
+    arrays = [buffers.take(10) for _ in range(4)]
+    assert [array is None for array in arrays] == [False, False, False, True]
     arrays.clear()
-    assert len(scratch._kept) == MAX_KEPT
+    assert buffers.take(10) is not None

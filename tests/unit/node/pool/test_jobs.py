@@ -98,12 +98,12 @@ def test_load_wants_its_blocks(pool: OwnedPool) -> None:
     assert pool.end(job).refusals == bytes([Refusal.WRITING])
 
 
-def test_load_says_of_chunks_that_failed_how_they_are_and_drops_damaged_ones(
-    pool: OwnedPool,
-) -> None:
+def test_load_says_of_chunks_that_failed_how_they_are(pool: OwnedPool) -> None:
     pool.store(1, 2, 3)
     (job,) = pool.admit(pool.loading(1, 2, 3, 4))
     assert pool.store(3, orders=Stamp(0, 1)) == [Refusal.NONE]
+    for found in (job.chunks[0], job.chunks[2]):
+        pool.node.index.drop(begun(found), Reason.DAMAGED)
     # What was damaged is not the chunk that has taken the place of it.
     result = pool.end(job, c0=Refusal.CORRUPT, c2=Refusal.CORRUPT)
     assert where(result.rows) == {key(1): Where.NOWHERE, key(3): Where.RAM, key(4): Where.NOWHERE}
@@ -157,7 +157,7 @@ def test_parts_that_do_not_come_make_a_chunk_void_and_its_job_is_closed() -> Non
         pool.wait(OPEN_S / 3)
     assert num_open_jobs(pool.node.index) == 0
     # The late rank's part does not begin it anew.
-    pool.node.jobs.end_job(job, {}, 0, 0.0)
+    pool.node.jobs.end_job(job, 0, 0.0)
     assert num_open_jobs(pool.node.index) == 0
 
 
@@ -250,7 +250,7 @@ def test_stores_may_be_begun_in_pieces(pool: OwnedPool) -> None:
     pool.node.jobs.end_chunks(job, [0, 1], ok=True)
     assert pool.held() == [1, 2]
     # Given up before the last one.
-    result = pool.node.jobs.end_job(job, {}, 0, 0.0)
+    result = pool.node.jobs.end_job(job, 0, 0.0)
     assert (list(result.failed_chunks), result.refusals) == ([2], bytes([Refusal.CANCELLED]))
     pool.node.begin_chunks(job, [2], pool.now)
     assert job.chunks[2] is None

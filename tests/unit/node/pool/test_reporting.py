@@ -128,7 +128,7 @@ def test_node_of_many_chunks_joins_while_it_goes_on() -> None:
             stores = pool.storing(*range(10**6 + num_new, 10**6 + num_new + 500))
             (job,) = admit(node, 1, 0, 1, [stores], pool.now)
             node.jobs.end_chunks(job, range(500), ok=True)
-            assert not node.jobs.end_job(job, {}, 0, 0.0).failed_chunks
+            assert not node.jobs.end_job(job, 0, 0.0).failed_chunks
             num_new += 500
     assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
     assert len(parts) <= pages // MOST_ROWS + 5
