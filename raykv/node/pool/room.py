@@ -280,7 +280,7 @@ class Room:
             latest = max((record.used for record in records), default=0)
             if found is not None and latest > oldest:
                 continue
-            taken: Counter[int] = Counter()
+            taken: Counter[str] = Counter()
             for record in records:
                 taken[self._holder(record.tenant)] += record.slot_bytes
             goes_below = any(

@@ -258,7 +258,7 @@ def test_copy_that_comes_to_the_disk_last_is_not_always_the_best_one(
     write_chunks(path, NAMESPACE, chunks)
     tier._add(read_header(path), {wide.key, later.key})
     entries = [tier._shelf.find(NAMESPACE, each.key) for each in (wide, later)]
-    assert all(entry is not None and entry.file != path.name for entry in entries)
+    assert all(entry is not None and entry.file.name != path.name for entry in entries)
 
 
 def test_chunk_from_before_the_orders_is_not_found_again_where_anything_was_cleared(
