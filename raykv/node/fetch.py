@@ -27,7 +27,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
 from raykv.node.pool.records import ChunkState, OfferedChunk
 from raykv.node.read import blocks_in
-from raykv.protocol import columns, copies, framing, measures
+from raykv.protocol import columns, copies, measures
 
 logger = logging.getLogger("raykv.node")
 
@@ -106,8 +106,6 @@ class FetchService:
         refusal, never an exception.
         """
         fetch = _Fetch(order, time.monotonic())
-        if order.version != framing.PROTOCOL_VERSION:
-            return self._result(fetch, [Refusal.BAD_HANDLE] * len(order.keys))
         claimed = self._claim(fetch)
         try:
             self._begin(fetch)

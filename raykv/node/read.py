@@ -18,7 +18,7 @@ from raykv.base.ids import NO_BLOCKS, Blocks, Key, Namespace, Refusal, Stamp
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
-from raykv.protocol import columns, engine, framing
+from raykv.protocol import columns, engine
 from raykv.protocol.copies import Read, ReadReply
 from raykv.protocol.listing import ListedRow, ListedRows, Reason, Where
 
@@ -172,9 +172,8 @@ def answer(
 
 
 def _is_answered(request: Read) -> bool:
-    """Whether a read is one of our version, and not too large."""
-    is_small = len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
-    return request.version == framing.PROTOCOL_VERSION and is_small
+    """Whether a read is not too large."""
+    return len(request.keys) == 1 or sum(request.slot_bytes) <= MAX_READ_BYTES
 
 
 def _with_reads(reply: ReadReply, reads: Sequence[ChunkRead]) -> ReadReply:

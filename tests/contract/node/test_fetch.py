@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
 import pytest
 
 from raykv.base.ids import ALL_BLOCKS, Blocks, Namespace, Refusal, Stamp
@@ -40,7 +39,6 @@ from tests.fixtures.node.peers import (
     given_up,
     of_other_size,
     only_in_other_namespace,
-    order_of,
     wanted,
     within,
 )
@@ -431,16 +429,6 @@ def test_no_wrong_bytes_are_ready_whatever_the_source_overwrites_meanwhile(
 # Orders that are wrong or empty
 
 
-def test_order_of_another_version_is_refused_whole(here: Node, source: Node) -> None:
-    chunks = [wanted(source.store(key(i)), source) for i in range(2)]
-    right = order_of(chunks)
-    result = here.fetcher.fetch(msgspec.structs.replace(right, version=right.version + 1))
-    assert Fetched(result, 2).refusals == [Refusal.BAD_HANDLE] * 2
-    assert source.network.reads == []
-    assert here.fetch(chunks).refusals == [NONE] * 2
-
-
-@pytest.mark.parametrize("slot_bytes", [0, -PAGE, 1 << 40])
 def test_order_of_a_size_that_no_slot_has_is_refused_and_nobody_is_blamed(
     here: Node, source: Node, slot_bytes: int
 ) -> None:

@@ -25,7 +25,6 @@ from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import ReadReply
-from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.listing import Where
 from tests.fixtures.keys import numbered_key as key
 from tests.fixtures.node.peers import (
@@ -105,14 +104,6 @@ def test_chunk_that_was_stored_anew_is_the_one_that_is_named(source: Node) -> No
     source.evict(record)
     source.store(key(0))
     assert read(source, record) == ([NONE], content(record))
-
-
-def test_question_of_another_version_is_refused_whole(source: Node) -> None:
-    record = source.store(key(0))
-    wrong = msgspec.structs.replace(question(record, record), version=PROTOCOL_VERSION + 1)
-    reply, data = source.reader.read(wrong)
-    assert reasons(reply) == [Refusal.BAD_HANDLE] * 2
-    assert len(data) == 0
 
 
 def test_more_than_the_bound_is_refused_unless_it_is_one_chunk(
