@@ -25,7 +25,7 @@ from raykv.base.ids import NO_BLOCKS, Key, Namespace, Refusal, Stamp
 from raykv.cluster import breaker, names
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import Bytes, PeerError, PeerTransport, PendingRead
-from raykv.node.pool.records import ChunkState, OfferedChunk
+from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.node.read import blocks_in
 from raykv.protocol import columns, copies, measures
 
@@ -302,7 +302,7 @@ class FetchService:
                 stamp = next(stamps)
                 if piece.source.kind is columns.SourceKind.IMPORT:
                     stamp = fetch.orders
-                offered = OfferedChunk(
+                offered = ChunkRecord(
                     fetch.namespace,
                     chunk.key,
                     chunk.slot_bytes,
@@ -318,7 +318,7 @@ class FetchService:
                 chunk.refusal = refusal
                 fetch.waiting.append(chunk)
 
-    def _take(self, fetch: _Fetch, chunk: OfferedChunk, part: Bytes, checksum: int) -> Refusal:
+    def _take(self, fetch: _Fetch, chunk: ChunkRecord, part: Bytes, checksum: int) -> Refusal:
         """Copy a chunk into a slot, if it is what was sent, and may be here."""
         if xxhash.xxh3_64_intdigest(part.data) != checksum:
             logger.warning("a chunk arrived corrupt; it is not used")

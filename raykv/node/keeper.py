@@ -26,7 +26,7 @@ from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Refusal, Slot
 from raykv.memory.pool import Pool, PoolEntry
 from raykv.node.pool import catalog, claims, jobs
 from raykv.node.pool.owner import NodePool
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk
+from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol import engine, listing, operator
 
 logger = logging.getLogger("raykv.node")
@@ -129,7 +129,7 @@ class PoolKeeper:
 
     # Other nodes
 
-    def land(self, chunk: OfferedChunk) -> ChunkRecord | Refusal:
+    def land(self, chunk: ChunkRecord) -> ChunkRecord | Refusal:
         """A slot for a chunk of another node, with its stamp there; `landed` ends it.
 
         `CLEARED`: it is void here. `HERE`: so is that chunk, and no older. `NO_ROOM`: as much is on

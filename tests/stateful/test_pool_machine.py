@@ -30,7 +30,7 @@ from raykv.node.pool.claims import Owner, OwnerKind
 from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, OPEN_S, PoolIndex
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing, StorePart
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import ALL_READ, ListingPart, Reason, Where
 from tests.fixtures.node.listing_reader import ListingReader
@@ -140,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
         size = PAGES[key[-1]] * PAGE
         before = self.index.find(*name)
         protected = [each for each in self.ready() if self.is_protected(each, part)]
-        chunk = OfferedChunk(namespace, key, size, stamp, blocks, tenant=str(life))
+        chunk = ChunkRecord(namespace, key, size, stamp, blocks, tenant=str(life))
         is_first = (life, part.job_id, *name) not in self.verdicts
         found = self.index.begin_stores(part, [chunk], self.now, self.now + 30)[0]
         first = self.verdicts.setdefault((life, part.job_id, *name), found)

@@ -34,7 +34,7 @@ from raykv.node.disk.tier import FILE_BYTES, DiskTier
 from raykv.node.fetch import FetchService
 from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError, PendingRead
-from raykv.node.pool.records import OfferedChunk
+from raykv.node.pool.records import ChunkRecord
 from raykv.node.service import NodeService, boot_life
 from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
 from raykv.protocol.copies import Fetch, Read
@@ -166,7 +166,7 @@ class BenchTier:
         wait(lambda: not self._tier.reads.stats().num_files, "the files are deleted", LOOK_S)
         keys = [key_of(next(self._numbers)) for _ in range(self._num_chunks)]
         for number, key in enumerate(keys):
-            record = self._keeper.land(OfferedChunk(NAMESPACE, key, CHUNK_BYTES, self._stamp))
+            record = self._keeper.land(ChunkRecord(NAMESPACE, key, CHUNK_BYTES, self._stamp))
             if isinstance(record, Refusal):
                 raise ClusterError(f"the pool takes no chunk: {record.name}")
             start = self._random.ctypes.data + (number * 997) % CHUNK_BYTES

@@ -36,7 +36,6 @@ from raykv.node.pool.records import (
     VOID,
     WRITING,
     ChunkRecord,
-    OfferedChunk,
     OpenJob,
     Standing,
     StorePart,
@@ -291,9 +290,10 @@ class PoolIndex:
     # Stores
 
     def begin_stores(
-        self, part: StorePart, chunks: Sequence[OfferedChunk], now: float, expires_at: float
+        self, part: StorePart, chunks: Sequence[ChunkRecord], now: float, expires_at: float
     ) -> list[ChunkRecord | Refusal]:
-        """Let a rank write its parts of a job's chunks, or say of each why not.
+        """Let a rank write its parts of a job's chunks, or say of each why not. They come as new
+        records; those of the rank that comes first are those of all.
 
         `HERE`: it is there already, or has just been joined by the last part. `WRITING`: another
         job stores it. `NO_ROOM`: nothing may go for it. `POISONED`: another rank's part has failed,
@@ -307,7 +307,7 @@ class PoolIndex:
         if job.ended >> part.rank & 1:
             return [Refusal.POISONED] * len(chunks)
         names = [(chunk.namespace, chunk.key) for chunk in chunks]
-        new: dict[claims.Name, OfferedChunk] = {}
+        new: dict[claims.Name, ChunkRecord] = {}
         for name, chunk in zip(names, chunks, strict=True):
             if name not in job.verdicts:
                 new.setdefault(name, chunk)
@@ -342,12 +342,12 @@ class PoolIndex:
         self._jobs.setdefault(part.life, jobs)[part.job_id] = job
         return job
 
-    def objection(self, chunk: OfferedChunk) -> Refusal | None:
+    def objection(self, chunk: ChunkRecord) -> Refusal | None:
         """Why a chunk that is offered needs no slot, or gets none, as things are."""
         name = chunk.namespace, chunk.key
         return self._objections({name: chunk}).get(name)
 
-    def _objections(self, chunks: Mapping[claims.Name, OfferedChunk]) -> dict[claims.Name, Refusal]:
+    def _objections(self, chunks: Mapping[claims.Name, ChunkRecord]) -> dict[claims.Name, Refusal]:
         """Those of chunks that are offered for which there is an objection."""
         found: dict[claims.Name, Refusal] = {}
         # Chunks of a job are mostly alike.
@@ -381,7 +381,7 @@ class PoolIndex:
             return Refusal.NO_ROOM
         return None
 
-    def _has(self, here: ChunkRecord, chunk: OfferedChunk) -> bool:
+    def _has(self, here: ChunkRecord, chunk: ChunkRecord) -> bool:
         """Whether that has the blocks of a chunk that is offered, and is no older."""
         return here.blocks.has(chunk.blocks) and not self.floors.is_older(here.stamp, chunk.stamp)
 
@@ -389,7 +389,7 @@ class PoolIndex:
         self,
         job: OpenJob,
         part: StorePart,
-        new: Mapping[claims.Name, OfferedChunk],
+        new: Mapping[claims.Name, ChunkRecord],
         now: float,
         expires_at: float,
     ) -> None:
@@ -398,13 +398,12 @@ class PoolIndex:
         for size in left:
             self.room.want(size, now)
         full, verdicts, coming = job.full, job.verdicts, Reason.COMING
-        for name, chunk in new.items():
-            record = None
-            if not full or group_of(chunk.key) not in full:
-                record = self._new_record(job, chunk, left[chunk.slot_bytes], now)
-            left[chunk.slot_bytes] -= 1
-            if record is None:
-                full.add(group_of(chunk.key))
+        for name, record in new.items():
+            is_full = bool(full) and group_of(record.key) in full
+            has_slot = not is_full and self._place(job, record, left[record.slot_bytes], now)
+            left[record.slot_bytes] -= 1
+            if not has_slot:
+                full.add(group_of(record.key))
                 verdicts[name] = Refusal.NO_ROOM
                 continue
             verdicts[name] = self._writing[name] = record
@@ -413,17 +412,13 @@ class PoolIndex:
             self.room.came(record)
             self.listing.changed(record, coming)
 
-    def _new_record(
-        self, job: OpenJob, chunk: OfferedChunk, count: int, now: float
-    ) -> ChunkRecord | None:
-        """A record with a slot; with more to come, room is made for as many like it."""
-        record = ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, chunk.stamp)
-        record.tenant = self.room.tenant(chunk.tenant)
-        record.blocks, record.came_at = chunk.blocks, now
+    def _place(self, job: OpenJob, record: ChunkRecord, count: int, now: float) -> bool:
+        """Give a record a slot; with more to come, room is made for as many like it."""
+        record.tenant, record.came_at = self.room.tenant(record.tenant), now
         while not self.places.place(record):
             if not self._make_room(job, record, count, now):
-                return None
-        return record
+                return False
+        return True
 
     def _join(self, record: ChunkRecord | Refusal, part: StorePart) -> ChunkRecord | Refusal:
         """What a rank is told of a chunk, by the verdict about it."""

@@ -23,7 +23,7 @@ from typing import cast
 from raykv.base.ids import GROUP_BYTES, Blocks, Direction, Key, Namespace, Refusal
 from raykv.node.pool.engines import LocalEngines
 from raykv.node.pool.index import PoolIndex
-from raykv.node.pool.records import VOID, ChunkRecord, OfferedChunk, StorePart
+from raykv.node.pool.records import VOID, ChunkRecord, StorePart
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows
@@ -192,7 +192,7 @@ class Jobs:
         keys, sizes, blocks = made.keys, made.slot_bytes, made.blocks
         new = [at for at in numbers if made.chunks[at] is None]
         offered = [
-            OfferedChunk(namespace, keys[at], sizes[at], orders, blocks[at], tenant) for at in new
+            ChunkRecord(namespace, keys[at], sizes[at], orders, blocks[at], tenant) for at in new
         ]
         found = self._index.begin_stores(made.part, offered, now, now + STORE_EXPIRY_S)
         for at, each in zip(new, found, strict=True):
@@ -283,7 +283,7 @@ class Landings:
         self._landing: dict[ChunkRecord, StorePart] = {}
         self._num_begun = 0
 
-    def land(self, chunk: OfferedChunk, now: float) -> ChunkRecord | Refusal:
+    def land(self, chunk: ChunkRecord, now: float) -> ChunkRecord | Refusal:
         """A chunk has come, or is about to: a slot to write it to, or why it gets none.
 
         It was wanted here: for some seconds it does not go.

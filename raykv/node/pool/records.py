@@ -65,14 +65,17 @@ NORMAL = Standing.NORMAL
 
 
 class ChunkRecord(msgspec.Struct, eq=False, gc=False):
-    """One stay of a chunk in a pool. There are millions: the garbage collector passes them by, and
-    who takes one out of a queue takes its links away. A pool is not given up before its process.
+    """One stay of a chunk in a pool, which has a slot once it was admitted.
+
+    There are millions: the garbage collector passes them by, and who takes one out of a queue takes
+    its links away. A pool is not given up before its process.
 
     Args:
         namespace: see `Namespace`.
         key: see `Key`.
         slot_bytes: what the slot takes up.
         stamp: the orders under which its bytes were stored.
+        blocks: those of it that are stored.
         tenant: its label; empty: nobody's in particular.
         slot: where its bytes are.
     """
@@ -81,10 +84,10 @@ class ChunkRecord(msgspec.Struct, eq=False, gc=False):
     key: Key
     slot_bytes: int
     stamp: Stamp
+    blocks: Blocks = ALL_BLOCKS
     tenant: str = ""
     slot: Slot = Slot(-1)
     state: ChunkState = ChunkState.WRITING
-    blocks: Blocks = ALL_BLOCKS
     number: int = 0
     """Of the listing, when it last changed."""
     readers: int = 0
@@ -131,17 +134,6 @@ class StorePart(msgspec.Struct, frozen=True, gc=False):
     job_id: int
     rank: int = 0
     num_ranks: int = 1
-
-
-class OfferedChunk(msgspec.Struct, frozen=True, gc=False):
-    """What a store offers; see `ChunkRecord` for its fields."""
-
-    namespace: Namespace
-    key: Key
-    slot_bytes: int
-    stamp: Stamp
-    blocks: Blocks = ALL_BLOCKS
-    tenant: str = ""
 
 
 class RecordQueue:

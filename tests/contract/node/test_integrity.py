@@ -16,7 +16,7 @@ from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import SLOT_ALIGNMENT, Key, Namespace, NodeId, Refusal
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk
+from raykv.node.pool.records import ChunkRecord, ChunkState
 from raykv.protocol.listing import Reason, Where
 from raykv.protocol.operator import OrdersDocument
 from tests.fixtures.keys import numbered_key as key
@@ -240,7 +240,7 @@ def open_pool(path: Path, geometry: PoolGeometry = GEOMETRY) -> PoolKeeper:
 
 
 def store(keeper: PoolKeeper, chunk: Wanted) -> ChunkRecord:
-    record = keeper.land(OfferedChunk(chunk.namespace, chunk.key, chunk.slot_bytes, STAMP, WHOLE))
+    record = keeper.land(ChunkRecord(chunk.namespace, chunk.key, chunk.slot_bytes, STAMP, WHOLE))
     assert isinstance(record, ChunkRecord)
     ctypes.memmove(keeper.address_of(record), content(chunk), chunk.slot_bytes)
     keeper.landed(record, ok=True)

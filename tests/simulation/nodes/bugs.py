@@ -28,7 +28,7 @@ from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.jobs import Jobs, Landings
 from raykv.node.pool.listing import Listing
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, StorePart
+from raykv.node.pool.records import ChunkRecord, ChunkState, StorePart
 from raykv.node.pool.reporting import Reporting
 from raykv.node.pool.room import Room
 from raykv.protocol.columns import NamedKeys
@@ -109,7 +109,7 @@ def _begin_anyway(
     index: PoolIndex,
     begin: Callable[..., list[ChunkRecord | Refusal]],
     part: StorePart,
-    chunks: Sequence[OfferedChunk],
+    chunks: Sequence[ChunkRecord],
     *times: float,
 ) -> list[ChunkRecord | Refusal]:
     """Begin stores, though another rank has ended the job."""
@@ -128,7 +128,7 @@ def verdict_differs_between_ranks(patches: pytest.MonkeyPatch) -> None:
     begin = PoolIndex.begin_stores
 
     def begin_stores(
-        index: PoolIndex, part: StorePart, chunks: Sequence[OfferedChunk], *times: float
+        index: PoolIndex, part: StorePart, chunks: Sequence[ChunkRecord], *times: float
     ) -> list[ChunkRecord | Refusal]:
         job = index._job(part)
         if not isinstance(job, Refusal):
@@ -146,7 +146,7 @@ def rank_of_a_voided_store_joins_again(patches: pytest.MonkeyPatch) -> None:
     begin = PoolIndex.begin_stores
 
     def begin_stores(
-        index: PoolIndex, part: StorePart, chunks: Sequence[OfferedChunk], *times: float
+        index: PoolIndex, part: StorePart, chunks: Sequence[ChunkRecord], *times: float
     ) -> list[ChunkRecord | Refusal]:
         job = index._job(part)
         if not isinstance(job, Refusal):
@@ -264,7 +264,7 @@ def floor_of_what_was_fetched_is_not_compared(patches: pytest.MonkeyPatch) -> No
     land, is_void = Landings.land, PoolIndex._is_void
     landed: set[ChunkRecord] = set()
 
-    def land_all(landings: Landings, chunk: OfferedChunk, now: float) -> ChunkRecord | Refusal:
+    def land_all(landings: Landings, chunk: ChunkRecord, now: float) -> ChunkRecord | Refusal:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Floors, "is_void", lambda *_: False)
             found = land(landings, chunk, now)

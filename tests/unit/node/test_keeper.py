@@ -24,7 +24,7 @@ from raykv.base.ids import (
 from raykv.node.integrity import Integrity
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.jobs import AdmittedJob
-from raykv.node.pool.records import ChunkRecord, OfferedChunk
+from raykv.node.pool.records import ChunkRecord
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.listing import Reason
@@ -99,7 +99,7 @@ def orders(number: int, floors: Mapping[str, int] | None = None) -> OrdersDocume
 
 
 def land(keeper: PoolKeeper, chunk: int) -> ChunkRecord | Refusal:
-    return keeper.land(OfferedChunk(MODEL, numbered_key(chunk), PAGE, Stamp(0, 0), BLOCKS))
+    return keeper.land(ChunkRecord(MODEL, numbered_key(chunk), PAGE, Stamp(0, 0), BLOCKS))
 
 
 # Jobs

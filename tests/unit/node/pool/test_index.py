@@ -16,7 +16,7 @@ from raykv.node.pool.floors import Floors
 from raykv.node.pool.index import FRESH_S, MAX_OPEN_JOBS, PoolIndex
 from raykv.node.pool.listing import Listing
 from raykv.node.pool.places import MOST_SIZES, Places
-from raykv.node.pool.records import ChunkRecord, ChunkState, OfferedChunk, Standing, StorePart
+from raykv.node.pool.records import ChunkRecord, ChunkState, Standing, StorePart
 from raykv.node.pool.room import IDLE_S, NOBODY
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Position, Reason, Where
@@ -227,7 +227,7 @@ def test_as_much_goes_as_a_job_has_chunks() -> None:
     for first in range(0, 4096, 1024):
         pool.store(*map(key, range(first, first + 1024)))
     part = StorePart(1, 999)
-    chunks = [OfferedChunk(A, key(number), PAGE, Stamp(1, 1)) for number in range(5000, 5500)]
+    chunks = [ChunkRecord(A, key(number), PAGE, Stamp(1, 1)) for number in range(5000, 5500)]
     found = pool.index.begin_stores(part, chunks, pool.now, pool.now + 30)
     assert all(isinstance(each, ChunkRecord) for each in found)
     assert pool.index.num_ready == 4096 - 500
@@ -238,7 +238,7 @@ def test_slot_sizes_of_a_pool_are_bounded() -> None:
     pool = Pool()
     index = PoolIndex(PoolGeometry(300 * 512 * PAGE, 512 * PAGE), Listing(1), Floors(1))
     for pages in range(1, 400):
-        chunk = OfferedChunk(A, key(pages), pages * PAGE, Stamp(1, 1))
+        chunk = ChunkRecord(A, key(pages), pages * PAGE, Stamp(1, 1))
         index.begin_stores(StorePart(1, pages), [chunk], pool.now, pool.now + 30)[0]
         index.expire(pool.now)
     assert len(index.places.classes()) == MOST_SIZES
