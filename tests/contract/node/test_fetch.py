@@ -429,6 +429,7 @@ def test_no_wrong_bytes_are_ready_whatever_the_source_overwrites_meanwhile(
 # Orders that are wrong or empty
 
 
+@pytest.mark.parametrize("slot_bytes", [0, -PAGE, 1 << 40])
 def test_order_of_a_size_that_no_slot_has_is_refused_and_nobody_is_blamed(
     here: Node, source: Node, slot_bytes: int
 ) -> None:
