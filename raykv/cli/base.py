@@ -151,6 +151,18 @@ def answer(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
         show(found)
 
 
+def done_each(
+    names: Sequence[str], do: Callable[[str], object], what: str, *, as_json: bool
+) -> None:
+    """Do something to each of these, and say what was done: `what`, a participle."""
+    for name in names:
+        do(name)
+        if not as_json:
+            typer.echo(f"{what} {name}")
+    if as_json:
+        print_json({what: names})
+
+
 def answer_if_any(
     found: T | None, show: Callable[[T], None], nothing: str, *, as_json: bool
 ) -> NoReturn:

@@ -15,8 +15,8 @@ from raykv.cli.base import (
     console,
     counted,
     done,
+    done_each,
     parse_duration,
-    print_json,
     table_of,
 )
 from raykv.cli.chunks import Keys, all_keys, read_keys
@@ -82,12 +82,7 @@ def rm(
     Example: raykv pin rm system
     """
     with raykv.connect(address) as cluster:
-        for pin_id in pin_ids:
-            cluster.unpin(pin_id)
-            if not as_json:
-                typer.echo(f"unpinned {pin_id}")
-    if as_json:
-        print_json({"unpinned": pin_ids})
+        done_each(pin_ids, cluster.unpin, "unpinned", as_json=as_json)
 
 
 def ls(*, as_json: AsJson = False, address: Address = None) -> None:

@@ -11,7 +11,7 @@ import typer
 
 import raykv
 from raykv.base import errors, tenants
-from raykv.cli.base import Address, AsJson, answer, console, done, print_json, table_of
+from raykv.cli.base import Address, AsJson, answer, console, done, done_each, table_of
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
@@ -107,12 +107,7 @@ def rm(
     Example: raykv quota rm acme
     """
     with raykv.connect(address) as cluster:
-        for name in names:
-            cluster.quotas.remove(name)
-            if not as_json:
-                typer.echo(f"removed {name}")
-    if as_json:
-        print_json({"removed": names})
+        done_each(names, cluster.quotas.remove, "removed", as_json=as_json)
 
 
 def ls(*, as_json: AsJson = False, address: Address = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -13,7 +13,7 @@ from rich.text import Text
 import raykv
 from raykv.cli.base import Address, AsJson, ago, answer, console, counted, table_of
 from raykv.cli.quota import tenant_table
-from raykv.cluster.breaker import sentences
+from raykv.doctor import checks
 from raykv.memory.room import human_bytes
 
 if TYPE_CHECKING:
@@ -178,17 +178,8 @@ def troubles(known: ClusterStatus) -> Iterator[Text]:
             )
             yield Text(f"engine {engine.engine_id[:12]}: {what}", "red")
         yield from _ignored(engine)
-    for owner, breakers in [
-        *((f"node {node.node_id[:12]}", node.breakers) for node in known.nodes),
-        *((f"engine {engine.engine_id[:12]}", engine.breakers) for engine in known.engines),
-    ]:
-        for sentence in sentences(breakers):
-            yield Text(f"breaker of {owner}: {sentence}", "red")
-        if breakers.opened:
-            yield Text(
-                f"breakers of {owner}: opened {counted(breakers.opened, 'time')}, "
-                f"{counted(breakers.failed, 'call')} failed, {breakers.refused} not made"
-            )
+    for complaint in checks.breakers(known):
+        yield Text(complaint.what, "red")
 
 
 def _ignored(engine: EngineStatus) -> Iterator[Text]:
@@ -250,11 +241,6 @@ def token_sources(engines: Iterable[EngineStatus]) -> TokenSources:
     return _sources(_sums(engine.counters for engine in engines))
 
 
-def transfers_of(node: NodeStatus) -> MovedBytes:
-    """What a node has moved since its NodeActor's start."""
-    return MovedBytes(node.bytes_stored, node.bytes_loaded, node.bytes_fetched, node.bytes_sent)
-
-
 def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Progress:
     """What happened between two statuses."""
     old_engines = {engine.engine_id: engine.counters for engine in before.engines}
@@ -266,12 +252,16 @@ def progress(before: ClusterStatus, after: ClusterStatus, seconds: float) -> Pro
         for engine in after.engines
         if engine.engine_id in old_engines
     )
-    old_nodes = {(node.node_id, node.life): transfers_of(node) for node in before.nodes}
+    old_nodes = {(node.node_id, node.life): node for node in before.nodes}
     moved = {}
-    for node in after.nodes:
-        new = transfers_of(node)
-        old = old_nodes.get((node.node_id, node.life), new)
-        moved[node.node_id] = MovedBytes(*map(_growth, astuple(old), astuple(new)))
+    for new in after.nodes:
+        old = old_nodes.get((new.node_id, new.life), new)
+        moved[new.node_id] = MovedBytes(
+            _growth(old.bytes_stored, new.bytes_stored),
+            _growth(old.bytes_loaded, new.bytes_loaded),
+            _growth(old.bytes_fetched, new.bytes_fetched),
+            _growth(old.bytes_sent, new.bytes_sent),
+        )
     return Progress(
         seconds,
         _sources(grown),

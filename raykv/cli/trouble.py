@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ from rich.text import Text
 import raykv
 from raykv.base.errors import SettingError
 from raykv.base.ids import MissReason
-from raykv.cli.base import Address, AsJson, answer, print_json
+from raykv.cli.base import Address, AsJson, answer, console, print_json, say, table_of
 from raykv.prompts.tokens import text_of_tokens
 from raykv.protocol.engine import MissRecord, Parting
 from raykv.protocol.findings import Finding, Severity
@@ -111,7 +110,8 @@ def explain(
     if as_json:
         print_json([_row(each) for each in found])
         return
-    print_explanations(found, Console())
+    for each in found:
+        _print_explanation(each)
 
 
 def logs(
@@ -144,15 +144,15 @@ def logs(
                 typer.echo(piece, nl=False)
 
 
-def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """Print one line for each, and below it what to do if something is wrong."""
-    console = console or Console()
+    out = Console()
     for finding in findings:
         mark, style = _MARKS[finding.severity]
         line = Text.assemble((mark, style), f"  {finding.check:<10}  {finding.what}")
-        console.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True)
         if finding.mend:
-            console.print(Text(f"                  → {finding.mend}", style="dim"), soft_wrap=True)
+            out.print(Text(f"                  → {finding.mend}", style="dim"), soft_wrap=True)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -195,24 +195,22 @@ def advice(record: MissRecord) -> str:
         return "A newer version of RayKV gave this reason: install that version here."
 
 
-def print_explanations(found: Sequence[Explanation], console: Console) -> None:
-    """A table and a sentence for each request."""
-    write = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    for each in found:
-        record = each.record
-        write(
-            f"request {record.request_id}: ended {each.age_s:.0f} s ago, {each.model}, "
-            f"engine {each.engine_id[:12]} on node {each.node_id[:12]}"
-            + (f", of tenant {record.tenant}" if record.tenant else "")
-        )
-        console.print(_table(record))
-        if each.hint:
-            write(f"What was missing first had been {each.hint}.")
-        write(advice(record))
-        for name, why in record.ignored.items():
-            write(f"It asked for {name}, which had no effect: {why}.")
-        if record.parting is not None:
-            write(parting_sentence(each, record.parting))
+def _print_explanation(each: Explanation) -> None:
+    """A table, and sentences."""
+    record = each.record
+    say(
+        f"request {record.request_id}: ended {each.age_s:.0f} s ago, {each.model}, "
+        f"engine {each.engine_id[:12]} on node {each.node_id[:12]}"
+        + (f", of tenant {record.tenant}" if record.tenant else "")
+    )
+    console().print(_sources(record))
+    if each.hint:
+        say(f"What was missing first had been {each.hint}.")
+    say(advice(record))
+    for name, why in record.ignored.items():
+        say(f"It asked for {name}, which had no effect: {why}.")
+    if record.parting is not None:
+        say(parting_sentence(each, record.parting))
 
 
 def parting_sentence(each: Explanation, parting: Parting) -> str:
@@ -263,15 +261,20 @@ def _text_of(model: str, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
 
-def _table(record: MissRecord) -> Table:
-    table = Table(box=None, header_style="bold")
-    table.add_column("prompt tokens")
-    table.add_column("tokens", justify="right")
-    table.add_column("share", justify="right")
-    rows = [("in vLLM's own cache", record.own), ("loaded by RayKV", record.loaded)]
-    by_size = sorted(record.missed.items(), key=lambda row: -row[1])
-    rows += [(f"computed: {name}", count) for name, count in by_size]
-    rows.append(("all", record.prompt))
-    for name, count in rows:
-        table.add_row(name, f"{count:,}", f"{100 * count / max(1, record.prompt):.0f} %")
-    return table
+def _sources(record: MissRecord) -> Table:
+    """Where the prompt tokens came from."""
+    missed = sorted(record.missed.items(), key=lambda row: -row[1])
+    rows = {
+        "in vLLM's own cache": record.own,
+        "loaded by RayKV": record.loaded,
+        **{f"computed: {name}": count for name, count in missed},
+        "all": record.prompt,
+    }
+    return table_of(
+        rows.items(),
+        {
+            "prompt tokens": lambda row: row[0],
+            "tokens": lambda row: f"{row[1]:,}",
+            "share": lambda row: f"{100 * row[1] / max(1, record.prompt):.0f} %",
+        },
+    )

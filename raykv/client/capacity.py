@@ -58,12 +58,6 @@ def make_plan(
     )
 
 
-def stored_whole(shape: KVShape, tokens: int) -> StoredPrompt:
-    """Of a prompt of which every whole chunk is stored: there is full attention alone."""
-    chunks = [tokens // each.tokens_per_chunk for each in shape.groups]
-    return StoredPrompt(tokens=tokens, chunks=chunks, default_chunks=chunks)
-
-
 def _prompt_size(shape: KVShape, stored: StoredPrompt) -> PromptSize:
     num_bytes = sum(stored.chunks) * shape.slot_bytes
     default_bytes = sum(stored.default_chunks) * shape.slot_bytes

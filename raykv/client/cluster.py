@@ -31,7 +31,7 @@ from raykv.doctor import checks
 from raykv.doctor import gather as diagnosis
 from raykv.protocol import descriptions, findings, operator
 from raykv.protocol.events import Event, PublisherSettings, PublisherStatus
-from raykv.protocol.node import Kept
+from raykv.protocol.node import Kept, NodeDescription
 from raykv.protocol.sessions import SessionStatus
 from raykv.protocol.status import ClusterStatus
 from raykv.stream import publishing, readers, replay
@@ -78,10 +78,12 @@ class Cluster:
         """
         known = self._scheduler.status()
         try:
-            answers = diagnosis.node_answers()
+            described, silent = ask.ask_nodes(
+                NodeDescription, lambda _, actor: actor.describe.remote(), None, deadlines.PROBE_S
+            )
         except ClusterError as error:
-            answers = {node.node_id: str(error) for node in known.nodes}
-        return scheduler.with_answers(known, answers)
+            described, silent = {}, {node.node_id: str(error) for node in known.nodes}
+        return scheduler.with_answers(known, described, silent)
 
     def doctor(self) -> list[findings.Finding]:
         """Find what is wrong with the cluster, and how to mend it; takes seconds if an actor does

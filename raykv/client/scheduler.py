@@ -174,18 +174,17 @@ def _not_done(state: operator.OrderState) -> str:
 
 
 def with_answers(
-    known: ClusterStatus, answers: Mapping[str, NodeDescription | str]
+    known: ClusterStatus, told: Mapping[str, NodeDescription], silent: dict[str, str]
 ) -> ClusterStatus:
     """What the scheduler actor knows, with what NodeActors have just told, or why they have not."""
     there = {node.node_id for node in known.nodes}
-    told = {n: each for n, each in answers.items() if isinstance(each, NodeDescription)}
     # All counters of a node, so that they are of one moment.
     fresh = {n: msgspec.structs.asdict(each.stats) for n, each in told.items() if not each.refusal}
     return msgspec.structs.replace(
         known,
         nodes=[msgspec.structs.replace(n, **fresh.get(n.node_id, {})) for n in known.nodes],
         refused={n: each.refusal for n, each in told.items() if n not in there and each.refusal},
-        silent={n: each for n, each in answers.items() if isinstance(each, str)},
+        silent=silent,
     )
 
 

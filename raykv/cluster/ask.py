@@ -189,12 +189,8 @@ def ask_all(
     actors: Mapping[str, Any],
     questions: Mapping[str, Callable[[Any], Any]],
     deadline_s: float,
-    watch: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, Answer]:
-    """Ask actors at the same time, each its question; by name, what came within the deadline.
-
-    `watch` is called once with those that have not answered after a second, if any.
-    """
+    """Ask actors at the same time, each its question; by name, what came within the deadline."""
     answers: dict[str, Answer] = {}
     refs: dict[Any, str] = {}
     for name, question in questions.items():
@@ -205,14 +201,8 @@ def ask_all(
         except Exception as error:
             answers[name] = Answer(error=first_line(error))
     give_up_at = time.monotonic() + deadline_s
-    tell_at: float | None = time.monotonic() + deadlines.SILENCE_S
     waiting = list(refs)
     while waiting and (left := give_up_at - time.monotonic()) > 0:
-        if tell_at is not None and tell_at <= time.monotonic():
-            watch(sorted(refs[ref] for ref in waiting))
-            tell_at = None
-        if tell_at is not None:
-            left = min(left, max(0.0, tell_at - time.monotonic()))
         done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
         came_at = time.time()
         for ref in done:

@@ -21,15 +21,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import NamedTuple
 
 import msgspec
 
-from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport
+from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON, BreakerReport, OpenBreaker
 
 MAX_PEERS = 1024
 """Peers that are remembered; beyond it the longest known ones that are CLOSED are forgotten."""
@@ -177,14 +176,12 @@ class Breakers:
         """
         known = [(p, b) for p, b in self._by_peer.items() if but is None or not p.startswith(but)]
         bad = [(p, b) for p, b in known if b.state is not BreakerState.CLOSED]
-        sums = BreakerReport(
-            opened=self.num_opened, failed=self.num_failed, refused=self.num_refused
-        )
         rows = [
             OpenBreaker(peer, each.state.value, each.failures, now - each.since, each.reason)
             for peer, each in sorted(bad, key=lambda row: -row[1].failures)
         ]
-        return _with_rows(sums, rows)
+        sums = self.num_opened, self.num_failed, self.num_refused
+        return BreakerReport(rows[:MAX_BREAKERS], *sums)
 
     def check(self) -> None:
         """Assert the invariants; for tests and idle moments."""
@@ -195,61 +192,25 @@ class Breakers:
             assert is_closed == (breaker.failures == 0), (peer, breaker)
 
 
-class OpenBreaker(NamedTuple):
-    """A row of a report: see `BreakerReport`."""
-
-    peer: str
-    state: str
-    failures: int
-    seconds: float
-    reason: str
-
-
-def rows_of(report: BreakerReport) -> list[OpenBreaker]:
-    """The breakers that are not closed."""
-    columns = (report.peers, report.states, report.failures, report.seconds, report.reasons)
-    return list(map(OpenBreaker._make, zip(*columns, strict=False)))
-
-
-def _with_rows(sums: BreakerReport, rows: Sequence[OpenBreaker]) -> BreakerReport:
-    """The first of these breakers beside the sums of a report."""
-    some = rows[:MAX_BREAKERS]
-    return msgspec.structs.replace(
-        sums,
-        peers=[each.peer for each in some],
-        states=[each.state for each in some],
-        failures=[each.failures for each in some],
-        seconds=[each.seconds for each in some],
-        reasons=[each.reason for each in some],
-    )
-
-
 def joined(reports: Iterable[BreakerReport]) -> BreakerReport:
     """One report of several."""
     reports = list(reports)
-    sums = BreakerReport(
+    rows = [row for each in reports for row in each.rows]
+    return BreakerReport(
+        rows[:MAX_BREAKERS],
         opened=sum(each.opened for each in reports),
         failed=sum(each.failed for each in reports),
         refused=sum(each.refused for each in reports),
     )
-    return _with_rows(sums, [row for each in reports for row in rows_of(each)])
 
 
 def aged(report: BreakerReport, seconds: float) -> BreakerReport:
     """A report as it would be so much later, had nothing happened."""
-    rows = rows_of(report)
-    return _with_rows(report, [row._replace(seconds=row.seconds + seconds) for row in rows])
+    replace = msgspec.structs.replace
+    return replace(report, rows=[replace(r, seconds=r.seconds + seconds) for r in report.rows])
 
 
 def without(report: BreakerReport, peer: str) -> BreakerReport:
     """A report without the rows of one peer; the sums stay."""
-    return _with_rows(report, [row for row in rows_of(report) if row.peer != peer])
-
-
-def sentences(report: BreakerReport) -> list[str]:
-    """A sentence for people about each breaker that is not closed."""
-    return [
-        f"{row.peer} is {row.state} for {row.seconds:.0f} s, {row.failures} failures in a row: "
-        f"{row.reason}"
-        for row in rows_of(report)
-    ]
+    rows = [row for row in report.rows if row.peer != peer]
+    return msgspec.structs.replace(report, rows=rows)

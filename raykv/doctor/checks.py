@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from raykv.base.ids import MissReason
-from raykv.cluster.breaker import rows_of
 from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.memory import room
 from raykv.memory.room import RESERVE_BYTES, human_bytes
 from raykv.protocol.findings import Finding, HostFacts, MemoryLimit, Severity
-from raykv.protocol.status import EngineStatus
+from raykv.protocol.status import ClusterStatus, EngineStatus
 
 MAX_SKEW_S = (2.0, 30.0)
 """Clocks that differ by more are a warning, or a failure: then logs of two nodes can't be laid side
@@ -437,14 +436,21 @@ def _clocks(facts: ClusterFacts) -> Iterator[Complaint]:
 
 
 def _breakers(facts: ClusterFacts) -> Iterator[Complaint]:
-    owners = [(f"node {_short(id_)}", report.breakers) for id_, report in facts.reports.items()]
-    owners += [(_engine(each), each.breakers) for each in facts.engines]
+    if facts.status is not None:
+        yield from breakers(facts.status)
+
+
+def breakers(known: ClusterStatus) -> Iterator[Complaint]:
+    """What is left alone since it does not answer."""
+    owners = [(f"node {_short(each.node_id)}", each.breakers) for each in known.nodes]
+    owners += [(_engine(each), each.breakers) for each in known.engines]
     for owner, told in owners:
-        for row in rows_of(told):
+        for row in told.rows:
             why = f": {row.reason}" if row.reason else ""
             yield Complaint(
                 Severity.FAIL if row.state == "open" else Severity.WARN,
-                f"{owner} does not ask {row.peer}, its breaker is {row.state}{why}",
+                f"{owner} does not ask {row.peer}, its breaker is {row.state} for "
+                f"{row.seconds:.0f} s, {row.failures} failures in a row{why}",
                 "find out what is wrong with the peer; the breaker closes by itself when it "
                 "answers again",
             )

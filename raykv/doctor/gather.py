@@ -69,24 +69,6 @@ def gather(deadline_s: float = deadlines.PROBE_S) -> ClusterFacts:
     )
 
 
-def node_answers(deadline_s: float = deadlines.PROBE_S) -> dict[str, NodeDescription | str]:
-    """What all NodeActors say of themselves, asked at once, or why one says nothing; by node.
-
-    Those of another version are left out.
-
-    Raises:
-        ClusterError: Ray itself does not answer.
-    """
-    names_there = [name for name in ask_ray(named_actors) if name.startswith(names.NODE_PREFIX)]
-    questions = dict.fromkeys(names_there, lambda actor: actor.describe.remote())
-    found: dict[str, NodeDescription | str] = {}
-    for name, answer in ask_all(ask_ray(_find_all, names_there), questions, deadline_s).items():
-        described = answer.error or _decoded(answer, NodeDescription)
-        if described is not None:
-            found[name.removeprefix(names.NODE_PREFIX)] = described
-    return found
-
-
 def _find_all(wanted: list[str]) -> dict[str, Any]:
     """Handles by name; an actor that has just ended has none."""
     return {name: actor for name in wanted if (actor := find(name)) is not None}

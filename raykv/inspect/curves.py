@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -98,37 +99,22 @@ def stack_distances(uses: Sequence[int]) -> Numbers:
     first.
 
     An LRU pool finds a chunk if it has room for more chunks than that. (R. L. Mattson and others,
-    1970. With p the place of the last use, the uses between p and here whose own last use was not
-    after p are the distinct ones: counted while sorting.)
+    1970.)
     """
     last: dict[int, int] = {}
-    before = np.full(len(uses), -1, np.int64)
+    # The place of the last use of each chunk, rising.
+    places: list[int] = []
+    distances = []
     for place, chunk in enumerate(uses):
-        before[place] = last.get(chunk, -1)
+        if chunk in last:
+            at = bisect_left(places, last[chunk])
+            distances.append(len(places) - at - 1)
+            del places[at]
+        else:
+            distances.append(-1)
+        places.append(place)
         last[chunk] = place
-    distances = _num_not_above_before(before) - before - 1
-    distances[before < 0] = -1
-    return distances
-
-
-def _num_not_above_before(values: Numbers) -> Numbers:
-    """For each value, how many before it are not larger; counted by merging, widths doubling."""
-    count = len(values)
-    counts = np.zeros(count, np.int64)
-    # Each run's values are lifted above those of the runs before it: one sorted array to search.
-    lift = int(values.max(initial=0)) + 2
-    places = np.arange(count)
-    width = 1
-    while width < count:
-        pair = places // (2 * width)
-        is_right = places // width % 2 == 1
-        lifted = values + pair * lift
-        left, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
-        found = np.searchsorted(np.sort(lifted[left]), lifted[right], side="right")
-        # All runs before this pair are below it: their left halves are counted by place.
-        counts[right] += found - np.searchsorted(pair[left], pair[right])
-        width *= 2
-    return counts
+    return np.array(distances, np.int64)
 
 
 def reuse_distances(trace: Trace, chunk_bytes: int = 0) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 
-from raykv.inspect.orders import EvictionPolicy
+from raykv.inspect.orders import Policy
 from raykv.inspect.trace_files import Request
 
 
@@ -30,9 +30,7 @@ def held_prefix(request: Request, held: Container[int]) -> int:
     return len(request)
 
 
-def prefix_hits(
-    requests: Sequence[Request], policy: EvictionPolicy[int], capacity: int
-) -> Iterator[int]:
+def prefix_hits(requests: Sequence[Request], policy: Policy, capacity: int) -> Iterator[int]:
     """For each request, how many chunks of its prefix are held when it comes; told once it is
     stored. The policy is called as a pool would call it.
     """

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from raykv.base import deadlines, errors, ownership, threads
@@ -34,7 +34,6 @@ class TargetsFile:
         self._path = path
         self._cluster = cluster
         self._targets = targets
-        self._written: list[str] | None = None
         self._complained = False
 
     def start(self) -> None:
@@ -47,14 +46,13 @@ class TargetsFile:
             time.sleep(deadlines.SELDOM_S)
 
     def look(self) -> None:
-        """Write the file if the targets changed or it is gone; the next round retries a failure."""
+        """Write the file if it does not have the targets; the next round retries a failure."""
         try:
-            targets = self._targets()
-            if targets != self._written or not self._path.exists():
-                self._write(targets)
-                self._written = targets
+            group = {"labels": {"job": "raykv", "cluster": self._cluster}}
+            text = json.dumps([{**group, "targets": self._targets()}])
+            if not self._path.exists() or self._path.read_text() != text:
+                self._write(text)
         except Exception as error:
-            self._written = None
             if not self._complained:
                 self._complained = True
                 why = errors.first_line(error)
@@ -62,15 +60,12 @@ class TargetsFile:
             return
         self._complained = False
 
-    def _write(self, targets: Sequence[str]) -> None:
+    def _write(self, text: str) -> None:
         """Replace the file.
 
         Raises:
             OSError: the file can't be written.
         """
-        text = json.dumps(
-            [{"labels": {"job": "raykv", "cluster": self._cluster}, "targets": [*targets]}]
-        )
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             ownership.write_own(draft, text.encode(), 0o644)

@@ -325,15 +325,14 @@ def printable(name: str) -> str:
 class NamespaceLabels:
     """A namespace keeps its label for ever; the memory for them is bounded."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def __getitem__(self, namespace: str) -> str:
         known = self._known.get(namespace)
         if known is not None:
             return known
-        if len(self._known) >= self._most:
+        if len(self._known) >= MOST:
             return OTHER
         # A digest, unless a message says otherwise: then it must not become anything odd.
         short = self._known[namespace] = printable(namespace[:SHORT])

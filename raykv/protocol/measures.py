@@ -14,21 +14,29 @@ OWN_NODE = "own node"
 """How a worker's line to its NodeActor is called in reports."""
 
 
-class BreakerReport(msgspec.Struct, frozen=True, array_like=True):
-    """Columns of breakers that are not closed, at most `MAX_BREAKERS`, then sums since the start.
+class OpenBreaker(msgspec.Struct, frozen=True, array_like=True):
+    """A breaker that is not closed.
 
-    `peers` says which peers are left alone: "scheduler", "node:<node id>" or, for an engine, its
-    own node, for copies or for changes. `states` are "open" or "half-open", `failures` those in a
-    row, `seconds` how long the breaker has not been closed. `opened` counts closed breakers that
-    opened, `failed` calls that failed, `refused` calls that were not made because a breaker was
-    open.
+    `peer` is left alone: "scheduler", "node:<node id>" or, for an engine, its own node, for copies
+    or for changes. `state` is "open" or "half-open", `failures` are those in a row, `seconds` how
+    long the breaker has not been closed.
     """
 
-    peers: list[str] = []
-    states: list[str] = []
-    failures: list[int] = []
-    seconds: list[float] = []
-    reasons: list[str] = []
+    peer: str
+    state: str
+    failures: int
+    seconds: float
+    reason: str
+
+
+class BreakerReport(msgspec.Struct, frozen=True, array_like=True):
+    """Breakers that are not closed, at most `MAX_BREAKERS`, then sums since the start.
+
+    `opened` counts closed breakers that opened, `failed` calls that failed, `refused` calls that
+    were not made because a breaker was open.
+    """
+
+    rows: list[OpenBreaker] = []
     opened: int = 0
     failed: int = 0
     refused: int = 0

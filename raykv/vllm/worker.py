@@ -335,7 +335,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         breakers = line.breakers
         has_failed = breakers.failed > self._failed_before
         refused_by = self._place_life if has_failed else self._reported_line[-1]
-        gist = line.life, breakers.opened, len(breakers.peers), refused_by
+        gist = line.life, breakers.opened, len(breakers.rows), refused_by
         if gist != self._reported_line:
             meta.lines[self.spec.config.parallel.rank] = line
             self._reported_line = gist

@@ -125,7 +125,8 @@ class BreakerMachine(RuleBasedStateMachine):
     @invariant()
     def is_told(self) -> None:
         report = self.breakers.report(self.now)
-        assert sorted(report.peers) == sorted(n for n, peer in self.model.items() if peer.is_bad)
+        bad = {name for name, peer in self.model.items() if peer.is_bad}
+        assert {row.peer for row in report.rows} == bad
         assert (report.opened, report.failed, report.refused) == (
             self.opened,
             self.failed,

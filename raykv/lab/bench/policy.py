@@ -18,7 +18,7 @@ from pathlib import Path
 
 from raykv.base.errors import SettingError
 from raykv.inspect.hits import held_prefix, prefix_hits, unlimited_hits
-from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from raykv.inspect.orders import DEFAULT_POLICY, POLICIES, Policy
 from raykv.inspect.trace_files import Request, read_trace
 from raykv.lab.bench.report import Options, Result
 
@@ -55,7 +55,7 @@ def run(options: Options) -> Result:
     return result
 
 
-def replay(requests: Sequence[Request], policy: EvictionPolicy[int], capacity: int) -> float:
+def replay(requests: Sequence[Request], policy: Policy, capacity: int) -> float:
     """The prefix hit rate of a policy."""
     return sum(prefix_hits(requests, policy, capacity)) / sum(map(len, requests))
 

@@ -13,7 +13,6 @@ from itertools import product
 
 from raykv.base.ids import Direction, Refusal, TokenSource
 from raykv.base.tenants import OTHERS
-from raykv.cluster.breaker import rows_of
 from raykv.metrics.histogram import Histogram
 from raykv.metrics.table import LATENCY_BOUNDS, histograms, number, numbers
 from raykv.node.pool.owner import NodePool
@@ -109,7 +108,7 @@ def _breakers(own: measures.BreakerReport, owner: NodePool) -> list[measures.Met
     kinds = product(("node", "engine"), PEERS, BREAKER_STATES)
     found: Counter[tuple[str, ...]] = Counter(dict.fromkeys(kinds, 0))
     for whose, report in reports:
-        for row in rows_of(report):
+        for row in report.rows:
             state = row.state.replace("-", "_")
             is_known = state in BREAKER_STATES
             found[whose, _kind(row.peer), state if is_known else BREAKER_STATES[0]] += 1

@@ -134,7 +134,7 @@ class LocalEngine:
     def take(self, tell: Tell) -> None:
         """What it says of itself."""
         self.counters = tell.counters or self.counters
-        if len(tell.breakers.peers) <= measures.MAX_BREAKERS:
+        if len(tell.breakers.rows) <= measures.MAX_BREAKERS:
             self.breakers = tell.breakers
         self.heard, self.weights = tell.heard, tell.weights
 

@@ -342,7 +342,7 @@ def test_source_that_did_not_answer_is_left_alone(
         assert here.fetch([alone]).refusals == [Refusal.BREAKER_OPEN]
     assert_nothing_there(here)
     report = here.fetcher.breaker_report()
-    assert (report.peers, report.states) == (["node:source"], ["open"])
+    assert [(row.peer, row.state) for row in report.rows] == [("node:source", "open")]
     assert (report.opened, report.failed, report.refused) == (1, 1, 1)
     assert caplog.text.count("no answer, other nodes are asked") == 1
     assert here.fetch([chunk]).refusals == [NONE]
@@ -361,7 +361,7 @@ def test_all_chunks_of_the_fetch_that_finds_a_source_back_are_read(
     source.faults = Faults(delay_s=0.05)
     source.network.most_under_way = 0
     assert here.fetch(chunks).refusals == [NONE] * 6
-    assert here.fetcher.breaker_report().peers == []
+    assert here.fetcher.breaker_report().rows == []
 
 
 @pytest.mark.usefixtures("one_chunk_a_piece")

@@ -404,14 +404,14 @@ def test_node_that_is_gone_is_said_once_and_its_return_too(
     line = node.line(PATIENT)
     link = line.link
     wait_until(lambda: link.node_life != 0, LONG_S, "the worker attaches")
-    assert link.breaker_report().peers == []
+    assert link.breaker_report().rows == []
     node.end()
     wait_until(lambda: link.breaker_report().failed > 4, LONG_S, "some attempts fail")
     report = link.breaker_report()
-    assert (report.peers, report.opened) == (["own node"], 1)
+    assert ([row.peer for row in report.rows], report.opened) == (["own node"], 1)
     node.start()
     wait_until(lambda: link.node_life != 0, LONG_S, "the worker attaches again")
-    assert link.breaker_report().peers == []
+    assert link.breaker_report().rows == []
     assert caplog.text.count("no line to the NodeActor: it is gone") == 1
     assert caplog.text.count("no line to the NodeActor") == 1
     assert caplog.text.count("is there again") == 1

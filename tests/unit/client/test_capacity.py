@@ -14,7 +14,6 @@ from raykv.client.capacity import (
     PoolWishes,
     StoredPrompt,
     make_plan,
-    stored_whole,
 )
 
 MIB = 1 << 20
@@ -50,7 +49,9 @@ def wishes(**changes: Any) -> PoolWishes:
 
 
 def plain(shape: KVShape = SHAPE, **changes: Any) -> Plan:
-    return make_plan(shape, [stored_whole(shape, shape.max_model_len)], wishes(**changes))
+    chunks = [shape.max_model_len // each.tokens_per_chunk for each in shape.groups]
+    whole = StoredPrompt(tokens=shape.max_model_len, chunks=chunks, default_chunks=chunks)
+    return make_plan(shape, [whole], wishes(**changes))
 
 
 def test_sizes_follow_from_the_shape() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import raykv.cluster.breaker
-from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined, sentences
+from raykv.cluster.breaker import Breakers, BreakerState, Pauses, aged, joined
 from raykv.protocol.measures import MAX_BREAKERS, MAX_REASON
 
 PEER = "node:a"
@@ -57,13 +57,10 @@ def test_report_names_the_worst_and_counts_all(breakers: Breakers) -> None:
         fail(breakers, 10.0, f"node:{number}")
     breakers.failed("node:7", begin(breakers, 11.0, "node:7"), 11.0, "x" * 1000)
     report = breakers.report(14.0)
-    assert report.peers[0] == "node:7"
-    assert report.failures[0] == 2
-    assert report.seconds[0] == 4.0
-    assert len(report.reasons[0]) == MAX_REASON
-    assert {len(column) for column in (report.peers, report.states, report.seconds)} == {
-        MAX_BREAKERS
-    }
+    first = report.rows[0]
+    assert (first.peer, first.failures, first.seconds) == ("node:7", 2, 4.0)
+    assert len(first.reason) == MAX_REASON
+    assert len(report.rows) == MAX_BREAKERS
     assert (report.opened, report.failed) == (MAX_BREAKERS + 3, MAX_BREAKERS + 4)
 
 
@@ -83,8 +80,7 @@ def test_joined_reports_keep_rows_and_add_sums(breakers: Breakers) -> None:
     other = Breakers(PAUSES)
     fail(other, 1.0, "scheduler")
     whole = joined([breakers.report(2.0), other.report(2.0)])
-    assert whole.peers == [PEER, "scheduler"]
-    assert whole.seconds == [2.0, 1.0]
+    assert [(row.peer, row.seconds) for row in whole.rows] == [(PEER, 2.0), ("scheduler", 1.0)]
     assert (whole.opened, whole.failed, whole.refused) == (2, 2, 0)
 
 
@@ -92,9 +88,3 @@ def test_age_of_a_report_grows_and_nothing_else(breakers: Breakers) -> None:
     fail(breakers, 0.0)
     older = aged(breakers.report(1.0), 2.5)
     assert older == breakers.report(3.5)
-
-
-def test_sentences_say_who_since_when_and_why(breakers: Breakers) -> None:
-    fail(breakers, 0.0)
-    [sentence] = sentences(breakers.report(3.0))
-    assert sentence == "node:a is open for 3 s, 1 failures in a row: it is dead"

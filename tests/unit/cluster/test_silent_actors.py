@@ -24,7 +24,6 @@ class Refs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         began = time.monotonic()
         self.ready_at = {name: began + took for name, took in seconds.items()}
-        monkeypatch.setattr("raykv.base.deadlines.SILENCE_S", 0.2)
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(ray, "get", lambda ref, timeout: f"{ref} answers")
 
@@ -39,25 +38,17 @@ class Refs:
             return [], list(refs)
         return [first], [ref for ref in refs if ref != first]
 
-    def ask(self, deadline_s: float) -> tuple[dict[str, ask.Answer], list[list[str]]]:
-        told: list[list[str]] = []
+    def ask(self, deadline_s: float) -> dict[str, ask.Answer]:
         actors = {name: name for name in self.ready_at}
         questions = dict.fromkeys(actors, lambda actor: actor)
-        return ask.ask_all(actors, questions, deadline_s, told.append), told
+        return ask.ask_all(actors, questions, deadline_s)
 
 
-def test_who_is_silent_for_a_while_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    refs = Refs(monkeypatch, quick=0.0, slow=0.5, frozen=1e6)
-    answers, told = refs.ask(1.0)
-    assert told == [["frozen", "slow"]]
+def test_who_is_silent_keeps_no_other_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Refs(monkeypatch, quick=0.0, slow=0.5, frozen=1e6).ask(1.0)
+    assert answers["quick"].value == "quick answers"
     assert answers["slow"].value == "slow answers"
     assert answers["frozen"].error == "no answer within 1 s"
-
-
-def test_nobody_is_told_who_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, told = Refs(monkeypatch, one=0.0, two=0.0).ask(15.0)
-    assert not told
-    assert {name: answer.error for name, answer in answers.items()} == {"one": "", "two": ""}
 
 
 def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +57,7 @@ def test_actor_that_is_dead_is_told_from_one_that_fails(monkeypatch: pytest.Monk
 
     refs = Refs(monkeypatch, dead=0.0, bad=0.0)
     monkeypatch.setattr(ray, "get", fail)
-    answers, _ = refs.ask(1.0)
+    answers = refs.ask(1.0)
     assert {name: answer.is_dead for name, answer in answers.items()} == {
         "dead": True,
         "bad": False,
@@ -78,11 +69,6 @@ def test_slow_disk_keeps_no_other_call_waiting() -> None:
     assert group in CONCURRENCY
     for other in (NodeActor.fetch, NodeActor.host):
         assert other.__ray_concurrency_group__ != group
-
-
-def test_short_deadline_ends_before_anything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, told = Refs(monkeypatch, frozen=1e6).ask(0.05)
-    assert not told
 
 
 def test_clear_says_on_standard_error_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

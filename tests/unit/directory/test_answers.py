@@ -13,7 +13,7 @@ from raykv.protocol.engine import EngineHello
 from raykv.protocol.events import BlockStored, EventPage, LifeBegan, NodeJoined, events_of
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Where
-from raykv.protocol.measures import OWN_NODE, BreakerReport
+from raykv.protocol.measures import OWN_NODE, BreakerReport, OpenBreaker
 from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine, SessionsWord
 from raykv.protocol.operator import OrderedShare, OrdersDocument
 from raykv.protocol.reader import WhereQuery, check_where_page
@@ -156,11 +156,11 @@ def test_engine_is_said_to_be_cut_off_until_its_node_has_all_its_ranks(
     cluster: TwoNodes, ranks: int, age_s: float, is_open: bool
 ) -> None:
     directory, orders, one, _ = cluster
-    told = BreakerReport([OWN_NODE], ["open"], [3], [1.0], ["why"])
+    told = BreakerReport([OpenBreaker(OWN_NODE, "open", 3, 1.0, "why")])
     engine = msgspec.structs.replace(engine_of("e"), breakers=told)
     one.report(0.0, engines=[engine], stats=NodeStats(ranks={"e": ranks}))
     (found,) = answers.cluster_status(directory, orders.told(age_s), BASE, age_s).engines
-    assert (OWN_NODE in found.breakers.peers) == is_open
+    assert any(row.peer == OWN_NODE for row in found.breakers.rows) == is_open
 
 
 def test_tenants_are_those_with_quotas_or_chunks(cluster: TwoNodes) -> None:

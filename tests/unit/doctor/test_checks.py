@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from raykv.base.ids import Stamp
 from raykv.cli.trouble import exit_code, print_findings
@@ -23,7 +21,7 @@ from raykv.protocol.findings import (
     Severity,
     UnownedFolder,
 )
-from raykv.protocol.measures import BreakerReport
+from raykv.protocol.measures import BreakerReport, OpenBreaker
 from raykv.protocol.node import DiskStats, NodeDescription
 from raykv.protocol.status import ClusterStatus, EngineStatus, NodeStatus
 from tests.fixtures import statuses
@@ -142,7 +140,7 @@ def apart(**traits: str) -> ClusterFacts:
 
 def with_breaker(state: str, reason: str) -> ClusterFacts:
     """The first engine has left the second node alone."""
-    report = BreakerReport(["node two"], [state], [1], [1.0], [reason])
+    report = BreakerReport([OpenBreaker("node two", state, 1, 1.0, reason)])
     return with_status(engines=[engine("e1", "one", breakers=report), engine("e2", "two")])
 
 
@@ -288,7 +286,7 @@ PLANTED: list[tuple[str, ClusterFacts]] = [
     ("WARN clocks: .*node two .*5.0 s behind", with_second(skew_s=-5.0, skew_error_s=0.5)),
     ("FAIL clocks: .*3600.0 s ahead", with_second(skew_s=3600.0)),
     (
-        "FAIL breakers: engine e1 .*node two, .* is open: time-out",
+        "FAIL breakers: engine e1 .*node two, .* is open for 1 s, 1 failures in a row: time-out",
         with_breaker("open", "time-out"),
     ),
     ("WARN breakers: .*half-open", with_breaker("half-open", "")),
@@ -389,13 +387,9 @@ def test_engines_that_begin_alike_are_told_apart() -> None:
     assert "xyz: " in finding.what
 
 
-def test_findings_are_printed_with_what_to_do() -> None:
-    out = StringIO()
-    print_findings(
-        diagnose(replace(HEALTHY, scheduler=MISSING)),
-        Console(file=out, width=60, color_system=None),
-    )
-    lines = out.getvalue().splitlines()
+def test_findings_are_printed_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings(diagnose(replace(HEALTHY, scheduler=MISSING)))
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAIL  scheduler")
     assert lines[1].strip().startswith("→ running engines make a new one")
     assert sum(line.startswith("ok ") for line in lines) == len(CHECKS) - 1

@@ -18,7 +18,7 @@ from raykv.metrics.reach import Reach
 from raykv.protocol.descriptions import Description
 from raykv.protocol.engine import ChangesAnswer, Naming, Space
 from raykv.protocol.listing import ALL_READ, Position
-from raykv.protocol.measures import BreakerReport
+from raykv.protocol.measures import BreakerReport, OpenBreaker
 from raykv.protocol.node import NodeDescription
 from raykv.protocol.operator import OrdersDocument
 from raykv.protocol.sessions import SessionWord
@@ -256,12 +256,15 @@ def test_loads_only_while_all_workers_have_a_line_to_the_life_that_is_listed(
     engine.place.store(key(1))
     engine.session.attach(DEADLINE_S)
     assert engine.view.loadable
-    fine, broken = BreakerReport(), BreakerReport(["own node"], ["open"], [2], [1.0], ["gone"])
+    row = OpenBreaker("own node", "open", 2, 1.0, "gone")
+    fine, broken = BreakerReport(), BreakerReport([row])
     engine.session.take_lines({0: WorkerReport(7, fine), 1: WorkerReport(0, broken)})
     engine.session.drain()
     assert not engine.view.loadable
     wait_until(
-        lambda: any(tell.breakers.peers == ["own node"] for tell in engine.place.tells),
+        lambda: any(
+            row.peer == "own node" for tell in engine.place.tells for row in tell.breakers.rows
+        ),
         DEADLINE_S,
         "the breaker is told",
     )

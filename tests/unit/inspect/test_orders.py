@@ -20,15 +20,15 @@ def test_order_has_what_was_added_and_not_given_up(name: str, steps: list[tuple[
     held: set[int] = set()
     for step, number in steps:
         match step:
-            case "add":
+            case "add" if number not in held:
                 order.add(number)
                 held.add(number)
-            case "touch":
+            case "touch" if number in held:
                 order.touch(number)
-            case "evicted":
+            case "evicted" if number in held:
                 order.evicted(number)
-                held.discard(number)
-            case _:
+                held.remove(number)
+            case "first":
                 for first in list(order.candidates())[:1]:
                     order.evicted(first)
                     held.discard(first)

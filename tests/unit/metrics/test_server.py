@@ -27,7 +27,7 @@ from raykv.metrics.server import (
 )
 from raykv.metrics.table import METRICS, histograms, number, numbers
 from raykv.node.accounts.meter import NodeMeter
-from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily
+from raykv.protocol.measures import BreakerReport, HistogramData, MetricFamily, OpenBreaker
 from raykv.protocol.node import NodeStats
 from tests.fixtures.metric_lint import complaints
 from tests.fixtures.node.owned_pool import PAGE, B, OwnedPool
@@ -185,7 +185,8 @@ def test_engines_of_a_node_are_counted_beside_its_own_breakers() -> None:
     made = pool()
     for seq, tokens in ((1, 0), (2, 30)):
         told = {"prompt_tokens": 2 * tokens, "loaded_tokens": tokens, "stores_without_room": tokens}
-        breakers = BreakerReport(["scheduler"], ["open"], [1], [1.0], ["late"], opened=seq)
+        row = OpenBreaker("scheduler", "open", 1, 1.0, "late")
+        breakers = BreakerReport([row], opened=seq)
         made.tell(2, B, counters=told, breakers=breakers)
     text = text_of(NodeMeter().families(NodeStats(), made.node))
     assert complaints(text) == []

@@ -84,7 +84,7 @@ def test_report_says_who_the_node_is(node: PlayedReports) -> None:
     assert (told.node_id, told.life, told.seq, told.stats.num_workers) == ("n", 7, 1, 3)
     assert told.pid
     assert told.hostname
-    assert not node.reports.breaker_report().peers
+    assert not node.reports.breaker_report().rows
 
 
 def test_later_orders_are_fetched_and_shown_with_the_next_report(node: PlayedReports) -> None:
@@ -156,11 +156,11 @@ def test_scheduler_actor_that_does_not_answer_is_left_alone(node: PlayedReports)
     call = node.reports._breakers.begin("scheduler", time.monotonic())
     assert call is not None
     node.reports._report_once(call)
-    assert node.reports.breaker_report().peers == ["scheduler"]
+    assert [row.peer for row in node.reports.breaker_report().rows] == ["scheduler"]
     node.is_alone = False
     assert node.report() == ["report"]
     assert [each.seq for each in node.told] == [2]
-    assert not node.reports.breaker_report().peers
+    assert not node.reports.breaker_report().rows
 
 
 def test_orders_are_read_from_the_heads_store_while_nobody_answers(

@@ -21,7 +21,7 @@ from raykv.base.settings import Settings
 from raykv.prompts import adapters
 from raykv.protocol.columns import Numbers
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.measures import BreakerReport
+from raykv.protocol.measures import BreakerReport, OpenBreaker
 from raykv.protocol.worker import KVLayout, TensorLayout
 from raykv.vllm.connector import RayKVConnector
 from raykv.vllm.identity.adapters import AdapterUse
@@ -425,8 +425,8 @@ def test_line_that_another_life_of_the_node_refuses_too_is_reported_again() -> N
     side = Side()
 
     def step(place_life: int, num_failed: int) -> bool:
-        line = ["own node"], ["open"], [num_failed], [1.0], ["refused"]
-        side.link.breakers = BreakerReport(*line, opened=1, failed=num_failed)
+        row = OpenBreaker("own node", "open", num_failed, 1.0, "refused")
+        side.link.breakers = BreakerReport([row], opened=1, failed=num_failed)
         side.begin(place_life)
         side.connector.get_finished(set())
         meta = side.connector.build_connector_worker_meta()

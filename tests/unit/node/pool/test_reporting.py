@@ -15,7 +15,7 @@ from raykv.node.pool.reporting import ALONE_S, MARKED_S, MOST_ROWS, MOST_WORDS
 from raykv.protocol.columns import Keys, NamedKeys
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
-from raykv.protocol.measures import MAX_BREAKERS, BreakerReport
+from raykv.protocol.measures import MAX_BREAKERS, BreakerReport, OpenBreaker
 from raykv.protocol.node import Marks, NodeStats, ReportAnswer, SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
 from tests.fixtures.directory.reporting import sizes
@@ -153,8 +153,9 @@ def test_report_says_what_is_here(pool: OwnedPool) -> None:
 
 
 def test_engine_is_reported_with_what_it_counted_last(pool: OwnedPool) -> None:
+    row = OpenBreaker("p", "open", 1, 1.0, "why")
     pool.tell(counters={"x": 5}, breakers=BreakerReport(opened=2), heard=Stamp(1, 5))
-    pool.tell(breakers=BreakerReport(peers=["p"] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
+    pool.tell(breakers=BreakerReport([row] * (MAX_BREAKERS + 1)), heard=Stamp(1, 5))
     (engine,) = pool.report().engines
     assert (engine.counters, engine.breakers.opened, engine.heard) == ({"x": 5}, 2, (1, 5))
 
