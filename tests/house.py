@@ -76,7 +76,7 @@ HOUSE = {
         "limits pages pool region words cuda.driver cuda.page_lock",
     ),
     "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes"),
-    "metrics": Room(3, "numpy prometheus_client ray", "discovery server"),
+    "metrics": Room(3, "numpy prometheus_client ray xxhash", "discovery server"),
     "prompts": Room(3, "numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),
     "base": Room(1, "", "extras ownership parent settings threads"),

@@ -139,9 +139,7 @@ def hidden_states(request_id: str, node_id: str | None, deadline_s: float) -> An
     while True:
         actors = ask.node_actors()
         left = give_up_at - time.monotonic()
-        questions = {
-            name: lambda actor: actor.has_hidden_states.remote(request_id) for name in actors
-        }
+        questions = dict.fromkeys(actors, lambda it: it.has_hidden_states.remote(request_id))
         answers = ask.ask_all(
             actors, questions, min(deadlines.CLIENT_S, max(left, deadlines.LOOK_S))
         )

@@ -12,10 +12,9 @@ from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import MAX_KEY_BYTES
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
-from raykv.cluster.ask import HERE, SCHEDULER, ask_each, warn_of
+from raykv.cluster.ask import ask_each, warn_of
 from raykv.memory.room import human_bytes
 from raykv.protocol import columns, operator
-from raykv.protocol.framing import receive
 
 PIN_S = 3600.0
 """How long a pin lasts by default."""
@@ -182,12 +181,12 @@ def pinned_on(scheduler: Scheduler, node_id: str, namespace: str) -> set[bytes]:
 
 def _told(scheduler: Scheduler) -> dict[str, operator.OrderedPin]:
     raw = scheduler.ask("orders")
-    return receive(raw, operator.OrdersDocument, SCHEDULER, HERE).pins if raw else {}
+    return ask.received(operator.OrdersDocument, raw).pins if raw else {}
 
 
 def _keys_of(scheduler: Scheduler, pin: operator.OrderedPin) -> list[bytes]:
     raw = scheduler.ask("pin_keys", pin.digest)
-    return [key for _, key in receive(raw, columns.NamedKeys, SCHEDULER, HERE)] if raw else []
+    return [key for _, key in ask.received(columns.NamedKeys, raw)] if raw else []
 
 
 def _status(
@@ -217,6 +216,11 @@ def check_pin(ttl_s: float, priority: int | None) -> None:
     """
     if not 0 < ttl_s <= operator.MAX_PIN_S:
         raise SettingError(f"ttl_s={ttl_s} must be above 0, at most {operator.MAX_PIN_S:.0f}")
+    check_priority(priority)
+
+
+def check_priority(priority: int | None) -> None:
+    """Refuse a priority that chunks can't have, with a SettingError."""
     if priority is not None and not 1 <= priority <= columns.MAX_PRIORITY:
         raise SettingError(f"priority={priority} must be from 1 to {columns.MAX_PRIORITY}")
 

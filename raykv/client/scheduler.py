@@ -50,10 +50,7 @@ class Scheduler:
 
     def ask_for(self, kind: type[framing.S], method: str, *arguments: Any) -> framing.S:
         """That, as a struct."""
-        found, timeout_s = self.find(), deadlines.CLIENT_S
-        return ask.answer_as(
-            kind, found, method, *arguments, timeout_s=timeout_s, watch=_tell_silent
-        )
+        return ask.received(kind, self.ask(method, *arguments))
 
     def status(self) -> ClusterStatus:
         """What it knows."""
@@ -124,16 +121,7 @@ class Scheduler:
 
     def full_namespace(self, beginning: str) -> str:
         """The one namespace that begins so; `status` shows the first digits only."""
-        known = self.status()
-        names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
-        if not any(name.startswith(beginning) for name in names):
-            # What only lies on disks is meant when it is named.
-            names |= known.disk_chunks.keys()
-        if not names:
-            raise errors.NotFoundError(
-                "the cache has no namespace yet: no engine has attached to it"
-            )
-        return _the_one("namespaces of the cache", sorted(names), beginning)
+        return namespace_of(self.status(), beginning)
 
     def sources_of(self, namespace: str, keys: Sequence[bytes]) -> list[Collection[Source]]:
         """The pools and disks that have each key."""
@@ -148,6 +136,21 @@ class Scheduler:
                 sources[key].append(page.sources[at])
             found += sources
         return found
+
+
+def namespace_of(known: ClusterStatus, beginning: str) -> str:
+    """The one namespace of a cluster that begins so.
+
+    Raises:
+        ClusterError: there is not exactly one.
+    """
+    names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
+    if not any(name.startswith(beginning) for name in names):
+        # What only lies on disks is meant when it is named.
+        names |= known.disk_chunks.keys()
+    if not names:
+        raise errors.NotFoundError("the cache has no namespace yet: no engine has attached to it")
+    return _the_one("namespaces of the cache", sorted(names), beginning)
 
 
 def _the_one(whats: str, known: Sequence[str], beginning: str) -> str:

@@ -11,10 +11,11 @@ import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
+from raykv.client.pins import check_priority
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
 from raykv.cluster import ask
-from raykv.protocol import columns, operator, sessions
+from raykv.protocol import operator, sessions
 from raykv.protocol.framing import encode
 
 
@@ -203,5 +204,4 @@ def check_pause(seconds: float, priority: int | None) -> None:
         raise SettingError(
             f"a pause of {seconds} s: it must be above 0, at most {sessions.MAX_PAUSE_S:g}"
         )
-    if priority is not None and not 1 <= priority <= columns.MAX_PRIORITY:
-        raise SettingError(f"priority={priority} must be from 1 to {columns.MAX_PRIORITY}")
+    check_priority(priority)

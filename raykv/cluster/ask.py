@@ -147,20 +147,12 @@ def answer(
         return ray.get(ref, timeout=timeout_s)
 
 
-def answer_as(
-    kind: type[S],
-    scheduler: Any,
-    method: str,
-    *arguments: Any,
-    timeout_s: float,
-    watch: Callable[[], None] | None = None,
-) -> S:
-    """The scheduler actor's answer as a struct; `watch` as for `answer`.
+def received(kind: type[S], raw: Any) -> S:
+    """An answer of the scheduler actor as a struct.
 
     Raises:
-        ClusterError: it does not answer in time, refuses, or sends something else.
+        ClusterError: it is something else.
     """
-    raw = answer(scheduler, method, *arguments, timeout_s=timeout_s, watch=watch)
     with answering(SCHEDULER):
         return receive(raw, kind, SCHEDULER, HERE)
 

@@ -72,13 +72,15 @@ class Joined:
 class Raylet:
     """A Ray node of this host. `address` is that of its GCS, `began_at` in Unix seconds.
 
-    `is_own`: it is this user's; what others' claim to be is not believed.
+    `is_own`: it is this user's; what others' claim to be is not believed. `pid` is its raylet's.
     """
 
     node_id: str
     address: str
     began_at: float
     is_own: bool = True
+    pid: int = 0
+    temp_dir: str | None = None
 
 
 def raylets() -> list[Raylet]:
@@ -91,15 +93,16 @@ def everybodys_raylets() -> list[Raylet]:
     found = []
     for process, arguments in processes.every_command_line():
         if processes.is_raylet(arguments):
-            node_id, address = (
-                processes.argument(arguments, "node-id"),
-                processes.argument(arguments, "gcs-address"),
-            )
             with contextlib.suppress(psutil.Error):
-                began_at = process.create_time()
-                found.append(
-                    Raylet(node_id or "", address or "", began_at, processes.is_own(process))
+                raylet = Raylet(
+                    processes.argument(arguments, "node-id") or "",
+                    processes.argument(arguments, "gcs-address") or "",
+                    process.create_time(),
+                    processes.is_own(process),
+                    process.pid,
+                    processes.argument(arguments, "temp-dir"),
                 )
+                found.append(raylet)
     return sorted(found, key=lambda each: each.began_at)
 
 
@@ -228,21 +231,14 @@ def _start_local() -> str:
         except subprocess.TimeoutExpired as error:
             processes.stop_group(starter.pid)
             raise ClusterError(f"`ray start` did not end in {RAY_START_S:.0f} s") from error
-        address = _address_of_group(starter.pid)
-        if code or address is None:
+        started = (each for each in raylets() if processes.group_of(each.pid) == starter.pid)
+        address = next((each.address for each in started), "")
+        if code or not address:
             output.seek(0)
             raise ClusterError(f"`ray start` failed: {output.read().strip()[-2000:]}")
     withdraw(address, before)
     logger.info("started a local Ray cluster at %s; `raykv down --with-ray` stops it", address)
     return address
-
-
-def _address_of_group(group: int) -> str | None:
-    """GCS address of the cluster whose processes `ray start` left in its process group."""
-    for process, arguments in processes.command_lines():
-        if processes.is_raylet(arguments) and processes.group_of(process) == group:
-            return processes.argument(arguments, "gcs-address")
-    return None
 
 
 def _token_of_new_cluster() -> dict[str, str]:
@@ -270,8 +266,8 @@ def _use_token(address: str) -> None:
     try:
         from ray._private.authentication import authentication_token_setup as setup
 
-        for raylet, _ in _raylets_at(address):
-            if token := raylet.environ().get(AUTH_TOKEN):
+        for raylet in _raylets_at(address):
+            if token := psutil.Process(raylet.pid).environ().get(AUTH_TOKEN):
                 os.environ.update({AUTH_MODE: TOKEN, AUTH_TOKEN: token})
                 setup.Config.initialize("")
                 setup.AuthenticationTokenLoader.instance().reset_cache()
@@ -323,23 +319,18 @@ def withdraw(address: str, before: str = "", temp_dir: str | None = None) -> Non
         )
 
 
-def _raylets_at(address: str) -> list[tuple[psutil.Process, list[str]]]:
+def _raylets_at(address: str) -> list[Raylet]:
     """This user's raylets of a cluster on this host."""
-    return [
-        (process, arguments)
-        for process, arguments in processes.command_lines()
-        if processes.is_raylet(arguments)
-        and processes.argument(arguments, "gcs-address") == address
-    ]
+    return [each for each in raylets() if each.address == address]
 
 
 def stop_started(address: str) -> None:
     """Stop a local cluster that `ensure_cluster` started: the processes of that session alone."""
     found = _raylets_at(address)
-    for raylet, _ in found:
-        processes.stop_group(processes.group_of(raylet))
-    for _, arguments in found:
-        withdraw(address, temp_dir=processes.argument(arguments, "temp-dir"))
+    for raylet in found:
+        processes.stop_group(processes.group_of(raylet.pid))
+    for raylet in found:
+        withdraw(address, temp_dir=raylet.temp_dir)
 
 
 def join(address: str) -> None:
@@ -413,12 +404,12 @@ def check_answers(address: str) -> None:
     if not _speaks(host.strip("[]"), int(port)):
         raise _silence(address, "gcs_server", deadlines.PROBE_S)
     heard = []
-    for raylet, _ in _raylets_at(address):
+    for raylet in _raylets_at(address):
         with contextlib.suppress(psutil.Error):
             # At its own address: the gcs_server may be on another host.
             own = [
                 each.laddr
-                for each in raylet.net_connections("tcp")
+                for each in psutil.Process(raylet.pid).net_connections("tcp")
                 if each.status == psutil.CONN_LISTEN
             ]
             heard += [_speaks(each.ip, each.port) for each in own[:1]]
@@ -438,11 +429,14 @@ def _speaks(host: str, port: int) -> bool:
 
 
 def _silence(address: str, who: str, deadline_s: float) -> ClusterError:
-    groups = {processes.group_of(raylet) for raylet, _ in _raylets_at(address)}
+    groups = {processes.group_of(raylet.pid) for raylet in _raylets_at(address)}
     stopped = []
     for process, arguments in processes.command_lines():
         with contextlib.suppress(psutil.Error):
-            if processes.group_of(process) in groups and process.status() == psutil.STATUS_STOPPED:
+            if (
+                processes.group_of(process.pid) in groups
+                and process.status() == psutil.STATUS_STOPPED
+            ):
                 stopped.append(f"{Path(arguments[0]).name} (pid {process.pid}) is stopped")
     return ClusterError(
         f"the {who} of Ray at {address} does not answer within {deadline_s:g} s"

@@ -21,7 +21,7 @@ def stop_group(group: int) -> None:
     members = [
         process
         for process, arguments in command_lines()
-        if group_of(process) == group and _is_ray(arguments)
+        if group_of(process.pid) == group and _is_ray(arguments)
     ]
     everyone = {process.pid: process for process in members}
     for process in members:
@@ -34,10 +34,10 @@ def stop_group(group: int) -> None:
     psutil.wait_procs(alive, timeout=deadlines.LEAVE_S)
 
 
-def group_of(process: psutil.Process) -> int:
-    """Its process group; -1: it has ended."""
+def group_of(pid: int) -> int:
+    """A process's group; -1: it has ended."""
     try:
-        return os.getpgid(process.pid)
+        return os.getpgid(pid)
     except ProcessLookupError:
         return -1
 

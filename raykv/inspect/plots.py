@@ -125,14 +125,8 @@ def plot_reuse_distances(reuse: pd.DataFrame, ax: Axes | None = None) -> Axes:
     has_sizes = bool((reuse["distance_bytes"] > 0).any())
     unit, size = _unit(reuse["distance_bytes"].max())
     at = reuse["distance_bytes"] / size if has_sizes else reuse["distance_chunks"]
-    ax.step(_floats(at), _floats(reuse["share"]), where="post")
-    ax.set(
-        xlabel=f"{unit} used in between" if has_sizes else "chunks used in between",
-        ylabel="share of all uses",
-        ylim=(0, 1),
-        title="reuse distance",
-    )
-    return ax
+    between = f"{unit} used in between" if has_sizes else "chunks used in between"
+    return _shares(ax, at, reuse["share"], between, "uses", "reuse distance")
 
 
 def plot_ages_at_eviction(ages: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -143,14 +137,8 @@ def plot_ages_at_eviction(ages: pd.DataFrame, ax: Axes | None = None) -> Axes:
     has_times = bool(ages["age_s"].notna().all())
     ordered = ages.sort_values("age_s" if has_times else "age_events")
     at = ordered["age_s"] if has_times else ordered["age_events"]
-    ax.step(_floats(at), _floats(ages["share"]), where="post")
-    ax.set(
-        xlabel="age in seconds" if has_times else "age in events",
-        ylabel="share of evictions",
-        ylim=(0, 1),
-        title="age at eviction",
-    )
-    return ax
+    age = "age in seconds" if has_times else "age in events"
+    return _shares(ax, at, ages["share"], age, "evictions", "age at eviction")
 
 
 def plot_sizing(
@@ -231,6 +219,13 @@ def _axes(ax: Axes | None) -> Any:
 def _nothing_yet(ax: Any, why: str) -> Any:
     ax.set_axis_off()
     ax.text(0.5, 0.5, f"nothing yet: {why}", ha="center", va="center", transform=ax.transAxes)
+    return ax
+
+
+def _shares(ax: Any, at: Any, shares: Any, along: str, of: str, title: str) -> Any:
+    """Shares that rise along an axis."""
+    ax.step(_floats(at), _floats(shares), where="post")
+    ax.set(xlabel=along, ylabel=f"share of {of}", ylim=(0, 1), title=title)
     return ax
 
 

@@ -14,6 +14,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.extras import load
 from raykv.base.ids import Key
 from raykv.client.chunks import kv_form, read_chunks
+from raykv.client.scheduler import namespace_of
 from raykv.inspect.sources import chunk_rows, groups_of, known_tokens
 from raykv.memory.kv_form import LayerElements, layers_of, tokens_per_chunk
 from raykv.protocol.reader import RAM, Chunk
@@ -111,20 +112,14 @@ def bytes_per_chunk(cluster: Cluster, namespace: str | None = None) -> int:
             not exactly one namespace matches.
     """
     known = cluster.status()
-    names = {*known.namespaces, *(engine.namespace for engine in known.engines)}
-    meant = sorted(name for name in names if name.startswith(namespace or ""))
-    if len(meant) != 1:
-        raise ClusterError(
-            f"{len(meant)} namespaces match ({', '.join(meant) or 'none'}): name one of those "
-            f"that there are: {', '.join(sorted(names)) or 'none'}"
-        )
-    form = kv_form(meant[0], [node.node_id for node in known.nodes])
+    meant = namespace_of(known, namespace or "")
+    form = kv_form(meant, [node.node_id for node in known.nodes])
     if not form.groups:
-        raise ClusterError(_unknown(meant[0]))
-    whole = _whole_group(known, meant[0])
+        raise ClusterError(_unknown(meant))
+    whole = _whole_group(known, meant)
     if whole is None:
         return sum(form.slot_bytes.values())
-    counts = Counter(int(row["group"]) for row in chunk_rows(cluster, meant[0], None))
+    counts = Counter(int(row["group"]) for row in chunk_rows(cluster, meant, None))
     if not counts[whole]:
         return sum(form.slot_bytes.values())
     num_bytes = sum(counts[group] * size for group, size in form.slot_bytes.items())

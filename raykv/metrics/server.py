@@ -13,7 +13,7 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
@@ -51,10 +51,6 @@ class _Families(Collector):
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: describing would collect before the first scrape."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """All families that have series."""

@@ -385,7 +385,8 @@ def _node_places() -> Mapping[NodeId, NodePlace]:
 def _models() -> Mapping[Namespace, str]:
     """The model that engines serve in each namespace."""
     scheduler = ask.find_scheduler_actor()
-    known = ask.answer_as(ClusterStatus, scheduler, "status", timeout_s=deadlines.CLIENT_S)
+    told = ask.answer(scheduler, "status", timeout_s=deadlines.CLIENT_S)
+    known = ask.received(ClusterStatus, told)
     return {Namespace(engine.namespace): engine.model for engine in known.engines}
 
 

@@ -26,7 +26,7 @@ from raykv.base.errors import ClusterError
 from raykv.base.ids import Key, Lookup
 from raykv.client.cluster import Cluster
 from raykv.cluster import join
-from raykv.cluster.ask import answer_as, end_node_actor, find_scheduler_actor
+from raykv.cluster.ask import answer, end_node_actor, find_scheduler_actor, received
 from raykv.engine.requests import RequestOptions
 from raykv.lab.bench.engine import EngineProcess, own_cluster
 from raykv.lab.bench.modelless import DEADLINE_S, ModellessEngine, wait
@@ -235,7 +235,8 @@ def _chunks() -> int:
 
 
 def _status() -> ClusterStatus:
-    return answer_as(ClusterStatus, find_scheduler_actor(), "status", timeout_s=DEADLINE_S)
+    told = answer(find_scheduler_actor(), "status", timeout_s=DEADLINE_S)
+    return received(ClusterStatus, told)
 
 
 def _turn(engine: EngineProcess, prompts: list[list[int]]) -> tuple[float, float]:

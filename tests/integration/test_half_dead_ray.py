@@ -73,8 +73,8 @@ class Own:
             for process, arguments in command_lines()
             if is_raylet(arguments) and argument(arguments, "gcs-address") == self.address
         )
-        group = group_of(raylet)
-        heads = {process for process, _ in command_lines() if group_of(process) == group}
+        group = group_of(raylet.pid)
+        heads = {process for process, _ in command_lines() if group_of(process.pid) == group}
         (found,) = (
             process
             for process in heads | set(raylet.children(recursive=True))

@@ -39,8 +39,8 @@ def pids_of(ray_address: str) -> set[int]:
         for process, arguments in command_lines()
         if is_raylet(arguments) and argument(arguments, "gcs-address") == ray_address
     )
-    group = group_of(raylet)
-    together = {process.pid for process, _ in command_lines() if group_of(process) == group}
+    group = group_of(raylet.pid)
+    together = {process.pid for process, _ in command_lines() if group_of(process.pid) == group}
     return together | {child.pid for child in raylet.children(recursive=True)}
 
 

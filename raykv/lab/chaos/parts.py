@@ -113,7 +113,7 @@ class LocalParts:
         """It is in the process group of the head's raylet."""
         group = os.getpgid(self.raylet(0))
         for process, arguments in command_lines():
-            if Path(arguments[0]).name == "gcs_server" and group_of(process) == group:
+            if Path(arguments[0]).name == "gcs_server" and group_of(process.pid) == group:
                 return int(process.pid)
         raise ClusterError("the cluster has no GCS server")
 
