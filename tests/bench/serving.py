@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from raykv.client.cluster import Cluster
 from raykv.cluster.ask import end_node_actor
 from raykv.cluster.join import resolve_node_id
 from raykv.lab.bench.engine import EngineProcess, own_cluster, settle, wait_for_pools
@@ -40,34 +39,23 @@ class Bed:
         self._quick = quick
         self.max_tokens = max_tokens
         self.pool_bytes = pool_bytes
-        self._stack = ExitStack()
-        self._cluster: Cluster | None = None
         self._numbers = itertools.count()
-        self.folder = Path()
-        self.model = Path()
 
     def __enter__(self) -> Bed:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-"))
-        self.folder = Path(folder)
-        if self._quick:
-            self.model = tiny_llama(self.folder / "model", max_position=self.max_tokens + BLOCK)
-        else:
-            self.model = smollm2()
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-"))
+            self._folder = Path(folder)
+            if self._quick:
+                most_tokens = self.max_tokens + BLOCK
+                self.model = tiny_llama(self._folder / "model", max_position=most_tokens)
+            else:
+                self.model = smollm2()
+            self.cluster = stack.enter_context(own_cluster())
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def cluster(self) -> Cluster:
-        """A Ray cluster of its own on this host: others may be in use."""
-        if self._cluster is None:
-            self._cluster = self._stack.enter_context(own_cluster())
-        return self._cluster
-
-    def start_cluster(self) -> None:
-        """Have `cluster`, before several threads need it at the same time."""
-        assert self.cluster is not None
 
     def plain(self, **config: Any) -> EngineProcess:
         """vLLM without a connector."""
@@ -97,7 +85,7 @@ class Bed:
     def _start(self, **config: Any) -> EngineProcess:
         number = next(self._numbers)
         options = {"max_model_len": self.max_tokens, "block_size": BLOCK, **config}
-        engine = EngineProcess(self.model, self.folder / f"{number}.log", **options)
+        engine = EngineProcess(self.model, self._folder / f"{number}.log", **options)
         self._stack.callback(engine.stop)
         return engine
 

@@ -66,7 +66,6 @@ def run(options: Options) -> Result:
     context = load.document_tokens + 2 * BLOCK
     with Bed(quick=options.quick, max_tokens=context, pool_bytes=pool_bytes) as bed:
         config: dict[str, Any] = {"num_gpu_blocks_override": load.kv_blocks + 8}
-        bed.start_cluster()
         starts = partial(bed.plain, **config), partial(bed.raykv, **config)
         engines = dict(zip((WITHOUT, WITH), started_together(*starts), strict=True))
         bed.wait_for_pools()

@@ -61,7 +61,6 @@ class _Engines:
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
-        bed.start_cluster()
         self._plain, self._here, self._by_layer, self._there = started_together(
             bed.plain,
             bed.raykv,

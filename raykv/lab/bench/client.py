@@ -18,16 +18,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.extras import require
 from raykv.inspect.trace_files import read_timed_prompts
-from raykv.lab.bench.client_trace import TRACED_TOKENS, Rows, scaled, whole_conversations
 from raykv.lab.bench.engine import all_cores_but_one, own_cluster
 from raykv.lab.bench.report import Options, Result
 from raykv.serve.models import SMALL_MODEL, find_model
@@ -62,6 +63,14 @@ SERVED = "model"
 START_S, RUN_S, LAG = 300.0, 180.0, 10.0
 """Deadlines: of a server's start, and of a client beyond ten times what its load takes: servers
 that are too slow for it lag behind."""
+
+TRACED_TOKENS = 512
+"""Of a chunk in the published traces."""
+
+COMMON = 0.1
+"""A chunk with which this share of the requests begin is of no conversation: all have it."""
+
+Rows = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,51 @@ def played(trace: str, sizes: Sizes, repeats: int) -> list[Rows]:
             f"{most_tokens:,} tokens"
         )
     return parts
+
+
+def whole_conversations(
+    rows: Rows, num_requests: int, most_tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    """All requests of conversations that are drawn until there are so many, in order of time.
+
+    Conversations with a request of more than `most_tokens` are left out.
+    """
+    counts = Counter(row["hash_ids"][0] for row in rows if row["hash_ids"])
+    common = {name for name, count in counts.items() if count > COMMON * len(rows)}
+    conversations: dict[Any, list[dict[str, Any]]] = {}
+    for number, row in enumerate(rows):
+        own = (name for name in row["hash_ids"] if name not in common)
+        conversations.setdefault(next(own, ("alone", number)), []).append(row)
+    fitting = [
+        some
+        for some in conversations.values()
+        if all(row["input_length"] + row["output_length"] <= most_tokens for row in some)
+    ]
+    Random(seed).shuffle(fitting)
+    picked: list[dict[str, Any]] = []
+    for some in fitting:
+        if len(picked) >= num_requests:
+            break
+        picked += some
+    return sorted(picked, key=lambda row: row["timestamp"])
+
+
+def scaled(rows: Rows, divisor: int, rate: float, repeat: int) -> list[dict[str, Any]]:
+    """With lengths divided, times in seconds from 0, stretched by one factor to so many requests a
+    second, and chunks that no other repeat has.
+    """
+    times = [row["timestamp"] for row in rows]
+    first = min(times, default=0)
+    seconds = len(rows) / rate / max(max(times, default=0) - first, 1)
+    return [
+        {
+            "timestamp": (row["timestamp"] - first) * seconds,
+            "input_length": max(1, row["input_length"] // divisor),
+            "output_length": max(1, row["output_length"] // divisor),
+            "hash_ids": [f"{repeat}-{name}" for name in row["hash_ids"]],
+        }
+        for row in rows
+    ]
 
 
 def loads(

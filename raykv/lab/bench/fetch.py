@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -132,7 +133,7 @@ class Pair:
         """Give each node a core of its own, with its raylet, which is the parent of its actors."""
         cores = sorted(os.sched_getaffinity(0))
         for node, peer, core in zip(self.node_pids, peers, cores[:2], strict=False):
-            for pid in (node, _parent(node), peer) if len(cores) > 1 else ():
+            for pid in (node, psutil.Process(node).ppid(), peer) if len(cores) > 1 else ():
                 _pin(pid, core)
 
     def fill(self) -> None:
@@ -208,11 +209,6 @@ def _are_ready(cluster: Cluster) -> bool:
         node.prefaulted_bytes >= node.pool_bytes and node.orders == known.orders
         for node in known.nodes
     )
-
-
-def _parent(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
 
 
 def _pin(pid: int, core: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -84,6 +84,21 @@ class FaultSeen:
         return not self.waited or (
             self.loads_again_s is not None and self.fetches_again_s is not None
         )
+
+    def line(self) -> str:
+        """When it was, what it was, and what became of it."""
+        parts = [f"{self.at_s:6.0f} s  {self.number:3d}  {self.kind}, node {self.node}"]
+        if self.lasts_s:
+            parts.append(f"{self.lasts_s:.1f} s")
+        if self.note:
+            parts.append(self.note)
+        if self.waited:
+            loads, fetches = (
+                "never" if seconds is None else f"after {seconds:.1f} s"
+                for seconds in (self.loads_again_s, self.fetches_again_s)
+            )
+            parts.append(f"loads again {loads}, fetches {fetches}")
+        return ", ".join(parts)
 
 
 @dataclass(kw_only=True)
@@ -166,7 +181,7 @@ class ChaosReport(Seen):
 
 def show(report: ChaosReport) -> RenderableType:
     """A report for people."""
-    parts: list[RenderableType] = [_numbers(report), _faults(report.faults)]
+    parts: list[RenderableType] = [_numbers(report)]
     if report.problems:
         parts += [Text(f"✗ {problem}", style="bold red") for problem in report.problems]
     else:
@@ -199,26 +214,3 @@ def _numbers(report: ChaosReport) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-def _faults(seen: Sequence[FaultSeen]) -> Table:
-    headings = ("#", "at, s", "fault", "node", "lasts, s", "loads again, s", "fetches again, s")
-    table = Table(*headings, "", box=SIMPLE_HEAD, title="Faults", title_justify="left")
-    for each in seen:
-        table.add_row(
-            str(each.number),
-            f"{each.at_s:.0f}",
-            each.kind,
-            str(each.node),
-            f"{each.lasts_s:.1f}" if each.lasts_s else "",
-            _seconds(each.loads_again_s, waited=each.waited),
-            _seconds(each.fetches_again_s, waited=each.waited),
-            each.note,
-        )
-    return table
-
-
-def _seconds(value: float | None, *, waited: bool) -> str:
-    if value is not None:
-        return f"{value:.1f}"
-    return "never" if waited else ""

@@ -116,15 +116,6 @@ def run_chaos(options: ChaosOptions, console: Console, json_path: Path | None = 
     return report.exit_code
 
 
-def shown(seen: FaultSeen) -> str:
-    """What became of a fault that was waited for."""
-    loads, fetches = (
-        "never" if seconds is None else f"after {seconds:.1f} s"
-        for seconds in (seen.loads_again_s, seen.fetches_again_s)
-    )
-    return f"loads again {loads}, fetches {fetches}"
-
-
 class _Chaos:
     """One run."""
 
@@ -263,11 +254,7 @@ class _Chaos:
                 seen.note = str(error)
             if not fault.overlaps:
                 self._wait_until_mended(seen)
-        self._say(
-            f"{seen.at_s:6.0f} s  {seen.number:3d}  {seen.kind}, node {seen.node}"
-            + (f", {seen.lasts_s:.1f} s" if seen.lasts_s else "")
-            + (f": {shown(seen)}" if seen.waited else "")
-        )
+        self._say(seen.line())
 
     def _do(self, fault: Fault) -> None:
         engine = self._engines[fault.node]

@@ -22,8 +22,7 @@ from raykv.lab.bench.report import Result
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.serve import build_disaggregated_app
 from raykv.serve.disaggregated.proxy import COURSE_HEADER
-from tests.bench.completions import ModelServer
-from tests.bench.disaggregated import APART, PromptLoad, deployment
+from tests.bench.disaggregated import APART, ModelServer, PromptLoad, deployment
 from tests.fixtures.ports import free_port
 from tests.fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tests.fixtures.waiting import wait_until

@@ -129,6 +129,23 @@ def test_report_fails_with_a_sentence_for_each_problem(
     assert made.exit_code == (problem is not None)
 
 
+@pytest.mark.parametrize(
+    ("seen", "line"),
+    [
+        (
+            mended(fetches_again_s=None),
+            "     1 s    0  NodeActor killed, node 0, loads again after 1.0 s, fetches never",
+        ),
+        (
+            mended(waited=False, lasts_s=2.5, note="it was gone"),
+            "     1 s    0  NodeActor killed, node 0, 2.5 s, it was gone",
+        ),
+    ],
+)
+def test_line_of_a_fault_says_what_became_of_it(seen: FaultSeen, line: str) -> None:
+    assert seen.line() == line
+
+
 def test_watch_is_over_when_all_engines_have_loaded_and_fetched() -> None:
     watch = ChaosWatch(2)
     nothing = answer([1, 2, 3], [0.0] * 3)
