@@ -216,7 +216,13 @@ class EngineProcess:
         return [output["cached"] for output in outputs]
 
     def reset(self, *, connector: bool = False) -> None:
-        assert self.call("reset", connector=connector), "blocks of its KV cache stay in use"
+        """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too.
+
+        Raises:
+            EngineError: blocks of it stay in use.
+        """
+        if not self.call("reset", connector=connector):
+            raise EngineError("vLLM kept its prefix cache: some of its blocks are still in use")
 
     def stop(self) -> None:
         """End the engine in good order, else by force."""

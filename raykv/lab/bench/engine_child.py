@@ -53,6 +53,9 @@ def transfer_config(raykv: dict[str, Any] | None, connector: dict[str, Any] | No
 KV_BYTES = 1 << 30
 """Of an engine's KV cache on a GPU, and of one on CPUs by the environment that `engine.py` sets."""
 
+RESET_TRIES, RESET_PAUSE_S = 1000, 0.02
+"""For blocks whose copies have just ended: 20 s on a busy machine."""
+
 GPU_SHARE = 0.05
 """Of a GPU's memory that must be free when an engine starts: several share one."""
 
@@ -202,13 +205,13 @@ class ChildEngine:
 
     def reset(self, *, connector: bool = False) -> bool:
         """Drop vLLM's prefix cache, and with `connector` RayKV's chunks of this model too."""
-        for _ in range(200):
+        for _ in range(RESET_TRIES):
             if self._llm.reset_prefix_cache(reset_connector=connector):
                 return True
             if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
                 # Nobody else takes a step: a request that was taken back may have to end its load.
                 self._llm.llm_engine.step()
-            time.sleep(0.02)
+            time.sleep(RESET_PAUSE_S)
         return False
 
     def running(self) -> dict[str, Any]:

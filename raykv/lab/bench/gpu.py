@@ -306,13 +306,13 @@ class Measuring:
             _one(engine, tokens)
             self._known(engine, None)
             if name != PLAIN:
-                _reset(engine)
+                engine.reset()
             if _one(engine, tokens)["cached"] >= BLOCK:
                 break
             if time.monotonic() > give_up_at:
                 self._note(f"{name}: loads nothing {WARM_S:.0f} s after its start.")
                 break
-        _reset(engine)
+        engine.reset()
 
     def _known(self, engine: EngineProcess, settle: Callable[[], None] | None) -> None:
         """Have the connector's stores end, of all that was computed so far."""
@@ -342,11 +342,11 @@ class Measuring:
                     known()
                 for _ in range(LOADS):
                     if name != PLAIN:
-                        _reset(engine)
+                        engine.reset()
                     found = _one(engine, tokens)
                     self._result.add(case, warm, "s", found["ttft_s"])
                     self._check(f"{warm}, {case}", found["cached"], length - BLOCK)
-                _reset(engine)
+                engine.reset()
             self._end_part()
 
     def _unshared(self, name: str, engine: EngineProcess, known: Callable[[], None]) -> None:
@@ -368,7 +368,7 @@ class Measuring:
         engine.call("timed", batches=[[document] for document in documents])
         known()
         for number in range(self._options.repeats_or(3)):
-            _reset(engine)
+            engine.reset()
             seeds = count(QUESTIONS + number * load.num_requests)
             prompts = [document + prompt(next(seeds), SHORT) for document in documents]
             found = engine.call("timed", batches=[prompts], max_tokens=load.answer_tokens)
@@ -382,11 +382,6 @@ class Measuring:
 def _one(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
     (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
     return {"ttft_s": float(output["ttft_s"]), "cached": output["cached"] or 0}
-
-
-def _reset(engine: EngineProcess) -> None:
-    if not engine.call("reset"):
-        raise EngineError("vLLM did not drop its prefix cache: some of its blocks are still in use")
 
 
 def length_case(length: int) -> str:
