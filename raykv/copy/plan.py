@@ -28,6 +28,9 @@ NO_SLABS = 1 << 62
 """In place of the bytes of a slab, for memory beside the pool, which no offset reaches."""
 
 
+_NO_ROWS = np.empty((3, 0), np.int64)
+
+
 class PlanError(ValueError):
     """A job names blocks or groups that the KV cache does not have."""
 
@@ -194,6 +197,7 @@ class JobPlan:
     def __init__(self, job: copies.CopyJob, groups: Column, known: Mapping[int, _Group]) -> None:
         self._job_id = job.job_id
         self._first, self._counts = _column(job.first_block), _column(job.num_blocks)
+        self._starts = np.cumsum(self._counts) - self._counts
         self._groups, self._blocks = groups, _column(job.block_ids)
         each = list(zip(groups.tolist(), self._counts.tolist(), strict=True))
         self._kinds = [(known[id_], id_, count) for id_, count in sorted(set(each))]
@@ -229,27 +233,9 @@ class JobPlan:
         return self.ends[chunk] - (self.ends[chunk - 1] if chunk else 0)
 
     def runs(self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int) -> CopyRuns:
-        """The runs of some chunks, one after the other, at these slots."""
-        wanted, slots = _column(chunks), _column(at)
-        first = self._first[wanted]
-        if len(self._kinds) == 1 and len(wanted):
-            ((group, _, count),) = self._kinds
-            rows = _rows(group, slots, first, self._blocks.reshape(-1, count)[wanted])
-            return _runs(rows.reshape(3, -1), slab_bytes)
-        groups, counts = self._groups[wanted], self._counts[wanted]
-        starts = (np.cumsum(self._counts) - self._counts)[wanted]
-        widths = {id_: len(group.size) for group, id_, _ in self._kinds}
-        num_rows = counts * _column([widths[id_] for id_ in groups.tolist()])
-        ends = np.cumsum(num_rows)
-        rows = np.empty((3, num_rows.sum()), np.int64)
-        for group, group_id, count in self._kinds:
-            some = np.flatnonzero((groups == group_id) & (counts == count))
-            if not len(some):
-                continue
-            theirs = self._blocks[starts[some, None] + np.arange(count)]
-            made = _rows(group, slots[some], first[some], theirs)
-            rows[:, (ends - num_rows)[some, None] + np.arange(made.shape[-1])] = made
-        return _runs(rows, slab_bytes)
+        """The runs of some chunks at these slots; the chunks come in any order."""
+        rows = [made.reshape(3, -1) for _, made in self._rows_of(chunks, at)]
+        return _runs(np.concatenate([_NO_ROWS, *rows], axis=1), slab_bytes)
 
     def layers(
         self, chunks: Sequence[int], at: Sequence[Slot], slab_bytes: int
@@ -257,25 +243,25 @@ class JobPlan:
         """The runs of some chunks of a job by layer, for each layer of its KV group; of one layer
         the chunks come in any order.
         """
-        wanted, places = _column(chunks), _column(at)
-        starts = np.cumsum(self._counts) - self._counts
-        kinds = []
-        num_layers = 1
-        for group, _, count in self._kinds:
-            num_layers = group.num_layers
-            is_like = self._counts[wanted] == count
-            some = wanted[is_like]
-            if not len(some):
-                continue
-            theirs = self._blocks[starts[some, None] + np.arange(count)]
-            rows = _rows(group, places[is_like], self._first[some], theirs)
-            kinds.append(rows.reshape(3, len(some), num_layers, -1))
+        kinds = [
+            rows.reshape(3, rows.shape[1], group.num_layers, -1)
+            for group, rows in self._rows_of(chunks, at)
+        ]
+        for layer in range(kinds[0].shape[2]):
+            rows = [kind[:, :, layer].reshape(3, -1) for kind in kinds]
+            yield _runs(np.concatenate(rows, axis=1), slab_bytes)
 
-        def layer_of(layer: int) -> CopyRuns:
-            rows = np.concatenate([kind[:, :, layer].reshape(3, -1) for kind in kinds], axis=1)
-            return _runs(rows, slab_bytes)
-
-        return map(layer_of, range(num_layers))
+    def _rows_of(
+        self, chunks: Sequence[int], at: Sequence[Slot]
+    ) -> Iterator[tuple[_Group, Column]]:
+        """Rows of the chunks of each group with as many blocks; see `_rows`."""
+        wanted, slots = _column(chunks), _column(at)
+        for group, group_id, count in self._kinds:
+            is_such = (self._groups[wanted] == group_id) & (self._counts[wanted] == count)
+            if is_such.any():
+                such = wanted[is_such]
+                blocks = self._blocks[self._starts[such, None] + np.arange(count)]
+                yield group, _rows(group, slots[is_such], self._first[such], blocks)
 
 
 def _rows(group: _Group, slots: Column, first: Column, blocks: Column) -> Column:
