@@ -9,6 +9,9 @@ refusal is a fetch all the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from raykv.base.ids import TokenSource
 from raykv.engine.layered import Steps
 
 WEIGHT = 0.2
@@ -24,23 +27,17 @@ EXPLORE_EVERY = 32
 
 
 class FetchCost:
-    """See the module's docstring; each rate is None while it is unknown."""
+    """See the module's docstring; a rate that is unknown is not there."""
 
     def __init__(self) -> None:
-        self.fetch_bytes_per_s: float | None = None
-        self.disk_bytes_per_s: float | None = None
+        self.bytes_per_s: dict[TokenSource, float] = {}
         self.prefill_tokens_per_s: float | None = None
         self._refusals = 0
 
-    def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A fetch has ended."""
+    def fetched(self, source: TokenSource, num_bytes: int, seconds: float) -> None:
+        """A fetch has ended, of which all came from there."""
         if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
-            self.fetch_bytes_per_s = _mean(self.fetch_bytes_per_s, num_bytes / seconds)
-
-    def came_from_disk(self, num_bytes: int, seconds: float) -> None:
-        """A fetch has ended, of which all came from a disk."""
-        if num_bytes >= MIN_FETCH_BYTES and seconds > 0:
-            self.disk_bytes_per_s = _mean(self.disk_bytes_per_s, num_bytes / seconds)
+            self.bytes_per_s[source] = _mean(self.bytes_per_s.get(source), num_bytes / seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """An engine step that computed `num_tokens` has ended."""
@@ -48,20 +45,21 @@ class FetchCost:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens / seconds)
 
     def prefers_fetch(
-        self, num_bytes: int, num_tokens: int, queued_bytes: int, disk_bytes: int = 0
+        self, num_bytes: Mapping[TokenSource, int], num_tokens: int, queued_bytes: int
     ) -> bool:
-        """Whether to fetch, behind `queued_bytes`, or to compute `num_tokens`.
-
-        It would be `num_bytes` from other nodes, and `disk_bytes` from disks.
+        """Whether to fetch `num_bytes` from each source, behind `queued_bytes`, or to compute
+        `num_tokens`.
         """
-        fetch, disk = self.fetch_bytes_per_s, self.disk_bytes_per_s
-        prefill = self.prefill_tokens_per_s
-        if prefill is None or (num_bytes and fetch is None) or (disk_bytes and disk is None):
+        rates, prefill = self.bytes_per_s, self.prefill_tokens_per_s
+        if prefill is None or not num_bytes.keys() <= rates.keys():
             return True
+        seconds = sum(size / rates[source] for source, size in num_bytes.items())
         # What is queued before it may come from either.
-        queue = fetch if num_bytes else disk
-        parts = ((queued_bytes, queue), (num_bytes, fetch), (disk_bytes, disk))
-        if sum(size / rate for size, rate in parts if rate) <= num_tokens / prefill:
+        is_remote = TokenSource.OTHER_NODE in num_bytes
+        queue = rates.get(TokenSource.OTHER_NODE if is_remote else TokenSource.DISK)
+        if queue is not None:
+            seconds += queued_bytes / queue
+        if seconds <= num_tokens / prefill:
             return True
         self._refusals += 1
         return self._refusals % EXPLORE_EVERY == 0

@@ -104,10 +104,11 @@ class RemoteChunks:
 
     def counter_values(self) -> dict[str, int]:
         """Counters by name; the rates are what `cost.py` counts with, 0 if unknown."""
+        rates = self.cost.bytes_per_s
         return {
             **self.counters,
-            "fetch_bytes_per_s": int(self.cost.fetch_bytes_per_s or 0),
-            "disk_bytes_per_s": int(self.cost.disk_bytes_per_s or 0),
+            "fetch_bytes_per_s": int(rates.get(TokenSource.OTHER_NODE, 0)),
+            "disk_bytes_per_s": int(rates.get(TokenSource.DISK, 0)),
             "prefill_tokens_per_s": int(self.cost.prefill_tokens_per_s or 0),
         }
 
@@ -290,10 +291,7 @@ class RemoteChunks:
         num_bytes: Counter[TokenSource] = Counter()
         for each in needed:
             num_bytes[request.source_of(each)] += self.size_of(each).num_bytes
-        from_nodes, from_disks = num_bytes[TokenSource.OTHER_NODE], num_bytes[TokenSource.DISK]
-        is_worth_it = self.cost.prefers_fetch(
-            from_nodes, num_tokens, self.fetching_bytes, from_disks
-        )
+        is_worth_it = self.cost.prefers_fetch(num_bytes, num_tokens, self.fetching_bytes)
         return None if is_worth_it else MissReason.FETCH_SLOWER
 
     def _needed(
@@ -351,10 +349,8 @@ class RemoteChunks:
     def measure(self, orders: Iterable[FetchOrder], num_bytes: int, seconds: float) -> None:
         """A fetch was answered: it has brought these bytes in this time."""
         sources = {token_source(order.sources[0]) for order in orders}
-        if sources == {TokenSource.DISK}:
-            self.cost.came_from_disk(num_bytes, seconds)
-        elif sources == {TokenSource.OTHER_NODE}:
-            self.cost.fetched(num_bytes, seconds)
+        if len(sources) == 1:
+            self.cost.fetched(sources.pop(), num_bytes, seconds)
 
     def finish(
         self, orders: Iterable[FetchOrder], refusals: Iterable[Refusal]

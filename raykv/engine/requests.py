@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from raykv.base.departures import Departures
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, TokenSource
 from raykv.protocol.columns import Source
 
@@ -176,13 +175,6 @@ class RequestState:
         if self.asking_since is None:
             self.asking_since = now
         return now - self.asking_since < deadline_s
-
-
-def explain(request: RequestState, departures: Departures[MissReason]) -> None:
-    """Give a request's latest MISS the reason that an engine remembers, if it has none yet."""
-    miss = request.miss
-    if miss is not None and miss.reason is MissReason.NEVER_STORED:
-        request.missed(miss.key, departures.get(miss.key) or miss.reason)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ from raykv.base.errors import ClusterError, RayKVError, SettingError, VersionErr
 from raykv.base.geometry import PoolGeometry
 from raykv.base.ids import NodeId
 from raykv.base.settings import Settings
-from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.directory.actor import scheduler_actor
@@ -38,9 +37,6 @@ from raykv.protocol.node import NodeDescription
 from raykv.stream import descriptions, publishing
 
 logger = logging.getLogger("raykv")
-
-# An engine that waits longer for the actors says so; new ones take 2 s.
-ATTACH_SAY_S = 4.0
 
 
 def new_life() -> int:
@@ -121,19 +117,14 @@ class EngineRuntime:
     def _choose_geometry(self) -> PoolGeometry:
         """Sizes of the pool, should this engine be the one that makes it.
 
-        What is free counts where the pool is made, which may be another control group: the
-        NodeActor looks again, at Ray's memory monitor and at the disk of a pool file too.
+        Whether it fits the NodeActor finds out, since what is free counts where the pool is made,
+        which may be another control group.
         """
         chunk_bytes = max(self._hello.slot_bytes.values())
-        limit = memory_limit()
         pool_bytes = self.settings.pool_bytes
         if pool_bytes is None:
             free_bytes = tightest(worker_limits()).free_bytes
             pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
-        exists = ask.find_node_actor(self.node_id) is not None
-        # Pages of an existing file are not free either.
-        free_bytes = limit.total_bytes if exists or self.settings.pool_path else limit.free_bytes
-        check_pool_bytes(pool_bytes, chunk_bytes, free_bytes, limit.source)
         return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
 
     def _find_node_actor(self) -> Any:
@@ -200,12 +191,12 @@ class EngineRuntime:
             SettingError: this node's NodeActor can't have the pool.
         """
         give_up_at = time.monotonic() + self.settings.start_deadline_s
+        logger.info("connecting to RayKV's actors, at most %.0f s", self.settings.start_deadline_s)
         try:
-            with self._said_if_slow():
-                self._find_actors()
-                self.node = self._describe_node(give_up_at)
-                self._warn_of_other_size(self.node)
-                self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
+            self._find_actors()
+            self.node = self._describe_node(give_up_at)
+            self._warn_of_other_size(self.node)
+            self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
             self._announce(self.node)
         except SettingError:
             self._leave()
@@ -213,22 +204,6 @@ class EngineRuntime:
         except Exception as error:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
-
-    @contextmanager
-    def _said_if_slow(self) -> Iterator[None]:
-        """Log what the engine waits for, for the person who waits for the engine."""
-        text = "waiting for RayKV's actors, at most %.0f s"
-        done = threading.Event()
-
-        def say() -> None:
-            if not done.wait(ATTACH_SAY_S):
-                logger.info(text, self.settings.start_deadline_s)
-
-        SupervisedThread("raykv-slow", say, OnFailure.GIVE_UP).revive()
-        try:
-            yield
-        finally:
-            done.set()
 
     def _leave(self) -> None:
         """Undo what was made for an engine that does not start."""

@@ -340,10 +340,18 @@ class EngineView:
         found = self.remote.lookup(request, key, now, self._has)
         if found is Lookup.MISS:
             self.counters["misses"] += 1
-            requests.explain(request, self._departures)
-            if request.miss is not None and request.miss.reason is MissReason.NEVER_STORED:
-                self.remote.wonder(request, key)
+            self._explain(request)
         return found
+
+    def _explain(self, request: requests.RequestState) -> None:
+        """Give a MISS the reason that is remembered, or have the scheduler actor asked for it."""
+        miss = request.miss
+        if miss is None or miss.reason is not MissReason.NEVER_STORED:
+            return
+        if (known := self._departures.get(miss.key)) is not None:
+            request.missed(miss.key, known)
+        else:
+            self.remote.wonder(request, miss.key)
 
     def _may_read_on(self, request: requests.RequestState, now: float) -> bool:
         """Whether places have chunks that are not known yet, and a request may wait for that."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from raykv.base.ids import Key, Lookup, Refusal
+from raykv.base.ids import Key, Lookup, Refusal, TokenSource
 from raykv.base.settings import Settings
 from raykv.engine.cost import EXPLORE_EVERY, MIN_FETCH_BYTES, MIN_PREFILL_TOKENS, FetchCost
 from raykv.engine.remote import ChunkSize, RemoteChunks
@@ -14,11 +16,12 @@ from tests.fixtures.engine.views import measured
 from tests.fixtures.keys import named_key as key
 
 MB = 1 << 20
+NODE, DISK = TokenSource.OTHER_NODE, TokenSource.DISK
 TOKENS = 100
 
 
 def rates(cost: FetchCost) -> tuple[float | None, float | None]:
-    return cost.fetch_bytes_per_s, cost.prefill_tokens_per_s
+    return cost.bytes_per_s.get(NODE), cost.prefill_tokens_per_s
 
 
 # What is preferred
@@ -27,12 +30,12 @@ def rates(cost: FetchCost) -> tuple[float | None, float | None]:
 def test_fetch_is_tried_while_a_rate_is_unknown() -> None:
     huge, tiny = 1 << 50, 1
     cost = FetchCost()
-    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
-    cost.fetched(MB, 1.0)
-    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
+    assert cost.prefers_fetch({NODE: huge}, tiny, queued_bytes=huge)
+    cost.fetched(NODE, MB, 1.0)
+    assert cost.prefers_fetch({NODE: huge}, tiny, queued_bytes=huge)
     cost = FetchCost()
     cost.computed(1000, 1.0)
-    assert cost.prefers_fetch(huge, tiny, queued_bytes=huge)
+    assert cost.prefers_fetch({NODE: huge}, tiny, queued_bytes=huge)
 
 
 @pytest.mark.parametrize(
@@ -49,21 +52,21 @@ def test_faster_way_is_preferred_and_of_equal_ones_the_fetch(
     num_bytes: int, num_tokens: int, is_fetched: bool
 ) -> None:
     cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    assert cost.prefers_fetch(num_bytes, num_tokens, queued_bytes=0) == is_fetched
+    assert cost.prefers_fetch({NODE: num_bytes}, num_tokens, queued_bytes=0) == is_fetched
 
 
 def test_fetches_that_are_under_way_count_against_another_one() -> None:
     cost = measured(bytes_per_s=MB, tokens_per_s=10)
-    assert cost.prefers_fetch(6 * MB, TOKENS, queued_bytes=4 * MB)
-    assert not cost.prefers_fetch(6 * MB, TOKENS, queued_bytes=5 * MB)
+    assert cost.prefers_fetch({NODE: 6 * MB}, TOKENS, queued_bytes=4 * MB)
+    assert not cost.prefers_fetch({NODE: 6 * MB}, TOKENS, queued_bytes=5 * MB)
 
 
 def test_every_so_many_refusals_one_fetch_is_tried_all_the_same() -> None:
     cost = measured(bytes_per_s=MB, tokens_per_s=10)
     answers = []
     for _ in range(3 * EXPLORE_EVERY):
-        assert cost.prefers_fetch(MB, TOKENS, queued_bytes=0), "that counts for no refusal"
-        answers.append(cost.prefers_fetch(100 * MB, 1, queued_bytes=0))
+        assert cost.prefers_fetch({NODE: MB}, TOKENS, queued_bytes=0), "that counts for no refusal"
+        answers.append(cost.prefers_fetch({NODE: 100 * MB}, 1, queued_bytes=0))
     assert [number for number, fetches in enumerate(answers, start=1) if fetches] == [32, 64, 96]
 
 
@@ -73,12 +76,12 @@ def test_every_so_many_refusals_one_fetch_is_tried_all_the_same() -> None:
 def test_later_measurements_move_the_rate_by_a_fifth() -> None:
     cost = measured(bytes_per_s=10 * MB, tokens_per_s=1000)
     assert rates(cost) == (10 * MB, 1000), "the first one is the rate"
-    cost.fetched(20 * MB, 1.0)
+    cost.fetched(NODE, 20 * MB, 1.0)
     cost.computed(2000, 1.0)
-    assert cost.fetch_bytes_per_s == pytest.approx(12 * MB)
+    assert cost.bytes_per_s[NODE] == pytest.approx(12 * MB)
     assert cost.prefill_tokens_per_s == pytest.approx(1200)
-    cost.fetched(2 * MB, 1.0)
-    assert cost.fetch_bytes_per_s == pytest.approx(10 * MB)
+    cost.fetched(NODE, 2 * MB, 1.0)
+    assert cost.bytes_per_s[NODE] == pytest.approx(10 * MB)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +91,13 @@ def test_what_is_small_or_took_no_time_is_not_measured(amount: int | None, secon
     """`amount`: more than the least that is measured; None: nothing."""
     cost = FetchCost()
     for measure, least in (
-        (cost.fetched, MIN_FETCH_BYTES),
+        (partial(cost.fetched, NODE), MIN_FETCH_BYTES),
         (cost.computed, MIN_PREFILL_TOKENS),
-        (cost.came_from_disk, MIN_FETCH_BYTES),
+        (partial(cost.fetched, DISK), MIN_FETCH_BYTES),
     ):
         measure(0 if amount is None else least + amount, seconds)
-    assert (*rates(cost), cost.disk_bytes_per_s) == (None, None, None)
-    cost.fetched(MIN_FETCH_BYTES, 1.0)
+    assert (cost.bytes_per_s, cost.prefill_tokens_per_s) == ({}, None)
+    cost.fetched(NODE, MIN_FETCH_BYTES, 1.0)
     cost.computed(MIN_PREFILL_TOKENS, 1.0)
     assert rates(cost) == (MIN_FETCH_BYTES, MIN_PREFILL_TOKENS)
 
@@ -191,17 +194,17 @@ def test_fetches_are_measured() -> None:
     fetcher.remote.cost = FetchCost()
     fetcher.look(fetcher.found(A), A)
     fetcher.finish_all(num_bytes=MB, seconds=0.5)
-    assert fetcher.remote.cost.fetch_bytes_per_s == 2 * MB
+    assert fetcher.remote.cost.bytes_per_s[NODE] == 2 * MB
 
 
 def test_disk_has_a_rate_of_its_own() -> None:
     cost = measured(bytes_per_s=1e12, tokens_per_s=1000)
     # Nothing was read yet: that is how the rate becomes known.
-    assert cost.prefers_fetch(0, 10, 0, disk_bytes=1 << 30)
-    cost.came_from_disk(100 << 20, 1.0)
-    assert cost.disk_bytes_per_s == 100 << 20
-    assert cost.prefers_fetch(0, 1000, 0, disk_bytes=90 << 20)
-    assert not cost.prefers_fetch(0, 1000, 0, disk_bytes=110 << 20)
+    assert cost.prefers_fetch({DISK: 1 << 30}, 10, 0)
+    cost.fetched(DISK, 100 << 20, 1.0)
+    assert cost.bytes_per_s[DISK] == 100 << 20
+    assert cost.prefers_fetch({DISK: 90 << 20}, 1000, 0)
+    assert not cost.prefers_fetch({DISK: 110 << 20}, 1000, 0)
     # What waits before it, and what comes from elsewhere, takes its time too.
-    assert not cost.prefers_fetch(0, 1000, 20 << 20, disk_bytes=90 << 20)
-    assert cost.prefers_fetch(1, 1000, 20 << 20, disk_bytes=90 << 20)
+    assert not cost.prefers_fetch({DISK: 90 << 20}, 1000, 20 << 20)
+    assert cost.prefers_fetch({NODE: 1, DISK: 90 << 20}, 1000, 20 << 20)
