@@ -12,6 +12,10 @@ from raykv.protocol.findings import MemoryLimit
 
 _MACHINE = "this machine's memory"
 
+# Files of a control group with its limit and its usage, by the version of control groups.
+_V2 = ("memory.max", "memory.current")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
@@ -29,11 +33,11 @@ def worker_limits(
     processes long before the kernel would.
     """
     limits = [_machine(root), *_cgroups(root)]
-    monitor = ray_monitor(room.monitor_settings(environment), root)
+    monitor = ray_monitor(environment, root)
     return limits if monitor is None else [*limits, monitor]
 
 
-def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> MemoryLimit | None:
+def ray_monitor(environment: Mapping[str, str], root: Path = Path("/")) -> MemoryLimit | None:
     """What Ray's memory monitor leaves, from what it reads itself; None if it is off.
 
     It knows the control group that is mounted at `/sys/fs/cgroup` only, and counts no page cache:
@@ -41,20 +45,14 @@ def ray_monitor(settings: room.MonitorSettings, root: Path = Path("/")) -> Memor
     """
     machine = _machine(root)
     group = root / "sys/fs/cgroup"
-    found = _monitored(group, "memory.max", "memory.current", "") or _monitored(
-        group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    found = _cgroup(group, *_V2, ("inactive_file", "active_file")) or _cgroup(
+        group / "memory", *_V1, ("total_inactive_file", "total_active_file")
     )
     if found is not None and found.total_bytes <= machine.total_bytes:
         used = found.total_bytes - found.free_bytes
-        return room.monitor_limit(settings, used, found.total_bytes, "the container's memory")
+        return room.monitor_limit(environment, used, found.total_bytes, "the container's memory")
     used = machine.total_bytes - machine.free_bytes
-    return room.monitor_limit(settings, used, machine.total_bytes, _MACHINE)
-
-
-def _monitored(folder: Path, limit: str, usage: str, prefix: str) -> MemoryLimit | None:
-    """A control group in Ray's eyes; None when it has no limit."""
-    keys = (f"{prefix}inactive_file", f"{prefix}active_file")
-    return _cgroup(folder, limit, usage, keys)
+    return room.monitor_limit(environment, used, machine.total_bytes, _MACHINE)
 
 
 def pool_objection(
@@ -126,10 +124,9 @@ def _cgroups(root: Path) -> list[MemoryLimit]:
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+            base, names = root / "sys/fs/cgroup", _V2
         elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            base, names = root / "sys/fs/cgroup/memory", _V1
         else:
             continue
         folder = base / path.strip("/")

@@ -42,22 +42,6 @@ class HugePages(Enum):
     RESERVED = "reserved"
 
 
-def huge_pages(pool_bytes: int, page_bytes: int, free_pages: int, shared_mode: str) -> HugePages:
-    """The largest pages that all of a pool can have.
-
-    Args:
-        pool_bytes: size of the pool.
-        page_bytes: size of the machine's reserved huge pages.
-        free_pages: how many of those nobody uses or has claimed.
-        shared_mode: the kernel's word for transparent huge pages in shared memory.
-    """
-    if pool_bytes % page_bytes == 0 and pool_bytes // page_bytes <= free_pages:
-        return HugePages.RESERVED
-    if shared_mode in ("always", "within_size", "advise", "force"):
-        return HugePages.TRANSPARENT
-    return HugePages.NONE
-
-
 # From the kernel's include/uapi/linux/mempolicy.h.
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -87,14 +71,17 @@ def pool_region(num_bytes: int) -> Region:
 
 
 def wanted_pages(num_bytes: int, root: Path = Path("/")) -> HugePages:
-    """What this machine has for a pool of that size."""
+    """The largest pages that all of a pool of that size can have on this machine."""
     folder = root / "sys/kernel/mm"
     reserved = folder / f"hugepages/hugepages-{_HUGE_PAGE_BYTES >> 10}kB"
     # Reserved for mappings that have not touched them yet: those are spoken for.
     free = _number(reserved / "free_hugepages") - _number(reserved / "resv_hugepages")
-    mode = _text(folder / "transparent_hugepage/shmem_enabled")
-    chosen = mode.partition("[")[2].partition("]")[0]
-    return huge_pages(num_bytes, _HUGE_PAGE_BYTES, free, chosen)
+    if num_bytes % _HUGE_PAGE_BYTES == 0 and num_bytes // _HUGE_PAGE_BYTES <= free:
+        return HugePages.RESERVED
+    modes = _text(folder / "transparent_hugepage/shmem_enabled")
+    chosen = modes.partition("[")[2].partition("]")[0]
+    is_on = chosen in ("always", "within_size", "advise", "force")
+    return HugePages.TRANSPARENT if is_on else HugePages.NONE
 
 
 def gpu_nodes(root: Path = Path("/")) -> list[int]:

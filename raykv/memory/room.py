@@ -27,15 +27,6 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class MonitorSettings:
-    """Settings of Ray's memory monitor. `min_free_bytes` below 0: not set."""
-
-    is_on: bool = True
-    threshold: float = MEMORY_USAGE_THRESHOLD
-    min_free_bytes: int = -1
-
-
-@dataclass(frozen=True)
 class PoolNeeds:
     """What a pool will take when all its pages are touched.
 
@@ -53,21 +44,6 @@ class PoolNeeds:
         return max(0, self.pool_bytes - self.present_bytes)
 
 
-def monitor_settings(environment: Mapping[str, str]) -> MonitorSettings:
-    """Ray's memory monitor as the environment of a raylet, or of its children, sets it.
-
-    A value that Ray would not take counts as its default.
-    """
-    threshold = _number(environment.get("RAY_memory_usage_threshold"), MEMORY_USAGE_THRESHOLD)
-    if not 0 <= threshold <= 1:
-        threshold = MEMORY_USAGE_THRESHOLD
-    return MonitorSettings(
-        is_on=_number(environment.get("RAY_memory_monitor_refresh_ms"), 250) > 0,
-        threshold=threshold,
-        min_free_bytes=int(_number(environment.get("RAY_min_memory_free_bytes"), -1)),
-    )
-
-
 def _number(text: str | None, default: float) -> float:
     try:
         return default if text is None else float(text)
@@ -76,20 +52,24 @@ def _number(text: str | None, default: float) -> float:
 
 
 def monitor_limit(
-    settings: MonitorSettings, used_bytes: int, total_bytes: int, of_what: str
+    environment: Mapping[str, str], used_bytes: int, total_bytes: int, of_what: str
 ) -> MemoryLimit | None:
-    """Where Ray begins to kill workers; None where it never does.
+    """Where Ray begins to kill workers, as the environment of a raylet, or of its children, sets
+    it; None where it never does. A value that Ray would not take counts as its default.
 
     As `GetMemoryThreshold` in Ray's `memory_monitor_utils.cc`: of the two ways to set a threshold
     the higher one counts.
     """
-    if not settings.is_on:
+    if _number(environment.get("RAY_memory_monitor_refresh_ms"), 250) <= 0:
         return None
-    threshold = int(total_bytes * settings.threshold)
-    name = f"RAY_memory_usage_threshold={settings.threshold:g}"
-    if settings.min_free_bytes >= 0 and total_bytes - settings.min_free_bytes > threshold:
-        threshold = total_bytes - settings.min_free_bytes
-        name = f"RAY_min_memory_free_bytes={settings.min_free_bytes}"
+    share = _number(environment.get("RAY_memory_usage_threshold"), MEMORY_USAGE_THRESHOLD)
+    if not 0 <= share <= 1:
+        share = MEMORY_USAGE_THRESHOLD
+    threshold, name = int(total_bytes * share), f"RAY_memory_usage_threshold={share:g}"
+    min_free_bytes = int(_number(environment.get("RAY_min_memory_free_bytes"), -1))
+    if min_free_bytes >= 0 and total_bytes - min_free_bytes > threshold:
+        threshold = total_bytes - min_free_bytes
+        name = f"RAY_min_memory_free_bytes={min_free_bytes}"
     source = f"Ray's memory monitor ({name} of {of_what})"
     return MemoryLimit(max(0, threshold - used_bytes), threshold, source)
 

@@ -19,7 +19,7 @@ import raykv
 from deploy import render, sizes
 from raykv.base.parsing import parse_size
 from raykv.base.settings import load_settings
-from raykv.memory.room import MonitorSettings, PoolNeeds, monitor_limit, objection
+from raykv.memory.room import PoolNeeds, monitor_limit, objection
 from raykv.metrics.table import METRICS
 from tests.fixtures import image
 from tests.fixtures.kubelet import AGENT_PORT, all_service_links, start_command
@@ -175,7 +175,7 @@ def test_limit_is_the_least_at_which_the_node_actor_gives_the_pool(pool_gib: int
     needs = PoolNeeds(memory.pool_bytes)
 
     def refusal(limit_bytes: int) -> str:
-        limit = monitor_limit(MonitorSettings(), memory.other_bytes, limit_bytes, "the container")
+        limit = monitor_limit({}, memory.other_bytes, limit_bytes, "the container")
         assert limit is not None
         return objection(needs, [limit], None)
 

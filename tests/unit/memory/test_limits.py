@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from raykv.memory import limits
-from raykv.memory.room import monitor_settings
 from raykv.protocol.findings import MemoryLimit
 
 GIB = 1 << 30
@@ -129,7 +128,7 @@ def test_group_that_cannot_be_read_does_not_limit(v2: Host, text: str) -> None:
 
 def monitored(host: Host, **environment: str) -> MemoryLimit | None:
     """What Ray's memory monitor leaves, for a raylet with that environment."""
-    return limits.ray_monitor(monitor_settings(environment), host.root)
+    return limits.ray_monitor(environment, host.root)
 
 
 def test_ray_counts_the_machines_memory_when_no_group_limits(v2: Host) -> None:

@@ -12,6 +12,8 @@ GIB = 1 << 30
 BOX = MemoryLimit(10 * GIB, 16 * GIB, "the box")
 FITS = 10 * GIB - room.RESERVE_BYTES
 
+FREE = "RAY_min_memory_free_bytes"
+
 
 def test_pool_fits_when_the_reserve_stays_free() -> None:
     assert room.objection(room.PoolNeeds(FITS), [BOX], None) == ""
@@ -67,42 +69,40 @@ def test_pool_file_in_memory_counts_against_both() -> None:
 
 
 def test_ray_kills_above_its_threshold() -> None:
-    limit = room.monitor_limit(room.MonitorSettings(), 4 * GIB, 100 * GIB, "this")
+    limit = room.monitor_limit({}, 4 * GIB, 100 * GIB, "this")
     assert limit is not None
     assert (limit.free_bytes, limit.total_bytes) == (91 * GIB, 95 * GIB)
     assert "RAY_memory_usage_threshold=0.95" in limit.source
-    full = room.monitor_limit(room.MonitorSettings(), 97 * GIB, 100 * GIB, "this")
+    full = room.monitor_limit({}, 97 * GIB, 100 * GIB, "this")
     assert full is not None
     assert full.free_bytes == 0
-    assert room.monitor_limit(room.MonitorSettings(is_on=False), GIB, 2 * GIB, "this") is None
+    off = {"RAY_memory_monitor_refresh_ms": "0"}
+    assert room.monitor_limit(off, GIB, 2 * GIB, "this") is None
 
 
 def test_higher_one_of_rays_two_thresholds_counts() -> None:
-    limit = room.monitor_limit(room.MonitorSettings(min_free_bytes=GIB), 0, 100 * GIB, "this")
+    limit = room.monitor_limit({FREE: str(GIB)}, 0, 100 * GIB, "this")
     assert limit is not None
     assert limit.total_bytes == 99 * GIB
     assert "RAY_min_memory_free_bytes" in limit.source
-    limit = room.monitor_limit(room.MonitorSettings(min_free_bytes=9 * GIB), 0, 100 * GIB, "this")
+    limit = room.monitor_limit({FREE: str(9 * GIB)}, 0, 100 * GIB, "this")
     assert limit is not None
     assert limit.total_bytes == 95 * GIB
 
 
 @pytest.mark.parametrize(
-    ("environment", "settings"),
+    ("environment", "total_bytes"),
     [
-        ({}, room.MonitorSettings()),
-        ({"RAY_memory_usage_threshold": "0.8"}, room.MonitorSettings(threshold=0.8)),
-        ({"RAY_memory_usage_threshold": "much"}, room.MonitorSettings()),
-        ({"RAY_memory_usage_threshold": "1.5"}, room.MonitorSettings()),
-        ({"RAY_min_memory_free_bytes": "5"}, room.MonitorSettings(min_free_bytes=5)),
-        ({"RAY_memory_monitor_refresh_ms": "0"}, room.MonitorSettings(is_on=False)),
-        ({"RAY_memory_monitor_refresh_ms": "100"}, room.MonitorSettings()),
+        ({"RAY_memory_usage_threshold": "0.8"}, 80 * GIB),
+        ({"RAY_memory_usage_threshold": "much"}, 95 * GIB),
+        ({"RAY_memory_usage_threshold": "1.5"}, 95 * GIB),
+        ({"RAY_memory_monitor_refresh_ms": "100"}, 95 * GIB),
     ],
 )
-def test_settings_of_rays_monitor_are_read(
-    environment: dict[str, str], settings: room.MonitorSettings
-) -> None:
-    assert room.monitor_settings(environment) == settings
+def test_settings_of_rays_monitor_are_read(environment: dict[str, str], total_bytes: int) -> None:
+    limit = room.monitor_limit(environment, 0, 100 * GIB, "this")
+    assert limit is not None
+    assert limit.total_bytes == total_bytes
 
 
 def test_pool_is_at_least_a_chunk_and_at_most_what_is_free() -> None:
