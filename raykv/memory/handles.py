@@ -2,7 +2,7 @@
 
 A protocol with two sides. The worker exports: it says where its KV tensors are (`KVLayout`) and
 hands over what opens the memory. The NodeActor opens: it gets addresses to copy from and to. Here
-is the memfd kind, for KV in CPU memory; kinds for GPU memory are in `cuda/kv.py`.
+is the memfd kind, for KV in CPU memory; the kind for GPU memory is in `cuda/kv.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from raykv.base.errors import HandleError
 from raykv.memory import canonical, kv_form, region
 from raykv.memory.cuda.driver import MemoryDriver
-from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, check_pieces, open_device_kv
+from raykv.memory.cuda.kv import CUDA_IPC, check_pieces, open_device_kv
 from raykv.protocol.worker import KVLayout
 
 MEMFD = "memfd"
@@ -85,20 +85,22 @@ def open_kv(
         if driver is None:
             raise HandleError("this process has no access to GPU memory")
         check_pieces(layout)
-        cuda = driver()
+        return open_device_kv(driver(), layout)
     except HandleError:
         region.close_all(fds)
         raise
-    return open_device_kv(cuda, layout, fds)
 
 
 def _check_kind(layout: KVLayout, num_fds: int) -> None:
-    known = (MEMFD, CUDA_IPC, CUDA_FD)
-    if layout.kind not in known:
-        names = ", ".join(map(repr, known))
+    wanted = {MEMFD: 1, CUDA_IPC: 0}
+    if layout.kind not in wanted:
+        names = ", ".join(map(repr, wanted))
         raise HandleError(f"a KV cache of kind {layout.kind!r} can't be opened; known: {names}")
-    if layout.kind == MEMFD and num_fds != 1:
-        raise HandleError(f"a KV cache of kind {MEMFD!r} comes with one descriptor, not {num_fds}")
+    if num_fds != wanted[layout.kind]:
+        raise HandleError(
+            f"a KV cache of kind {layout.kind!r} comes with {wanted[layout.kind]} descriptors, not "
+            f"{num_fds}"
+        )
 
 
 def check_layout(layout: KVLayout) -> None:

@@ -24,7 +24,7 @@ from raykv.node.devices import Devices
 from raykv.node.pool.jobs import AdmittedJob
 from raykv.protocol import framing, wire
 from raykv.protocol.engine import EngineHello
-from raykv.protocol.worker import MAX_PIECES, AttachWorker
+from raykv.protocol.worker import AttachWorker
 
 logger = logging.getLogger("raykv.node")
 
@@ -150,10 +150,8 @@ class QueuedJob:
         return engine.LaneName(self.worker.device, self.direction)
 
 
-MAX_FDS = 1 + MAX_PIECES
-"""Descriptors with the first message: the cancel words and the KV cache's memory, which is one on a
-CPU.
-"""
+MAX_FDS = 2
+"""Descriptors with the first message: the cancel words, and a KV cache in CPU memory."""
 
 
 @dataclass

@@ -11,8 +11,7 @@ from raykv.base.ids import Refusal
 from raykv.protocol import columns, copies, engine, framing
 
 MAX_PIECES = 240
-"""Pieces of a GPU's memory that a KV cache lies in. Linux lets 253 descriptors go with a message.
-"""
+"""Pieces of a GPU's memory that a KV cache lies in."""
 
 MAX_PIECE_BYTES = 1 << 46
 
@@ -176,13 +175,13 @@ NOT_CANONICAL = CanonicalPages()
 class KVLayout(msgspec.Struct, frozen=True):
     """A worker's KV cache as another process sees it.
 
-    `kind` names the protocol that opens it ("memfd", "cuda-ipc", "cuda-fd"). `groups[g]` lists, for
-    the g-th KV group in the order of `group_ids`, indices into `tensors`.
+    `kind` names the protocol that opens it ("memfd", "cuda-ipc"). `groups[g]` lists, for the g-th
+    KV group in the order of `group_ids`, indices into `tensors`.
 
     Memory of a GPU comes in pieces, of `piece_bytes` each; offsets count through all of them, back
-    to back. `device` is the GPU's UUID. `handles` opens them, one each ("cuda-ipc"); "cuda-fd" has
-    a descriptor for each instead. `event` is the handle of the event that the worker records on its
-    compute stream before it submits a job. `form`: how KV lies in chunks, for inspection.
+    to back. `device` is the GPU's UUID. `handles` opens them, one each. `event` is the handle of
+    the event that the worker records on its compute stream before it submits a job. `form`: how KV
+    lies in chunks, for inspection.
     `canonical`: where pages are in chunks that any number of ranks shares. Both may say nothing.
     """
 
@@ -221,5 +220,4 @@ def check_device_memory(layout: KVLayout) -> None:
     )
     sizes = {len(layout.event), *map(len, handles)}
     columns.require(sizes == {CUDA_HANDLE_BYTES}, f"handles of GPU memory of {sizes} bytes")
-    wanted = len(pieces) if layout.kind == "cuda-ipc" else 0
-    columns.require(len(handles) == wanted, f"{len(handles)} handles of {len(pieces)} pieces")
+    columns.require(len(handles) == len(pieces), f"{len(handles)} handles of {len(pieces)} pieces")

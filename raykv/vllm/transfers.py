@@ -31,7 +31,6 @@ from raykv.engine.session import WorkerReport
 from raykv.protocol import copies, engine, worker
 from raykv.protocol.columns import Keys, Numbers
 from raykv.vllm.identity.adapters import AdapterUse
-from raykv.worker.handover import AutoLink
 from raykv.worker.job import JobRequest
 from raykv.worker.link import LinkTarget, WorkerLink
 
@@ -255,7 +254,7 @@ class RayOffloadingWorker(OffloadingWorker):
     """Turns vLLM's transfer specs into copy jobs of the node's NodeActor."""
 
     def __init__(
-        self, link: WorkerLink | AutoLink, layout: worker.KVLayout, *, by_layer: bool = False
+        self, link: WorkerLink, layout: worker.KVLayout, *, by_layer: bool = False
     ) -> None:
         """Send jobs through `link`. `by_layer`: loads come layer by layer, and a step waits for
         them.
@@ -286,6 +285,7 @@ class RayOffloadingWorker(OffloadingWorker):
         """Where the NodeActor is; None leaves it as it was."""
         if target is not None:
             self.namespace = target.namespace
+            self._link = self._link.following()
             self._link.set_target(target)
 
     def submit_store(

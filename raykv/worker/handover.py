@@ -12,17 +12,15 @@ see no such GPU. In the second case an engine with `auto` goes on staged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from raykv.base import errors, guard
 from raykv.base.ids import Refusal
 from raykv.memory.cuda import driver, kv
-from raykv.protocol.copies import CopyResult
-from raykv.protocol.measures import BreakerReport
 from raykv.protocol.worker import KVLayout, TensorLayout, not_done
-from raykv.worker import job, staging
-from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
+from raykv.worker import job
+from raykv.worker.link import LinkSettings, WorkerLink
 
 logger = logging.getLogger("raykv")
 
@@ -54,10 +52,15 @@ class DeviceLink(WorkerLink):
         exported: kv.ExportedKV,
         settings: LinkSettings,
         stream: Callable[[], int] = current_stream,
+        make_staged: Callable[[str], WorkerLink] | None = None,
     ) -> None:
-        super().__init__(rank, exported.layout, exported.fds, settings)
+        """`make_staged` makes the line that takes over if the NodeActor can't map the memory; it
+        gets the reason. None: no line does.
+        """
+        super().__init__(rank, exported.layout, [], settings)
         self._exported = exported
         self._stream = stream
+        self._make_staged = make_staged
 
     def submit(self, *requests: job.JobRequest) -> None:
         """See `WorkerLink.submit`. The copies wait for all that was queued for the GPU before."""
@@ -73,70 +76,27 @@ class DeviceLink(WorkerLink):
             return
         super().submit(*requests)
 
-
-class AutoLink:
-    """A `DeviceLink` until the NodeActor says that it can't map the memory; from then on staged.
-    For its methods see `WorkerLink`.
-
-    Methods run on the worker's main thread.
-    """
-
-    def __init__(self, link: DeviceLink, make_staged: Callable[[str], staging.StagedLink]) -> None:
-        """`make_staged` gets the reason, which it logs."""
-        self._link: DeviceLink | staging.StagedLink = link
-        self._make_staged = make_staged
-
-    @property
-    def node_life(self) -> int:
-        return self._link.node_life
-
-    def breaker_report(self) -> BreakerReport:
-        return self._link.breaker_report()
-
-    def set_target(self, target: LinkTarget) -> None:
-        self._change_if_unsuited()
-        self._link.set_target(target)
-
-    def submit(self, *requests: job.JobRequest) -> None:
-        self._link.submit(*requests)
-
-    def drain(self) -> list[CopyResult]:
-        return self._link.drain()
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        self._link.wait(job_ids)
-
-    def finish(self, job_ids: Collection[int]) -> None:
-        self._link.finish(job_ids)
-
-    def wait_layers(self, job_ids: Collection[int], count: int) -> bool:
-        return self._link.wait_layers(job_ids, count)
-
-    def close(self, timeout_s: float) -> None:
-        self._link.close(timeout_s)
-
-    def _change_if_unsuited(self) -> None:
-        """Only between jobs: whatever was submitted ends where it was."""
-        link = self._link
-        if isinstance(link, staging.StagedLink) or not link.unsuited or not link.is_idle:
-            return
+    def following(self) -> WorkerLink:
+        """See `WorkerLink.following`. Whatever was submitted ends where it was."""
+        if self._make_staged is None or not self.unsuited or not self.is_idle:
+            return self
         try:
-            self._link = self._make_staged(link.unsuited)
+            staged = self._make_staged(self.unsuited)
         except Exception:
-            guard.report("AutoLink.change")
-            self._make_staged = _never
-            return
-        link.close(0.0)
-
-
-def _never(reason: str) -> staging.StagedLink:
-    raise errors.SettingError(reason)
+            guard.report("DeviceLink.following")
+            self._make_staged = None
+            return self
+        self.close(0.0)
+        return staged
 
 
 def device_link(
-    spec: Any, kv_caches: Any, load: Callable[[], driver.MemoryDriver] = driver.load
+    spec: Any,
+    kv_caches: Any,
+    load: Callable[[], driver.MemoryDriver],
+    make_staged: Callable[[str], WorkerLink] | None,
 ) -> tuple[DeviceLink, KVLayout]:
-    """The NodeActor maps the GPU memory of vLLM's `CanonicalKVCaches`.
+    """The NodeActor maps the GPU memory of vLLM's `CanonicalKVCaches`; see `DeviceLink`.
 
     Raises:
         HandleError: that can't be; the text says why, and what to change.
@@ -166,7 +126,9 @@ def device_link(
         exported.layout.device,
         exported.layout.kind,
     )
-    return DeviceLink(spec.part, exported, spec.link_settings()), exported.layout
+    settings = spec.link_settings()
+    link = DeviceLink(spec.part, exported, settings, make_staged=make_staged)
+    return link, exported.layout
 
 
 def make_link(
@@ -181,12 +143,14 @@ def make_link(
     setting = spec.settings.kv_handover
     if setting == "staged":
         return spec.staged_link(kv_caches, "kv_handover=staged")
-    try:
-        link, layout = device_link(spec, kv_caches, load)
-    except errors.HandleError as error:
-        if setting == "ipc":
-            raise errors.SettingError(f"kv_handover=ipc can't be had: {error}") from error
-        return spec.staged_link(kv_caches, str(error))
     if setting == "ipc":
-        return link, layout
-    return AutoLink(link, lambda reason: spec.staged_link(kv_caches, reason)[0]), layout
+        try:
+            return device_link(spec, kv_caches, load, None)
+        except errors.HandleError as error:
+            raise errors.SettingError(f"kv_handover=ipc can't be had: {error}") from error
+    try:
+        return device_link(
+            spec, kv_caches, load, lambda reason: spec.staged_link(kv_caches, reason)[0]
+        )
+    except errors.HandleError as error:
+        return spec.staged_link(kv_caches, str(error))

@@ -136,6 +136,10 @@ class WorkerLink:
         """Life of the NodeActor that is reached now; 0 while none is."""
         return self._node_life
 
+    def following(self) -> WorkerLink:
+        """The line to use from now on: this one, or one that takes its place between jobs."""
+        return self
+
     def set_target(self, target: LinkTarget) -> None:
         """Where to connect; the same target again costs a comparison."""
         if target == self._target:

@@ -1,6 +1,6 @@
 """A worker whose KV cache is on a GPU that is not there, in a process for a test to kill.
 
-Usage: python device.py SOCKET_NAME SLOT_BYTES STAGE KIND. Goes up to the stage, then prints a
+Usage: python device.py SOCKET_NAME SLOT_BYTES STAGE. Goes up to the stage, then prints a
 line and waits to be killed. It leaves nothing behind: memory of a GPU dies with who opened it.
 """
 
@@ -31,18 +31,16 @@ SETTINGS = LinkSettings(step_deadline_s=30.0, store_deadline_s=30.0)
 
 def main() -> None:
     """See the module's docstring."""
-    name, slot_bytes, stage, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    name, slot_bytes, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     cuda = FakeCuda()
-    total = NUM_BLOCKS * slot_bytes
-    base = cuda.allocate(total, pieces=[total // 2] * 2 if kind == "cuda-fd" else None)
+    base = cuda.allocate(NUM_BLOCKS * slot_bytes)
     tensor = TensorLayout(base, NUM_BLOCKS, slot_bytes, slot_bytes)
     exported = export_kv(cuda, [tensor], 1, [0], [[0]])
-    assert exported.layout.kind == kind
     if stage == "half attached":
         kept: object = greet(name, slot_bytes, exported)
     else:
         CoreLine(name, LIFE, {0: slot_bytes}).wait()
-        link = kept = WorkerLink(0, exported.layout, exported.fds, SETTINGS)
+        link = kept = WorkerLink(0, exported.layout, [], SETTINGS)
         link.set_target(LinkTarget(name, "engine", LIFE, "ns", 1, {0: slot_bytes}))
         wait_until(lambda: link.node_life != 0, 10.0, "the worker attaches")
         if stage == "waiting":
@@ -61,7 +59,7 @@ def greet(name: str, slot_bytes: int, exported: ExportedKV) -> tuple[object, ...
     words = CancelWords.create()
     hello = AttachWorker("engine", LIFE, "ns", 0, 1, {0: slot_bytes}, exported.layout)
     half = wire.frame(hello)[:-10]
-    socket.send_fds(sock, [half], [words.region.fd, *exported.fds])
+    socket.send_fds(sock, [half], [words.region.fd])
     return sock, words
 
 

@@ -1,7 +1,7 @@
 """A worker with a KV cache on a real GPU, in a process of its own.
 
-Usage: python gpu_worker.py SOCKET_FD NUM_BLOCKS whole|split. Sends its layout and descriptors
-over the socket, then answers one line to each command on standard input: "check VALUE" says whether
+Usage: python gpu_worker.py SOCKET_FD NUM_BLOCKS whole|split. Sends its layout over the
+socket, then answers one line to each command on standard input: "check VALUE" says whether
 block 1 of all layers is full of VALUE, "delayed VALUE" queues a long computation that ends by
 filling block 0 with VALUE, and records the event. Needs torch and cuda.bindings, no vLLM, no Ray.
 """
@@ -64,7 +64,7 @@ def main() -> None:
     torch.cuda.synchronize()
     exported = export(layers)
     raw = base64.b64encode(encode(exported.layout)) + b"\n"
-    socket.send_fds(channel, [raw], exported.fds)
+    channel.sendall(raw)
     for line in sys.stdin:
         command, value = line.split()
         answer: Any = True

@@ -18,7 +18,7 @@ import pytest
 
 from raykv.base.ids import Direction, Refusal
 from raykv.memory.cuda import driver as cuda_driver
-from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, export_kv
+from raykv.memory.cuda.kv import export_kv
 from raykv.node.states.file import load_hidden_states, promise
 from raykv.protocol.copies import Capture
 from raykv.protocol.worker import TensorLayout
@@ -93,7 +93,7 @@ class Worker:
         groups = [list(range(num_layers))]
         self.exported = export_kv(cuda_driver.load(), tensors, BLOCKS_PER_CHUNK, [0], groups)
         settings = LinkSettings(step_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S)
-        self.link = WorkerLink(0, self.exported.layout, self.exported.fds, settings)
+        self.link = WorkerLink(0, self.exported.layout, [], settings)
         slot_bytes = num_layers * BLOCKS_PER_CHUNK * PAGE_BYTES
         life = next(lives)
         self.core = CoreLine(node.name, life, {0: slot_bytes})
@@ -133,24 +133,17 @@ class Worker:
         return self.kv[:, numbers].clone()
 
 
-def worker_of(node: Node, kind: str) -> Worker:
-    """`kind` is the way that its memory is handed over."""
+def worker_of(node: Node) -> Worker:
+    """Its memory is not of expandable segments, whatever the environment says."""
     # Its name since torch 2.10, and before.
     known = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     configure = known or torch.cuda.memory._set_allocator_settings
-    configure(f"expandable_segments:{kind == CUDA_FD}")
-    try:
-        torch.cuda.empty_cache()
-        made = Worker(node)
-    finally:
-        configure("expandable_segments:False")
-    assert made.exported.layout.kind == kind
-    return made
+    configure("expandable_segments:False")
+    return Worker(node)
 
 
-@pytest.mark.parametrize("kind", [CUDA_IPC, CUDA_FD])
-def test_bytes_of_the_gpu_come_back_to_other_blocks(node: Node, kind: str) -> None:
-    worker = worker_of(node, kind)
+def test_bytes_of_the_gpu_come_back_to_other_blocks(node: Node) -> None:
+    worker = worker_of(node)
     source = random.Random(3)
     for turn in range(3):
         chunks = list(range(20 * turn, 20 * (turn + 1)))
@@ -164,7 +157,7 @@ def test_bytes_of_the_gpu_come_back_to_other_blocks(node: Node, kind: str) -> No
 
 
 def test_store_has_what_the_gpu_computes_after_the_job_was_submitted(node: Node) -> None:
-    worker = worker_of(node, CUDA_IPC)
+    worker = worker_of(node)
     torch.cuda._sleep(1_000_000_000)
     worker.kv[:, 1:3] = 77
     job_id = worker.submit(STORE, [5], [1, 2])
@@ -178,7 +171,7 @@ def test_store_has_what_the_gpu_computes_after_the_job_was_submitted(node: Node)
 
 
 def test_load_does_not_run_ahead_of_what_was_queued_before_it(node: Node) -> None:
-    worker = worker_of(node, CUDA_IPC)
+    worker = worker_of(node)
     expected = worker.blocks([1, 2])
     assert worker.run(STORE, [5], [1, 2]) == []
     torch.cuda._sleep(1_000_000_000)
@@ -223,7 +216,7 @@ def test_hidden_states_are_captured_out_of_the_gpu(node: Node, tmp_path: Path) -
 
 
 def test_killed_node_fails_jobs_in_time_and_leaves_the_gpu_usable(node: Node) -> None:
-    worker = worker_of(node, CUDA_IPC)
+    worker = worker_of(node)
     assert worker.run(STORE, list(range(40)), list(range(80))) == []
     before = worker.blocks(list(range(NUM_BLOCKS)))
     torch.cuda._sleep(1_000_000_000)

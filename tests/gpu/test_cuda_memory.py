@@ -17,7 +17,7 @@ import pytest
 from raykv.base.geometry import PoolGeometry
 from raykv.memory.cuda import driver as cuda_driver
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC, DeviceKV
+from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV
 from raykv.memory.cuda.page_lock import PoolLocker
 from raykv.memory.handles import open_kv
 from raykv.memory.pool import Pool
@@ -55,7 +55,7 @@ def cuda() -> Any:
 class Worker:
     """The child, and what it has handed over."""
 
-    def __init__(self, *, is_split: bool = False, conf: str = "") -> None:
+    def __init__(self, *, is_split: bool = False) -> None:
         near, far = socket.socketpair()
         child = CHILDREN / "gpu_worker.py"
         arguments = [str(far.fileno()), str(NUM_BLOCKS), "split" if is_split else "whole"]
@@ -65,15 +65,15 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[far.fileno()],
-            env={**os.environ, CONF: conf, "PYTHONPATH": PATHS},
+            env={**os.environ, CONF: "", "PYTHONPATH": PATHS},
         )
         far.close()
         near.settimeout(LONG_S)
-        raw, self.fds = b"", list[int]()
+        raw = b""
         while not raw.endswith(b"\n"):
-            data, fds, _, _ = socket.recv_fds(near, 1 << 16, 250)
+            data = near.recv(1 << 16)
             assert data, "the child has ended"
-            raw, self.fds = raw + data, self.fds + fds
+            raw += data
         near.close()
         self.layout = decode(base64.b64decode(raw), KVLayout)
         check_device_memory(self.layout)
@@ -86,7 +86,7 @@ class Worker:
         return json.loads(self.process.stdout.readline())
 
     def open(self, cuda: Any) -> DeviceKV:
-        kv = open_kv(self.layout, [os.dup(fd) for fd in self.fds], lambda: cuda)
+        kv = open_kv(self.layout, [], lambda: cuda)
         assert isinstance(kv, DeviceKV)
         return kv
 
@@ -96,8 +96,6 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-        for fd in self.fds:
-            os.close(fd)
 
 
 @pytest.fixture
@@ -141,18 +139,6 @@ def test_both_processes_see_one_memory(cuda: Any, workers: list[Worker], is_spli
         assert set(copy_out(kv, layer, NUM_BLOCKS - 1)) == {layer + 1}
     fill_block(kv, 1, 77)
     assert worker.ask("check", 77)
-    kv.close()
-
-
-def test_expandable_segments_go_by_descriptor(cuda: Any, workers: list[Worker]) -> None:
-    worker = Worker(conf="expandable_segments:True")
-    workers.append(worker)
-    assert worker.layout.kind == CUDA_FD
-    assert len(worker.fds) == len(worker.layout.piece_bytes) > 1
-    kv = worker.open(cuda)
-    assert set(copy_out(kv, 31, NUM_BLOCKS - 1)) == {32}
-    fill_block(kv, 1, 78)
-    assert worker.ask("check", 78)
     kv.close()
 
 

@@ -268,6 +268,9 @@ class Line:
     def breaker_report(self) -> BreakerReport:
         return BreakerReport()
 
+    def following(self) -> Any:
+        return self
+
     def set_target(self, target: Any) -> None:
         pass
 

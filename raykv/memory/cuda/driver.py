@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -23,9 +22,6 @@ from typing import Any
 from raykv.base.errors import HandleError
 from raykv.base.extras import with_extra
 from raykv.protocol.worker import CUDA_HANDLE_BYTES
-
-ATTRIBUTE_CALL, ATTRIBUTE_SINCE = b"cuPointerGetAttribute", 12000
-"""The driver's own name, and the version of CUDA whose form of the call is meant."""
 
 
 class CUDAError(HandleError):
@@ -111,17 +107,6 @@ class MemoryDriver:
         which = getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         return self._call("cuPointerGetAttribute", which, self._cuda.CUdeviceptr(address))
 
-    def _word(self, name: str, address: int) -> int:
-        """An attribute of 64 bits; `cuda.bindings` (13.3) refuses those of mappings."""
-        which = int(getattr(self._cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
-        entry, _ = self._call("cuGetProcAddress", ATTRIBUTE_CALL, ATTRIBUTE_SINCE, 0)
-        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
-        word = ctypes.c_uint64(0)
-        error = call(int(entry))(ctypes.addressof(word), which, address)
-        if error:
-            raise CUDAError(f"{name} of memory of CUDA was refused: error {error}")
-        return word.value
-
     def devices(self) -> list[str]:
         """UUIDs of the GPUs that this process sees."""
         return list(self._uuids)
@@ -133,16 +118,15 @@ class MemoryDriver:
         return self._uuids[int(self._attribute("DEVICE_ORDINAL", address))]
 
     def is_ipc_capable(self, address: int) -> bool:
-        """Whether `export_memory` can hand the memory over, and not `export_fd` only."""
+        """Whether `export_memory` can hand the memory over: memory that is mapped piece by piece,
+        like that of expandable segments and of vLLM's sleep mode, has no handle.
+        """
         return bool(self._attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address))
 
     def extent(self, address: int) -> Extent:
-        """The allocation, or for mapped memory the one mapping, that an address lies in."""
+        """The allocation that an address lies in."""
         self._enter(self.device_of(address))
-        if self.is_ipc_capable(address):
-            return self._allocation(address)
-        size = self._word("MAPPING_SIZE", address)
-        return Extent(self._word("MAPPING_BASE_ADDR", address), size)
+        return self._allocation(address)
 
     def _allocation(self, address: int) -> Extent:
         base, size = self._call("cuMemGetAddressRange", self._cuda.CUdeviceptr(address))
@@ -152,22 +136,6 @@ class MemoryDriver:
         """A handle of the whole allocation that begins there, for another process."""
         self._enter(self.device_of(base))
         return _raw(self._call("cuIpcGetMemHandle", self._cuda.CUdeviceptr(base)))
-
-    def export_fd(self, base: int) -> int:
-        """A descriptor of the mapping that begins there; the caller closes it.
-
-        Memory that was not made to be shared has none.
-        """
-        self._enter(self.device_of(base))
-        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        handle = self._call("cuMemRetainAllocationHandle", base)
-        try:
-            fd = int(self._call("cuMemExportToShareableHandle", handle, kind, 0))
-            # A program that is started later would hold the memory for ever.
-            os.set_inheritable(fd, False)
-            return fd
-        finally:
-            self._call("cuMemRelease", handle)
 
     def create_event(self, device: str) -> int:
         """An event that other processes can open, not recorded yet."""
@@ -203,49 +171,6 @@ class MemoryDriver:
         """Unmap it."""
         self._enter(device)
         self._call("cuIpcCloseMemHandle", self._cuda.CUdeviceptr(address))
-
-    def map_fds(self, device: str, fds: list[int], sizes: list[int]) -> int:
-        """Map the memory of descriptors back to back; they may be closed afterwards."""
-        self._enter(device)
-        kind = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        total, mapped = sum(sizes), 0
-        base = int(self._call("cuMemAddressReserve", total, 0, 0, 0))
-        try:
-            for position, (fd, size) in enumerate(zip(fds, sizes, strict=True)):
-                handle = self._call("cuMemImportFromShareableHandle", fd, kind)
-                try:
-                    self._call("cuMemMap", base + sum(sizes[:position]), size, 0, handle, 0)
-                finally:
-                    # What is mapped stays until it is unmapped.
-                    self._call("cuMemRelease", handle)
-                mapped += 1
-            self._call("cuMemSetAccess", base, total, [self._access(device)], 1)
-        except CUDAError:
-            with suppress(CUDAError):
-                self._unmap(base, sizes[:mapped], total)
-            raise
-        return base
-
-    def _access(self, device: str) -> Any:
-        wanted = self._cuda.CUmemAccessDesc()
-        location = self._cuda.CUmemLocation()
-        location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = self._uuids.index(device)
-        wanted.location = location
-        wanted.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        return wanted
-
-    def _unmap(self, base: int, sizes: list[int], reserved: int) -> None:
-        start = base
-        for size in sizes:
-            self._call("cuMemUnmap", start, size)
-            start += size
-        self._call("cuMemAddressFree", base, reserved)
-
-    def unmap_fds(self, device: str, address: int, sizes: list[int]) -> None:
-        """Undo `map_fds`."""
-        self._enter(device)
-        self._unmap(address, sizes, sum(sizes))
 
     def open_event(self, device: str, handle: bytes) -> int:
         """An event of another process."""

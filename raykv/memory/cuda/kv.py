@@ -1,12 +1,11 @@
 """KV caches in the memory of a GPU: exported by the worker, opened by the NodeActor.
 
-    worker:    tensors ─► allocations ─► handles, or descriptors ─┐   event ─► handle ─┐
-    NodeActor: addresses ◄── mapped ◄─────────────────────────────┘   event ◄──────────┘
+    worker:    tensors ─► allocations ─► handles ─┐   event ─► handle ─┐
+    NodeActor: addresses ◄── mapped ◄─────────────┘   event ◄──────────┘
 
-Ordinary allocations go by handle ("cuda-ipc"): whole allocations, of which many tensors may share
-one. Memory that is mapped piece by piece, like that of expandable segments, goes by descriptor
-("cuda-fd"), if its allocator made it to be shared; that of vLLM's sleep mode is not, and is given
-back and made anew while the engine sleeps.
+Whole allocations are handed over, of which many tensors may share one. Memory that is mapped piece
+by piece has no handle: expandable segments, which vLLM is told not to use for the KV cache, and
+that of its sleep mode, which is given back and made anew while the engine sleeps.
 
 The event: the worker records it on its compute stream before it submits a job, and the copy waits
 for it, so that a store reads what was computed and a load writes after what was queued before it.
@@ -25,13 +24,11 @@ import msgspec
 
 from raykv.base.errors import HandleError
 from raykv.memory.cuda.driver import CUDAError, Extent, MemoryDriver
-from raykv.memory.region import close_all
 from raykv.protocol.worker import MAX_PIECES, NOT_CANONICAL, CanonicalPages, KVLayout, TensorLayout
 
 logger = logging.getLogger("raykv.node")
 
 CUDA_IPC = "cuda-ipc"
-CUDA_FD = "cuda-fd"
 
 CHANGE_ALLOCATOR = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 
@@ -39,9 +36,8 @@ CHANGE_ALLOCATOR = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 class ExportedKV:
     """A worker's KV cache as it is handed over, and its event. Used by one thread."""
 
-    def __init__(self, driver: MemoryDriver, layout: KVLayout, fds: list[int], event: int) -> None:
+    def __init__(self, driver: MemoryDriver, layout: KVLayout, event: int) -> None:
         self.layout = layout
-        self.fds = fds
         self._driver = driver
         self._event: int | None = event
 
@@ -57,13 +53,11 @@ class ExportedKV:
         self._driver.record_event(self._event, stream)
 
     def close(self) -> None:
-        """Release event and descriptors; a second call does nothing.
+        """Release the event; a second call does nothing.
 
-        Only once nobody attaches with them any more and no copy can wait for the event: CUDA
-        forbids it before. A worker at its end leaves that to the end of its process.
+        Only once nobody attaches with it any more and no copy can wait for it: CUDA forbids it
+        before. A worker at its end leaves that to the end of its process.
         """
-        close_all(self.fds)
-        self.fds = []
         event, self._event = self._event, None
         if event is not None:
             with _logged():
@@ -89,14 +83,8 @@ def export_kv(
     if len(devices) != 1:
         raise HandleError(f"the KV cache of a worker is on {len(devices)} GPUs, not on one")
     pieces = _pieces(driver, tensors)
-    is_ordinary = [driver.is_ipc_capable(piece.base) for piece in pieces]
-    if any(is_ordinary) and not all(is_ordinary):
-        raise HandleError(
-            "the KV cache is partly in ordinary GPU memory and partly in expandable segments: "
-            f"{CHANGE_ALLOCATOR}"
-        )
     layout = KVLayout(
-        kind=CUDA_IPC if all(is_ordinary) else CUDA_FD,
+        kind=CUDA_IPC,
         num_bytes=sum(piece.num_bytes for piece in pieces),
         blocks_per_chunk=blocks_per_chunk,
         tensors=_tensor_layouts(pieces, tensors),
@@ -104,33 +92,30 @@ def export_kv(
         groups=groups,
         device=devices.pop(),
         piece_bytes=[piece.num_bytes for piece in pieces],
+        handles=[driver.export_memory(piece.base) for piece in pieces],
         canonical=canonical,
     )
-    if layout.kind == CUDA_IPC:
-        handles = [driver.export_memory(piece.base) for piece in pieces]
-        return _with_event(driver, msgspec.structs.replace(layout, handles=handles), [])
-    return _with_event(driver, layout, _descriptors(driver, pieces))
+    return _with_event(driver, layout)
 
 
 def _pieces(driver: MemoryDriver, tensors: Sequence[TensorLayout]) -> list[Extent]:
-    """The allocations or mappings that the tensors lie in, in order of their addresses."""
-    found: dict[int, Extent] = {}
-    for tensor in tensors:
-        address = tensor.offset
-        while address < tensor.end:
-            piece = driver.extent(address)
-            found[piece.base] = piece
-            address = piece.end
-            if len(found) > MAX_PIECES:
-                raise HandleError(
-                    f"the KV cache lies in more than {MAX_PIECES} pieces of GPU memory, which is "
-                    f"all that can be handed over: {CHANGE_ALLOCATOR}"
-                )
+    """The allocations that the tensors lie in, in order of their addresses."""
+    if not all(driver.is_ipc_capable(tensor.offset) for tensor in tensors):
+        raise HandleError(
+            "the GPU memory of the KV cache was not made to be shared: start the engine without "
+            f"enable_sleep_mode, and {CHANGE_ALLOCATOR}"
+        )
+    found = {piece.base: piece for piece in (driver.extent(each.offset) for each in tensors)}
+    if len(found) > MAX_PIECES:
+        raise HandleError(
+            f"the KV cache lies in more than {MAX_PIECES} pieces of GPU memory, which is all that "
+            "can be handed over"
+        )
     return [found[base] for base in sorted(found)]
 
 
 def _tensor_layouts(pieces: list[Extent], tensors: Sequence[TensorLayout]) -> list[TensorLayout]:
-    """Offsets through all pieces, back to back: pieces that are neighbours here stay neighbours."""
+    """Offsets through all pieces, back to back."""
     bases = [piece.base for piece in pieces]
     starts = [0, *accumulate(piece.num_bytes for piece in pieces)]
     layouts = []
@@ -141,31 +126,15 @@ def _tensor_layouts(pieces: list[Extent], tensors: Sequence[TensorLayout]) -> li
     return layouts
 
 
-def _descriptors(driver: MemoryDriver, pieces: list[Extent]) -> list[int]:
-    fds: list[int] = []
+def _with_event(driver: MemoryDriver, layout: KVLayout) -> ExportedKV:
+    event = driver.create_event(layout.device)
     try:
-        fds.extend(driver.export_fd(piece.base) for piece in pieces)
-    except CUDAError as error:
-        close_all(fds)
-        raise HandleError(
-            f"the GPU memory of the KV cache was not made to be shared ({error}): start the engine "
-            f"without enable_sleep_mode, and {CHANGE_ALLOCATOR}"
-        ) from error
-    return fds
-
-
-def _with_event(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> ExportedKV:
-    event: int | None = None
-    try:
-        event = driver.create_event(layout.device)
         handle = driver.export_event(event)
     except CUDAError:
-        close_all(fds)
-        if event is not None:
-            with _logged():
-                driver.destroy_event(layout.device, event)
+        with _logged():
+            driver.destroy_event(layout.device, event)
         raise
-    return ExportedKV(driver, msgspec.structs.replace(layout, event=handle), fds, event)
+    return ExportedKV(driver, msgspec.structs.replace(layout, event=handle), event)
 
 
 class DeviceKV:
@@ -195,13 +164,12 @@ class DeviceKV:
                 self._undo.pop()()
 
 
-def open_device_kv(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> DeviceKV:
+def open_device_kv(driver: MemoryDriver, layout: KVLayout) -> DeviceKV:
     """Open what `export_kv` of another process handed over, a layout that was checked.
 
     Args:
         driver: CUDA in this process.
         layout: what the worker said.
-        fds: what came with it, owned by the callee, also if it fails.
 
     Raises:
         HandleError: CUDA refuses, or memory and layout don't match; nothing stays open.
@@ -209,29 +177,13 @@ def open_device_kv(driver: MemoryDriver, layout: KVLayout, fds: list[int]) -> De
     undo: list[Callable[[], None]] = []
     device = layout.device
     try:
-        _check_descriptors(layout, len(fds))
         event = driver.open_event(device, layout.event)
         undo.append(partial(driver.destroy_event, device, event))
-        if layout.kind == CUDA_FD:
-            address = driver.map_fds(device, fds, layout.piece_bytes)
-            undo.append(partial(driver.unmap_fds, device, address, layout.piece_bytes))
-            return DeviceKV(layout, address, event, undo)
         bases = _open_handles(driver, layout, undo)
         return DeviceKV(_moved(layout, bases), min(bases), event, undo)
     except BaseException:
         DeviceKV(layout, 0, 0, undo).close()
         raise
-    finally:
-        close_all(fds)
-
-
-def _check_descriptors(layout: KVLayout, num_fds: int) -> None:
-    wanted = len(layout.piece_bytes) if layout.kind == CUDA_FD else 0
-    if num_fds != wanted:
-        raise HandleError(
-            f"a KV cache of kind {layout.kind!r} in {len(layout.piece_bytes)} pieces comes with "
-            f"{wanted} descriptors, not {num_fds}"
-        )
 
 
 def _open_handles(
@@ -264,8 +216,6 @@ def check_pieces(layout: KVLayout) -> None:
     Raises:
         HandleError: naming the tensor.
     """
-    if layout.kind != CUDA_IPC:
-        return
     pieces = list(pairwise([0, *accumulate(layout.piece_bytes)]))
     for tensor in layout.tensors:
         if not any(start <= tensor.offset and tensor.end <= end for start, end in pieces):

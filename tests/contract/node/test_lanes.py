@@ -417,7 +417,7 @@ def test_memory_of_a_worker_killed_during_a_batch_is_unmapped_once_that_has_arri
     stream = driven.stream(Direction.STORE)
     stream.is_frozen = True
     before = driven.world.cuda.num_open
-    child = driven.world.spawn("waiting", "cuda-ipc")
+    child = driven.world.spawn("waiting")
     wait_until(lambda: driven.driver.num_pending > 0, LONG_S, "its batch is on its way")
     child.kill()
     child.wait(LONG_S)

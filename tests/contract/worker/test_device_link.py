@@ -25,7 +25,7 @@ from raykv.protocol.engine import Welcome
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.worker import TensorLayout
 from raykv.worker.job import JobRequest
-from raykv.worker.link import LinkSettings, LinkTarget
+from raykv.worker.link import LinkSettings, LinkTarget, WorkerLink
 from tests.fixtures.cuda.memory import (
     GPU,
     KV_NAME,
@@ -45,7 +45,7 @@ pytest.importorskip("vllm")
 
 from types import SimpleNamespace
 
-from raykv.worker.handover import AutoLink, DeviceLink
+from raykv.worker.handover import DeviceLink
 from raykv.worker.staging import StagedLink, StagingMemory
 from tests.fixtures.node.device_links import (
     BLOCKS_PER_CHUNK,
@@ -69,18 +69,10 @@ def world() -> Iterator[World]:
     made.end()
 
 
-ALL_BYTES = NUM_LAYERS * NUM_BLOCKS * PAGE_BYTES
-KINDS: dict[str, dict[str, Any]] = {
-    "one allocation": {},
-    "allocations for each layer": {"is_split": True},
-    "mapped pieces": {"pieces": [PAGE * 3, PAGE, ALL_BYTES - PAGE * 4]},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_one_engine_come_back_in_another_one(world: World, kind: str) -> None:
-    first = world.worker(num_ranks=1, seed=1, **KINDS[kind])
-    second = world.worker(num_ranks=1, seed=2, **KINDS[kind])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_bytes_of_one_engine_come_back_in_another_one(world: World, is_split: bool) -> None:
+    first = world.worker(num_ranks=1, seed=1, is_split=is_split)
+    second = world.worker(num_ranks=1, seed=2, is_split=is_split)
     source = random.Random(3)
     stored, loaded = (source.sample(range(NUM_BLOCKS), 6) for _ in range(2))
     before = [second.block(number) for number in range(NUM_BLOCKS)]
@@ -198,10 +190,9 @@ def test_worker_that_leaves_is_closed(world: World) -> None:
     wait_until(lambda: world.cuda.num_open == 0, LONG_S, "all is closed")
 
 
-@pytest.mark.parametrize("kind", ["cuda-ipc", "cuda-fd"])
 @pytest.mark.parametrize("stage", ["half attached", "attached", "waiting"])
-def test_killed_worker_is_closed_at_once(world: World, stage: str, kind: str) -> None:
-    child = world.spawn(stage, kind)
+def test_killed_worker_is_closed_at_once(world: World, stage: str) -> None:
+    child = world.spawn(stage)
     if stage != "half attached":
         assert any(KV_NAME in line for line in world.mapped)
     if stage == "waiting":
@@ -305,8 +296,8 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
         reasons.append(reason)
         return StagedLink(0, StagingMemory(caches, [0], 1, 4 * PAGE_BYTES), LinkSettings())
 
-    direct = DeviceLink(0, exported, LinkSettings(), lambda: 7)
-    link = AutoLink(direct, staged)
+    direct = DeviceLink(0, exported, LinkSettings(), lambda: 7, staged)
+    link: WorkerLink = direct
     name, life, sizes = world.service.socket_name, next(lives), {0: SLOT_ALIGNMENT}
     target = LinkTarget(name, "e", life, "ns", 1, sizes)
     core = CoreLine(name, life, sizes)
@@ -325,9 +316,10 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     wait_until(lambda: bool(direct.unsuited), LONG_S, "the NodeActor has refused")
     # A job that is under way ends where it was.
     late = submit(Direction.STORE, 1)
-    link.set_target(target)
+    assert link.following() is direct
     assert reasons == []
     assert refusals(link, late, LONG_S) == [Refusal.NODE_LOST]
+    link = direct.following()
     link.set_target(target)
     assert len(reasons) == 1
     assert f"does not see GPU {GPU}" in reasons[0]
@@ -335,7 +327,7 @@ def test_engine_goes_on_staged_when_the_node_can_not_map_its_memory(world: World
     assert run(Direction.STORE, 1) == []
     assert run(Direction.LOAD, 9) == []
     assert torch.equal(kv[9], kv[1])
-    link.set_target(target)
+    assert link.following() is link
     assert len(reasons) == 1
     link.close(5.0)
     core.end()

@@ -11,7 +11,7 @@ import pytest
 from raykv.base.errors import SettingError
 from raykv.base.settings import Settings, load_settings
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import CUDA_FD, CUDA_IPC
+from raykv.memory.cuda.kv import CUDA_IPC
 from raykv.protocol.worker import NOT_CANONICAL, CanonicalPages, PageMap
 from raykv.worker.link import LinkSettings
 from tests.fixtures.cuda.memory import PAGE, FakeCuda
@@ -34,7 +34,7 @@ from raykv.vllm.spec import TOLD, RayKVOffloadingSpec
 from raykv.vllm.transfers import RayKVConnectorMetadata
 from raykv.vllm.worker import RayKVConnectorWorker
 from raykv.worker import staging
-from raykv.worker.handover import AutoLink, DeviceLink, make_link, may_sleep
+from raykv.worker.handover import DeviceLink, make_link, may_sleep
 from raykv.worker.staging import StagedLink
 
 NUM_BLOCKS, PAGE_BYTES = 8, 512
@@ -99,25 +99,15 @@ def no_cuda() -> FakeCuda:
     raise CUDAError("CUDA can't be used in this process")
 
 
-@pytest.mark.parametrize(
-    ("setting", "pieces", "kind", "layout_kind"),
-    [
-        ("auto", None, AutoLink, CUDA_IPC),
-        ("ipc", None, DeviceLink, CUDA_IPC),
-        ("ipc", [PAGE], DeviceLink, CUDA_FD),
-    ],
-    ids=["auto", "ipc", "expandable segments"],
-)
-def test_gpu_memory_is_mapped_where_it_can_be(
-    cuda: FakeCuda, setting: str, pieces: list[int] | None, kind: type[Any], layout_kind: str
-) -> None:
+@pytest.mark.parametrize("setting", ["auto", "ipc"])
+def test_gpu_memory_is_mapped_where_it_can_be(cuda: FakeCuda, setting: str) -> None:
     spec = Spec(setting)
     page = PageMap(2 * PAGE_BYTES, *([0], [PAGE_BYTES], [PAGE_BYTES], [1], [1], [1]))
     spec.pages = CanonicalPages([page], [[0]])
-    caches = kv_caches(GPUTensor(cuda.allocate(PAGE, pieces=pieces)))
+    caches = kv_caches(GPUTensor(cuda.allocate(PAGE)))
     link, layout = make_link(spec, caches, lambda: cuda)
-    assert link.__class__ is kind
-    assert (layout.kind, layout.tensors[0].page_bytes) == (layout_kind, PAGE_BYTES)
+    assert isinstance(link, DeviceLink)
+    assert (layout.kind, layout.tensors[0].page_bytes) == (CUDA_IPC, PAGE_BYTES)
     assert layout.canonical == spec.pages
     assert spec.reasons == []
     link.close(5.0)
@@ -144,8 +134,7 @@ def test_memory_that_can_not_be_mapped_is_staged_or_stops_the_start(
     cuda: FakeCuda, setting: str, case: str, reason: str
 ) -> None:
     spec = Spec(setting, sleeps=case == "sleep")
-    pieces = [PAGE] if case == "not shareable" else None
-    address = cuda.allocate(PAGE, pieces=pieces, is_shareable=case != "not shareable")
+    address = cuda.allocate(PAGE, is_ordinary=case != "not shareable")
     caches = kv_caches(GPUTensor(address, "xpu" if case == "xpu" else "cuda"))
     cuda.refused = {"create_event"} if case == "no event" else set()
     load = no_cuda if case == "no cuda" else lambda: cuda

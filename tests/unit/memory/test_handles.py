@@ -93,6 +93,6 @@ def test_open_kv_closes_the_descriptor_when_it_refuses(
 @pytest.mark.parametrize("count", [0, 2])
 def test_open_kv_closes_all_descriptors_when_their_number_is_wrong(count: int) -> None:
     fds = [memory(END) for _ in range(count)]
-    with pytest.raises(HandleError, match=f"one descriptor, not {count}"):
+    with pytest.raises(HandleError, match=f"1 descriptors, not {count}"):
         open_kv(LAYOUT, fds)
     assert not any(map(is_open, fds))

@@ -91,6 +91,9 @@ class Link:
     def breaker_report(self) -> BreakerReport:
         return self.breakers
 
+    def following(self) -> Any:
+        return self
+
     def set_target(self, target: Any) -> None:
         pass
 

@@ -46,7 +46,6 @@ class Bindings:
         self.refused_at: dict[str, int] = {}
         self.answers: dict[str, Any] = {
             "cuDeviceGetCount": 2,
-            "cuMemAddressReserve": 0x7000000,
             "cuIpcOpenMemHandle": 0x5000,
         }
 
@@ -57,8 +56,6 @@ class Bindings:
             return lambda *arguments: self.call(name, arguments)
         if name in ("CUdeviceptr", "CUevent", "CUstream"):
             return int
-        if name in ("CUmemAccessDesc", "CUmemLocation"):
-            return SimpleNamespace
         return Constants(name)
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,8 +70,6 @@ class Bindings:
             return Result.CUDA_SUCCESS, SimpleNamespace(bytes=GPUS[arguments[0]].bytes)
         if name == "cuMemGetAddressRange":
             return Result.CUDA_SUCCESS, 0x5000, 0x1000
-        if name == "cuMemImportFromShareableHandle":
-            return Result.CUDA_SUCCESS, f"handle of {arguments[0]}"
         if name == "cuDevicePrimaryCtxRetain":
             return Result.CUDA_SUCCESS, f"context {arguments[0]}"
         if name in ("cuIpcGetMemHandle", "cuIpcGetEventHandle"):
@@ -149,94 +144,12 @@ def test_handles_cross_as_bytes(cuda: Bindings) -> None:
     assert handle.raw.raw == raw
 
 
-def test_exported_descriptor_is_closed_in_programs_that_are_started(cuda: Bindings) -> None:
-    driver = MemoryDriver(cuda)
-    fd = os.memfd_create("test", 0)
-    os.set_inheritable(fd, True)
-    cuda.answers |= {
-        "cuPointerGetAttribute": 1,
-        "cuMemRetainAllocationHandle": "handle",
-        "cuMemExportToShareableHandle": fd,
-    }
-    assert driver.export_fd(0x9000) == fd
-    assert not os.get_inheritable(fd)
-    assert cuda.named("cuMemRelease") == [("cuMemRelease", ("handle",))]
-    os.close(fd)
-
-
 def test_opened_memory_is_closed_when_its_size_can_not_be_had(cuda: Bindings) -> None:
     driver = MemoryDriver(cuda)
     cuda.refused_at["cuMemGetAddressRange"] = 0
     with pytest.raises(CUDAError, match="cuMemGetAddressRange"):
         driver.open_memory(UUIDS[0], bytes(64))
     assert cuda.named("cuIpcCloseMemHandle") == [("cuIpcCloseMemHandle", (0x5000,))]
-
-
-def test_descriptors_are_mapped_back_to_back_and_unmapped_one_by_one(cuda: Bindings) -> None:
-    driver = MemoryDriver(cuda)
-    assert driver.map_fds(UUIDS[1], [8, 9], [0x1000, 0x3000]) == 0x7000000
-    maps = [arguments for _, arguments in cuda.named("cuMemMap")]
-    assert maps == [
-        (0x7000000, 0x1000, 0, "handle of 8", 0),
-        (0x7001000, 0x3000, 0, "handle of 9", 0),
-    ]
-    assert len(cuda.named("cuMemRelease")) == 2
-    (_, (base, total, [access], count)) = cuda.named("cuMemSetAccess")[0]
-    assert (base, total, count) == (0x7000000, 0x4000, 1)
-    assert access.location.id == 1
-    driver.unmap_fds(UUIDS[1], 0x7000000, [0x1000, 0x3000])
-    assert cuda.named("cuMemUnmap", "cuMemAddressFree") == [
-        ("cuMemUnmap", (0x7000000, 0x1000)),
-        ("cuMemUnmap", (0x7001000, 0x3000)),
-        ("cuMemAddressFree", (0x7000000, 0x4000)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "num_unmapped"),
-    [
-        ("cuMemImportFromShareableHandle", 0, 0),
-        ("cuMemImportFromShareableHandle", 1, 1),
-        ("cuMemMap", 0, 0),
-        ("cuMemMap", 1, 1),
-        ("cuMemSetAccess", 0, 2),
-    ],
-)
-def test_mapping_that_fails_on_the_way_is_undone(
-    cuda: Bindings, name: str, number: int, num_unmapped: int
-) -> None:
-    driver = MemoryDriver(cuda)
-    cuda.refused_at[name] = number
-    with pytest.raises(CUDAError, match=name):
-        driver.map_fds(UUIDS[0], [8, 9], [0x1000, 0x3000])
-    assert len(cuda.named("cuMemUnmap")) == num_unmapped
-    assert cuda.named("cuMemAddressFree") == [("cuMemAddressFree", (0x7000000, 0x4000))]
-    imported = len(cuda.named("cuMemImportFromShareableHandle"))
-    failed = name == "cuMemImportFromShareableHandle"
-    assert len(cuda.named("cuMemRelease")) == imported - failed
-
-
-def test_extent_of_mapped_memory_is_that_of_its_one_mapping(cuda: Bindings) -> None:
-    driver = MemoryDriver(cuda)
-    names = {"MAPPING_SIZE": 18, "MAPPING_BASE_ADDR": 19, "DEVICE_ORDINAL": 9}
-    names["IS_LEGACY_CUDA_IPC_CAPABLE"] = 13
-    vars(cuda)["CUpointer_attribute"] = SimpleNamespace(
-        **{f"CU_POINTER_ATTRIBUTE_{name}": number for name, number in names.items()}
-    )
-    form = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
-
-    @form
-    def entry(data: int, number: int, address: int) -> int:
-        if address != 0x9800:
-            return 1
-        ctypes.c_uint64.from_address(data).value = {18: 0x2000, 19: 0x7F00_0000_9000}[number]
-        return 0
-
-    cuda.answers["cuGetProcAddress"] = (ctypes.cast(entry, ctypes.c_void_p).value, 0)
-    cuda.answers["cuPointerGetAttribute"] = 0
-    assert driver.extent(0x9800) == Extent(0x7F00_0000_9000, 0x2000)
-    with pytest.raises(CUDAError, match=r"MAPPING_SIZE .* refused: error 1"):
-        driver.extent(0x9900)
 
 
 def test_machine_without_cuda_is_told_what_to_install() -> None:

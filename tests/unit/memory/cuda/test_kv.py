@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import HandleError, MessageError
 from raykv.memory.cuda.driver import CUDAError
-from raykv.memory.cuda.kv import (
-    CUDA_FD,
-    CUDA_IPC,
-    DeviceKV,
-    ExportedKV,
-    export_kv,
-)
+from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV, ExportedKV, export_kv
 from raykv.memory.handles import check_layout, open_kv
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.worker import MAX_PIECES, KVLayout, TensorLayout, check_device_memory
@@ -48,7 +42,7 @@ def opened(cuda: FakeCuda, exported: ExportedKV) -> DeviceKV:
     """As the other process does it, after a journey in a message."""
     layout = decode(encode(exported.layout), KVLayout)
     check_device_memory(layout)
-    kv = open_kv(layout, [os.dup(fd) for fd in exported.fds], lambda: cuda)
+    kv = open_kv(layout, [], lambda: cuda)
     assert isinstance(kv, DeviceKV)
     return kv
 
@@ -78,27 +72,6 @@ def test_layers_in_one_allocation_go_by_one_handle_and_offsets(cuda: FakeCuda) -
     assert cuda.num_open == 0
 
 
-def test_mapped_memory_goes_by_descriptors_of_its_pieces(cuda: FakeCuda) -> None:
-    before = num_fds()
-    base = cuda.allocate(4 * PAGE, pieces=[PAGE, 2 * PAGE, PAGE])
-    exported = export(cuda, TensorLayout(base + PAGE - 100, 5, 2000, 2000))
-    assert exported.layout.kind == CUDA_FD
-    assert (exported.layout.piece_bytes, len(exported.fds)) == ([PAGE, 2 * PAGE, PAGE], 3)
-    opened(cuda, exported).close()
-    exported.close()
-    assert cuda.num_open == 0
-    cuda.end()
-    assert num_fds() == before
-
-
-def test_pieces_without_a_tensor_are_not_handed_over(cuda: FakeCuda) -> None:
-    base = cuda.allocate(4 * PAGE, pieces=[PAGE] * 4)
-    exported = export(cuda, TensorLayout(base + PAGE, 8, 1024, 1024))
-    assert exported.layout.piece_bytes == [PAGE, PAGE]
-    assert exported.layout.tensors[0].offset == 0
-    exported.close()
-
-
 @st.composite
 def memory(draw: st.DrawFn) -> list[list[tuple[int, int, int, int]]]:
     """Tensors (offset, blocks, stride, page) of some allocations."""
@@ -114,15 +87,15 @@ def memory(draw: st.DrawFn) -> list[list[tuple[int, int, int, int]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(allocations=memory(), is_mapped=st.booleans(), seed=st.integers(0, 99))
+@given(allocations=memory(), seed=st.integers(0, 99))
 def test_every_page_is_found_wherever_it_was_allocated(
-    allocations: list[list[tuple[int, int, int, int]]], is_mapped: bool, seed: int
+    allocations: list[list[tuple[int, int, int, int]]], seed: int
 ) -> None:
     cuda = FakeCuda()
     tensors = []
     for shapes in allocations:
         pages = -(-max(offset + blocks * stride for offset, blocks, stride, _ in shapes) // PAGE)
-        base = cuda.allocate(pages * PAGE, pieces=[PAGE] * pages if is_mapped else None)
+        base = cuda.allocate(pages * PAGE)
         # Other bytes everywhere, so that no wrong place has the right ones.
         raw = bytes((seed + i * 7 + base // PAGE) % 251 for i in range(pages * PAGE))
         ctypes.memmove(base, raw, len(raw))
@@ -160,40 +133,28 @@ def test_event_is_the_workers_own(cuda: FakeCuda) -> None:
 
 
 def test_memory_of_sleep_mode_is_refused_with_the_settings_to_change(cuda: FakeCuda) -> None:
-    before = num_fds()
-    base = cuda.allocate(2 * PAGE, pieces=[2 * PAGE], is_shareable=False)
-    with pytest.raises(HandleError, match=r"enable_sleep_mode.*expandable_segments:False"):
-        export(cuda, TensorLayout(base, 4, 512, 512))
-    assert num_fds() == before + 1
+    plain = TensorLayout(cuda.allocate(PAGE), 4, 512, 512)
+    mapped = TensorLayout(cuda.allocate(PAGE, is_ordinary=False), 4, 512, 512)
+    for tensors in ([mapped], [plain, mapped]):
+        with pytest.raises(HandleError, match=r"enable_sleep_mode.*expandable_segments:False"):
+            export(cuda, *tensors)
     assert cuda.num_open == 0
 
 
-def test_memory_in_too_many_pieces_is_refused_with_the_setting_to_change(cuda: FakeCuda) -> None:
-    count = MAX_PIECES + 1
-    base = cuda.allocate(count * PAGE, pieces=[PAGE] * count)
-    with pytest.raises(HandleError, match=r"more than 240 pieces.*expandable_segments:False"):
-        export(cuda, TensorLayout(base, count, PAGE, PAGE))
+def test_memory_in_too_many_pieces_is_refused(cuda: FakeCuda) -> None:
+    bases = [cuda.allocate(PAGE) for _ in range(MAX_PIECES + 1)]
+    with pytest.raises(HandleError, match="more than 240 pieces"):
+        export(cuda, *(TensorLayout(base, 1, PAGE, PAGE) for base in bases))
 
 
-def test_memory_of_both_kinds_or_of_two_gpus_is_refused(cuda: FakeCuda) -> None:
-    bases = (
-        cuda.allocate(PAGE),
-        cuda.allocate(PAGE, pieces=[PAGE]),
-        cuda.allocate(PAGE, OTHER_GPU),
-    )
-    plain, mapped, other = (TensorLayout(base, 4, 512, 512) for base in bases)
-    with pytest.raises(HandleError, match=r"partly.*expandable_segments:False"):
-        export(cuda, plain, mapped)
+def test_memory_of_two_gpus_is_refused(cuda: FakeCuda) -> None:
+    bases = (cuda.allocate(PAGE), cuda.allocate(PAGE, OTHER_GPU))
     with pytest.raises(HandleError, match="on 2 GPUs"):
-        export(cuda, plain, other)
+        export(cuda, *(TensorLayout(base, 4, 512, 512) for base in bases))
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_nothing_stays_open_whichever_call_of_the_export_is_refused(
-    cuda: FakeCuda, is_mapped: bool
-) -> None:
-    base = cuda.allocate(2 * PAGE, pieces=[PAGE, PAGE] if is_mapped else None)
-    tensor = TensorLayout(base, 4, 2048, 2048)
+def test_nothing_stays_open_whichever_call_of_the_export_is_refused(cuda: FakeCuda) -> None:
+    tensor = TensorLayout(cuda.allocate(2 * PAGE), 4, 2048, 2048)
     before = num_fds()
     export(cuda, tensor).close()
     num_calls = len(cuda.calls) - 1
@@ -208,18 +169,14 @@ def test_nothing_stays_open_whichever_call_of_the_export_is_refused(
 # Refusals of the NodeActor
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_nothing_stays_open_whichever_call_of_the_opening_is_refused(
-    cuda: FakeCuda, is_mapped: bool
-) -> None:
-    sizes = [PAGE, PAGE]
-    bases = [cuda.allocate(PAGE, pieces=[PAGE] if is_mapped else None) for _ in sizes]
+def test_nothing_stays_open_whichever_call_of_the_opening_is_refused(cuda: FakeCuda) -> None:
+    bases = [cuda.allocate(PAGE) for _ in range(2)]
     exported = export(cuda, *(TensorLayout(base, 4, 512, 512) for base in bases))
     before, open_before = num_fds(), cuda.num_open
     first = len(cuda.calls)
     opened(cuda, exported).close()
-    num_calls = sum(name.startswith(("open", "map")) for name in cuda.calls[first:])
-    assert num_calls == (2 if is_mapped else 3)
+    num_calls = sum(name.startswith("open") for name in cuda.calls[first:])
+    assert num_calls == 3
     for number in range(1, num_calls + 1):
         cuda.fail_at = number
         with pytest.raises(HandleError):
@@ -256,30 +213,26 @@ def test_tensor_that_crosses_two_allocations_is_refused(cuda: FakeCuda) -> None:
     exported.close()
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_descriptors_are_closed_when_their_number_is_wrong(cuda: FakeCuda, is_mapped: bool) -> None:
-    base = cuda.allocate(PAGE, pieces=[PAGE] if is_mapped else None)
-    exported = export(cuda, TensorLayout(base, 4, 512, 512))
+def test_descriptors_are_closed_when_there_should_be_none(cuda: FakeCuda) -> None:
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
     before = num_fds()
     fds = [os.memfd_create("test") for _ in range(2)]
-    with pytest.raises(HandleError, match="descriptors, not 2"):
+    with pytest.raises(HandleError, match="0 descriptors, not 2"):
         open_kv(exported.layout, fds, lambda: cuda)
     assert num_fds() == before
     exported.close()
 
 
-def test_descriptors_are_closed_when_cuda_can_not_be_used(cuda: FakeCuda) -> None:
-    exported = export(cuda, TensorLayout(cuda.allocate(PAGE, pieces=[PAGE]), 4, 512, 512))
+def test_memory_is_refused_when_cuda_can_not_be_used(cuda: FakeCuda) -> None:
+    exported = export(cuda, TensorLayout(cuda.allocate(PAGE), 4, 512, 512))
 
     def load() -> FakeCuda:
         raise CUDAError("CUDA can't be used here")
 
-    before = num_fds()
     with pytest.raises(CUDAError, match="can't be used here"):
-        open_kv(exported.layout, [os.dup(fd) for fd in exported.fds], load)
+        open_kv(exported.layout, [], load)
     with pytest.raises(HandleError, match="no access to GPU memory"):
-        open_kv(exported.layout, [os.dup(fd) for fd in exported.fds])
-    assert num_fds() == before
+        open_kv(exported.layout, [])
     exported.close()
 
 
@@ -315,7 +268,6 @@ HONEST = KVLayout(
 
 def test_honest_layouts_are_believed() -> None:
     check_device_memory(HONEST)
-    check_device_memory(replace(HONEST, kind=CUDA_FD, handles=[]))
     check_device_memory(KVLayout("memfd", 64, 1, [TensorLayout(0, 1, 64, 64)], [0], [[0]]))
 
 
@@ -338,8 +290,6 @@ ABSURD = [
     {"handles": [b"h" * 64, b""]},
     {"event": b""},
     {"event": b"e" * 65},
-    {"kind": CUDA_FD},
-    {"kind": "cuda-magic"},
     {"kind": "memfd"},
     {"kind": ""},
 ]
@@ -357,7 +307,7 @@ BYTES = st.sampled_from([b"", b"h" * 63, b"h" * 64, b"e" * 65])
 
 @settings(max_examples=300, deadline=None)
 @given(
-    kind=st.sampled_from([CUDA_IPC, CUDA_FD, "memfd", "cuda-"]),
+    kind=st.sampled_from([CUDA_IPC, "memfd", "cuda-"]),
     num_bytes=NUMBERS,
     tensor=st.builds(TensorLayout, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     device=st.sampled_from([GPU, OTHER_GPU, ""]),
