@@ -85,7 +85,6 @@ class RemoteChunks:
         # Whether calls to the scheduler actor fail; set by the thread that makes them.
         self.is_cut_off = False
         self.counters = Counter(chunks_asked=0, fetches_declined=0, waits_timed_out=0)
-        self.fetching_bytes = 0
         self._fetching: dict[Key, FetchOrder] = {}
         self._orders: list[FetchOrder] = []
         self._questions: deque[Key] = deque(maxlen=MAX_QUESTIONS)
@@ -272,7 +271,6 @@ class RemoteChunks:
         order = FetchOrder(key, size, request.found[key], request.options.tenant)
         self._fetching[key] = order
         self._orders.append(order)
-        self.fetching_bytes += size
         request.awaits_fetch(now)
         request.may_wait(now, self._settings.request_deadline_s)
         return Lookup.HIT_PENDING
@@ -341,6 +339,11 @@ class RemoteChunks:
         """Whether the chunk is on its way here."""
         return key in self._fetching
 
+    @property
+    def fetching_bytes(self) -> int:
+        """Bytes on their way here."""
+        return sum(order.num_bytes for order in self._fetching.values())
+
     def take_orders(self) -> list[FetchOrder]:
         """Fetches to begin now."""
         orders, self._orders = self._orders, []
@@ -361,23 +364,17 @@ class RemoteChunks:
         """
         for order, refusal in zip(orders, refusals, strict=True):
             if self._fetching.get(order.key) is order:
-                self._drop(order)
+                del self._fetching[order.key]
                 came = refusal is Refusal.NONE
                 yield order, None if came else _REASONS.get(refusal, MissReason.FETCH_FAILED)
 
-    def _drop(self, order: FetchOrder) -> None:
-        del self._fetching[order.key]
-        self.fetching_bytes -= order.num_bytes
-
-    def forget_all(self) -> None:
-        """The namespace was cleared, or the node is another one: what was known is void."""
+    def forget_all(self, requests: Iterable[RequestState]) -> None:
+        """The namespace was cleared, or the node is another one: what was known is void, and so are
+        the answers that requests were given.
+        """
         self._fetching.clear()
         self._orders.clear()
         self._announced.clear()
-        self.fetching_bytes = 0
-
-    def forget_found(self, requests: Iterable[RequestState]) -> None:
-        """The answers that requests were given are void."""
         for request in requests:
             request.found.clear()
 

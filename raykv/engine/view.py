@@ -402,10 +402,8 @@ class EngineView:
 
     def _has(self, key: Key) -> bool:
         """Whether the places have a chunk, or will have it."""
-        return key in self._ready or self._comes(key)
-
-    def _comes(self, key: Key) -> bool:
-        return key in self._pending or self.remote.is_fetching(key) or self._is_coming(key)
+        is_own = key in self._ready or key in self._pending
+        return is_own or self.remote.is_fetching(key) or self._is_coming(key)
 
     # What others have
 
@@ -609,8 +607,7 @@ class EngineView:
         self.found.clear()
         if self.announcements is not None:
             self.announcements.lose_all()
-        self.remote.forget_all()
-        self.remote.forget_found(self.requests.values())
+        self.remote.forget_all(self.requests.values())
 
     def leave(self, now: float) -> None:
         """The engine is about to have other weights: nothing is loaded or stored until `enter`.

@@ -178,7 +178,7 @@ def test_fetches_that_have_ended_or_were_given_up_are_not_in_the_way_of_another_
     fetcher.look(fetcher.found(A), A)
     fetcher.finish_all()
     assert fetcher.look(fetcher.found(B), B) == [HIT_PENDING]
-    fetcher.remote.forget_all()
+    fetcher.remote.forget_all([])
     assert fetcher.look(fetcher.found(C), C) == [HIT_PENDING]
     assert fetcher.remote.fetching_bytes == 1000
 
