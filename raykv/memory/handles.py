@@ -8,12 +8,11 @@ is the memfd kind, for KV in CPU memory; the kind for GPU memory is in `cuda/kv.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from raykv.base.errors import HandleError
 from raykv.memory import canonical, kv_form, region
 from raykv.memory.cuda.driver import MemoryDriver
-from raykv.memory.cuda.kv import CUDA_IPC, check_pieces, open_device_kv
+from raykv.memory.cuda.kv import CUDA_IPC, DeviceKV, check_pieces, open_device_kv
 from raykv.protocol.worker import KVLayout
 
 MEMFD = "memfd"
@@ -23,29 +22,11 @@ MAX_BLOCKS_PER_CHUNK = 1 << 16
 """Beyond what any machine or engine has; with them all arithmetic stays within 63 bits."""
 
 
-class OpenedKV(Protocol):
-    """A worker's KV cache in the address space of the NodeActor.
+class MemfdKV:
+    """KV cache in a memfd of the worker, in the address space of the NodeActor.
 
     `layout` is the worker's, with offsets that count from `address`.
     """
-
-    layout: KVLayout
-
-    @property
-    def address(self) -> int:
-        """Where offset 0 of the layout is mapped."""
-
-    def populate(self, progress: Callable[[int], bool]) -> None:
-        """Fill this process's page table, so that no copy has to wait for each page that it touches
-        first; `progress` as in `Region.prefault`. Ends before `close` is called.
-        """
-
-    def close(self) -> None:
-        """Unmap; the worker's memory is then no longer held by this process."""
-
-
-class MemfdKV:
-    """KV cache in a memfd of the worker."""
 
     def __init__(self, layout: KVLayout, fd: int) -> None:
         """Map `fd`, which is owned by this object from now on.
@@ -58,10 +39,17 @@ class MemfdKV:
         self.address = self._region.address
 
     def populate(self, progress: Callable[[int], bool]) -> None:
+        """Fill this process's page table, so that no copy has to wait for each page that it touches
+        first; `progress` as in `Region.prefault`. Ends before `close` is called.
+        """
         self._region.prefault(progress)
 
     def close(self) -> None:
+        """Unmap; the worker's memory is then no longer held by this process."""
         self._region.close()
+
+
+OpenedKV = MemfdKV | DeviceKV
 
 
 def open_kv(

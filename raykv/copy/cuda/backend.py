@@ -29,7 +29,7 @@ class CUDABackend(CopyBackend):
         """
         most = self.device.limits.cut_bytes
         rows = (batches.cut(runs, most) for runs in parts)
-        return self.device.copy_each(direction, rows, self._place, stop)
+        return self.device.lanes[direction].copy_each(rows, self._place, stop)
 
 
 # Of this process, which opens each device once.

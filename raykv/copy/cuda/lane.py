@@ -345,15 +345,9 @@ class Device:
     ) -> None:
         self.driver = driver
         self.limits = limits or Limits()
-        self._lanes = {way: Lane(driver, way, self.limits, on_lost, choose) for way in Direction}
-
-    def copy_each(
-        self, direction: Direction, parts: Iterable[CopyRuns], place: Place, stop: StopSign
-    ) -> Generator[bool]:
-        """Carry out parts; see `CopyBackend.copy_each`."""
-        return self._lanes[direction].copy_each(parts, place, stop)
+        self.lanes = {way: Lane(driver, way, self.limits, on_lost, choose) for way in Direction}
 
     def close(self) -> None:
         """Give the device's resources back; no copy may run."""
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.close()

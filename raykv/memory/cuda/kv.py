@@ -138,7 +138,7 @@ def _with_event(driver: MemoryDriver, layout: KVLayout) -> ExportedKV:
 
 
 class DeviceKV:
-    """A worker's KV cache on a GPU, mapped here; see `OpenedKV`.
+    """A worker's KV cache on a GPU, mapped here; see `MemfdKV`.
 
     `layout` has the worker's tensors at offsets from `address`, wherever their pieces are mapped.
     `compute_event` is to be waited for before the first byte is copied.
@@ -158,7 +158,7 @@ class DeviceKV:
         """A GPU's memory is there with its mapping."""
 
     def close(self) -> None:
-        """See `OpenedKV.close`. What CUDA refuses to let go of is logged; the rest goes."""
+        """See `MemfdKV.close`. What CUDA refuses to let go of is logged; the rest goes."""
         while self._undo:
             with _logged():
                 self._undo.pop()()

@@ -297,7 +297,7 @@ def cancelled_before_its_turn(
     """A store of four chunks that the lane has not let in when it is given up."""
     lock = Taken()
     with monkeypatch.context() as patch:
-        patch.setattr(driven._device._lanes[STORE], "_lock", lock)
+        patch.setattr(driven._device.lanes[STORE], "_lock", lock)
         worker.submit(STORE, [0, 1, 2, 3], BLOCKS, job_id)
         assert lock.is_wanted.wait(LONG_S)
         worker.link._words.cancel(job_id)
