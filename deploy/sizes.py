@@ -15,8 +15,8 @@ from raykv.client.capacity import (
     KVShape,
     Plan,
     PoolWishes,
+    StoredPrompt,
     make_plan,
-    stored_whole,
 )
 from raykv.memory.room import MEMORY_USAGE_THRESHOLD, RESERVE_BYTES, human_bytes
 
@@ -120,10 +120,12 @@ class Sizes:
 
     @property
     def plan(self) -> Plan:
-        """What `raykv plan` says of it."""
+        """What `raykv plan` says of it: every whole chunk of the longest prompt is stored."""
+        tokens = self.shape.max_model_len
+        chunks = [tokens // each.tokens_per_chunk for each in self.shape.groups]
         return make_plan(
             self.shape,
-            [stored_whole(self.shape, self.shape.max_model_len)],
+            [StoredPrompt(tokens=tokens, chunks=chunks, default_chunks=chunks)],
             PoolWishes(self.container.pool_bytes, staging_bytes=None),
         )
 
