@@ -33,13 +33,13 @@ from raykv.base.ids import Direction, MissReason
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine import cost, runtime
+from raykv.engine.insight.spans import RequestSpans
 from raykv.protocol import descriptions, engine
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm import layered, mending, misses, params, transfers, weights, windows
 from raykv.vllm.identity import media, placement, weight_changes
 from raykv.vllm.identity.adapters import AdapterUse, AdapterUses
 from raykv.vllm.identity.facts import engine_facts, namespace_of, traits_of
-from raykv.vllm.insight.sources import SOURCES_FIELD
 from raykv.vllm.internals import arguments, names, scheduling
 from raykv.vllm.internals.engine import watch_rests
 from raykv.vllm.internals.offloading import (
@@ -167,16 +167,13 @@ class RayKVConnector(OffloadingConnector):
         )
         manager.start(self._runtime.session)
         if vllm_config.observability_config.otlp_traces_endpoint:
-            from raykv.vllm.insight.tracing import request_spans
+            from raykv.vllm.insight.tracing import SpanExporter
 
-            manager.misses.spans = request_spans()
+            manager.misses.spans = RequestSpans(SpanExporter().tell)
         track_chunks(self._tables, spec.kv_events_config, hello.model, described, manager.view)
         manager.view.accounts.tokens_per_chunk = self._tables.tokens_per_prefix
         watch_rests()
-        if not scheduling.watch_scheduler(RayKVConnector):
-            logger.warning(
-                "this vLLM ends steps in an unknown way: answers have no %s", SOURCES_FIELD
-            )
+        scheduling.watch_scheduler(RayKVConnector)
         weight_changes.watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()

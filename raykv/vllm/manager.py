@@ -47,7 +47,6 @@ from raykv.engine.announcements import News
 from raykv.engine.hints import Allowed, HintBox
 from raykv.engine.session import Session
 from raykv.engine.view import EngineView
-from raykv.protocol import engine
 from raykv.protocol.columns import is_told_name
 from raykv.stream.descriptions import DescriptionOutbox
 from raykv.vllm.internals import offloading
@@ -91,10 +90,12 @@ def _refused_load(
 class RayOffloadingManager(OffloadingManager):
     """See the module's docstring."""
 
+    session: Session
+    """What the engine tells its node and the scheduler actor; from `start` on."""
+
     def __init__(self, view: EngineView, settings: Settings = Settings()) -> None:  # noqa: B008
         self.view = view
         self._labels = settings.labels()
-        self.session: Session | None = None
         self.hints = HintBox(Allowed(settings.client_hints))
         self.misses = MissReporter(view, shows_tokens=settings.why_miss_text)
         # Empty without `layerwise_loads`.
@@ -237,9 +238,8 @@ class RayOffloadingManager(OffloadingManager):
         names = list(map(Key, wanted))
         self.view.ask(request_id, names)
         self.hints.add(request_id, names)
-        if self.session is not None:
-            self.session.note_wanted(wanted)
-        self._nudge()
+        self.session.note_wanted(wanted)
+        self.session.nudge()
 
     @guarded(nothing)
     def touch(self, request_id: str) -> None:
@@ -263,7 +263,7 @@ class RayOffloadingManager(OffloadingManager):
         self.view.finish_request(req_context.req_id)
         self.layered.spoiled.discard(req_context.req_id)
         self.hints.end(req_context.req_id)
-        self._nudge()
+        self.session.nudge()
 
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -271,10 +271,9 @@ class RayOffloadingManager(OffloadingManager):
         self._drain()
 
     def _drain(self) -> None:
-        if self.session is not None:
-            self.session.drain()
-            self.session.nudge()
-            self._log_sampling()
+        self.session.drain()
+        self.session.nudge()
+        self._log_sampling()
 
     def _log_sampling(self) -> None:
         samples = self.view.sampler.is_sampling
@@ -303,7 +302,7 @@ class RayOffloadingManager(OffloadingManager):
             self.view.keep_stores(())
         else:
             self.view.reset()
-        self._nudge()
+        self.session.nudge()
 
     @guarded(nothing)
     def leave(self, what: str) -> None:
@@ -312,30 +311,7 @@ class RayOffloadingManager(OffloadingManager):
             return
         logger.info("the weights of this engine change (%s)", what)
         self.view.leave(time.monotonic())
-        self._nudge()
-
-    def _nudge(self) -> None:
-        """There is something to tell."""
-        if self.session is not None:
-            self.session.nudge()
-
-    def enter(self, space: engine.Space) -> None:
-        """The engine's chunks are those of that namespace; between steps.
-
-        Not guarded: the connector answers for it.
-        """
-        if self.session is not None:
-            self.session.enter(space)
-
-    def change_weights(self) -> None:
-        """What the user has called the weights until now are others."""
-        if self.session is not None:
-            self.session.change_weights()
-
-    def take_naming(self) -> str | None:
-        """What the user has called the weights since this was asked the last time."""
-        naming = None if self.session is None else self.session.take_naming()
-        return None if naming is None else naming.version
+        self.session.nudge()
 
     def take_ends(self, ends: Iterable[JobEnd]) -> None:
         """How jobs have ended on the workers, before vLLM completes them.
@@ -469,6 +445,4 @@ def track_chunks(
     """Have vLLM's scheduler side report its chunks, if anybody wants that."""
     if outbox is None and view.announcements is None:
         return
-    tracker = ChunkTracker(config, view, model, outbox)
-    if not tables.replace_tracker(tracker, OffloadingEventsTracker):
-        logger.warning("this vLLM does not tell what chunks are made of: they are not described")
+    tables.replace_tracker(ChunkTracker(config, view, model, outbox))

@@ -56,18 +56,14 @@ def register() -> None:
     if replica is not None:
         # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
         end_with_parent(int(replica))
-    if not wrap_arguments(refusing):
-        logger.debug("this vLLM ends its configuration in an unknown way")
     try:
+        wrap_arguments(refusing)
         engine.wrap_multi_connector(recomputing)
-    except ImportError as error:
-        logger.debug("this vLLM has no MultiConnector where it was: %s", error)
-    try:
         watch_front_ends()
         watch_prompts()
     except (AttributeError, ImportError) as error:
-        # The engine logs it with the first request that it refuses.
-        logger.debug("prompts are rendered in an unknown way: %s", error)
+        # An engine with RayKV does without, or refuses such a vLLM; others may use it.
+        logger.debug("this vLLM is unknown: %s", error)
 
 
 @engine.around

@@ -77,7 +77,7 @@ class WeightChanges:
     @guarded(nothing)
     def change(self, what: str) -> None:
         """A call of that name is about to change the weights, or has: what is known is void."""
-        self._manager.change_weights()
+        self._manager.session.change_weights()
         self.is_asking = True
         self._content = self._label = self._version = None
         self._is_said = False
@@ -118,10 +118,10 @@ class WeightChanges:
         """Hear what the user calls the weights that there are now: it tells them apart beside their
         content.
         """
-        version = None if self.is_asking else self._manager.take_naming()
-        if version is None:
+        naming = None if self.is_asking else self._manager.session.take_naming()
+        if naming is None:
             return
-        self._version = version
+        self._version = naming.version
         self._manager.barred |= self._tables.requests.keys()
         self._manager.leave("set_weights_version")
         self._enter()
@@ -169,7 +169,7 @@ class WeightChanges:
             return
         space = self.space
         if space is not None:
-            self._manager.enter(space)
+            self._manager.session.enter(space)
             return
         logger.warning(
             "RayKV can't tell this engine's weights from others: it neither loads nor stores until "

@@ -16,6 +16,7 @@ from raykv.lab.bench.prompts import prompt
 from raykv.lab.bench.report import Options, Result, alternate
 from tests.bench.serving import Bed
 from tests.bench.viewed import ViewedNode
+from tests.fixtures.place import QuietSession
 
 BATCH = 512
 SMALL_BLOCK = 32
@@ -109,7 +110,9 @@ class _Ours(_Driver):
         from raykv.vllm.manager import RayOffloadingManager
 
         self._node = ViewedNode()
-        super().__init__(RayOffloadingManager(self._node.view))
+        manager: Any = RayOffloadingManager(self._node.view)
+        manager.start(QuietSession())
+        super().__init__(manager)
 
     def _stored(self, keys: list[Any]) -> None:
         self._node.store(keys)

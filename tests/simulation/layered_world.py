@@ -52,7 +52,7 @@ from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.transfers import RayKVWorkerMetadata, flying_job, transfer_result
 from raykv.vllm.weights import WeightChanges
 from raykv.vllm.windows import Windows
-from tests.fixtures.place import NOTHING_FAILS, CopyingPlace, engine_hello
+from tests.fixtures.place import NOTHING_FAILS, CopyingPlace, QuietSession, engine_hello
 from tests.fixtures.vllm import CHUNK, FULL, vllm_scheduler
 
 RUBBISH = 0
@@ -139,7 +139,8 @@ class World:
         self.view = EngineView(Settings(request_deadline_s=5.0))
         self.place = CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=len(kinds)))
-        self.manager = RayOffloadingManager(self.view)
+        self.manager: Any = RayOffloadingManager(self.view)
+        self.manager.start(QuietSession())
         self.connector = make_connector(self.manager, kinds, retention_interval, share)
         cache = kv_cache(num_blocks, kinds, retention_interval)
         self.connector._windows.keep_states(cache)

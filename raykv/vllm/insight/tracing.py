@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from raykv.base.guard import guarded, nothing
-from raykv.engine.insight.spans import RequestSpan, RequestSpans
+from raykv.engine.insight.spans import RequestSpan
 
 _NS = 1_000_000_000
 
@@ -39,8 +39,3 @@ class SpanExporter:
             attributes=span.attributes,
         )
         made.end(int((span.ended_at + shift) * _NS))
-
-
-def request_spans() -> RequestSpans:
-    """Spans that go where vLLM's go."""
-    return RequestSpans(SpanExporter().tell)

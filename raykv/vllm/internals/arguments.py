@@ -89,10 +89,8 @@ def _refuse_off_for_kernels(cache_config: Any) -> None:
         )
 
 
-def wrap_arguments(wrapper: Wrapper) -> bool:
-    """`finish(vllm_config)`, which puts vLLM's own offloading in the place of other connectors;
-    False: this vLLM does so in another way.
-    """
+def wrap_arguments(wrapper: Wrapper) -> None:
+    """`finish(vllm_config)`, which puts vLLM's own offloading in the place of other connectors."""
     from vllm.config import VllmConfig
 
-    return wrap(VllmConfig, "_post_init_kv_transfer_config", wrapper)
+    wrap(VllmConfig, "_post_init_kv_transfer_config", wrapper)

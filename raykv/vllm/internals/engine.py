@@ -97,10 +97,8 @@ def ordinary_gpu_memory(sleeps: bool) -> AbstractContextManager[None] | None:
     """
     if sleeps:
         return None
-    try:
-        from vllm.device_allocator import alloc_conf
-    except ImportError:
-        return None
+    from vllm.device_allocator import alloc_conf
+
     before = alloc_conf.current_alloc_conf()
     if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
         return None
@@ -207,11 +205,11 @@ def configuration_of(owner: Any) -> Any:
     return getattr(owner, "vllm_config", None) or getattr(owner, "config", None)
 
 
-def wrap_multi_connector(wrapper: Wrapper) -> bool:
+def wrap_multi_connector(wrapper: Wrapper) -> None:
     """`start(connector, vllm_config, …)` of a connector that has others."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    return wrap(MultiConnector, "__init__", wrapper)
+    wrap(MultiConnector, "__init__", wrapper)
 
 
 def wrap_core(name: str, wrapper: Wrapper) -> bool:

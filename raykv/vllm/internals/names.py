@@ -72,13 +72,7 @@ OFFLOADING = f"{KV_CONNECTOR}.v1.offloading"
 OFFLOADING_SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 OFFLOADING_WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
 
-TRACKER = Touched(
-    f"{OFFLOADING}.events:OffloadingEventsTracker",
-    "record_store record_lookup record_partial_store record_partial_lookup take_events",
-)
-"""Overridden, or called: each chunk that is stored or found, with its request. Without them a
-warning says that chunks are described to nobody, and vLLM's own events have none of them.
-"""
+TRACKER = f"{OFFLOADING}.events:OffloadingEventsTracker"
 
 SCHEDULER, WORKER, LAYERWISE = "scheduler", "worker", "layerwise"
 """Parts of RayKV that can't do without some names: the two sides of the connector and layer-wise
@@ -93,7 +87,13 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
             OFFLOADING_SCHEDULER,
             "config manager _req_status _jobs _job_counter _stale_job_threshold "
             "_current_batch_load_jobs _current_batch_jobs_to_flush "
-            "_current_batch_allocated_block_ids _chunks_being_loaded _block_id_to_pending_jobs",
+            "_current_batch_allocated_block_ids _chunks_being_loaded _block_id_to_pending_jobs "
+            "_events_tracker",
+        ),
+        # Overridden, or called: each chunk that is stored or found, with its request.
+        Touched(
+            TRACKER,
+            "record_store record_lookup record_partial_store record_partial_lookup take_events",
         ),
         Touched(
             f"{OFFLOADING}.scheduler:RequestOffloadState",
@@ -127,7 +127,7 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
         # weights is noticed before the next step.
         Touched(
             "vllm.v1.core.sched.scheduler:Scheduler",
-            "_handle_blocked_waiting_request _inflight_prefill_reserved_blocks",
+            "_handle_blocked_waiting_request _inflight_prefill_reserved_blocks update_from_output",
         ),
         Touched(
             "vllm.v1.engine.core:EngineCore",
@@ -153,7 +153,7 @@ NEEDED: Mapping[str, tuple[Touched, ...]] = {
         # preempted. A load within a step ends with it; `vllm_names` has what else does.
         Touched(f"{KV_CONNECTOR}.v1.base:KVConnectorBase_V1", "_kv_cache_manager"),
         Touched("vllm.v1.core.kv_cache_manager:KVCacheManager", "evict_blocks get_block_ids"),
-        Touched("vllm.v1.core.sched.scheduler:Scheduler", "_preempt_request update_from_output"),
+        Touched("vllm.v1.core.sched.scheduler:Scheduler", "_preempt_request"),
     ),
 }
 """By the part that needs them."""

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from raykv.protocol.descriptions import ChunkGroup, Description, pack_tokens
-from raykv.vllm.internals.names import TRACKER, missing_of
 
 
 class Inner:
@@ -285,17 +284,11 @@ class SchedulerTables:
                     count = min(offered, len(state.block_ids))
                     state.block_ids[:count] = [0] * count
 
-    def replace_tracker(self, tracker: Any, kind: type) -> bool:
-        """Replace the tracker that vLLM calls for chunks; False: vLLM calls none, or in another
-        way.
-        """
-        before = getattr(self.owner, "_events_tracker", None)
-        if not isinstance(before, kind) or missing_of(TRACKER):
-            return False
+    def replace_tracker(self, tracker: Any) -> None:
+        """Have vLLM call this tracker for chunks."""
         # From 0.33 on: what the KV groups are, for events of chunks that were not described.
-        tracker._group_specs = getattr(before, "_group_specs", {})
+        tracker._group_specs = getattr(self.owner._events_tracker, "_group_specs", {})
         self.owner._events_tracker = tracker
-        return True
 
 
 def scheduler_side(connector: Any) -> Any:

@@ -11,10 +11,10 @@ from raykv.base.guard import guarded, nothing
 from raykv.vllm.internals.engine import around, wrap
 
 
-def watch_scheduler(kind: type) -> bool:
+def watch_scheduler(kind: type) -> None:
     """From now on connectors of this kind hear of the end of each step before vLLM looks at its
     result, and of what it has made of it; requests that they load for are admitted and taken back.
-    A second call changes nothing. False: this vLLM ends steps in another way.
+    A second call changes nothing.
 
     A reset that takes running requests back takes back those too that wait with blocks, in engines
     with a connector of this kind.
@@ -47,7 +47,7 @@ def watch_scheduler(kind: type) -> bool:
     wrap(Scheduler, "_handle_blocked_waiting_request", _admitting_failed_loads)
     wrap(Scheduler, "_inflight_prefill_reserved_blocks", _keeping_room_for_windows)
     wrap(Scheduler, "reset_prefix_cache", taking_back)
-    return wrap(Scheduler, "update_from_output", ending)
+    wrap(Scheduler, "update_from_output", ending)
 
 
 @around

@@ -17,9 +17,6 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-    OffloadingEventsTracker,
-)
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -173,7 +170,7 @@ def test_tracker_keeps_what_vllm_knows_of_the_kv_groups() -> None:
     first, second = tracker(None, Announcements()), tracker(None, Announcements())
     first._group_specs = {0: "specification"}
     owner = SimpleNamespace(_events_tracker=first)
-    assert SchedulerTables(owner).replace_tracker(second, OffloadingEventsTracker)
+    SchedulerTables(owner).replace_tracker(second)
     assert owner._events_tracker is second
     assert second._group_specs == {0: "specification"}
 

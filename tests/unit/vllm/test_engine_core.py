@@ -15,7 +15,7 @@ from raykv.base.settings import Settings
 from raykv.engine.view import EngineView
 from raykv.vllm.internals.engine import RESETS, is_resting, watch_rests
 from raykv.vllm.manager import RayOffloadingManager
-from tests.fixtures.place import CopyingPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, QuietSession, engine_hello
 
 CHUNK = Key(b"a" * 32 + b"\0\0\0\0")
 
@@ -58,7 +58,9 @@ def core(view: EngineView, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     monkeypatch.setattr(EngineCore, RESETS, getattr(EngineCore, RESETS))
     watch_rests()
     core = EngineCore.__new__(EngineCore)
-    core.scheduler = Scheduler(RayOffloadingManager(view))
+    manager: Any = RayOffloadingManager(view)
+    manager.start(QuietSession())
+    core.scheduler = Scheduler(manager)
     core.model_executor = Executor()
     core.mm_receiver_cache = None
     return core

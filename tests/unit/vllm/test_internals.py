@@ -248,7 +248,7 @@ def test_touch_is_seen(source: str) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "owner"),
-    [("worker:RayKVConnectorWorker", OFFLOADING_WORKER), ("manager:ChunkTracker", TRACKER.owner)],
+    [("worker:RayKVConnectorWorker", OFFLOADING_WORKER), ("manager:ChunkTracker", TRACKER)],
 )
 def test_rows_have_what_a_subclass_overrides(ours: str, owner: str) -> None:
     pytest.importorskip("vllm", exc_type=ImportError)

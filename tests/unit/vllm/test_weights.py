@@ -26,12 +26,13 @@ from raykv.vllm.identity.facts import namespace_of
 from raykv.vllm.identity.weight_watch import WeightState
 from raykv.vllm.transfers import JobEnd, RayKVWorkerMetadata
 from raykv.vllm.weights import WeightChanges
+from tests.fixtures.place import QuietSession
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest, failed_end, key, new_request
 
 FACTS = {"weights": "files", "hash_seed": "7"}
 
 
-class Session:
+class Session(QuietSession):
     """Takes the view where the engine goes; nobody else knows of it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -49,15 +50,6 @@ class Session:
     def change_weights(self) -> None:
         self.naming = None
 
-    def nudge(self) -> None:
-        """Nobody is told."""
-
-    def drain(self) -> None:
-        """Nothing has come."""
-
-    def note_wanted(self, keys: Any) -> None:
-        """Nobody asks."""
-
 
 class Changing(Engine):
     """An engine whose weights change."""
@@ -65,7 +57,8 @@ class Changing(Engine):
     def __init__(self, facts: Mapping[str, str] = FACTS) -> None:
         super().__init__(namespace=namespace_of(dict(facts)))
         manager: Any = self.connector._manager
-        self.session = manager.session = Session(self)
+        self.session = Session(self)
+        manager.start(self.session)
         self.weights = WeightChanges(dict(facts), manager, self.connector._tables)
         self.connector.raykv_weights = self.weights
         self.count = 0

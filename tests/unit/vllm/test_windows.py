@@ -15,7 +15,7 @@ from raykv.engine.view import EngineView
 from raykv.vllm.internals.offloading import SchedulerTables
 from raykv.vllm.manager import RayOffloadingManager
 from raykv.vllm.windows import Windows
-from tests.fixtures.place import CopyingPlace, engine_hello
+from tests.fixtures.place import CopyingPlace, QuietSession, engine_hello
 from tests.fixtures.vllm import CHUNK, FULL, STATE, WINDOW, PlayedRequest, key, vllm_scheduler
 
 
@@ -25,7 +25,9 @@ class World:
     def __init__(self, share: float, *kinds: Any) -> None:
         self.view, self.place = EngineView(Settings(request_deadline_s=5.0)), CopyingPlace()
         self.place.join(self.view, engine_hello(num_groups=2))
-        self.scheduler = vllm_scheduler(RayOffloadingManager(self.view), kinds or (FULL, WINDOW))
+        manager: Any = RayOffloadingManager(self.view)
+        manager.start(QuietSession())
+        self.scheduler = vllm_scheduler(manager, kinds or (FULL, WINDOW))
         # vLLM's default.
         self.scheduler.config = self.scheduler.config._replace(retention_interval=0)
         self.tables = SchedulerTables(self.scheduler)

@@ -155,7 +155,7 @@ def test_step_of_vllms_scheduler_is_told_of_while_there_is_news(
     engine, made = Engine(), step(first(3 * CHUNK))
     engine.view.start_request("r", RequestOptions())
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: made)
-    assert scheduling.watch_scheduler(RayKVConnector)
+    scheduling.watch_scheduler(RayKVConnector)
     scheduler: Any = SimpleNamespace(connector=engine.connector)
 
     def update() -> Any:
