@@ -130,11 +130,7 @@ class Scheduler:
             some = list(keys[len(found) : len(found) + MAX_KEYS])
             query = reader.WhereQuery(namespace, some)
             page = self.ask_for(reader.WherePage, "where", framing.encode(query))
-            reader.check_where_page(page, query)
-            sources: list[list[Source]] = [[] for _ in range(page.answered)]
-            for key, at in zip(page.key_index, page.source_index, strict=True):
-                sources[key].append(page.sources[at])
-            found += sources
+            found += page.sources(query)
         return found
 
 

@@ -157,7 +157,8 @@ class ClientSession:
         not answer is asked once.
         """
         asked = self._known()
-        order = sessions.SessionOrder(asked.namespace, self.name, word, pause_s, priority)
+        news = sessions.SessionNews(self.name, word, pause_s=pause_s, priority=priority)
+        order = sessions.SessionOrder(asked.namespace, news)
         answer = self._scheduler.ask_for(sessions.SessionAnswer, "order_session", encode(order))
         if not answer.nodes:
             raise NotFoundError(f"the session {self.name!r} has just been forgotten")

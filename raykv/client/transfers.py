@@ -19,7 +19,7 @@ from raykv.client import pins
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.protocol import copies, framing, listing, operator, reader
-from raykv.protocol.columns import Keys, Numbers, Source
+from raykv.protocol.columns import Keys, Numbers, Source, SourceRows
 
 PAGE_CHUNKS = 256
 """Chunks of a transfer that go at once: progress is reported after each page."""
@@ -227,9 +227,10 @@ class Transfer:
             self.namespace,
             Keys.of(sizes),
             Numbers.of(sizes.values()),
+            SourceRows.of(sources[key] for key in sizes),
             deadline_s=deadline_s,
             series=self._series,
-        ).reading(sources[key] for key in sizes)
+        )
         actor = ask.ask_ray(ask.find_node_actor, self.node_id)
         if actor is None:
             raise ClusterError(f"node {self.node_id[:12]} has no NodeActor any more")

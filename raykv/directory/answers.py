@@ -12,16 +12,16 @@ from raykv.base.tenants import OTHERS
 from raykv.cluster.breaker import aged, without
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.events import KnownEvent
-from raykv.directory.known.holdings import IN_RAM
+from raykv.directory.known.holdings import IN_RAM, Held
 from raykv.directory.known.members import ReportedNode
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, numbered
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows, numbered
 from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
 from raykv.protocol.node import ReportedEngine
 from raykv.protocol.operator import OrderedShare, OrdersDocument, TenantStatus
 from raykv.protocol.reader import SpacePage, WherePage, WhereQuery
-from raykv.protocol.sessions import SessionAnswer, SessionNews, SessionOrder
+from raykv.protocol.sessions import SessionAnswer, SessionOrder
 from raykv.protocol.status import ClusterStatus, EngineStatus, NamespaceStatus, NodeStatus
 
 NEWS_S = 3.0
@@ -63,15 +63,13 @@ def where_page(directory: Directory, query: WhereQuery) -> WherePage:
     """Which nodes have chunks, in RAM or on disk; of as many keys as an answer has room for."""
     keys = query.keys[: max(1, MOST_COPIES // (2 * len(directory.members) or 1))]
     found = directory.where(Namespace(query.namespace), [Key(key) for key in keys])
-    rows: list[tuple[int, Source]] = []
-    for at, held in enumerate(found):
-        rows += [(at, Source(each.node_id)) for each in held if each.where in IN_RAM]
-        rows += [
-            (at, Source(each.node_id, SourceKind.DISK)) for each in held if each.where & Where.DISK
-        ]
-    sources: list[Source] = []
-    index = numbered(sources, [source for _, source in rows])
-    return WherePage(len(keys), sources, [at for at, _ in rows], index)
+    return WherePage(len(keys), SourceRows.of(map(_copies, found)))
+
+
+def _copies(held: Held) -> list[Source]:
+    pools = [Source(each.node_id) for each in held if each.where in IN_RAM]
+    disks = [each.node_id for each in held if each.where & Where.DISK]
+    return pools + [Source(node_id, SourceKind.DISK) for node_id in disks]
 
 
 # Sums
@@ -204,6 +202,5 @@ def order_session(directory: Directory, order: SessionOrder) -> SessionAnswer:
     If the session is not known in the given namespace, all nodes are told; those that do not know
     it do nothing.
     """
-    news = SessionNews(order.session, order.word, pause_s=order.pause_s, priority=order.priority)
-    nodes = directory.sessions.order(order.namespace, news)
+    nodes = directory.sessions.order(order.namespace, order.news)
     return SessionAnswer([str(node) for node in nodes])

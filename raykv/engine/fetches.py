@@ -97,9 +97,10 @@ class Fetches:
             namespace=namespace,
             keys=columns.Keys.of(order.key for order in orders),
             slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
+            sources=columns.SourceRows.of(order.sources for order in orders),
             tenant=orders[0].tenant,
             deadline_s=self._settings.request_deadline_s,
-        ).reading(order.sources for order in orders)
+        )
 
     def came(self, result: CopyResult) -> None:
         """The NodeActor's answer to one of the requests."""

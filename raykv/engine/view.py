@@ -424,7 +424,7 @@ class EngineView:
             return
         asked = [Key(key) for key in question.keys]
         try:
-            sources = answer.sources(question.keys)
+            sources = answer.sources.by_key(len(asked))
         except ValueError:
             sources = {}
         coming = {asked[at] for at in answer.coming if at < len(asked)}
@@ -435,8 +435,8 @@ class EngineView:
         for reason in set(why.values()):
             self._departures.note([key for key in why if why[key] is reason], reason)
         self.accounts.explain(why)
-        for key in asked:
-            known = tuple(sources.get(key, ()))
+        for at, key in enumerate(asked):
+            known = tuple(sources.get(at, ()))
             self.remote.take_place(key, known, self.node_ids, is_pending=key in coming)
         self.remote.end_answer()
 

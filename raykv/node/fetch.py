@@ -393,12 +393,11 @@ class _Fetch:
         self.heard: dict[columns.Source, float] = {}
         # Sources that this fetch asks whether they are back.
         self.trials: set[columns.Source] = set()
+        sources = order.sources.by_key(len(order.keys))
         self.chunks = [
-            _WantedChunk(Key(key), size)
-            for key, size in zip(order.keys, order.slot_bytes, strict=True)
+            _WantedChunk(Key(key), size, deque(sources.get(at, ())))
+            for at, (key, size) in enumerate(zip(order.keys, order.slot_bytes, strict=True))
         ]
-        for at, source in zip(order.key_index, order.source_index, strict=True):
-            self.chunks[at].sources.append(order.sources[source])
         self.left: dict[_WantedChunk, None] = {}
         self.waiting: deque[_WantedChunk] = deque()
 

@@ -48,14 +48,10 @@ class PromptKeys:
     """A prompt's length in tokens, and keys of its chunks by KV group.
 
     `keys` has one of several groups that are alike, and may have larger chunks than there are.
-    `first` are those of the first chunks as they are, of the group `followed`: the smallest that
-    looks back to the beginning.
     """
 
     num_tokens: int
     keys: dict[ChunkGroup, list[Key]]
-    followed: ChunkGroup
-    first: list[Key]
 
 
 class PromptHasher:
@@ -71,9 +67,6 @@ class PromptHasher:
             for each in reversed(scheme.groups)
         }
         self._groups = sorted(kinds.values(), key=lambda each: each.group)
-        self._followed = min(
-            scheme.groups, key=lambda each: (each.window is not None, each.tokens, each.group)
-        )
 
     def __len__(self) -> int:
         return len(self._known)
@@ -85,16 +78,8 @@ class PromptHasher:
         covered = min(usable, int(most_keys / sum(1 / group.tokens for group in groups)))
         hashes = self._hashes(prompt.tokens[:covered], prompt.traits)
         size = self.scheme.hashing.tokens_per_hash
-
-        def keys_of(group: ChunkGroup) -> list[Key]:
-            return chunk_keys(hashes, group.tokens // size, group.group)
-
-        return PromptKeys(
-            len(prompt.tokens),
-            {group: keys_of(group) for group in groups},
-            self._followed,
-            keys_of(self._followed)[:most_keys],
-        )
+        keys = {each: chunk_keys(hashes, each.tokens // size, each.group) for each in groups}
+        return PromptKeys(len(prompt.tokens), keys)
 
     def _groups_for(self, num_tokens: int, most_keys: int) -> list[ChunkGroup]:
         """The KV groups, with chunks so large that those of a prompt are few enough.

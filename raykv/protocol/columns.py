@@ -245,6 +245,41 @@ class Source(msgspec.Struct, frozen=True, array_like=True, order=True):
         return self.kind is SourceKind.DISK
 
 
+class SourceRows(msgspec.Struct, frozen=True, array_like=True):
+    """Where the chunks of some keys are read from: a row for each source of a key, the one to be
+    tried first before the others. `key_index` has numbers of keys, `source_index` points into
+    `sources`.
+    """
+
+    sources: Annotated[list[Source], msgspec.Meta(max_length=MAX_ROWS)] = []
+    key_index: Numbers = Numbers()
+    source_index: Numbers = Numbers()
+
+    def __post_init__(self) -> None:
+        check_rows("sources of keys", self.key_index, self.source_index)
+        check_numbers("numbers of sources", self.source_index, 0, len(self.sources) - 1)
+
+    @staticmethod
+    def of(sources: Iterable[Iterable[Source]]) -> SourceRows:
+        """The sources of each key."""
+        rows = [(at, source) for at, some in enumerate(sources) for source in some]
+        places: list[Source] = []
+        index = Numbers.of(numbered(places, [source for _, source in rows]))
+        return SourceRows(places, Numbers.of(at for at, _ in rows), index)
+
+    def by_key(self, num_keys: int) -> dict[int, list[Source]]:
+        """The sources of each key that has some, by its number.
+
+        Raises:
+            MessageError: there are rows of other keys than so many.
+        """
+        check_numbers("numbers of keys", self.key_index, 0, num_keys - 1)
+        found: dict[int, list[Source]] = {}
+        for at, source in zip(self.key_index, self.source_index, strict=True):
+            found.setdefault(at, []).append(self.sources[source])
+        return found
+
+
 def require(condition: bool, what: str) -> None:
     """Refuse a message if a condition does not hold.
 
@@ -257,7 +292,8 @@ def require(condition: bool, what: str) -> None:
 
 def check_numbers(what: str, numbers: Collection[int], least: int, most: int) -> None:
     if numbers:
-        low, high = min(numbers), max(numbers)
+        is_column = isinstance(numbers, Numbers)
+        low, high = numbers.span() if is_column else (min(numbers), max(numbers))
         require(least <= low and high <= most, f"{what} from {low} to {high}")
 
 
@@ -265,17 +301,12 @@ def check_stamps(*stamps: Stamp) -> None:
     check_numbers("numbers of orders", [*chain.from_iterable(stamps)], 0, MAX_NUMBER)
 
 
-def check_rows(what: str, first: Sized, *others: Sized) -> None:
+def check_rows(what: str, first: Sized, *others: Sized, most: int = MAX_ROWS) -> None:
+    """Refuse columns of different lengths, or of more than `most` rows."""
     count = len(first)
-    require(count <= MAX_ROWS, f"{count} {what}")
+    require(count <= most, f"{count} {what}")
     for other in others:
         require(len(other) == count, f"{what}: columns of {count} and {len(other)} rows")
-
-
-def check_keys(what: str, keys: Collection[bytes]) -> None:
-    check_rows(what, keys)
-    lengths = keys.lengths if isinstance(keys, Keys) else map(len, keys)
-    check_numbers(f"lengths of {what}", set(lengths), 1, MAX_KEY_BYTES)
 
 
 def is_told_name(name: str) -> bool:
@@ -308,31 +339,16 @@ def numbered(names: list[N], column: Iterable[N]) -> list[int]:
     return index
 
 
-def check_column(keys: Keys, *columns: object, most: int = MAX_KEYS) -> None:
-    """Refuse keys that nobody has, too many of them, or columns of other lengths.
-
-    Raises:
-        ValueError: from `receive` that is a MessageError.
-    """
-    num_keys = len(keys)
-    if num_keys > most or {num_keys} != {num_keys, *map(len, columns)}:  # type: ignore[arg-type]
-        raise ValueError(f"columns of different lengths beside {num_keys} keys")
-    if keys.lengths and not 0 < min(keys.lengths) <= max(keys.lengths) <= MAX_KEY_BYTES:
-        raise ValueError("a key of no or too many bytes")
+def check_column(keys: Keys, *columns: Sized, most: int = MAX_KEYS) -> None:
+    """Refuse keys that nobody has, too many of them, or columns of other lengths."""
+    check_rows("keys", keys, *columns, most=most)
+    check_numbers("lengths of keys", keys.lengths, 1, MAX_KEY_BYTES)
 
 
 def check_index(numbers: Collection[int], names: list[str]) -> None:
-    """Refuse numbers of names that are not there.
-
-    Raises:
-        ValueError: from `receive` that is a MessageError.
-    """
-    if any(len(name) > MAX_NAME for name in names):
-        raise ValueError("a name of too many characters")
-    if numbers:
-        low, high = Numbers.of(numbers).span()
-        if not 0 <= low <= high < len(names):
-            raise ValueError("a name that is not there")
+    """Refuse numbers of names that are not there."""
+    check_names("a name", names)
+    check_numbers("numbers of names", numbers, 0, len(names) - 1)
 
 
 class NamedKeys(msgspec.Struct, frozen=True, array_like=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -105,10 +105,8 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         columns.check_column(self.keys, self.num_blocks, self.first_block, most=columns.MAX_ROWS)
-        if self.keys:
-            least, most = columns.Numbers(self.num_blocks.raw + self.first_block.raw).span()
-            is_sound = 0 <= least <= most <= columns.MAX_NUMBER >> 1
-            columns.require(is_sound, "blocks that no chunk has")
+        for column in (self.num_blocks, self.first_block):
+            columns.check_numbers("blocks of chunks", column, 0, columns.MAX_NUMBER >> 1)
         columns.check_stamps(self.orders)
         result_bytes = len(self.keys.raw) + MOST_ROW_BYTES * len(self.keys)
         columns.require(result_bytes <= MOST_RESULT_BYTES, f"{len(self.keys)} chunks in one job")
@@ -145,9 +143,7 @@ class Fetch(framing.Versioned, frozen=True, tag="fetch"):
         namespace: of the chunks.
         keys: from heads of prompts to tails.
         slot_bytes: of each chunk.
-        sources: of all chunks.
-        key_index: a row for each source of a chunk, the one to be tried first before the others.
-        source_index: points into `sources`.
+        sources: of the chunks.
         tenant: whose request wants them.
         deadline_s: from now on.
         series: of several orders that belong together: what they bring stays until a while after
@@ -159,26 +155,14 @@ class Fetch(framing.Versioned, frozen=True, tag="fetch"):
     namespace: columns.Named
     keys: columns.Keys
     slot_bytes: columns.Numbers
-    sources: Annotated[list[columns.Source], msgspec.Meta(max_length=columns.MAX_ROWS)] = []
-    key_index: columns.Numbers = columns.Numbers()
-    source_index: columns.Numbers = columns.Numbers()
+    sources: columns.SourceRows = columns.SourceRows()
     tenant: columns.Text = ""
     deadline_s: columns.Seconds = 10.0
     series: columns.Text = ""
 
     def __post_init__(self) -> None:
         columns.check_column(self.keys, self.slot_bytes)
-        columns.check_rows("sources of chunks", self.key_index, self.source_index)
-        columns.check_numbers("numbers of chunks", self.key_index, 0, len(self.keys) - 1)
-        columns.check_numbers("numbers of sources", self.source_index, 0, len(self.sources) - 1)
-
-    def reading(self, sources: Iterable[Iterable[columns.Source]]) -> Fetch:
-        """The same, with the sources of each chunk, the one to be tried first before the others."""
-        rows = [(at, source) for at, some in enumerate(sources) for source in some]
-        places: list[columns.Source] = []
-        index = columns.Numbers.of(columns.numbered(places, [source for _, source in rows]))
-        keys = columns.Numbers.of(at for at, _ in rows)
-        return msgspec.structs.replace(self, sources=places, key_index=keys, source_index=index)
+        columns.check_numbers("numbers of chunks", self.sources.key_index, 0, len(self.keys) - 1)
 
 
 class Read(framing.Versioned, frozen=True):

@@ -73,11 +73,10 @@ class Descriptions(msgspec.Struct, frozen=True, array_like=True):
 
 def check_description(row: Description) -> None:
     """Refuse what is invalid with a MessageError."""
-    columns.check_keys("keys of descriptions", [row.key])
+    lengths = [len(row.key), *([] if row.parent is None else [len(row.parent)])]
+    columns.check_numbers("lengths of keys", lengths, 1, MAX_KEY_BYTES)
     columns.check_names("a name", (row.namespace, row.model, row.kind, row.lora or ""))
     columns.check_numbers("block sizes", [row.block_size], 1, columns.MAX_BLOCK_TOKENS)
-    if row.parent is not None:
-        columns.check_numbers("lengths of parents", [len(row.parent)], 1, MAX_KEY_BYTES)
     columns.require(is_whole(row), "a description whose parts don't fit together")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from raykv.base.ids import Key, NodeId, Stamp, TokenSource
+from raykv.base.ids import MAX_KEY_BYTES, Stamp, TokenSource
 from raykv.base.tenants import is_label
 from raykv.protocol import columns, copies, framing, listing, measures
 from raykv.protocol.descriptions import Description
@@ -43,7 +43,7 @@ class Parting(msgspec.Struct, frozen=True, array_like=True):
 
 def _parting(parting: Parting) -> None:
     columns.check_numbers("a token's place", (parting.at,), 0, columns.MAX_NUMBER)
-    columns.check_keys("a chunk of a prompt", [parting.nearest])
+    columns.check_numbers("lengths of keys", [len(parting.nearest)], 1, MAX_KEY_BYTES)
     for tokens in (parting.before, parting.own, parting.other):
         columns.require(len(tokens) <= MAX_SHOWN_TOKENS, f"{len(tokens)} tokens of a prompt")
         columns.check_numbers("tokens of a prompt", tokens, 0, columns.MAX_NUMBER)
@@ -326,43 +326,19 @@ class AskAnswer(msgspec.Struct, frozen=True):
 
     Args:
         life: of the scheduler actor.
-        nodes: names of nodes.
-        key_index: a row for each source of a key, the best one first.
-        node_index: points into `nodes`.
-        where: of each row, a `SourceKind`.
+        sources: of keys that other nodes have, the best one first.
         coming: numbers of keys that another engine stores now.
         gone: numbers of keys that were somewhere, and `reasons` why they are not there any more.
         other: numbers of keys that only another namespace has.
     """
 
     life: int
-    nodes: list[str] = []
-    key_index: columns.Numbers = columns.Numbers()
-    node_index: columns.Numbers = columns.Numbers()
-    where: bytes = b""
+    sources: columns.SourceRows = columns.SourceRows()
     coming: columns.Numbers = columns.Numbers()
     gone: columns.Numbers = columns.Numbers()
     reasons: bytes = b""
     other: columns.Numbers = columns.Numbers()
 
     def __post_init__(self) -> None:
-        columns.check_rows("sources of keys", self.key_index, self.node_index, self.where)
-        columns.check_index(self.node_index, self.nodes)
-        columns.check_numbers("kinds of sources", self.where, 0, columns.SourceKind.DISK)
         columns.check_rows("keys that are gone", self.gone, self.reasons)
         columns.check_numbers("reasons", self.reasons, 0, max(listing.Reason))
-
-    def sources(self, keys: columns.Keys) -> dict[Key, list[columns.Source]]:
-        """Where each key of the question is, the best source first.
-
-        Raises:
-            ValueError: a number of a key that was not asked for.
-        """
-        asked = list(keys)
-        found: dict[Key, list[columns.Source]] = {}
-        for at, node, where in zip(self.key_index, self.node_index, self.where, strict=True):
-            if not 0 <= at < len(asked):
-                raise ValueError(f"key {at} of {len(asked)}")
-            source = columns.Source(NodeId(self.nodes[node]), columns.SourceKind(where))
-            found.setdefault(Key(asked[at]), []).append(source)
-        return found

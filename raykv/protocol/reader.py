@@ -118,29 +118,21 @@ class WhereQuery(framing.Versioned, frozen=True):
 
 
 class WherePage(framing.Versioned, frozen=True):
-    """Where the first `answered` keys of a question are: a row for each copy.
-
-    `key_index` points into the keys that were asked, `source_index` into `sources`.
-    """
+    """Where the first `answered` keys of a question are."""
 
     answered: int = 0
-    sources: list[columns.Source] = []
-    key_index: list[int] = []
-    source_index: list[int] = []
+    copies: columns.SourceRows = columns.SourceRows()
 
+    def sources(self, query: WhereQuery) -> list[list[columns.Source]]:
+        """Those of each key of `query` that is answered.
 
-def check_where_page(page: WherePage, query: WhereQuery) -> None:
-    """An answer to `query`.
-
-    Raises:
-        MessageError: it is invalid.
-    """
-    columns.check_numbers(
-        "answered keys", (page.answered,), min(1, len(query.keys)), len(query.keys)
-    )
-    columns.check_rows("copies", page.key_index, page.source_index)
-    columns.check_numbers("numbers of sources", page.source_index, 0, len(page.sources) - 1)
-    columns.check_numbers("numbers of keys", page.key_index, 0, page.answered - 1)
+        Raises:
+            MessageError: it is no answer to that.
+        """
+        num_keys = len(query.keys)
+        columns.check_numbers("answered keys", (self.answered,), min(1, num_keys), num_keys)
+        found = self.copies.by_key(self.answered)
+        return [found.get(at, []) for at in range(self.answered)]
 
 
 class PrefixQuery(framing.Versioned, frozen=True):

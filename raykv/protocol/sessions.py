@@ -49,46 +49,34 @@ class SessionStage(StrEnum):
 
 
 class SessionNews(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine says of a session.
+    """What an engine or an operator says of a session.
 
     `keys` are chunks that it has not named before, the first ones of the prefix first. `pause_s`
     and `priority` (0: none) belong to a pause.
     """
 
-    session: str
+    session: SessionName
     word: SessionWord
     keys: columns.Keys = columns.Keys()
     pause_s: float = 0.0
-    priority: int = 0
+    priority: Annotated[int, msgspec.Meta(ge=0, le=columns.MAX_PRIORITY)] = 0
 
-
-def check_news(news: SessionNews) -> None:
-    """Refuse what is invalid with a MessageError."""
-    columns.require(0 < len(news.session) <= MAX_SESSION_NAME, "a session's name of no such length")
-    columns.check_keys("keys of a session", news.keys)
-    _check_pause(news.word, news.pause_s, news.priority)
-
-
-def _check_pause(word: int, pause_s: float, priority: int) -> None:
-    has_pause = word == SessionWord.PAUSED
-    is_valid = 0 < pause_s <= MAX_PAUSE_S if has_pause else pause_s == 0
-    columns.require(is_valid, f"a pause of {pause_s} s")
-    columns.require(0 <= priority <= columns.MAX_PRIORITY, f"the priority {priority} of a session")
+    def __post_init__(self) -> None:
+        columns.check_column(self.keys, most=columns.MAX_ROWS)
+        has_pause = self.word == SessionWord.PAUSED
+        is_valid = 0 < self.pause_s <= MAX_PAUSE_S if has_pause else self.pause_s == 0
+        columns.require(is_valid, f"a pause of {self.pause_s} s")
 
 
 class SessionOrder(framing.Versioned, frozen=True):
-    """An operator says PAUSED or OVER of a session; fields as in `SessionNews`."""
+    """An operator says PAUSED or OVER of a session; with an empty namespace, of all."""
 
     namespace: columns.Text
-    session: SessionName
-    word: SessionWord
-    pause_s: float = 0.0
-    priority: int = 0
+    news: SessionNews
 
     def __post_init__(self) -> None:
-        is_order = self.word in (SessionWord.PAUSED, SessionWord.OVER)
-        columns.require(is_order, f"an order that says {self.word!r} of a session")
-        _check_pause(self.word, self.pause_s, self.priority)
+        is_order = self.news.word in (SessionWord.PAUSED, SessionWord.OVER)
+        columns.require(is_order, f"an order that says {self.news.word!r} of a session")
 
 
 class SessionStatus(msgspec.Struct, frozen=True):

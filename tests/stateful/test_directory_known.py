@@ -277,11 +277,11 @@ class DirectoryKnownMachine(RuleBasedStateMachine):
         keys = [key for _, key in NAMES[:2]]
         ask = Ask("e", 1, namespace, sorted(places), Keys.of(keys))
         raw = encode(self.directory.ask(decode(encode(ask), Ask), self.now))
-        sources = decode(raw, AskAnswer).sources(Keys.of(keys))
-        for key in keys:
+        sources = decode(raw, AskAnswer).sources.by_key(len(keys))
+        for at, key in enumerate(keys):
             held = {each.node_id: each.where for each in self.directory.where(namespace, [key])[0]}
             others = {node_id: where for node_id, where in held.items() if node_id not in places}
-            named = sources.get(key, [])
+            named = sources.get(at, [])
             assert len(named) == min(2, len(others))
             assert all(others[NodeId(each.node_id)] for each in named)
             in_ram = sum(bool(where & Where.RAM) for where in others.values())

@@ -15,7 +15,7 @@ from raykv.base.ids import EngineId, Key, Namespace, NodeId
 from raykv.directory.known.coming import Coming
 from raykv.directory.known.holdings import IN_RAM, Held, HeldAt, Holdings, MovedChunks, grouped
 from raykv.directory.known.members import EngineLife, Members
-from raykv.protocol.columns import Numbers, SourceKind
+from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.engine import MOST_SOURCES, Ask, AskAnswer
 
 MOST_DEPARTED = 262_144
@@ -57,7 +57,7 @@ class Asks:
         }
         return AskAnswer(
             life,
-            *self._sources(found, places),
+            self._sources(found, places),
             Numbers.of(self._coming.of_others(namespace, keys, engine, now)),
             Numbers.of(gone),
             bytes(gone.values()),
@@ -84,22 +84,19 @@ class Asks:
 
     # Sources
 
-    def _sources(
-        self, found: Sequence[Held], places: Container[NodeId]
-    ) -> tuple[list[str], Numbers, Numbers, bytes]:
-        """Nodes, and rows of numbers of keys, numbers of nodes and kinds: of each key, the best
-        source first. Keys in the same places have the same object, and are looked at together.
+    def _sources(self, found: Sequence[Held], places: Container[NodeId]) -> SourceRows:
+        """Of each key, the best source first. Keys in the same places have the same object, and are
+        looked at together.
         """
-        nodes: dict[str, int] = {}
+        sources: dict[Source, int] = {}
         keys: list[int] = []
         numbers: list[int] = []
-        kinds = bytearray()
         for positions in grouped(range(len(found)), list(map(id, found))).values():
             for kind, *_, node_id in self._ranked(found[positions[0]], places):
                 keys += positions
-                numbers += [nodes.setdefault(node_id, len(nodes))] * len(positions)
-                kinds += bytes([kind]) * len(positions)
-        return list(nodes), Numbers.of(keys), Numbers.of(numbers), bytes(kinds)
+                source = Source(node_id, kind)
+                numbers += [sources.setdefault(source, len(sources))] * len(positions)
+        return SourceRows(list(sources), Numbers.of(keys), Numbers.of(numbers))
 
     def _ranked(
         self, held: Iterable[HeldAt], places: Container[NodeId]

@@ -24,11 +24,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raykv.base.errors import MessageError
 from raykv.base.ids import Namespace, NodeId
 from raykv.directory.known.marks import Numbering
 from raykv.protocol.node import SessionsWord
-from raykv.protocol.sessions import SessionNews, SessionWord, check_news
+from raykv.protocol.sessions import SessionNews, SessionWord
 
 MOST_SESSIONS = 4096
 MOST_NODES = 16
@@ -84,12 +83,8 @@ class SessionNodes:
         del self._words[node_id]
 
     def take(self, node_id: NodeId, words: Iterable[SessionsWord]) -> None:
-        """A member's engines say something of sessions; what makes no sense is left out."""
+        """A member's engines say something of sessions."""
         for word in words:
-            try:
-                check_news(word.news)
-            except MessageError:
-                continue
             self._take(node_id, word)
 
     def _take(self, node_id: NodeId, word: SessionsWord) -> None:

@@ -36,7 +36,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError, PendingRead
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.service import NodeService, boot_life
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import Fetch, Read
 from raykv.protocol.operator import OrdersDocument
 
@@ -198,9 +198,7 @@ class BenchTier:
             NAMESPACE,
             Keys.of(self._keys),
             Numbers.of([CHUNK_BYTES] * count),
-            [Source(NODE, SourceKind.DISK)],
-            Numbers.of(range(count)),
-            Numbers.of([0] * count),
+            SourceRows.of([[Source(NODE, SourceKind.DISK)]] * count),
             deadline_s=DEADLINE_S,
         )
         began = time.perf_counter()

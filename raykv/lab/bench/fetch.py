@@ -36,7 +36,7 @@ from raykv.lab.bench.named_jobs import SPACE, key_of
 from raykv.lab.bench.report import Options, Result, alternate
 from raykv.lab.hosts.local_nodes import add_local_node
 from raykv.node.launch import node_actor
-from raykv.protocol.columns import Keys, Numbers, Source
+from raykv.protocol.columns import Keys, Numbers, Source, SourceRows
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.framing import decode, encode
@@ -185,9 +185,7 @@ class Pair:
             SPACE,
             keys_of(size),
             Numbers.of([CHUNK_BYTES] * count),
-            [Source(self._nodes[0])],
-            Numbers.of(range(count)),
-            Numbers.of([0] * count),
+            SourceRows.of([[Source(self._nodes[0])]] * count),
             deadline_s=deadline_s,
         )
         raw = ray.get(self.actors[1].fetch.remote(encode(order)), timeout=DEADLINE_S)

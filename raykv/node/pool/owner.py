@@ -55,7 +55,6 @@ from raykv.protocol.engine import (
     Welcome,
 )
 from raykv.protocol.listing import ALL_READ, ListedRows, ListingPart, Position, Reason
-from raykv.protocol.sessions import check_news
 
 FAVOUR_S = 600.0
 """How long a request's priority counts."""
@@ -123,9 +122,8 @@ class NodePool:
         self._find(namespace, tell.found, now)
         self._hint(tell.life, namespace, tell.hints, now)
         # After what was found: what is released and then found is not released any more.
-        news = columns.valid(tell.sessions, check_news)
-        self.sessions.take(namespace, news, now)
-        for each in news:
+        self.sessions.take(namespace, tell.sessions, now)
+        for each in tell.sessions:
             word = msgspec.structs.replace(each, keys=columns.Keys())
             self.reporting.say(node.SessionsWord(namespace, word))
         self.accounts.take(engine.hello, tell, now)

@@ -26,9 +26,8 @@ from raykv.base.ids import Namespace, Stamp
 from raykv.node.pool.index import PoolIndex
 from raykv.node.pool.records import ChunkState, Standing
 from raykv.node.pool.sessions import LocalSessions
-from raykv.protocol import columns, engine, node
+from raykv.protocol import engine, node
 from raykv.protocol.listing import ALL_READ, ListingPart, Position
-from raykv.protocol.sessions import check_news
 
 MOST_ROWS = 1500
 """Names that have changed, and slots of a page, in one report: a page of them is just below 100 KB,
@@ -162,7 +161,7 @@ class Reporting:
         self._mark(answer.marks)
         first = answer.words_number - len(answer.words) + 1
         for number, word in enumerate(answer.words, first):
-            if number > self._words_heard and columns.valid([word.news], check_news):
+            if number > self._words_heard:
                 self._sessions.hear(word, now)
         self._words_heard = max(self._words_heard, answer.words_number)
         self._alone, self._namings = frozenset(answer.alone), answer.namings

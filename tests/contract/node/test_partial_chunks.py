@@ -21,7 +21,7 @@ from raykv.node.fetch import FetchService
 from raykv.node.peers import Bytes
 from raykv.node.pool.records import ChunkRecord
 from raykv.node.read import ReadService
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import CopyResult, Fetch, Read, ReadReply
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.listing import Reason
@@ -309,9 +309,7 @@ def fetch(to: Node, source: Direct, kind: SourceKind = SourceKind.POOL) -> CopyR
         namespace=SPACE,
         keys=Keys.of([numbered_key(CHUNK)]),
         slot_bytes=Numbers.of([SLOT_BYTES]),
-        sources=[Source("source", kind)],
-        key_index=Numbers.of([0]),
-        source_index=Numbers.of([0]),
+        sources=SourceRows.of([[Source("source", kind)]]),
     )
     return FetchService(to.keeper, source).fetch(order)
 

@@ -89,12 +89,11 @@ class Fetches:
     def begin(self, order: Fetch, post: Callable[[CopyResult], None]) -> None:
         """An engine wants chunks of other nodes."""
         order = decode(encode(order), Fetch)
+        sources = order.sources.by_key(len(order.keys))
         landings = [
-            Landing(Key(key), size, deque())
-            for key, size in zip(order.keys, order.slot_bytes, strict=True)
+            Landing(Key(key), size, deque(NodeId(each.node_id) for each in sources.get(at, ())))
+            for at, (key, size) in enumerate(zip(order.keys, order.slot_bytes, strict=True))
         ]
-        for at, source in zip(order.key_index, order.source_index, strict=True):
-            landings[at].sources.append(NodeId(order.sources[source].node_id))
         fetch = FetchUnderWay(order, post, landings)
         self.under_way.append(fetch)
         for landing in landings:

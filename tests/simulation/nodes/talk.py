@@ -15,7 +15,7 @@ import msgspec
 
 from raykv.base.ids import Namespace
 from raykv.engine.remote import FetchOrder
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.columns import Keys, Numbers, SourceRows
 from raykv.protocol.copies import CopyResult, Fetch
 from raykv.protocol.engine import (
     Ask,
@@ -319,19 +319,13 @@ class EngineTalk:
         self._cluster.wire.send(call)
 
     def _named(self, orders: list[FetchOrder], number: int) -> Fetch:
-        sources = list(dict.fromkeys(each for order in orders for each in order.sources))
-        rows = [
-            (at, sources.index(each)) for at, order in enumerate(orders) for each in order.sources
-        ]
         return Fetch(
             number,
             self._engine.life,
             self._engine.namespace,
             Keys.of(order.key for order in orders),
             Numbers.of(order.num_bytes for order in orders),
-            sources,
-            Numbers.of(at for at, _ in rows),
-            Numbers.of(source for _, source in rows),
+            SourceRows.of(order.sources for order in orders),
             "",
             FETCH_DEADLINE_S,
         )

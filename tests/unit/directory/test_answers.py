@@ -16,7 +16,7 @@ from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport, OpenBreaker
 from raykv.protocol.node import DiskStats, NodeStats, ReportedEngine, SessionsWord
 from raykv.protocol.operator import OrderedShare, OrdersDocument
-from raykv.protocol.reader import WhereQuery, check_where_page
+from raykv.protocol.reader import WhereQuery
 from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.status import ClusterStatus
 from tests.fixtures.directory.reporting import (
@@ -90,9 +90,8 @@ def test_chunk_is_where_nodes_have_it_in_pools_and_on_disks(
     two.report(0.0, row_of(2, Where.DISK), row_of(3, Where.COMING))
     query = WhereQuery(SPACE, [key_of(number) for number in range(4)])
     page = answers.where_page(directory, query)
-    check_where_page(page, query)
-    rows = zip(page.key_index, (page.sources[at] for at in page.source_index), strict=True)
-    assert set(rows) == {
+    rows = {(at, each) for at, some in enumerate(page.sources(query)) for each in some}
+    assert rows == {
         (1, Source("one")),
         (2, Source("one")),
         (2, Source("one", SourceKind.DISK)),
@@ -191,9 +190,8 @@ def test_order_of_a_session_that_only_nodes_know_goes_to_all_of_them(cluster: Tw
     directory, _, one, two = cluster
     for node in (one, two):
         node.report(0.0)
-    order = SessionOrder(SPACE, "chat", SessionWord.PAUSED, 5.0, 3)
-    assert answers.order_session(directory, order).nodes == ["one", "two"]
     news = SessionNews("chat", SessionWord.PAUSED, pause_s=5.0, priority=3)
+    assert answers.order_session(directory, SessionOrder(SPACE, news)).nodes == ["one", "two"]
     for node in (one, two):
         assert node.report(0.0).words == [SessionsWord(SPACE, news)]
         assert node.report(0.0).words == []

@@ -96,15 +96,13 @@ def test_columns_of_a_request_say_all_that_the_orders_said(engine: Engine) -> No
     ]
     engine.submit(*orders)
     (request,) = engine.sent()
-    found: dict[int, list[Source]] = {i: [] for i in range(len(request.keys))}
-    for index, at in zip(request.key_index, request.source_index, strict=True):
-        found[index].append(request.sources[at])
+    found = request.sources.by_key(len(request.keys))
     columns = zip(request.keys, request.slot_bytes, strict=True)
     assert [
-        FetchOrder(Key(name), size, tuple(found[i]), request.tenant)
+        FetchOrder(Key(name), size, tuple(found.get(i, ())), request.tenant)
         for i, (name, size) in enumerate(columns)
     ] == orders
-    assert request.sources == [a, b, c]
+    assert request.sources.sources == [a, b, c]
     assert (request.version, request.namespace) == (PROTOCOL_VERSION, NAMESPACE)
     assert (request.life, request.deadline_s) == (5, DEADLINE_S)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 import raykv.engine.hints
-from raykv.base.errors import MessageError
-from raykv.base.ids import MAX_KEY_BYTES, Key
+from raykv.base.ids import Key
 from raykv.engine.hints import MAX_HINT_S, MAX_TOLD, Allowed, Hint, HintBox
-from raykv.protocol.columns import MAX_ROWS, Keys
+from raykv.protocol.columns import Keys
 from raykv.protocol.engine import Hints
-from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord, check_news
+from raykv.protocol.sessions import MAX_PAUSE_S, SessionNews, SessionWord
 
 BOTH = Hint(pin_s=60.0, priority=3)
 
@@ -171,25 +170,3 @@ def test_news_of_sessions_is_bounded_and_the_rest_counted(monkeypatch: pytest.Mo
         end(box, request, keys(2))
     assert box.counters["session_news_dropped"] == 1
     assert [each.keys for each in said(box)] == [[], keys(2), []]
-
-
-@pytest.mark.parametrize(
-    "news",
-    [
-        SessionNews("", SessionWord.USED),
-        SessionNews("s" * 129, SessionWord.USED),
-        SessionNews("s", SessionWord.USED, Keys.of([bytes(MAX_KEY_BYTES + 1)])),
-        SessionNews("s", SessionWord.USED, Keys.of([b"k"] * (MAX_ROWS + 1))),
-        SessionNews("s", SessionWord.USED, pause_s=1.0),
-        SessionNews("s", SessionWord.PAUSED),
-        SessionNews("s", SessionWord.PAUSED, pause_s=-1.0),
-        SessionNews("s", SessionWord.PAUSED, pause_s=float("nan")),
-        SessionNews("s", SessionWord.PAUSED, pause_s=1e9),
-        SessionNews("s", SessionWord.PAUSED, pause_s=1.0, priority=10),
-        SessionNews("s", SessionWord.PAUSED, pause_s=1.0, priority=-1),
-    ],
-)
-def test_news_that_cannot_be_meant_is_refused(news: SessionNews) -> None:
-    check_news(SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9))
-    with pytest.raises(MessageError):
-        check_news(news)

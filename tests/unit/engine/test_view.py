@@ -23,7 +23,7 @@ from raykv.engine.found import TOUCH_S
 from raykv.engine.listed import SILENT_S
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
-from raykv.protocol.columns import Numbers, Source, SourceKind
+from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.engine import AskAnswer
 from raykv.protocol.listing import (
@@ -353,11 +353,9 @@ def test_other_weights_begin_with_nothing_and_the_old_results_count_for_nothing(
 def answered(view: EngineView, on: dict[Key, SourceKind] | None = None, **answer: Any) -> None:
     """What is asked for is answered; `on`: it is on another node."""
     keys = [Key(each) for each in view.remote.take_questions(100, may_repeat=True)]
-    if on:
-        found = Numbers.of(keys.index(key) for key in on)
-        answer |= {"nodes": [FAR], "key_index": found, "node_index": Numbers.of([0] * len(found))}
-        answer["where"] = bytes(on.values())
-    view.take_answer(view.question(keys, []), AskAnswer(1, **answer))
+    there = on or {}
+    sources = SourceRows.of([Source(FAR, there[key])] if key in there else [] for key in keys)
+    view.take_answer(view.question(keys, []), AskAnswer(1, sources, **answer))
 
 
 def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> None:

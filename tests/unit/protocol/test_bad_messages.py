@@ -26,7 +26,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
 from raykv.protocol import engine
-from raykv.protocol.columns import Keys, NamedKeys, Numbers, Source, SourceKind
+from raykv.protocol.columns import Keys, NamedKeys, Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import CopyJob, Fetch, Read, ReadReply, check_read_reply
 from raykv.protocol.events import EventPage, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, Versioned, encode, receive
@@ -125,7 +125,7 @@ class AnyQuestion(msgspec.Struct):
         (bytes(36), b"", "keys in 36 bytes that should have 0 in all"),
         (bytes(36), b"\x24\x01", "keys in 36 bytes that should have 37 in all"),
         (bytes(38), b"\x24\x01", "keys in 38 bytes that should have 37 in all"),
-        (bytes(2 * 129), b"\x81", "a key of no or too many bytes"),
+        (bytes(2 * 129), b"\x81", "invalid message: lengths of keys from 129 to 129"),
     ],
 )
 def test_column_of_keys_that_is_not_as_long_as_it_says_is_refused(
@@ -350,7 +350,7 @@ def test_absurd_reports_are_refused_or_do_no_harm(
     honest.report(1.0)
     honest.report(1.0, row_of(1))
     answer = directory.ask(engine.Ask("e", 1, "n", ["p"], Keys.of([key_of(1)])), 1.0)
-    assert [source.node_id for source in answer.sources(Keys.of([key_of(1)]))[key_of(1)]]
+    assert [source.node_id for source in answer.sources.by_key(1)[0]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -390,9 +390,11 @@ def any_fetch(draw: st.DrawFn) -> Fetch:
         draw(st.sampled_from([A, "b"])),
         keys,
         Numbers.of(draw(st.sampled_from(SIZES)) for _ in keys),
-        [Source(NodeId("x"), SourceKind.POOL)],
-        Numbers.of(draw(st.integers(0, len(keys) - 1)) for _ in range(num_rows)),
-        Numbers.of([0] * num_rows),
+        SourceRows(
+            [Source(NodeId("x"), SourceKind.POOL)],
+            Numbers.of(draw(st.integers(0, len(keys) - 1)) for _ in range(num_rows)),
+            Numbers.of([0] * num_rows),
+        ),
         deadline_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
     )
 

@@ -22,6 +22,7 @@ from raykv.protocol.columns import (
     Numbers,
     Source,
     SourceKind,
+    SourceRows,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import (
@@ -48,6 +49,9 @@ PART = ListingPart(
     ListedRows.of([ListedRow(Namespace("a"), Key(b"one"), Where.RAM, ALL_BLOCKS, Reason.STORED)]),
 )
 
+FAR = Source("far", SourceKind.DISK)
+SOURCES = SourceRows.of([[FAR], [FAR]])
+
 SOUND: list[msgspec.Struct] = [
     engine.EngineHello("engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
     engine.Welcome(3, "no room"),
@@ -55,13 +59,13 @@ SOUND: list[msgspec.Struct] = [
     engine.ChangesQuery(7, "a", Position(1, 2, 0), 5),
     engine.ChangesAnswer(PART, engine.PlaceFacts(Stamp(1, 2), store_share=16)),
     engine.Ask("engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
-    engine.AskAnswer(3, ["far"], ONE, ONE, b"\1", TWO, ONE, b"\3", ONE),
+    engine.AskAnswer(3, SOURCES, TWO, ONE, b"\3", ONE),
     Report("here", 1, 4, PART, Stamp(1, 2), spaces={"a": 3}),
     ReportAnswer(3, Position(1, 2, 0), Stamp(1, 2), marks=Marks(1, 2, NAMED, NAMED)),
     copies.CopyJob(1, 0, "a", KEYS, TWO, TWO, TWO, Stamp(1, 2), "t"),
     copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2"),
     engine.Fetched(copies.CopyResult(1, 2, 3, PART.rows, TWO, b"\1\2")),
-    copies.Fetch(1, 7, "a", KEYS, TWO, [Source("far", SourceKind.DISK)], TWO, Numbers.of([0, 0])),
+    copies.Fetch(1, 7, "a", KEYS, TWO, SOURCES),
     copies.Read("a", KEYS, TWO),
     copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
     NAMED,
@@ -94,10 +98,10 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (engine.Ask, {"places": []}),
     (engine.Ask, {"keys": Keys.of([b"x"] * (engine.MOST_ASKED + 1))}),
     (engine.Ask, {"coming": Keys.of([b"x" * 200])}),
-    (engine.AskAnswer, {"where": b"\2"}),
-    (engine.AskAnswer, {"where": b"\0\0"}),
-    (engine.AskAnswer, {"node_index": Numbers.of([1])}),
-    (engine.AskAnswer, {"node_index": Numbers.of([-1])}),
+    (engine.AskAnswer, {"sources": ([("far", 3)], ONE, ONE)}),
+    (engine.AskAnswer, {"sources": ([FAR], TWO, ONE)}),
+    (engine.AskAnswer, {"sources": ([FAR], ONE, Numbers.of([1]))}),
+    (engine.AskAnswer, {"sources": ([FAR], ONE, Numbers.of([-1]))}),
     (engine.AskAnswer, {"reasons": b"\x09"}),
     (engine.AskAnswer, {"reasons": b""}),
     (Report, {"life": 2}),
@@ -118,9 +122,9 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
         {"capture": copies.Capture("r", bytes(8), 1, 1, "float32", 1, [1, 1, 1], 1, 1.0)},
     ),
     (copies.CopyResult, {"refusals": b""}),
-    (copies.Fetch, {"key_index": Numbers.of([0, 2])}),
-    (copies.Fetch, {"source_index": Numbers.of([0, 1])}),
-    (copies.Fetch, {"source_index": ONE}),
+    (copies.Fetch, {"sources": ([FAR], Numbers.of([0, 2]), Numbers.of([0, 0]))}),
+    (copies.Fetch, {"sources": ([FAR], TWO, Numbers.of([0, 1]))}),
+    (copies.Fetch, {"sources": ([FAR], TWO, ONE)}),
     (copies.Fetch, {"deadline_s": -1.0}),
     (copies.Fetch, {"slot_bytes": ONE}),
     (copies.Read, {"keys": Keys.of([b"one", b""])}),
@@ -173,7 +177,7 @@ def test_one_field_of_anything_is_refused_or_can_be_read(
         return
     readers: dict[type, Callable[[Any], object]] = {
         NamedKeys: list,
-        engine.AskAnswer: lambda answer: list(answer.key_index),
+        engine.AskAnswer: lambda answer: list(answer.sources.key_index),
         copies.CopyResult: lambda result: list(result.rows),
     }
     readers.get(kind, encode)(found)
@@ -187,7 +191,7 @@ def test_message_of_this_version_is_decoded_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_order_that_contradicts_itself_is_no_message() -> None:
-    raw = msgspec.msgpack.encode({"version": V, "namespace": "a", "session": "s", "word": 2})
+    raw = msgspec.msgpack.encode({"namespace": "a", "news": ["s", 2]})
     with pytest.raises(msgspec.ValidationError, match="a pause of 0"):
         framing.decode(raw, SessionOrder)
     with pytest.raises(MessageError, match="an operator sent this test no SessionOrder"):

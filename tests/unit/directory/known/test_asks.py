@@ -64,10 +64,9 @@ def ask(
 
 def sources(answer: AskAnswer, *numbers: int) -> list[list[tuple[str, bool]]]:
     """Of each key, the nodes, and whether that is their disk."""
-    found = answer.sources(keys_of(numbers))
+    found = answer.sources.by_key(len(numbers))
     return [
-        [(each.node_id, each.is_disk) for each in found.get(key_of(number), [])]
-        for number in numbers
+        [(each.node_id, each.is_disk) for each in found.get(at, [])] for at in range(len(numbers))
     ]
 
 

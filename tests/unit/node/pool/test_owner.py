@@ -24,7 +24,7 @@ from raykv.protocol.engine import (
 )
 from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.node import MOST_ENGINES
-from raykv.protocol.sessions import SessionNews, SessionWord
+from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import (
     LIFE,
     PAGE,
@@ -338,9 +338,6 @@ def test_requests_that_have_ended_are_remembered_and_bad_rows_cost_no_others(
     assert [each.request_id for each in pool.node.accounts.requests] == ["a", "c"]
     pool.tell(finished=[ended(str(number)) for number in range(MOST_RECORDS + 5)])
     assert len(pool.node.accounts.requests) == MOST_RECORDS
-    odd = [SessionNews("", SessionWord.OVER), SessionNews("s", SessionWord.PAUSED, pause_s=-1.0)]
-    pool.tell(sessions=[*odd, SessionNews("t", SessionWord.CAME)])
-    assert [each.news.session for each in pool.report().sessions] == ["t"]
 
 
 # What a report would say

@@ -12,7 +12,7 @@ from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.node.pool.listing import MOST_CHANGES
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.node.pool.reporting import ALONE_S, MARKED_S, MOST_ROWS, MOST_WORDS
-from raykv.protocol.columns import Keys, NamedKeys
+from raykv.protocol.columns import NamedKeys
 from raykv.protocol.engine import NOTHING_ORDERED
 from raykv.protocol.listing import ALL_READ, ListingPart, Position, Where
 from raykv.protocol.measures import MAX_BREAKERS, BreakerReport, OpenBreaker
@@ -330,14 +330,6 @@ def test_words_are_heard_once_by_their_numbers(pool: OwnedPool) -> None:
     pool.answer(words=[word("s"), word("t")], words_number=2)
     assert pool.standings(1, 2) == [NORMAL, Standing.RELEASED]
     assert pool.report().words_heard == 2
-
-
-def test_words_that_make_no_sense_are_left_out(pool: OwnedPool) -> None:
-    pool.say(SessionWord.USED, "s", 1)
-    odd = SessionNews("s", SessionWord.PAUSED, Keys(), float("nan"))
-    pool.answer(words=[SessionsWord(A, odd), word("t")], words_number=2)
-    assert pool.standing(1) is NORMAL
-    pool.wait(100)
 
 
 def test_chunks_of_a_namespace_that_is_left_are_released_until_it_is_used_again(

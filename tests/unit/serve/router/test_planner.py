@@ -378,7 +378,7 @@ async def test_prompts_with_chunks_of_other_sizes_are_asked_about_apart(actor: P
     """Of a long prompt with windows fewer, larger chunks are asked for."""
     made = await learned()
     short = keys(1, 64)
-    long = replace(keys(2, 192), keys={ChunkGroup(0, 64): keys(2, 192).first[3::4]})
+    long = replace(keys(2, 192), keys={ChunkGroup(0, 64): keys(2, 192).keys[GROUP][3::4]})
     found = await made.find([short, long, short])
     assert found is not None
     assert [each.anywhere for each in found] == [64, 48, 64]
