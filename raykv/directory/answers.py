@@ -14,7 +14,7 @@ from raykv.directory.known.directory import Directory
 from raykv.directory.known.events import KnownEvent
 from raykv.directory.known.holdings import IN_RAM, Held
 from raykv.directory.known.members import ReportedNode
-from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows, numbered
+from raykv.protocol.columns import Keys, Numbers, Source, SourceKind, SourceRows, Texts
 from raykv.protocol.events import KEYLESS, MOST_EVENTS, EventPage
 from raykv.protocol.listing import Where
 from raykv.protocol.measures import OWN_NODE, BreakerReport
@@ -35,19 +35,15 @@ def event_page(directory: Directory, life: int, after: int, now: float) -> Event
     """What follows a place of the event log; of another life, or of none, its beginning."""
     is_here = life == directory.life
     found, is_gap = directory.events.after(after if is_here else 0, MOST_EVENTS)
-    nodes: list[str] = []
-    namespaces: list[str] = []
     began_at = directory.began_at if directory.began_at is not None else now
     return EventPage(
         directory.life,
         found[0].seq if found else after + 1,
         directory.events.last_seq,
         is_gap,
-        nodes,
-        namespaces,
+        Texts.of(each.node_id for each in found),
+        Texts.of(each.namespace for each in found),
         bytes(each.kind for each in found),
-        Numbers.of(numbered(nodes, [str(each.node_id) for each in found])),
-        Numbers.of(numbered(namespaces, [str(each.namespace) for each in found])),
         Keys.of(each.key or KEYLESS for each in found),
         Numbers.of(each.life for each in found),
         Numbers.of(each.number for each in found),

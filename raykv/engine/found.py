@@ -9,7 +9,7 @@ from itertools import chain, islice
 from raykv.base.ids import Key
 from raykv.engine.remote import MAX_ASKED, take
 from raykv.engine.requests import RequestState
-from raykv.protocol.columns import MAX_KEYS, Keys, Numbers
+from raykv.protocol.columns import MAX_KEYS, Keys, Texts
 from raykv.protocol.engine import FoundKeys
 
 MAX_TOUCHES = 65_536
@@ -57,11 +57,8 @@ class FoundChunks:
     def take(self, most: int = MAX_KEYS // 2) -> FoundKeys:
         """What requests have found since the last call, to be told now."""
         rows = take(self._rows, most)
-        tenants = list(dict.fromkeys(tenant for tenant, _ in rows))
-        at = {tenant: number for number, tenant in enumerate(tenants)}
-        return FoundKeys(
-            Keys.of(key for _, key in rows), tenants, Numbers.of(at[tenant] for tenant, _ in rows)
-        )
+        keys, tenants = (key for _, key in rows), (tenant for tenant, _ in rows)
+        return FoundKeys(Keys.of(keys), Texts.of(tenants))
 
     def clear(self) -> None:
         """What was found is void."""

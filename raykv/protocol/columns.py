@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from enum import IntEnum
 from functools import cache
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Annotated, TypeVar, overload
 
 import msgspec
@@ -223,6 +223,46 @@ class Numbers(_Column[int], frozen=True):
         return found if isinstance(found, int) else Numbers(found.tobytes())
 
 
+class Texts(_Column[str], frozen=True):
+    """A column of texts of which few differ: `numbers` point into `distinct`."""
+
+    distinct: list[str] = []
+    numbers: Numbers = Numbers()
+
+    def __post_init__(self) -> None:
+        check_names("a text", self.distinct)
+        check_numbers("numbers of texts", self.numbers, 0, len(self.distinct) - 1)
+
+    @staticmethod
+    def of(texts: Iterable[str]) -> Texts:
+        """These texts."""
+        return Texts(*_numbered(texts))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.distinct.__getitem__, self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Texts: ...
+
+    def __getitem__(self, at: int | slice) -> str | Texts:
+        if isinstance(at, slice):
+            return Texts(self.distinct, self.numbers[at])
+        return self.distinct[self.numbers[at]]
+
+
+def _numbered(column: Iterable[N]) -> tuple[list[N], Numbers]:
+    """What differs in a column, and the column as positions in that."""
+    numbers: dict[N, int] = {}
+    index = Numbers.of(numbers.setdefault(each, len(numbers)) for each in column)
+    return list(numbers), index
+
+
 class SourceKind(IntEnum):
     """What a source reads its chunks from."""
 
@@ -263,8 +303,7 @@ class SourceRows(msgspec.Struct, frozen=True, array_like=True):
     def of(sources: Iterable[Iterable[Source]]) -> SourceRows:
         """The sources of each key."""
         rows = [(at, source) for at, some in enumerate(sources) for source in some]
-        places: list[Source] = []
-        index = Numbers.of(numbered(places, [source for _, source in rows]))
+        places, index = _numbered(source for _, source in rows)
         return SourceRows(places, Numbers.of(at for at, _ in rows), index)
 
     def by_key(self, num_keys: int) -> dict[int, list[Source]]:
@@ -292,8 +331,7 @@ def require(condition: bool, what: str) -> None:
 
 def check_numbers(what: str, numbers: Collection[int], least: int, most: int) -> None:
     if numbers:
-        is_column = isinstance(numbers, Numbers)
-        low, high = numbers.span() if is_column else (min(numbers), max(numbers))
+        low, high = numbers.span() if isinstance(numbers, Numbers) else (min(numbers), max(numbers))
         require(least <= low and high <= most, f"{what} from {low} to {high}")
 
 
@@ -331,52 +369,30 @@ def valid(rows: Iterable[R], check: Callable[[R], None]) -> list[R]:
     return found
 
 
-def numbered(names: list[N], column: Iterable[N]) -> list[int]:
-    """A column as positions in `names`, to which the names that are new are added."""
-    numbers = {name: number for number, name in enumerate(names)}
-    index = [numbers.setdefault(name, len(numbers)) for name in column]
-    names.extend(islice(numbers, len(names), None))
-    return index
-
-
 def check_column(keys: Keys, *columns: Sized, most: int = MAX_KEYS) -> None:
     """Refuse keys that nobody has, too many of them, or columns of other lengths."""
     check_rows("keys", keys, *columns, most=most)
     check_numbers("lengths of keys", keys.lengths, 1, MAX_KEY_BYTES)
 
 
-def check_index(numbers: Collection[int], names: list[str]) -> None:
-    """Refuse numbers of names that are not there."""
-    check_names("a name", names)
-    check_numbers("numbers of names", numbers, 0, len(names) - 1)
-
-
 class NamedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Names of chunks in columns; `index` points into `namespaces`.
+    """Names of chunks in columns."""
 
-    Raises:
-        ValueError: columns of different lengths, or a namespace that is not there.
-    """
-
-    namespaces: list[str] = []
-    index: Numbers = Numbers()
+    namespaces: Texts = Texts()
     keys: Keys = Keys()
 
     def __post_init__(self) -> None:
-        check_column(self.keys, self.index, most=2 * MAX_KEYS)
-        check_index(self.index, self.namespaces)
+        check_column(self.keys, self.namespaces, most=2 * MAX_KEYS)
 
     @staticmethod
     def of(names: Iterable[tuple[Namespace, Key]]) -> NamedKeys:
         """These names."""
         names = list(names)
-        spaces: list[str] = []
-        index = Numbers.of(numbered(spaces, [name for name, _ in names]))
-        return NamedKeys(spaces, index, Keys.of(key for _, key in names))
+        return NamedKeys(Texts.of(name for name, _ in names), Keys.of(key for _, key in names))
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[Namespace, Key]]:
-        for at, key in zip(self.index, self.keys, strict=True):
-            yield Namespace(self.namespaces[at]), Key(key)
+        for namespace, key in zip(self.namespaces, self.keys, strict=True):
+            yield Namespace(namespace), Key(key)

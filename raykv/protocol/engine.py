@@ -180,16 +180,14 @@ class FoundKeys(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that requests have found, or go on storing behind, from heads of prompts to tails.
 
     What was found does not go for a store for some seconds. `tenants` are labels of whose requests
-    those were, empty for nobody's; `index` points into them.
+    those were, empty for nobody's.
     """
 
     keys: columns.Keys = columns.Keys()
-    tenants: list[str] = []
-    index: columns.Numbers = columns.Numbers()
+    tenants: columns.Texts = columns.Texts()
 
     def __post_init__(self) -> None:
-        columns.check_column(self.keys, self.index)
-        columns.check_index(self.index, self.tenants)
+        columns.check_column(self.keys, self.tenants)
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):

@@ -16,7 +16,7 @@ import msgspec
 from raykv.base.ids import EventKind
 from raykv.protocol import columns as checked
 from raykv.protocol import framing, listing
-from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers
+from raykv.protocol.columns import MAX_KEYS, Count, Keys, Numbers, Texts
 
 MOST_EVENTS = 1024
 """In one page: with 36-byte keys under Ray's 100 KiB inline limit."""
@@ -109,11 +109,9 @@ class EventPage(framing.Versioned, frozen=True):
         first_seq: number of the first row.
         last_seq: the log's newest number.
         is_gap: it does not follow on what was asked for.
-        nodes: `node_index` points into them; "" for none.
+        nodes: "" for none.
         namespaces: likewise.
         kinds: of the rows, an `EventKind` each.
-        node_index: see `nodes`.
-        namespace_index: see `namespaces`.
         keys: of chunks; of other events `KEYLESS`.
         lives: of the nodes; of CACHE_CLEARED the history.
         numbers: of the nodes' listings; of CACHE_CLEARED the floor.
@@ -128,21 +126,17 @@ class EventPage(framing.Versioned, frozen=True):
     first_seq: Count
     last_seq: Count
     is_gap: bool = False
-    nodes: list[str] = []
-    namespaces: list[str] = []
+    nodes: Texts = Texts()
+    namespaces: Texts = Texts()
     kinds: bytes = b""
-    node_index: Numbers = Numbers()
-    namespace_index: Numbers = Numbers()
     keys: Keys = Keys()
     lives: Numbers = Numbers()
     numbers: Numbers = Numbers()
     ages_ms: Numbers = Numbers()
 
     def __post_init__(self) -> None:
-        columns = (self.kinds, self.node_index, self.namespace_index, self.lives, self.numbers)
+        columns = (self.kinds, self.nodes, self.namespaces, self.lives, self.numbers)
         checked.check_column(self.keys, *columns, *([self.ages_ms] if self.ages_ms else []))
-        checked.check_index(self.node_index, self.nodes)
-        checked.check_index(self.namespace_index, self.namespaces)
         checked.check_numbers("kinds of events", self.kinds, 0, max(EventKind))
 
     def __len__(self) -> int:
@@ -165,8 +159,8 @@ def events_of(page: EventPage, now: float = 0.0) -> Iterator[Event]:
     ages = page.ages_ms if now and page.ages_ms else [None] * len(page)
     columns = zip(
         page.kinds,
-        page.node_index,
-        page.namespace_index,
+        page.nodes,
+        page.namespaces,
         page.keys,
         page.lives,
         page.numbers,
@@ -177,8 +171,8 @@ def events_of(page: EventPage, now: float = 0.0) -> Iterator[Event]:
         place = {"life": page.life, "seq": page.first_seq + row}
         if age is not None:
             place["time"] = round(now - age / 1000, 3)
-        of_node = {"node_id": page.nodes[node], "node_life": life, "number": number}
-        yield _event(EventKind(kind), place, of_node, page.namespaces[namespace], key)
+        of_node = {"node_id": node, "node_life": life, "number": number}
+        yield _event(EventKind(kind), place, of_node, namespace, key)
 
 
 def _event(

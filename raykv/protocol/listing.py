@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from raykv.base.ids import MAX_BLOCKS, Blocks, Key, Namespace
-from raykv.protocol.columns import MAX_ROWS, Keys, Numbers, check_column, check_index, numbered
+from raykv.protocol.columns import MAX_ROWS, Keys, Numbers, Texts, check_column
 
 ALL_READ = -1
 """The place of who has seen every page."""
@@ -65,15 +65,14 @@ class ListedRow(NamedTuple):
 
 
 class ListedRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows in columns; `namespace_index` points into `namespaces`.
+    """Rows in columns.
 
     Raises:
         ValueError: columns of different lengths, or a row that no node has. From `receive` that is
             a MessageError.
     """
 
-    namespaces: list[str] = []
-    namespace_index: Numbers = Numbers()
+    namespaces: Texts = Texts()
     keys: Keys = Keys()
     where: bytes = b""
     first_block: Numbers = Numbers()
@@ -82,8 +81,7 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         columns = (self.where, self.first_block, self.num_blocks, self.reasons)
-        check_column(self.keys, self.namespace_index, *columns, most=MAX_ROWS)
-        check_index(self.namespace_index, self.namespaces)
+        check_column(self.keys, self.namespaces, *columns, most=MAX_ROWS)
         if self.where.translate(None, _WHERE_BYTES):
             raise ValueError(f"a chunk at {max(self.where)}")
         if self.reasons.translate(None, _REASON_BYTES):
@@ -108,22 +106,20 @@ class ListedRows(msgspec.Struct, frozen=True, array_like=True):
             return ListedRows()
         spaces, keys, where, blocks, reasons = zip(*rows, strict=True)
         first, length = map(Numbers.of, zip(*blocks, strict=True))
-        names: list[str] = []
-        index = Numbers.of(numbered(names, spaces))
-        return ListedRows(names, index, Keys.of(keys), bytes(where), first, length, bytes(reasons))
+        columns = Keys.of(keys), bytes(where), first, length, bytes(reasons)
+        return ListedRows(Texts.of(spaces), *columns)
 
     def __iter__(self) -> Iterator[ListedRow]:
-        names = [Namespace(name) for name in self.namespaces]
         columns = zip(
-            self.namespace_index,
+            self.namespaces,
             self.keys,
             self.where,
             map(Blocks, self.first_block, self.num_blocks),
             self.reasons,
             strict=True,
         )
-        for at, key, where, blocks, reason in columns:
-            yield ListedRow(names[at], Key(key), _WHERES[where], blocks, _REASONS[reason])
+        for name, key, where, blocks, reason in columns:
+            yield ListedRow(Namespace(name), Key(key), _WHERES[where], blocks, _REASONS[reason])
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

@@ -165,7 +165,7 @@ class DirectoryLoad:
         """The engine asks where keys are."""
         ask = Ask("engine", 1, SPACE, [ELSEWHERE], Keys.of(keys))
         answer = watch.add(exchange(encode(ask), Ask, self._answer))
-        assert len(answer.key_index) == len(keys), len(answer.key_index)
+        assert len(answer.sources.key_index) == len(keys), len(answer.sources.key_index)
 
     def _answer(self, ask: Ask) -> AskAnswer:
         return self.directory.ask(ask, NOW)

@@ -26,7 +26,7 @@ from raykv.prompts.block_hashes import (
     chunk_keys,
     seed_digest,
 )
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.columns import Keys, Texts
 from raykv.protocol.engine import FoundKeys, MissRecord
 from raykv.protocol.framing import PROTOCOL_VERSION
 from raykv.protocol.sessions import SessionNews, SessionWord
@@ -148,7 +148,7 @@ class LookedAt(PlayedEngine):
         super().__init__(node_id, "looked-at", "abcd", model="/m/tiny", traits=traits)
         self.keys = [Key(key) for key in chunk_keys(block_hashes(PROMPT, SCHEME, SALTED), 1, 0)]
         assert self.store(self.keys) == 4
-        found = FoundKeys(Keys.of([self.keys[1]]), [""], Numbers.of([0]))
+        found = FoundKeys(Keys.of([self.keys[1]]), Texts.of([""]))
         self.tell(found=found, counters={"prompt_tokens": 100, "loaded_tokens": 25})
         self.hear()
 

@@ -73,8 +73,8 @@ def test_question_about_ten_thousand_chunks_is_answered_in_one_exchange(head: st
     wanted = keys(range(10_000))
     assert other.store(wanted, NAMESPACE) == 10_000
     other.report()
-    found = ask_as(1, head, wanted, []).sources(Keys.of(wanted))
-    assert found == {each: [Source(NodeId("other"))] for each in wanted}
+    found = ask_as(1, head, wanted, []).sources.by_key(len(wanted))
+    assert found == {at: [Source(NodeId("other"))] for at in range(len(wanted))}
 
 
 def test_chunk_that_another_engine_is_storing_is_waited_for(head: str) -> None:
@@ -83,12 +83,12 @@ def test_chunk_that_another_engine_is_storing_is_waited_for(head: str) -> None:
     other.report()
     ask_as(1, "other", [], [key(1)])
     waiting = ask_as(2, head, [key(1)], [])
-    assert ([*waiting.coming], waiting.sources(Keys.of([key(1)]))) == ([0], {})
+    assert ([*waiting.coming], waiting.sources.by_key(1)) == ([0], {})
     assert other.store([key(1)], NAMESPACE) == 1
     other.report()
     found = ask_as(2, head, [key(1)], [])
     assert [*found.coming] == []
-    assert found.sources(Keys.of([key(1)])) == {key(1): [Source(NodeId("other"))]}
+    assert found.sources.by_key(1) == {0: [Source(NodeId("other"))]}
 
 
 def test_events_are_told_in_order_and_replayed_from_any_number(head: str) -> None:

@@ -232,7 +232,7 @@ def _states(rows: ListedRows) -> Iterator[tuple[Namespace, Where, Reason, Sequen
     """Keys in the same state; of one that is there twice the last row counts."""
     keys_of = cast("Iterable[Key]", rows.keys)
     named = list(zip(keys_of, zip(rows.where, rows.reasons, strict=True), strict=True))
-    for at, some in grouped(named, list(rows.namespace_index)).items():
+    for namespace, some in grouped(named, list(rows.namespaces)).items():
         last = dict(some)
         for (where, reason), keys in grouped(list(last), list(last.values())).items():
-            yield Namespace(rows.namespaces[at]), READY_AT[where], Reason(reason), keys
+            yield Namespace(namespace), READY_AT[where], Reason(reason), keys

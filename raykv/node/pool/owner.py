@@ -130,10 +130,10 @@ class NodePool:
 
     def _find(self, namespace: Namespace, found: FoundKeys, now: float) -> None:
         records: dict[ChunkRecord, str] = {}
-        for key, at in zip(found.keys, found.index, strict=True):
+        for key, tenant in zip(found.keys, found.tenants, strict=True):
             record = self.index.find(namespace, Key(key))
             if record is not None:
-                records.setdefault(record, found.tenants[at])
+                records.setdefault(record, tenant)
         owned: dict[str, list[ChunkRecord]] = {}
         for record, label in records.items():
             if record.tenant == room.NOBODY and label:

@@ -170,7 +170,7 @@ class SimHasher:
         """See `PromptHasher.keys`."""
         chunks = np.asarray(prompt.tokens)[1:]
         keys = [Key(b"%d" % each) for each in chunks[:most_keys].tolist()]
-        return SimKeys(int(prompt.tokens[0]), {GROUP: keys}, GROUP, keys, chunks)
+        return SimKeys(int(prompt.tokens[0]), {GROUP: keys}, chunks)
 
 
 class SimRenderer:

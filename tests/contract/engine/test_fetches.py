@@ -102,7 +102,7 @@ def test_chunk_of_another_node_is_there_after_its_fetch(
     ask_far(engine)
     engine.until(lambda: view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is there")
     (sent,) = place.fetches
-    assert (sent.life, sent.namespace, sent.sources) == (view.life, "ns", [Source("far")])
+    assert (sent.life, sent.namespace, sent.sources.sources) == (view.life, "ns", [Source("far")])
     assert view.counters["chunks_fetched"] == 1
 
 

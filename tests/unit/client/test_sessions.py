@@ -13,6 +13,7 @@ from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.framing import decode, encode
 from raykv.protocol.sessions import (
     SessionAnswer,
+    SessionNews,
     SessionOrder,
     SessionPage,
     SessionQuery,
@@ -97,7 +98,7 @@ def test_order_waits_until_it_is_heard_and_a_silent_node_is_asked_once(
     played.nodes["two"] = {"sessions": silent(asked)}
     assert played.session().over().stage == SessionStage.OVER
     (order,) = played.orders
-    assert (order.namespace, order.session, order.word) == ("ns", "agent", SessionWord.OVER)
+    assert (order.namespace, order.news) == ("ns", SessionNews("agent", SessionWord.OVER))
     assert len(asked) == 1
     assert "without node two" in caplog.text
 

@@ -179,7 +179,7 @@ def test_files_are_fetched_from_their_source_in_one_series(monkeypatch: pytest.M
         transfer.fetch_from(source, sizes, played.scheduler)
     orders = [(list(each.keys), list(each.slot_bytes)) for each in played.orders]
     assert orders == [([A], [4096]), ([B], [8192])]
-    series = {(*order.sources, order.series) for order in played.orders}
+    series = {(*order.sources.sources, order.series) for order in played.orders}
     assert series == {(source, played.orders[0].series)}
     assert transfer.result.came == 2
     assert transfer.result.seconds <= time.monotonic() - began

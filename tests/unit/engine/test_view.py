@@ -176,7 +176,7 @@ def test_what_is_found_or_stored_behind_is_told_with_whose_it_is() -> None:
     view.prepare_store("t", [A, B])
     found = view.found.take()
     assert list(found.keys) == [A, A]
-    assert [found.tenants[at] for at in found.index] == ["", "team"]
+    assert list(found.tenants) == ["", "team"]
     assert not view.found
 
 

@@ -19,7 +19,7 @@ import raykv
 from raykv.base.errors import ClusterError, MessageError, VersionError
 from raykv.base.ids import EventKind
 from raykv.directory.actor import SchedulerActor
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.columns import Keys, Numbers, Texts
 from raykv.protocol.descriptions import Description, Descriptions, pack_tokens
 from raykv.protocol.events import KEYLESS, EventPage, EventsMissed, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, decode, encode
@@ -118,11 +118,9 @@ GOOD: dict[str, Any] = {
     "life": 5,
     "first_seq": 1,
     "last_seq": 2,
-    "nodes": ["", "node"],
-    "namespaces": ["", "model"],
+    "nodes": Texts.of(["", "node"]),
+    "namespaces": Texts.of(["", "model"]),
     "kinds": bytes([EventKind.LIFE_BEGAN, EventKind.BLOCK_STORED]),
-    "node_index": Numbers.of([0, 1]),
-    "namespace_index": Numbers.of([0, 1]),
     "keys": Keys.of([KEYLESS, b"key1"]),
     "lives": Numbers.of([0, 3]),
     "numbers": Numbers.of([0, 9]),
@@ -136,7 +134,7 @@ EMPTY: dict[str, Any] = {
 UNREADABLE: dict[str, dict[str, Any]] = {
     "unknown kind": GOOD | {"kinds": bytes([0, 77])},
     "ragged": GOOD | {"lives": Numbers.of([1])},
-    "node that is not there": GOOD | {"node_index": Numbers.of([0, 9])},
+    "node that is not there": GOOD | {"nodes": (["", "node"], Numbers.of([0, 9]))},
     "numbers that nobody has": GOOD | {"first_seq": -1},
 }
 WRONG: dict[str, dict[str, Any]] = {

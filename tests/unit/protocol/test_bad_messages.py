@@ -26,7 +26,7 @@ from raykv.node.keeper import PoolKeeper
 from raykv.node.peers import PeerError
 from raykv.node.read import ReadService
 from raykv.protocol import engine
-from raykv.protocol.columns import Keys, NamedKeys, Numbers, Source, SourceKind, SourceRows
+from raykv.protocol.columns import Keys, NamedKeys, Numbers, Source, SourceKind, SourceRows, Texts
 from raykv.protocol.copies import CopyJob, Fetch, Read, ReadReply, check_read_reply
 from raykv.protocol.events import EventPage, ListingQuery
 from raykv.protocol.framing import PROTOCOL_VERSION, Versioned, encode, receive
@@ -148,7 +148,7 @@ KEYS = st.lists(KEY, max_size=4).map(Keys.of)
 @st.composite
 def any_found(draw: st.DrawFn) -> engine.FoundKeys:
     keys = draw(KEYS)
-    return engine.FoundKeys(keys, ["", "t"], Numbers.of(draw(st.integers(0, 1)) for _ in keys))
+    return engine.FoundKeys(keys, Texts.of(draw(st.sampled_from(["", "t"])) for _ in keys))
 
 
 COLUMNS: dict[type, st.SearchStrategy[Any]] = {

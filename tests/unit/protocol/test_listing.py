@@ -47,9 +47,9 @@ def test_rows_are_the_same_on_the_other_side() -> None:
         {"where": b"\x01\x00"},
         {"where": b"\x01\x00\x08"},
         {"reasons": b"\x01\x03\x06"},
-        {"namespace_index": Numbers.of([0, 1, 2])},
-        {"namespace_index": Numbers.of([0, 1, -1])},
-        {"namespaces": ["a", "b" * 5000]},
+        {"namespaces": (["a", "b"], Numbers.of([0, 1, 2]))},
+        {"namespaces": (["a", "b"], Numbers.of([0, 1, -1]))},
+        {"namespaces": (["a", "b" * 5000], Numbers.of([0, 1, 0]))},
         {"num_blocks": Numbers.of([1, 0, -1])},
         {"num_blocks": Numbers.of([1, 0, 1 << 40])},
         {"first_block": Numbers.of([-1, 0, 0])},
@@ -73,7 +73,7 @@ def test_more_rows_than_a_message_has_are_refused() -> None:
     row = ROWS[0]
     many = [row._replace(key=Key(number.to_bytes(4, "big"))) for number in range(MAX_ROWS)]
     assert len(ListedRows.of(many).keys) == MAX_ROWS
-    with pytest.raises(ValueError, match="columns"):
+    with pytest.raises(ValueError, match="keys"):
         ListedRows.of([*many, row])
 
 

@@ -23,6 +23,7 @@ from raykv.protocol.columns import (
     Source,
     SourceKind,
     SourceRows,
+    Texts,
 )
 from raykv.protocol.framing import PROTOCOL_VERSION, encode, receive
 from raykv.protocol.listing import (
@@ -41,7 +42,7 @@ V = PROTOCOL_VERSION
 BIG = (1 << 63) - 1
 ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
 KEYS = Keys.of([b"one", b"two"])
-NAMED = NamedKeys(["a", "b"], TWO, KEYS)
+NAMED = NamedKeys(Texts.of("ab"), KEYS)
 PART = ListingPart(
     False,
     Position(1, 2, 0),
@@ -55,7 +56,7 @@ SOURCES = SourceRows.of([[FAR], [FAR]])
 SOUND: list[msgspec.Struct] = [
     engine.EngineHello("engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
     engine.Welcome(3, "no room"),
-    engine.Tell(7, 1, "a", engine.FoundKeys(KEYS, ["", "t"], TWO), counters={"hits": 3}),
+    engine.Tell(7, 1, "a", engine.FoundKeys(KEYS, Texts.of(["", "t"])), counters={"hits": 3}),
     engine.ChangesQuery(7, "a", Position(1, 2, 0), 5),
     engine.ChangesAnswer(PART, engine.PlaceFacts(Stamp(1, 2), store_share=16)),
     engine.Ask("engine", 7, "a", ["here"], KEYS, Keys.of([b"three"])),
@@ -128,8 +129,8 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (copies.Fetch, {"deadline_s": -1.0}),
     (copies.Fetch, {"slot_bytes": ONE}),
     (copies.Read, {"keys": Keys.of([b"one", b""])}),
-    (NamedKeys, {"index": ONE}),
-    (NamedKeys, {"index": Numbers.of([0, 2])}),
+    (NamedKeys, {"namespaces": (["a", "b"], ONE)}),
+    (NamedKeys, {"namespaces": (["a", "b"], Numbers.of([0, 2]))}),
     (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
 ]
 

@@ -13,7 +13,7 @@ from raykv.node.pool.index import FRESH_S
 from raykv.node.pool.listing import MOST_UNREAD
 from raykv.node.pool.owner import FAVOUR_S
 from raykv.node.pool.records import Standing
-from raykv.protocol.columns import Keys, Numbers
+from raykv.protocol.columns import Keys, Texts
 from raykv.protocol.engine import (
     NOTHING_ORDERED,
     ChangesAnswer,
@@ -238,7 +238,7 @@ def test_what_is_nobodys_becomes_the_tenants_that_finds_it(pool: OwnedPool) -> N
     pool.store(3, tenant="other")
     pool.order(1, shares={"t": share(0.1)})
     pool.found(1, 3, 9, tenant="t")
-    both = FoundKeys(Keys.of([key(1), key(1)]), ["u", "v"], Numbers.of([0, 1]))
+    both = FoundKeys(Keys.of([key(1), key(1)]), Texts.of(["u", "v"]))
     pool.tell(found=both)
     pool.found(2, tenant="bad\nlabel")
     pool.found(2, tenant="")
