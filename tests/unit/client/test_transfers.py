@@ -98,7 +98,7 @@ def test_pools_are_asked_before_disks_and_what_is_nowhere_is_counted(
     (order,) = played.orders
     assert list(order.keys) == [A, B]
     assert list(order.slot_bytes) == [4096, 4096]
-    assert order.sources.by_key(2) == {0: [DISK, FAR], 1: [DISK]}
+    assert order.sources.by_key(2) == {0: [FAR, DISK], 1: [DISK]}
     assert (order.life, bool(order.series)) == (0, True)
     assert (result.came, result.nowhere, result.num_bytes) == (2, 1, 8192)
     assert result.failed == 1

@@ -39,6 +39,7 @@ from raykv.protocol.node import (
 )
 from raykv.protocol.operator import DropOrder, OrdersDocument
 from raykv.protocol.reader import ChunkQuery
+from raykv.protocol.sessions import SessionNews, SessionWord
 from raykv.protocol.worker import AttachWorker, JobBatch
 from tests.fixtures.directory.reporting import ReportingNode, key_of, row_of
 from tests.fixtures.node.owned_pool import PAGE, A, OwnedPool
@@ -151,10 +152,17 @@ def any_found(draw: st.DrawFn) -> engine.FoundKeys:
     return engine.FoundKeys(keys, Texts.of(draw(st.sampled_from(["", "t"])) for _ in keys))
 
 
+NAMES = st.sampled_from(["a", "b", "\n"])
+GOES_ON = st.sampled_from([SessionWord.CAME, SessionWord.USED, SessionWord.OVER])
+PAUSES = st.just(SessionWord.PAUSED), KEYS, st.sampled_from([0.1, 60.0, 3600.0]), st.integers(0, 9)
+
 COLUMNS: dict[type, st.SearchStrategy[Any]] = {
     Keys: KEYS,
     NamedKeys: KEYS.map(lambda keys: NamedKeys.of((A, Key(key)) for key in keys)),
     engine.FoundKeys: any_found(),
+    SessionNews: st.one_of(
+        st.builds(SessionNews, NAMES, GOES_ON, KEYS), st.builds(SessionNews, NAMES, *PAUSES)
+    ),
 }
 """What is seldom accepted if it is made field by field."""
 
