@@ -199,18 +199,12 @@ class EngineRuntime:
             self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
             self._announce(self.node)
         except SettingError:
-            self._leave()
+            if self._joined.started:
+                cluster.stop_started(self._joined.address)
             raise
         except Exception as error:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
-
-    def _leave(self) -> None:
-        """Undo what was made for an engine that does not start."""
-        with contextlib.suppress(Exception):
-            ask.end_node_actor(self.node_id)
-        if self._joined.started:
-            cluster.stop_started(self._joined.address)
 
     def _describe_node(self, give_up_at: float) -> NodeDescription:
         while True:
@@ -224,10 +218,12 @@ class EngineRuntime:
                 node = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
                 if not node.refusal:
                     return node
+                # It serves nobody.
+                with contextlib.suppress(Exception):
+                    ask.end_node_actor(self.node_id)
                 if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
                     raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
                 # Another engine asked for that size; ours may fit.
-                ask.end_node_actor(self.node_id)
                 self._stopped.wait(deadlines.IDLE_LOOK_S)
             except VersionError as error:
                 if not error.is_mended or time.monotonic() > give_up_at:

@@ -41,7 +41,7 @@ def prefix_hits(requests: Sequence[Request], policy: Policy, capacity: int) -> I
         for chunk in reversed(present):
             policy.touch(chunk)
         # The tail that exceeds the pool is not stored.
-        missing = [chunk for chunk in request if chunk not in held]
+        missing = [chunk for chunk in dict.fromkeys(request) if chunk not in held]
         missing = missing[: capacity - len(present)]
         keep = set(request)
         others = (chunk for chunk in policy.candidates() if chunk not in keep)

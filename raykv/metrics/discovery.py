@@ -50,7 +50,7 @@ class TargetsFile:
         try:
             group = {"labels": {"job": "raykv", "cluster": self._cluster}}
             text = json.dumps([{**group, "targets": self._targets()}])
-            if not self._path.exists() or self._path.read_text() != text:
+            if not self._has(text):
                 self._write(text)
         except Exception as error:
             if not self._complained:
@@ -59,6 +59,12 @@ class TargetsFile:
                 logger.warning("%s can't be kept up to date (said once): %s", self._path, why)
             return
         self._complained = False
+
+    def _has(self, text: str) -> bool:
+        try:
+            return self._path.read_bytes() == text.encode()
+        except OSError:
+            return False
 
     def _write(self, text: str) -> None:
         """Replace the file.

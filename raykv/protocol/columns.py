@@ -277,7 +277,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True, order=True):
     `node_id` of an import is the import's own id.
     """
 
-    node_id: str
+    node_id: Text
     kind: SourceKind = SourceKind.POOL
 
     @property

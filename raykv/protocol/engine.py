@@ -338,5 +338,7 @@ class AskAnswer(msgspec.Struct, frozen=True):
     other: columns.Numbers = columns.Numbers()
 
     def __post_init__(self) -> None:
+        kinds = [source.kind for source in self.sources.sources]
+        columns.check_numbers("kinds of sources", kinds, 0, columns.SourceKind.DISK)
         columns.check_rows("keys that are gone", self.gone, self.reasons)
         columns.check_numbers("reasons", self.reasons, 0, max(listing.Reason))

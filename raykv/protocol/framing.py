@@ -19,7 +19,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Versioned(msgspec.Struct, frozen=True, kw_only=True):
-    """A message that says which `version` of the protocol its sender speaks; see `receive`."""
+    """A message that says which `version` of the protocol its sender speaks; see `receive`.
+
+    None leaves it out: that would pass for ours.
+    """
 
     version: int = PROTOCOL_VERSION
 

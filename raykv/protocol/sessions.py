@@ -77,6 +77,7 @@ class SessionOrder(framing.Versioned, frozen=True):
     def __post_init__(self) -> None:
         is_order = self.news.word in (SessionWord.PAUSED, SessionWord.OVER)
         columns.require(is_order, f"an order that says {self.news.word!r} of a session")
+        columns.require(not self.news.keys, "an order about a session names keys")
 
 
 class SessionStatus(msgspec.Struct, frozen=True):

@@ -75,11 +75,13 @@ def key_digests(flags: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys if key]
 
 
+@known_vllm()
 def parse_flags(flags: Sequence[str]) -> Any:
     """vLLM's own parse of its flags.
 
     Raises:
         SettingError: the parser refuses them; what vLLM finds wrong later are its own errors.
+        VersionError: RayKV does not know this vLLM.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -56,14 +57,13 @@ def register() -> None:
     if replica is not None:
         # EngineCore looks after its workers; nobody but its replica looks after EngineCore.
         end_with_parent(int(replica))
-    try:
-        wrap_arguments(refusing)
-        engine.wrap_multi_connector(recomputing)
-        watch_front_ends()
-        watch_prompts()
-    except (AttributeError, ImportError) as error:
-        # An engine with RayKV does without, or refuses such a vLLM; others may use it.
-        logger.debug("this vLLM is unknown: %s", error)
+    multi = partial(engine.wrap_multi_connector, recomputing)
+    for hook in (partial(wrap_arguments, refusing), multi, watch_front_ends, watch_prompts):
+        try:
+            hook()
+        except (AttributeError, ImportError) as error:
+            # An engine with RayKV does without, or refuses such a vLLM; others may use it.
+            logger.debug("this vLLM is unknown: %s", error)
 
 
 @engine.around

@@ -391,7 +391,7 @@ class RayOffloadingWorker(OffloadingWorker):
     def _take_badly(self, result: copies.CopyResult) -> None:
         """It has ended, and as what is not known: as a failure."""
         if (flying := self._flying.pop(result.job_id, None)) is not None:
-            self._end(flying, unknown(flying))
+            self._end(flying, unknown(flying) if flying.job.capture is None else result)
 
     @guarded(_take_badly)
     def _take_result(self, result: copies.CopyResult) -> None:

@@ -187,6 +187,7 @@ class _Chaos:
             if time.monotonic() >= give_up_at:
                 if fault.overlaps:
                     self._wait_until_mended(self._report.faults[-1])
+                    self._say(self._report.faults[-1].line())
                 return
 
     # Engines

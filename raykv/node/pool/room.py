@@ -110,6 +110,8 @@ class Room:
     def went(self, record: ChunkRecord) -> None:
         """A chunk is neither being written nor READY any more."""
         self._used[record.tenant] -= record.slot_bytes
+        if not self._used[record.tenant]:
+            del self._used[record.tenant]
         self._by_space[record.namespace] -= record.slot_bytes
         self.all_used -= record.slot_bytes
 
@@ -136,7 +138,6 @@ class Room:
     @property
     def used(self) -> dict[str, int]:
         """Bytes of each tenant that has any, of what is being written too."""
-        self._used = +self._used
         return dict(self._used)
 
     def victims(
@@ -151,13 +152,11 @@ class Room:
         if found is None:
             found = self._first(wanted, count, may_go) or None
         if found:
-            found += self._with(found, may_go)
+            found += filter(may_go, self.companions_of(found))
         return found
 
-    def _with(self, gone: Sequence[ChunkRecord], may_go: MayGo) -> list[ChunkRecord]:
-        """The companions of chunks that go, as far as they may go as well; what is pinned is in no
-        queue.
-        """
+    def companions_of(self, gone: Sequence[ChunkRecord]) -> list[ChunkRecord]:
+        """What goes along with chunks that go; what is pinned is in no queue."""
         by_namespace: dict[Namespace, list[Key]] = {}
         for each in gone:
             by_namespace.setdefault(each.namespace, []).append(each.key)
@@ -166,8 +165,9 @@ class Room:
             for namespace, keys in by_namespace.items()
             for key in self._companions(namespace, keys)
         )
-        others = [each for each in found if each is not None and each not in set(gone)]
-        return [each for each in others if each.queue is not None and may_go(each)]
+        others = [each for each in found if each is not None and each.queue is not None]
+        known = set(gone)
+        return [each for each in others if each not in known]
 
     def _first(self, wanted: ChunkRecord, count: int, may_go: MayGo) -> list[ChunkRecord]:
         for may_go_below in (False, True):
@@ -332,7 +332,7 @@ class Room:
     def tenant(self, label: str) -> str:
         """What chunks of a tenant count to: its label, or `NOBODY` if it is not told apart."""
         if label not in self._shares and label not in self._used:
-            num_tenants = len(self.used.keys() - {NOBODY})
+            num_tenants = len(self._used) - (NOBODY in self._used)
             if num_tenants >= MOST_TENANTS or not is_label(label):
                 return NOBODY
         # A million chunks have it.

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -55,7 +56,7 @@ two KV groups.
 """
 
 RESERVED_PART = 4
-"""At most one chunk in this many is in that reserve."""
+"""The reserve, and the room that is free, have at most one byte of a pool in this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,7 @@ class Shelf:
             for holder in sorted({NOBODY, *self.shares})
             if self._used_by(holder)
         ]
-        (first,) = to_give_up(holdings, num_bytes, 1, may_go_below=True)
+        (first,) = to_give_up(holdings, max(1, num_bytes), 1, may_go_below=True)
         return first
 
     def _drop_oldest(self, holder: str) -> str:
@@ -335,33 +336,31 @@ class Shelf:
     # What the disk writes
 
     def next_to_write(self, most: int) -> list[ChunkRecord]:
-        """Up to `most` of the chunks that go next and are not on the disk, each with a reader;
-        `end_write` is for each.
+        """Up to `most` of the chunks that go next and are not on the disk, and what goes along with
+        them, each with a reader; `end_write` is for each.
         """
         now = self._listing.number, self._room.num_uses
         if self._done_at == now:
             return []
-        found = []
-        for record in self._going():
-            is_wanted = record.standing is not Standing.SPARE and not record.is_written
-            is_used = record.hits or not self.is_full
-            if is_wanted and is_used and record not in self._writing and self._is_unwritten(record):
-                found.append(record)
-                if len(found) == most:
-                    break
-        else:
+        found = list(islice(filter(self._is_wanted, self._going()), most))
+        if len(found) < most:
             self._done_at = now
+        found += filter(self._is_wanted, self._room.companions_of(found))
         return self._begin(found)
+
+    def _is_wanted(self, record: ChunkRecord) -> bool:
+        if record.standing is Standing.SPARE or record.is_written or record in self._writing:
+            return False
+        return bool(record.hits or not self.is_full) and self._is_unwritten(record)
 
     def _going(self) -> list[ChunkRecord]:
         """The reserve, but for that part of it for which there is free room."""
-        num_entered, used = self._room.num_entered, self._room.all_used
-        count = min(RESERVE, num_entered // RESERVED_PART)
+        count, used = self._room.num_entered, self._room.all_used
         if not count:
             return []
-        reserved = used * count // num_entered
-        free = max(0, self._places.geometry.pool_bytes - used)
-        return self._room.next_to_go(count * max(0, reserved - free) // reserved)
+        pool_bytes = self._places.geometry.pool_bytes
+        reserved = min(pool_bytes // RESERVED_PART, used * RESERVE // count)
+        return self._room.next_to_go(count * max(0, reserved - (pool_bytes - used)) // used)
 
     def unwritten(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
         """READY chunks that are not on the disk, of at most `most` slots from a place on, and the

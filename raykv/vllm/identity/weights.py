@@ -85,11 +85,14 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
         )
     consolidated = [path for path in found if path.match("consolidated*.safetensors")]
     if consolidated and load_format in ("auto", "mistral"):
-        return consolidated
-    order = (".pt", *SUFFIXES) if load_format == "pt" else SUFFIXES
-    near = {path.suffix for path in found if path.parent == folder}
-    kind = min(near or {path.suffix for path in found}, key=order.index)
-    return [path for path in found if path.suffix == kind]
+        loaded = consolidated
+    else:
+        order = (".pt", *SUFFIXES) if load_format == "pt" else SUFFIXES
+        near = {path.suffix for path in found if path.parent == folder}
+        kind = min(near or {path.suffix for path in found}, key=order.index)
+        loaded = [path for path in found if path.suffix == kind]
+    # Some models of vLLM (Flint) take such a file rather than what all others take.
+    return sorted({*loaded, *folder.glob("*.gguf")})
 
 
 def _files(folder: Path) -> Iterator[Path]:

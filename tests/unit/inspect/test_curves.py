@@ -56,6 +56,13 @@ def test_saved_trace_is_read_as_it_was(tmp_path: Path) -> None:
     assert inspect.read_trace(str(tmp_path / "trace"), chunk_tokens=32) == trace
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_chunk_that_a_prompt_has_twice_takes_one_place(name: str) -> None:
+    trace = Trace([[0, 1, 0], [2, 3], [0, 1, 0]], [3, 2, 3], 32)
+    small, whole, unlimited = inspect.sizing(trace, 1, [2, 4], [name]).hit_tokens
+    assert (small, whole) == (0, unlimited)
+
+
 # Distances
 
 

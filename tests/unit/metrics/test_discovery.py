@@ -63,6 +63,9 @@ def test_file_follows_the_targets_and_comes_back(tmp_path: Path) -> None:
     path.unlink()
     keeper.look()
     assert "b:2" in path.read_text()
+    path.write_bytes(b"\xff\xfe")
+    keeper.look()
+    assert "b:2" in path.read_text()
 
 
 def test_what_fails_is_said_once_and_tried_again(

@@ -35,7 +35,7 @@ from raykv.protocol.listing import (
     Where,
 )
 from raykv.protocol.node import Marks, Report, ReportAnswer
-from raykv.protocol.sessions import SessionOrder
+from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.worker import JobResults
 
 V = PROTOCOL_VERSION
@@ -197,6 +197,9 @@ def test_order_that_contradicts_itself_is_no_message() -> None:
         framing.decode(raw, SessionOrder)
     with pytest.raises(MessageError, match="an operator sent this test no SessionOrder"):
         receive(raw, SessionOrder, "an operator", "this test")
+    news = SessionNews("s", SessionWord.OVER, Keys.of([b"k"]))
+    with pytest.raises(MessageError, match="names keys"):
+        SessionOrder("a", news)
 
 
 @pytest.mark.parametrize("width", [1, 36, MAX_KEY_BYTES])

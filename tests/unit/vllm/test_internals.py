@@ -364,6 +364,22 @@ def test_plugin_has_no_other_classes() -> None:
         plugin.__getattr__("OffloadingConnector")
 
 
+def test_hook_that_vllm_lacks_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory")
+    monkeypatch.setattr(factory.KVConnectorFactory, "_registry", {})
+    hooked: list[str] = []
+
+    def lacking(*_: object) -> None:
+        raise AttributeError("planted")
+
+    monkeypatch.setattr(plugin, "wrap_arguments", lacking)
+    monkeypatch.setattr(engine, "wrap_multi_connector", lacking)
+    monkeypatch.setattr(plugin, "watch_front_ends", lacking)
+    monkeypatch.setattr(plugin, "watch_prompts", lambda: hooked.append("prompts"))
+    plugin.register()
+    assert hooked == ["prompts"]
+
+
 @pytest.mark.usefixtures("lost_module")
 def test_other_version_is_refused_before_its_modules_are_missed(
     monkeypatch: pytest.MonkeyPatch,

@@ -35,8 +35,8 @@ NUM_SLOTS = 64
 class Pool(BareIndex):
     """Its chunks were stored long ago."""
 
-    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        super().__init__(num_slots // SLAB)
+    def __init__(self, num_slots: int = NUM_SLOTS, **more: Any) -> None:
+        super().__init__(num_slots // SLAB, **more)
         self.shelf = self.index.shelf
 
     def stored(self, name: str, **more: Any) -> ChunkRecord:
@@ -155,7 +155,7 @@ def test_free_room_is_part_of_the_reserve() -> None:
     assert pool.take() == []
     pool = Pool()
     records = pool.fill(NUM_SLOTS - 3)
-    assert pool.take() == records[: (NUM_SLOTS - 3) // RESERVED_PART - 3]
+    assert pool.take() == records[: NUM_SLOTS // RESERVED_PART - 3], "a prompt of that size fits"
 
 
 def test_what_goes_next_is_written_and_has_a_reader_until_it_is_copied(pool: Pool) -> None:
@@ -168,6 +168,16 @@ def test_what_goes_next_is_written_and_has_a_reader_until_it_is_copied(pool: Poo
     for record in found:
         pool.index.end_load(record)
     pool.index.check()
+
+
+def test_what_goes_along_with_what_goes_next_is_written_with_it() -> None:
+    pool = Pool(companions=lambda _, keys: [in_group(key, 1) for key in keys])
+    records = pool.fill(NUM_SLOTS - 1)
+    window = in_group(records[0].key, 1)
+    assert pool.store(window) == [Refusal.NONE]
+    found = pool.shelf.next_to_write(2)
+    assert found == [*records[:2], pool.ready(window)], "it would go last by itself"
+    assert pool.take() == records[2 : NUM_SLOTS // RESERVED_PART]
 
 
 def test_reserve_is_refilled_as_chunks_go(pool: Pool) -> None:
@@ -389,6 +399,15 @@ def test_tenant_at_its_greatest_share_gives_up_its_own_file_while_there_is_room(
     assert not disk.is_full
     assert disk.can_hold(50)
     assert not disk.can_hold(50, "noisy")
+
+
+def test_disk_that_has_become_smaller_lets_files_go_for_nothing_new() -> None:
+    disk = disk_of()
+    for name in "xyz":
+        disk.add(name, 30, A, [chunk(name)])
+    disk.most_bytes = 60
+    assert disk.give_way(0) == ["x"]
+    disk.check()
 
 
 def test_nothing_is_full_before_a_file_had_to_go() -> None:

@@ -192,6 +192,12 @@ def test_weight_files_are_of_the_kind_that_vllm_prefers(
     assert len(names_of(tmp_path, load_format)) == (2 if load_format == "hf" else 1)
 
 
+def test_gguf_file_beside_other_weights_counts_since_some_models_take_it(tmp_path: Path) -> None:
+    lay_out(tmp_path, "consolidated.safetensors", "model.safetensors", "model.gguf", "x/other.gguf")
+    assert names_of(tmp_path) == ["consolidated.safetensors", "model.gguf"]
+    assert "model.gguf" in names_of(tmp_path, "hf")
+
+
 def test_folder_without_weight_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(SettingError, match=r"no weight files .* set weights_version"):
