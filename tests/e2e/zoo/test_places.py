@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from raykv.client.cluster import Cluster
 from raykv.cluster import join
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
+from raykv.node.pool.index import FRESH_S
 from tests.e2e.zoo.conftest import StartZoo
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 from tests.fixtures.zoo import kinds
