@@ -56,7 +56,7 @@ two KV groups.
 """
 
 RESERVED_PART = 4
-"""The reserve, and the room that is free, have at most one byte of a pool in this many."""
+"""The reserve has at most one byte of a pool in this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,13 +354,15 @@ class Shelf:
         return bool(record.hits or not self.is_full) and self._is_unwritten(record)
 
     def _going(self) -> list[ChunkRecord]:
-        """The reserve, but for that part of it for which there is free room."""
+        """The reserve, once less room than that is free."""
         count, used = self._room.num_entered, self._room.all_used
         if not count:
             return []
         pool_bytes = self._places.geometry.pool_bytes
         reserved = min(pool_bytes // RESERVED_PART, used * RESERVE // count)
-        return self._room.next_to_go(count * max(0, reserved - (pool_bytes - used)) // used)
+        if pool_bytes - used >= reserved:
+            return []
+        return self._room.next_to_go(count * reserved // used)
 
     def unwritten(self, place: int, most: int) -> tuple[list[ChunkRecord], int]:
         """READY chunks that are not on the disk, of at most `most` slots from a place on, and the

@@ -149,13 +149,13 @@ def test_page_meets_each_chunk_that_stays_once(pool: Pool) -> None:
 # What is written
 
 
-def test_free_room_is_part_of_the_reserve() -> None:
+def test_nothing_is_written_while_there_is_room_for_as_much_as_the_reserve() -> None:
     pool = Pool()
     pool.fill(NUM_SLOTS - NUM_SLOTS // RESERVED_PART)
     assert pool.take() == []
     pool = Pool()
     records = pool.fill(NUM_SLOTS - 3)
-    assert pool.take() == records[: NUM_SLOTS // RESERVED_PART - 3], "a prompt of that size fits"
+    assert pool.take() == records[: NUM_SLOTS // RESERVED_PART]
 
 
 def test_what_goes_next_is_written_and_has_a_reader_until_it_is_copied(pool: Pool) -> None:
