@@ -453,13 +453,15 @@ class Session:
         """Ask and order what is due; a failure opens the breaker and is logged once."""
         is_closed = self._breakers.is_closed(names.SCHEDULER)
         question = self._next_question()
-        if question is None and not self._wants_clear and is_closed:
+        # An engine that no node knows says so: status and doctor name it.
+        says_that_it_is = not is_closed or self._line.is_left_alone
+        if question is None and not self._wants_clear and not says_that_it_is:
             return
         call = self._breakers.begin(names.SCHEDULER, time.monotonic())
         if call is None:
             return
         try:
-            if question is not None or not is_closed:
+            if question is not None or says_that_it_is:
                 self._ask(question or self._view.question([], []))
             if self._wants_clear:
                 self._order_clear(self._view.wanted_clear)

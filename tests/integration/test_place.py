@@ -78,7 +78,11 @@ def test_engine_waits_for_the_next_ray_node_of_its_host_and_goes_on_there(
     third = None
     try:
         runtime.start()
-        assert [each.node_id for each in cluster.status().engines] == [second.node_id]
+        wait_until(
+            lambda: [each.node_id for each in cluster.status().engines] == [second.node_id],
+            LONG_S,
+            "it is attached",
+        )
         second.stop()
         wait_until(
             lambda: cluster.status().waiting == {"engine": second.node_id}, LONG_S, "it waits"

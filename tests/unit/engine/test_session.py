@@ -352,3 +352,13 @@ def test_cleared_chunks_are_described_again() -> None:
         query = msgspec.structs.replace(engine.session.query(), position=behind)
         engine.session.answered(query, place.pool.changes(query, 0.0))
         assert not described.knows("ns", key(1)), "what was cleared meanwhile is not said"
+
+
+def test_engine_that_has_lost_its_place_says_that_it_is_there(engine: EngineAt) -> None:
+    engine.begin()
+    engine.until(lambda: engine.place.tells, "it is at its place")
+    assert not engine.scheduler.asked
+    engine.place.refusal = "not any more"
+    engine.place.hang_up()
+    wait_until(lambda: len(engine.scheduler.asked) > 1, DEADLINE_S, "it goes on saying so")
+    assert not engine.scheduler.asked[-1].keys
