@@ -301,7 +301,8 @@ class EngineView:
         request.touch_at = self._looked_at + TOUCH_S
         self.found.note(request, (key for key in keys if key in self._ready))
         absent = (key for key in keys if key not in self._ready and key not in self._pending)
-        elsewhere = (key for key in absent if not self._find_on_disks(request, key))
+        # All are looked for on disks, whether others are asked or not.
+        elsewhere = [key for key in absent if not self._find_on_disks(request, key)]
         self.remote.ask(request, islice(elsewhere, remote.MAX_ASKED))
 
     def touch(self, request_id: str, now: float) -> None:

@@ -377,6 +377,18 @@ def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> N
     assert view.lookup("s", A, 0.0) is PENDING
 
 
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_all_of_a_prompt_on_the_own_disk_is_known_before_the_first_lookup(
+    *, has_peers: bool
+) -> None:
+    """Windows are looked up from the last chunk on, and none is fetched that does not complete."""
+    view, (node,) = made(HERE)
+    node.has_peers = has_peers
+    node.says(row(A, Where.DISK), row(B, Where.DISK))
+    view.ask("r", [A, B])
+    assert view.reach("r", [A, B, C]) == 2
+
+
 def test_chunks_that_come_and_go_are_announced_once_per_stay() -> None:
     view, (node,) = made(HERE)
     assert view.announcements is not None
