@@ -237,6 +237,7 @@ def test_events_tell_what_came_and_went_of_each_group(engine: ZooEngine) -> None
 @pytest.mark.support("events")
 def test_chunks_of_full_attention_are_described_with_their_tokens(engine: ZooEngine) -> None:
     tokens = question(1, 0)
+    generate(engine, tokens)
     told = look_up(engine, tokens)
     keys = [each.key for each in told.chunks]
     whole = {each.group for each in groups_of(engine) if each.window is None}
