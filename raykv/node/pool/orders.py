@@ -87,14 +87,14 @@ class LocalOrders:
         return risen
 
     def _clear(self, document: operator.OrdersDocument) -> set[Namespace]:
-        floors, risen = self._index.floors, set()
-        if document.stamp.history != floors.history:
+        floors = self._index.floors
+        is_new = document.stamp.history != floors.history
+        if is_new:
             floors.begin(document.stamp.history)
-            # The oldest history may be forgotten now.
-            risen.add(EVERY_NAMESPACE)
-        risen |= floors.take(document.floors)
-        if risen:
-            self._index.drop_void(risen)
+        risen = floors.take(document.floors)
+        # Where a history begins, the oldest one may be forgotten.
+        if risen or is_new:
+            self._index.drop_void({EVERY_NAMESPACE} if is_new else risen)
         return risen
 
     def _share(self, document: operator.OrdersDocument) -> None:

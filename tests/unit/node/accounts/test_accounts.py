@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from raykv.base.ids import MissReason, TokenSource
+from raykv.base.ids import MissReason, Stamp, TokenSource
 from raykv.base.tenants import OTHERS
 from raykv.node.accounts.accounts import MOST_CHANGES
 from raykv.node.accounts.savings import SIZES
 from raykv.protocol.descriptions import Description
 from raykv.protocol.engine import CHUNK_NAME_BYTES, MissRecord
 from raykv.protocol.listing import Reason
-from raykv.protocol.operator import OrderedShare
+from raykv.protocol.operator import OrderedShare, OrdersDocument
 from raykv.protocol.sessions import SessionWord
 from tests.fixtures.node.owned_pool import PAGE, A, OwnedPool, key, stamp
 
@@ -133,5 +133,8 @@ def test_what_is_inside_of_chunks_is_known_until_they_are_cleared() -> None:
     pool.tell(described=[bad], orders=stamp(1))
     book = pool.node.accounts.descriptions
     assert book.find(bytes(8)) == row
-    pool.order(2, floors={A: 2})
+    later = stamp(1).history + 1
+    pool.node.take_orders(OrdersDocument(Stamp(later, 1)), pool.now)
+    assert book.find(bytes(8)) == row, "another life of the scheduler actor clears nothing"
+    pool.node.take_orders(OrdersDocument(Stamp(later, 2), floors={A: 2}), pool.now)
     assert book.find(bytes(8)) is None
