@@ -75,11 +75,11 @@ class RunningCluster:
             f"the probes say {liveness, readiness}, after {self.heard}",
         )
 
-    def tokens(self, source: str) -> float:
-        """Prompt tokens of a source, as Prometheus has them of the head."""
-        said = self.head.outside.run("curl", "--silent", f"http://{self.head.pod.address}:9464")
-        lines = [line for line in said.splitlines() if "cluster_prompt_tokens_total{" in line]
-        return sum(float(line.split()[-1]) for line in lines if f'source="{source}"' in line)
+    def number(self, metric: str, label: str) -> float:
+        """A number with a label, as Prometheus has it of the engine's node."""
+        said = self.worker.outside.run("curl", "--silent", f"http://{self.worker.pod.address}:9464")
+        lines = [line for line in said.splitlines() if line.startswith(f"{metric}{{")]
+        return sum(float(line.split()[-1]) for line in lines if label in line)
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +146,17 @@ def test_engine_that_is_killed_is_not_ready_and_loads_from_the_pool_afterwards(
     worker = cluster.worker
     first = worker.complete(PROMPT)["choices"][0]["text"]
     actors = worker.pod.processes("ray::NodeActor")
-    before = cluster.tokens("same_node")
+    tokens = "raykv_cluster_prompt_tokens_total", 'source="same_node"'
+    before = cluster.number(*tokens)
+    stored = lambda: cluster.number("raykv_copied_chunks_total", "store") > 0  # noqa: E731
+    wait_until(stored, 20.0, "the prompt is stored")
     (engine,) = worker.pod.processes("VLLM::EngineCore")
     engine.kill()
     cluster.wait_for(liveness=True, readiness=False)
     cluster.wait_for(liveness=True, readiness=True)
     assert "the engine ended with status" in worker.log
     assert worker.complete(PROMPT)["choices"][0]["text"] == first
-    wait_until(lambda: cluster.tokens("same_node") - before >= 512, 20.0, "tokens were loaded")
+    wait_until(lambda: cluster.number(*tokens) - before >= 512, 20.0, "tokens were loaded")
     assert worker.pod.processes("ray::NodeActor") == actors
 
 
