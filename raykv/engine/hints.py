@@ -170,8 +170,7 @@ def _news(said: _Said, keys: Sequence[Key]) -> SessionNews:
     hint = said.hint
     if said.word is not SessionWord.PAUSED:
         return SessionNews(hint.session, said.word, Keys.of(keys))
-    # Clients say it; anything but a time is the longest one.
-    pause_s = hint.pause_s if hint.pause_s and 0 < hint.pause_s < MAX_PAUSE_S else MAX_PAUSE_S
+    pause_s = min(hint.pause_s or MAX_PAUSE_S, MAX_PAUSE_S)
     return SessionNews(hint.session, said.word, Keys.of(keys), pause_s, hint.priority or 0)
 
 

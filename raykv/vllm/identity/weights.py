@@ -92,7 +92,8 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
         kind = min(near or {path.suffix for path in found}, key=order.index)
         loaded = [path for path in found if path.suffix == kind]
     # Some models of vLLM (Flint) take such a file rather than what all others take.
-    return sorted({*loaded, *folder.glob("*.gguf")})
+    gguf = [path for path in found if path.parent == folder and path.suffix == ".gguf"]
+    return sorted({*loaded, *gguf})
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -373,6 +373,8 @@ def test_request_is_its_tenants_from_its_first_hook_on() -> None:
         ({PAUSE: 9}, Allowed.PIN, {PAUSE: "or raykv_session is missing"}),
         ({OVER: False, PREFILLED: None, SESSION: None}, Allowed.PIN, {}),
         ({PRIORITY: 30}, Allowed.PIN, {PRIORITY: "its value is not allowed"}),
+        ({PAUSE: float("nan"), SESSION: "a"}, Allowed.PIN, {PAUSE: "its value is not allowed"}),
+        ({PAUSE: -1.0, SESSION: "a"}, Allowed.PIN, {PAUSE: "its value is not allowed"}),
         ({"raykv_load": "no"}, Allowed.PIN, {"raykv_load": "its value is not allowed"}),
         ({TENANT: "acme"}, Allowed.PIN, {TENANT: "tenant_source=server"}),
         ({"raykv_load": False, PIN: 3, SESSION: "a", "max_load_tokens": 1}, Allowed.PIN, {}),
