@@ -58,8 +58,8 @@ def test_saved_trace_is_read_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_chunk_that_a_prompt_has_twice_takes_one_place(name: str) -> None:
-    trace = Trace([[0, 1, 0], [2, 3], [0, 1, 0]], [3, 2, 3], 32)
-    small, whole, unlimited = inspect.sizing(trace, 1, [2, 4], [name]).hit_tokens
+    trace = Trace([[0, 0, 1], [2, 3, 4], [5, 6, 7], [0, 0, 1]], [3] * 4, 32)
+    small, whole, unlimited = inspect.sizing(trace, 1, [3, 8], [name]).hit_tokens
     assert (small, whole) == (0, unlimited)
 
 
