@@ -1,7 +1,8 @@
 """Floors: below which number of the orders chunks are void, of some namespaces and of all.
 
 The orders' document has them, and NodeActors, disks and pool files keep them. So what was away when
-the cache was cleared, or is taken up later, is void wherever it comes to.
+the cache was cleared, or is taken up later, is void wherever it comes to. A floor is that of all
+parts of a namespace.
 
 Invariants:
 1. `of` never falls, whatever is taken in, in whatever order.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raykv.base.ids import EVERY_NAMESPACE, Namespace
+from raykv.base.ids import EVERY_NAMESPACE, Namespace, family_of
 
 MAX_NAMESPACES = 256
 """Floors of single namespaces: with them a report stays well under Ray's 100 KiB inline limit."""
@@ -29,13 +30,13 @@ class Clearings:
     def of(self, namespace: Namespace) -> int:
         """The number below which copies of a namespace are void."""
         every = self._floors.get(EVERY_NAMESPACE, 0)
-        return max(every, self._floors.get(namespace, 0))
+        return max(every, self._floors.get(family_of(namespace), 0))
 
     def take(self, told: Mapping[str, int]) -> set[Namespace]:
         """Take in floors by namespace, `EVERY_NAMESPACE` among them; returns what rose."""
         risen = set()
         for name, floor in told.items():
-            namespace = Namespace(name)
+            namespace = family_of(name)
             if floor > self.of(namespace):
                 self._floors[namespace] = floor
                 risen.add(namespace)

@@ -12,7 +12,23 @@ EngineId = NewType("EngineId", str)
 """vLLM's `engine_id`: one per engine process and data-parallel rank."""
 
 Namespace = NewType("Namespace", str)
-"""Digest of everything that makes the KV bytes of two engines interchangeable."""
+"""Digest of everything that makes the KV bytes of two engines interchangeable; where an engine has
+several places, followed by the part of it that is at one of them.
+"""
+
+PART_MARK = "/"
+"""Between a namespace's digest and a part of an engine: what its ranks are called."""
+
+
+def family_of(namespace: str) -> Namespace:
+    """The namespace without the part: that of which people and orders speak."""
+    return Namespace(namespace.partition(PART_MARK)[0])
+
+
+def part_of(namespace: str, part: str) -> Namespace:
+    """The namespace of what a part of an engine has; an empty one is all of it."""
+    return Namespace(f"{namespace}{PART_MARK}{part}" if part else namespace)
+
 
 EVERY_NAMESPACE = Namespace("")
 """Names all of them where floors of namespaces are told, those too that nobody knows now."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from raykv.base import deadlines
+from raykv.base.ids import group_of
 from raykv.engine.remote import FetchOrder
 from raykv.engine.requests import ViewSettings
 from raykv.protocol import columns
@@ -36,8 +37,8 @@ MAX_BYTES = 64 << 20
 class _Part:
     """Orders that go as one request, which the line's thread makes."""
 
-    orders: list[FetchOrder]
     request: Callable[[], Fetch]
+    end: Callable[[CopyResult | None], None]
     overdue_at: float
 
 
@@ -47,16 +48,16 @@ class Fetches:
 
     Args:
         settings: with the deadline of each request.
-        end: called once for each part, in either thread; no result: the outcome is unknown.
+        place: number of the NodeActor's place.
+        slot_bytes: of chunks there, by KV group index, where they are not those of the orders.
     """
 
     def __init__(
-        self,
-        settings: ViewSettings,
-        end: Callable[[list[FetchOrder], CopyResult | None], None],
+        self, settings: ViewSettings, place: int = 0, slot_bytes: Mapping[int, int] | None = None
     ) -> None:
         self._settings = settings
-        self._end_part = end
+        self._place = place
+        self._slot_bytes = slot_bytes or {}
         self._numbers = itertools.count(1)
         # By number, what has not ended. Who takes one out, which is atomic, ends it.
         self._parts: dict[int, _Part] = {}
@@ -64,14 +65,22 @@ class Fetches:
 
     # The engine's thread
 
-    def submit(self, orders: list[FetchOrder], life: int, namespace: str, now: float) -> None:
-        """Have chunks fetched for an engine of that life."""
+    def submit(
+        self,
+        part: list[FetchOrder],
+        life: int,
+        namespace: str,
+        now: float,
+        end: Callable[[CopyResult | None], None],
+    ) -> None:
+        """Have chunks fetched for an engine of that life, as many as `split` puts together. `end`
+        is called once, in either thread; no result: the outcome is unknown.
+        """
         overdue_at = now + self._settings.request_deadline_s + deadlines.GRACE_S
-        for part in split(orders):
-            number = next(self._numbers)
-            request = partial(self._request, number, part, life, namespace)
-            self._parts[number] = _Part(part, request, overdue_at)
-            self._queued.append(number)
+        number = next(self._numbers)
+        request = partial(self._request, number, part, life, namespace)
+        self._parts[number] = _Part(request, end, overdue_at)
+        self._queued.append(number)
 
     def give_up_overdue(self, now: float) -> None:
         """End what has no result in time."""
@@ -96,8 +105,10 @@ class Fetches:
             life=life,
             namespace=namespace,
             keys=columns.Keys.of(order.key for order in orders),
-            slot_bytes=columns.Numbers.of(order.num_bytes for order in orders),
-            sources=columns.SourceRows.of(order.sources for order in orders),
+            slot_bytes=columns.Numbers.of(
+                self._slot_bytes.get(group_of(order.key), order.num_bytes) for order in orders
+            ),
+            sources=columns.SourceRows.of(order.sources[self._place] for order in orders),
             tenant=orders[0].tenant,
             deadline_s=self._settings.request_deadline_s,
         )
@@ -114,7 +125,7 @@ class Fetches:
     def _end(self, number: int, result: CopyResult | None) -> None:
         part = self._parts.pop(number, None)
         if part is not None:
-            self._end_part(part.orders, result)
+            part.end(result)
 
 
 def split(orders: list[FetchOrder]) -> Iterator[list[FetchOrder]]:

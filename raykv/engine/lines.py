@@ -8,6 +8,12 @@
 
 One thread per line does all of that. While the engine takes nothing in, queries ask for no rows,
 and only hear that the place is there; as soon as it does, another query goes out.
+
+What comes over it waits in a `PlaceFeed` until the engine's thread takes it in, between steps:
+
+    line's thread:    query ──► answered ──┬─ rows ───────► the engine's inbox
+                                           └─ facts alone ─► standing: the last one counts
+    engine's thread:  the inbox, then what stands, then whether all workers are connected there
 """
 
 from __future__ import annotations
@@ -19,18 +25,22 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import AttachError, cause_of, first_line
-from raykv.base.ids import NodeId
+from raykv.base.ids import NodeId, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
-from raykv.cluster.breaker import Breakers, Pauses
+from raykv.cluster.breaker import Breakers, Pauses, aged
 from raykv.engine.fetches import Fetches
-from raykv.protocol import engine, framing, wire
+from raykv.engine.listed import PlacePart
+from raykv.engine.view import EngineView
+from raykv.protocol import columns, engine, framing, measures, wire
+from raykv.protocol.listing import Position
 from raykv.protocol.node import NodeDescription
 
 logger = logging.getLogger("raykv.session")
@@ -40,6 +50,16 @@ PLACE_LOST_S = 4.0
 
 OWN_PLACE = "own node (changes)"
 """How an engine calls its NodeActor in reports of its breakers, when it follows what that has."""
+
+
+MAX_UNREAD = 65_536
+"""Rows of answers that the engine has not taken in; at this limit it asks for no more."""
+
+LEAST_ROWS = 64
+"""An answer counts as at least this many rows, since taking it in takes as long."""
+
+MAX_TOLD = 256
+"""What waits to be told to one of several places; beyond it the oldest is lost."""
 
 
 class LineOwner(Protocol):
@@ -263,3 +283,195 @@ class PlaceLine:
     def _send(self, message: msgspec.Struct) -> None:
         assert self._sock is not None
         self._sock.sendall(wire.frame(message))  # bounded: SO_SNDTIMEO, set when it is connected
+
+
+class WorkerReport(NamedTuple):
+    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
+
+    life: int
+    breakers: measures.BreakerReport
+
+
+class FeedOwner(Protocol):
+    """Whose places they are; but for the inbox, which is the engine's thread's, all is of the
+    threads of the places' lines.
+    """
+
+    inbox: deque[Callable[[], None]]
+
+    def hello(self) -> engine.EngineHello:
+        """Who the engine is now, wherever it is."""
+
+    def heard(
+        self, feed: PlaceFeed, query: engine.ChangesQuery, answer: engine.ChangesAnswer
+    ) -> None:
+        """A place has answered, perhaps with rows."""
+
+    def moved(self, feed: PlaceFeed) -> None:
+        """A place is another node."""
+
+    def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
+        """A place has let the engine in, and knows nothing of before."""
+
+    def next_tell(self, feed: PlaceFeed) -> engine.Tell | None:
+        """What to say to a place now; None: nothing is due."""
+
+
+def _weight(answer: engine.ChangesAnswer) -> int:
+    """As how many rows an answer counts."""
+    return max(LEAST_ROWS, len(answer.part.rows.keys))
+
+
+class PlaceFeed:
+    """What is read at a place, and what its workers say; see the module's docstring.
+
+    Args:
+        owner: the session.
+        view: of the engine; the engine's thread's, except for what it allows others to call.
+        at: number of the place.
+        part: what of the engine is there.
+        node_id: which node it is.
+        locate: see `PlaceLine`.
+    """
+
+    def __init__(
+        self,
+        owner: FeedOwner,
+        view: EngineView,
+        at: int,
+        part: PlacePart,
+        node_id: NodeId,
+        locate: Callable[[bool], NodeDescription],
+    ) -> None:
+        self._owner = owner
+        self._view = view
+        self.at, self.part = at, part
+        self.fetches = Fetches(view.settings, at, part.slot_bytes)
+        self.line = PlaceLine(self, self.fetches, node_id, locate)
+        # What is to be told here, where the session speaks to another place first.
+        self.told: deque[engine.Tell] = deque(maxlen=MAX_TOLD)
+        # It reads whole pages from the start on; before, as fast as it can.
+        self.is_started = False
+        # Rows of answers that were put into the inbox, and those that were taken; where the last
+        # one ends.
+        self._num_put = self._num_taken = 0
+        self._read_to = Position()
+        # The last answer that has only facts, and when it came, if none with rows came behind it.
+        self._standing: tuple[engine.ChangesAnswer, float] | None = None
+        # The one that the view has.
+        self._taken: tuple[engine.ChangesAnswer, float] | None = None
+        # By rank, what the workers have said, and when; since when the place has its present life.
+        self._workers: dict[int, tuple[float, WorkerReport]] = {}
+        self.life, self._life_since = 0, 0.0
+        self._introduced = ""
+
+    # The engine's thread
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine has to take something in before more is read."""
+        return self._num_put - self._num_taken >= MAX_UNREAD
+
+    def take_lines(self, reports: Mapping[int, WorkerReport], now: float) -> None:
+        """Take what the place's workers report of their lines to the NodeActor, by rank."""
+        ranks = self.part.ranks
+        mine = {rank: each for rank, each in reports.items() if not ranks or rank in ranks}
+        self._workers |= {rank: (now, report) for rank, report in mine.items()}
+
+    def take_standing(self, now: float) -> None:
+        """Once all is taken in that came before: what holds now, and who is connected."""
+        standing = self._standing
+        if standing is not self._taken and standing is not None and not self._owner.inbox:
+            self._view.take(self.at, *standing)
+            self._view.hear(self.at, standing[1])
+            self._taken = standing
+        self._follow_workers(now)
+
+    def _follow_workers(self, now: float) -> None:
+        """The view hears to which life the workers are connected. What they said before the place
+        had its present life does not count: those that say nothing are believed to be there.
+        """
+        life = self._view.life_of(self.at)
+        if life != self.life:
+            self.life, self._life_since = life, now
+        since = [each for at, each in self._workers.values() if at >= self._life_since]
+        is_there = all(each.life == life for each in since)
+        self._view.set_line(self.at, life if is_there else None, now)
+
+    def _take_changes(self, answer: engine.ChangesAnswer, came_at: float) -> None:
+        try:
+            self._view.take(self.at, answer, came_at)
+        except Exception:
+            # What it said is lost: all is read anew.
+            self._view.move(self.at, self._view.node_ids[self.at], came_at)
+            raise
+        finally:
+            self._num_taken += _weight(answer)
+
+    def _move(self, node_id: NodeId) -> None:
+        self._workers.clear()
+        self._view.move(self.at, node_id, time.monotonic())
+
+    # The line's thread
+
+    def breaker_reports(self, now: float) -> list[measures.BreakerReport]:
+        """Of the line, and of the workers'."""
+        workers = list(self._workers.values())
+        of_workers = [aged(each.breakers, now - at) for at, each in workers]
+        return [self.line.breakers.report(now), *of_workers]
+
+    def hello(self) -> engine.EngineHello:
+        """See `LineOwner.hello`."""
+        hello, part = self._owner.hello(), self.part
+        namespace = part_of(hello.namespace, part.name)
+        self._introduced = namespace
+        if part.name:
+            hello = msgspec.structs.replace(
+                hello,
+                namespace=namespace,
+                life=part.life,
+                num_ranks=len(part.ranks),
+                slot_bytes=part.slot_bytes,
+            )
+        return hello
+
+    def query(self) -> engine.ChangesQuery:
+        """See `LineOwner.query`: from where the view is, or the last answer before it."""
+        is_full = self.is_full
+        query = self._view.query(self.at)
+        if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
+            query = msgspec.structs.replace(query, position=self._read_to)
+        most = query.most if self.is_started else columns.MAX_KEYS
+        return msgspec.structs.replace(query, most=0 if is_full else most)
+
+    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
+        """See `LineOwner.answered`."""
+        now = time.monotonic()
+        self._owner.heard(self, query, answer)
+        part = answer.part
+        if part.end == query.position:
+            self._standing = answer, now
+            return
+        # Comes first, so that nothing older is applied after something newer.
+        self._standing = None
+        if part.end.reader == query.position.reader:
+            self._read_to = part.end
+        self._num_put += _weight(answer)
+        if self.is_full:
+            # Nothing is read on until it has been taken in.
+            answer = msgspec.structs.replace(answer, has_more=True)
+        self._owner.inbox.append(partial(self._take_changes, answer, now))
+
+    def welcomed(self, life: int) -> None:
+        """See `LineOwner.welcomed`."""
+        self._owner.welcomed(self, life, self._introduced)
+
+    def moved(self, node_id: NodeId) -> None:
+        """See `LineOwner.moved`."""
+        self._standing = None
+        self._owner.moved(self)
+        self._owner.inbox.append(partial(self._move, node_id))
+
+    def next_tell(self) -> engine.Tell | None:
+        """See `LineOwner.next_tell`."""
+        return self._owner.next_tell(self)

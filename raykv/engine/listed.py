@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from raykv.base.ids import Blocks, Key, Namespace
@@ -24,6 +24,20 @@ SILENT_S = 5.0
 
 _RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
 """Numbers: flags take some times as long, and there may be a million rows."""
+
+
+class PlacePart(NamedTuple):
+    """What of an engine is at one of its places.
+
+    `name`: of the part, in its namespace; empty: the place has all ranks. `life`: by which the
+    place knows the engine. `ranks`: of vLLM, the first part of a chunk first; empty: all.
+    `slot_bytes`: of the part's chunks, by KV group index.
+    """
+
+    name: str = ""
+    life: int = 0
+    ranks: tuple[int, ...] = ()
+    slot_bytes: Mapping[int, int] = {}
 
 
 class PlaceChange(NamedTuple):

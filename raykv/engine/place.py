@@ -19,15 +19,26 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
 from raykv.cluster.join import Raylet, leave_ray
+from raykv.engine.listed import PlacePart
 
 logger = logging.getLogger("raykv")
+
+
+class EngineSeat(NamedTuple):
+    """A place of an engine: its node, what of the engine is there, and the memory that is free
+    there for a pool; 0: that is not known.
+    """
+
+    node_id: str
+    part: PlacePart = PlacePart()
+    free_bytes: int = 0
 
 
 class RayHere:

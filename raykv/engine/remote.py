@@ -22,10 +22,12 @@ from typing import TypeVar
 
 from raykv.base.ids import Key, Lookup, MissReason, NodeId, Refusal, TokenSource, group_of
 from raykv.engine.cost import FetchCost
-from raykv.engine.requests import RequestState, ViewSettings, token_source
+from raykv.engine.listed import ListedPlace
+from raykv.engine.requests import PlaceSources, RequestState, ViewSettings, token_source
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
-from raykv.protocol.columns import Source
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.descriptions import ChunkGroup
+from raykv.protocol.engine import AskAnswer
 
 T = TypeVar("T")
 
@@ -53,11 +55,11 @@ class ChunkSize:
 
 @dataclass(frozen=True)
 class FetchOrder:
-    """A chunk to be fetched for a tenant's request, the best source first."""
+    """A chunk to be fetched for a tenant's request; `num_bytes` at all places together."""
 
     key: Key
     num_bytes: int
-    sources: tuple[Source, ...]
+    sources: PlaceSources
     tenant: str = ""
 
 
@@ -175,15 +177,35 @@ class RemoteChunks:
         """Announcements to be sent now."""
         return take(self._announced, most)
 
-    def end_answer(self) -> None:
-        """An answer has told all that it had to tell."""
+    def take_answers(
+        self,
+        asked: Sequence[Key],
+        answers: Sequence[AskAnswer],
+        places: Sequence[tuple[NodeId, ListedPlace]],
+    ) -> None:
+        """What the scheduler actor says of keys, for each of the engine's places."""
+        own = [node_id for node_id, _ in places]
+        elsewhere = [_sources(asked, answer) for answer in answers]
+        coming = [{asked[at] for at in each.coming if at < len(asked)} for each in answers]
+        for key in asked:
+            sources: list[tuple[Source, ...]] = [() for _ in places]
+            lacking = [at for at, (_, listed) in enumerate(places) if key not in listed.ready]
+            comes = {at for at in lacking if key in coming[at]}
+            if any(key in elsewhere[at] for at in lacking):
+                for at in lacking:
+                    sources[at] = elsewhere[at].get(key, ())
+            is_known = all(sources[at] or at in comes for at in lacking)
+            known = tuple(sources) if is_known else ()
+            self._take_place(key, known, own, is_pending=bool(comes) and is_known)
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
 
-    def take_place(
-        self, key: Key, sources: tuple[Source, ...], own: Collection[NodeId], *, is_pending: bool
+    def _take_place(
+        self, key: Key, sources: PlaceSources, own: Collection[NodeId], *, is_pending: bool
     ) -> None:
-        """An answer says where a key is besides on the engine's `own` nodes."""
+        """An answer says where a key is besides on the engine's `own` nodes; none: not for every
+        place.
+        """
         if is_pending:
             if key in self._askers:
                 self._repeated[key] = None
@@ -351,7 +373,7 @@ class RemoteChunks:
 
     def measure(self, orders: Iterable[FetchOrder], num_bytes: int, seconds: float) -> None:
         """A fetch was answered: it has brought these bytes in this time."""
-        sources = {token_source(order.sources[0]) for order in orders}
+        sources = {token_source(order.sources) for order in orders}
         if len(sources) == 1:
             self.cost.fetched(sources.pop(), num_bytes, seconds)
 
@@ -392,6 +414,20 @@ def take(queue: deque[T], most: int) -> list[T]:
         while len(taken) < most:
             taken.append(queue.popleft())
     return taken
+
+
+def disk_of(node_id: NodeId, listed: ListedPlace, key: Key) -> tuple[Source, ...]:
+    """A place's own disk, if it has a chunk that the place lacks in RAM."""
+    return (Source(node_id, SourceKind.DISK),) if key in listed.on_disk else ()
+
+
+def _sources(asked: Sequence[Key], answer: AskAnswer) -> dict[Key, tuple[Source, ...]]:
+    """Which nodes have the keys that were asked for; an invalid answer says nothing."""
+    try:
+        found = answer.sources.by_key(len(asked))
+    except ValueError:
+        return {}
+    return {asked[at]: tuple(some) for at, some in found.items()}
 
 
 def _chunks_before(

@@ -15,9 +15,17 @@ step that computes the chunk, so that it is late by milliseconds at most. With o
 `REPEAT_PAUSE_S` it is a fifth of a second, which is what a prompt costs that was not stored."""
 
 
-def token_source(source: Source) -> TokenSource:
-    """What a chunk counts as that is not in the own pool."""
-    return TokenSource.DISK if source.is_disk else TokenSource.OTHER_NODE
+PlaceSources = tuple[tuple[Source, ...], ...]
+"""Where each of an engine's places gets a chunk from, the best source first; none: it has it."""
+
+
+def token_source(sources: PlaceSources) -> TokenSource:
+    """What a chunk counts as that is not in the own pool of every place: by the slowest way."""
+    first = [each[0] for each in sources if each]
+    if not first:
+        return TokenSource.SAME_NODE
+    is_disk = all(each.is_disk for each in first)
+    return TokenSource.DISK if is_disk else TokenSource.OTHER_NODE
 
 
 class ViewSettings(Protocol):
@@ -110,7 +118,7 @@ class RequestState:
     asked: set[Key] = field(default_factory=set)
     unanswered: set[Key] = field(default_factory=set)
     pending: set[Key] = field(default_factory=set)
-    found: dict[Key, tuple[Source, ...]] = field(default_factory=dict)
+    found: dict[Key, PlaceSources] = field(default_factory=dict)
     asking_since: float | None = None
     chunks: dict[int, Sequence[Key]] = field(default_factory=dict)
     is_decided: bool = False
@@ -131,24 +139,29 @@ class RequestState:
             return self.options.no_load
         return MissReason.LOAD_FAILED if key in self.barred else None
 
-    def find(self, key: Key, sources: tuple[Source, ...], own: Collection[NodeId]) -> None:
+    def find(self, key: Key, sources: PlaceSources, own: Collection[NodeId]) -> None:
         """Note where a chunk is, as far as the request may have it from there; `own` are the
         engine's nodes.
         """
-        tiers, allowed = self.options.tiers, sources
-        if tiers is not None:
-            allowed = tuple(
-                each for each in sources if Tier(each.is_disk, each.node_id not in own) in tiers
+        if not any(sources):
+            return
+        tiers = self.options.tiers
+        allowed = tuple(
+            tuple(
+                each
+                for each in some
+                if tiers is None or Tier(each.is_disk, each.node_id not in own) in tiers
             )
-        if allowed:
+            for some in sources
+        )
+        if [*map(bool, allowed)] == [*map(bool, sources)]:
             self.found[key] = allowed
-        elif sources:
+        else:
             self.unfetched[key] = MissReason.OPTED_OUT
 
     def source_of(self, key: Key) -> TokenSource:
         """Where a chunk was before this request wanted it."""
-        sources = self.found.get(key)
-        return token_source(sources[0]) if sources else TokenSource.SAME_NODE
+        return token_source(self.found.get(key, ()))
 
     def missed(self, key: Key, reason: MissReason) -> Lookup:
         """Remember a lookup's MISS and its reason."""

@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,30 @@ def new_life() -> int:
     return secrets.randbits(63) or 1
 
 
+class Home:
+    """A place of an engine: its node, as far as it is known, and the pool that it is to have.
+
+    Where that is EngineCore's own node, it is the next one of its host once that is gone.
+    """
+
+    def __init__(
+        self,
+        here: place.EnginePlace,
+        seat: place.EngineSeat,
+        geometry: PoolGeometry,
+        own: str,
+    ) -> None:
+        self.seat, self.geometry = seat, geometry
+        self.node: NodeDescription | None = None
+        self._here = here
+        self._is_own = seat.node_id == own
+
+    @property
+    def node_id(self) -> str:
+        """The Ray node now."""
+        return self._here.node_id if self._is_own else self.seat.node_id
+
+
 class EngineRuntime:
     """An engine's connection to the cluster, from its start to its end."""
 
@@ -54,49 +78,69 @@ class EngineRuntime:
         hello: EngineHello,
         hints: HintBox | None = None,
         described: descriptions.DescriptionOutbox | None = None,
-        node_of_ranks: Callable[[], str] = lambda: "",
+        node_of_ranks: Callable[[], str | None] = lambda: "",
     ) -> None:
         """Find the cluster and join it; see `Session` for `hints` and `described`.
 
-        `node_of_ranks` is asked once it is joined: where Ray has placed the ranks; empty: nowhere.
+        `node_of_ranks` is asked once it is joined: where Ray has placed the ranks; empty: nowhere;
+        None: at several nodes, or it is not known. Then `sit` is to be called.
 
         Raises:
             ClusterError: there is no such cluster, or several and none is named.
             SettingError: the pool that is asked for is impossible.
         """
         self.settings = settings
-        self._hello = hello
+        self._view, self._hello = view, hello
+        self._hints, self._described = hints, described
         self._check_sizes()
+        self.homes: list[Home] = []
+        # The threads of all lines look for NodeActors, one at a time.
+        self._locating = threading.Lock()
         is_ours = not ray.is_initialized()
         self._stopped = threading.Event()
         self._joined = found = self._join()
         self.address = cluster.current_address()
         try:
             ranks_at = node_of_ranks()
-            node_id = cluster.resolve_node_id(settings.node_id or ranks_at)
+            node_id = cluster.resolve_node_id(settings.node_id or ranks_at or "")
             self._place = place.EnginePlace(found.address, node_id, is_ours=is_ours)
-            self._geometry = self._choose_geometry()
+            if ranks_at is not None:
+                self.sit([place.EngineSeat(node_id)])
         except RayKVError:
             # The engine does not start, so a cluster that was started for it has no user.
             if found.started:
                 cluster.stop_started(found.address)
             raise
-        self.node: NodeDescription | None = None
+
+    def sit(self, seats: Sequence[place.EngineSeat]) -> None:
+        """The engine has these places, at least one."""
+        self.homes = [
+            Home(self._place, each, self._choose_geometry(each, seats), self.node_id)
+            for each in seats
+        ]
         self.session = session.Session(
-            view,
-            hello,
-            NodeId(self.node_id),
+            self._view,
+            self._hello,
+            [
+                session.SessionPlace(
+                    NodeId(home.node_id), partial(self._locate, home), home.seat.part
+                )
+                for home in self.homes
+            ],
             partial(self._place.call, self._find_scheduler, deadlines.ANSWER_S),
-            self._locate,
-            hints,
-            described,
+            self._hints,
+            self._described,
         )
-        self._view = view
 
     @property
     def node_id(self) -> str:
         """The Ray node that the engine is at."""
         return self._place.node_id
+
+    @property
+    def node(self) -> NodeDescription | None:
+        """The NodeActor of the engine's first place, as far as it is known."""
+        return self.homes[0].node if self.homes else None
 
     def _check_sizes(self) -> None:
         """Refuse a pool that this machine cannot hold, before anything is started."""
@@ -114,22 +158,22 @@ class EngineRuntime:
             cluster.join(found.address)
         return found
 
-    def _choose_geometry(self) -> PoolGeometry:
-        """Sizes of the pool, should this engine be the one that makes it.
+    def _choose_geometry(
+        self, seat: place.EngineSeat, seats: Sequence[place.EngineSeat]
+    ) -> PoolGeometry:
+        """Sizes of the pool of a place's node, should this engine be the one that makes it.
 
         Whether it fits the NodeActor finds out, since what is free counts where the pool is made,
         which may be another control group.
         """
-        chunk_bytes = max(self._hello.slot_bytes.values())
+        parts = [each.part for each in seats if each.node_id == seat.node_id]
+        sizes = [size for part in parts for size in part.slot_bytes.values()]
+        chunk_bytes = max(sizes or self._hello.slot_bytes.values())
         pool_bytes = self.settings.pool_bytes
         if pool_bytes is None:
-            free_bytes = tightest(worker_limits()).free_bytes
+            free_bytes = seat.free_bytes or tightest(worker_limits()).free_bytes
             pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
         return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
-
-    def _find_node_actor(self) -> Any:
-        self._refuse_after_end()
-        return ask.find_node_actor(self.node_id)
 
     def _refuse_after_end(self) -> None:
         """Once Ray has been left, any call to it fails.
@@ -140,27 +184,28 @@ class EngineRuntime:
         if self._stopped.is_set():
             raise ClusterError("the engine is shutting down")
 
-    def _locate(self, is_lost: bool) -> NodeDescription:
-        """The NodeActor of the node that the engine is at, which may be the next one of its host;
-        asked anew if it `is_lost`.
+    def _locate(self, home: Home, is_lost: bool) -> NodeDescription:
+        """The NodeActor of a place's node, which may be the next one of EngineCore's host; asked
+        anew if it `is_lost`.
 
         Raises:
             ClusterError: there is none.
         """
-        node = self.node
+        node = home.node
         if node is not None and not is_lost:
             return node
         self._refuse_after_end()
-        before = self.node_id
-        if not self._place.follow():
-            raise ClusterError("this engine has no Ray node")
-        if self.node_id != before:
-            with contextlib.suppress(Exception):
-                ask.end_node_actor(before)
-        self._find_actors()
-        give_up_at = time.monotonic() + deadlines.ANSWER_S
-        self.node = self._describe_node(give_up_at)
-        return self.node
+        with self._locating:
+            before = self.node_id
+            if not self._place.follow():
+                raise ClusterError("this engine has no Ray node")
+            if self.node_id != before:
+                with contextlib.suppress(Exception):
+                    ask.end_node_actor(before)
+            self._find_actors()
+            give_up_at = time.monotonic() + deadlines.ANSWER_S
+            home.node = self._describe_node(home, give_up_at)
+            return home.node
 
     def _find_scheduler(self) -> Any:
         self._refuse_after_end()
@@ -168,19 +213,19 @@ class EngineRuntime:
         return self._find_actors() if found is None else found
 
     def _find_actors(self) -> Any:
-        """The scheduler actor; both actors are made if they are not there."""
+        """The scheduler actor; all actors are made that are not there."""
         self._refuse_after_end()
-        geometry = self._geometry
         settings = self.settings
         scheduler = scheduler_actor(self.address, settings.metrics_place)
-        node_actor(
-            self.address,
-            self.node_id,
-            geometry.pool_bytes,
-            geometry.slab_bytes,
-            settings.pool_path,
-            settings.node_options,
-        )
+        for home in self.homes:
+            node_actor(
+                self.address,
+                home.node_id,
+                home.geometry.pool_bytes,
+                home.geometry.slab_bytes,
+                settings.pool_path,
+                settings.node_options,
+            )
         publishing.ensure_publisher(self.settings)
         return scheduler
 
@@ -194,10 +239,12 @@ class EngineRuntime:
         logger.info("connecting to RayKV's actors, at most %.0f s", self.settings.start_deadline_s)
         try:
             self._find_actors()
-            self.node = self._describe_node(give_up_at)
-            self._warn_of_other_size(self.node)
+            for home in self.homes:
+                home.node = self._describe_node(home, give_up_at)
+                self._warn_of_other_size(home.node)
             self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
-            self._announce(self.node)
+            for home in self.homes:
+                self._announce(home)
         except SettingError:
             if self._joined.started:
                 cluster.stop_started(self._joined.address)
@@ -206,23 +253,25 @@ class EngineRuntime:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
 
-    def _describe_node(self, give_up_at: float) -> NodeDescription:
+    def _describe_node(self, home: Home, give_up_at: float) -> NodeDescription:
         while True:
-            actor = self._find_node_actor()
+            self._refuse_after_end()
+            node_id = home.node_id
+            actor = ask.find_node_actor(node_id)
             if actor is None:
                 self._find_actors()
-                actor = self._find_node_actor()
+                actor = ask.find_node_actor(node_id)
             if actor is None:
-                raise ClusterError(f"there is no NodeActor on node {self.node_id}")
+                raise ClusterError(f"there is no NodeActor on node {node_id}")
             try:
                 node = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
                 if not node.refusal:
                     return node
                 # It serves nobody.
                 with contextlib.suppress(Exception):
-                    ask.end_node_actor(self.node_id)
-                if node.pool_bytes == self._geometry.pool_bytes or time.monotonic() > give_up_at:
-                    raise SettingError(f"node {self.node_id[:12]} gives no pool: {node.refusal}")
+                    ask.end_node_actor(node_id)
+                if node.pool_bytes == home.geometry.pool_bytes or time.monotonic() > give_up_at:
+                    raise SettingError(f"node {node_id[:12]} gives no pool: {node.refusal}")
                 # Another engine asked for that size; ours may fit.
                 self._stopped.wait(deadlines.IDLE_LOOK_S)
             except VersionError as error:
@@ -241,13 +290,16 @@ class EngineRuntime:
                 wanted,
             )
 
-    def _announce(self, node: NodeDescription) -> None:
+    def _announce(self, home: Home) -> None:
+        node, part = home.node, home.seat.part
+        assert node is not None
         logger.info(
-            "%s: Ray cluster %s, node %s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
+            "%s: Ray cluster %s, node %s%s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
             "%d chunks cached",
             self._hello.versions,
             self.address,
-            self.node_id[:12],
+            home.node_id[:12],
+            f" (ranks {', '.join(map(str, part.ranks))})" if part.name else "",
             human_bytes(node.pool_bytes),
             100 * node.prefaulted_bytes / node.pool_bytes,
             self._hello.namespace[:12],
@@ -258,7 +310,8 @@ class EngineRuntime:
     def stop(self) -> None:
         """End the session; leave the cluster if we joined it. Ends within seconds."""
         self._stopped.set()
-        self.session.stop(deadlines.STOP_S)
+        if self.homes:
+            self.session.stop(deadlines.STOP_S)
         with _signal_handlers_kept():
             self._place.leave(deadlines.LEAVE_S)
 

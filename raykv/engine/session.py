@@ -1,6 +1,6 @@
-"""What an engine says and hears while it runs: one line to its place, one thread that asks.
+"""What an engine says and hears while it runs: a line to each of its places, one thread that asks.
 
-                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it │ fetches
+                     ┌─ PlaceFeed ──► NodeActor: what is new there │ what is told it │ fetches
   engine's thread ───┤
    nudge │ drain     └─ asking ─────► scheduler actor: who else has chunks │ clears
 
@@ -23,18 +23,20 @@ import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, NodeId, Refusal, Stamp
+from raykv.base.ids import Namespace, NodeId, Refusal, Stamp, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
-from raykv.cluster.breaker import Breakers, Pauses, aged, joined
-from raykv.engine import fetches, lines, remote
+from raykv.cluster.breaker import Breakers, Pauses, joined
+from raykv.engine import fetches, remote
 from raykv.engine.hints import HintBox
+from raykv.engine.lines import PlaceFeed, WorkerReport
+from raykv.engine.listed import PlacePart
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
-from raykv.protocol import columns, copies, engine, measures, node, operator, worker
+from raykv.protocol import copies, engine, measures, node, operator, worker
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.listing import Position, Reason
+from raykv.protocol.listing import Reason
 from raykv.stream.descriptions import DescriptionOutbox
 
 logger = logging.getLogger("raykv.session")
@@ -48,30 +50,37 @@ REPEAT_PAUSE_S = 0.02
 
 SENDER = "the scheduler actor"
 
-THE_PLACE = 0
-"""An engine has one place so far."""
-
-MAX_UNREAD = 65_536
-"""Rows of answers that the engine has not taken in; at this limit it asks for no more."""
-
-LEAST_ROWS = 64
-"""An answer counts as at least this many rows, since taking it in takes as long."""
-
-
-class WorkerReport(NamedTuple):
-    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
-
-    life: int
-    breakers: measures.BreakerReport
-
-
 Call = Callable[[str, bytes | str], bytes]
 """Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
 
 
-def _weight(answer: engine.ChangesAnswer) -> int:
-    """As how many rows an answer counts."""
-    return max(LEAST_ROWS, len(answer.part.rows.keys))
+class SessionPlace(NamedTuple):
+    """Where a part of the engine is; `locate` as in `PlaceLine`."""
+
+    node_id: NodeId
+    locate: Callable[[bool], node.NodeDescription]
+    part: PlacePart = PlacePart()
+
+
+class _FetchAtPlaces:
+    """A part of the fetches that were ordered, at each place, until all have ended."""
+
+    def __init__(
+        self, num_places: int, end: Callable[[list[copies.CopyResult | None]], None]
+    ) -> None:
+        self._results: list[copies.CopyResult | None] = [None] * num_places
+        self._left = set(range(num_places))
+        self._lock = threading.Lock()
+        self._end = end
+
+    def ended(self, at: int, result: copies.CopyResult | None) -> None:
+        """At one place; on any thread."""
+        with self._lock:
+            self._left.discard(at)
+            self._results[at] = result
+            is_last = not self._left
+        if is_last:
+            self._end(self._results)
 
 
 class Session:
@@ -81,10 +90,9 @@ class Session:
     Args:
         view: of the engine; the session begins it.
         hello: who the engine is.
-        node_id: where it is.
+        places: where it is, at least one.
         call: to the scheduler actor.
-        locate: see `PlaceLine`.
-        hints: wishes of requests, which the place is told; None: there are none.
+        hints: wishes of requests, which the places are told; None: there are none.
         described: what is inside of chunks; likewise.
     """
 
@@ -92,29 +100,26 @@ class Session:
         self,
         view: EngineView,
         hello: engine.EngineHello,
-        node_id: NodeId,
+        places: Sequence[SessionPlace],
         call: Call,
-        locate: Callable[[bool], node.NodeDescription],
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
     ) -> None:
-        view.begin(hello, [node_id], time.monotonic())
+        parts = [each.part._replace(life=each.part.life or hello.life) for each in places]
+        view.begin(hello, [each.node_id for each in places], time.monotonic(), parts)
         self.hints, self.described = hints or HintBox(), described
         self._view = view
         self._first = hello
         self._call = call
-        self._fetches = fetches.Fetches(view.settings, self._end_fetch)
         self._num_refused = 0
-        self._line = lines.PlaceLine(self, self._fetches, node_id, locate)
         # What the engine's thread is to do between steps, in order.
-        self._inbox: deque[Callable[[], None]] = deque()
-        # Rows of answers that were put there, and those that were taken; where the last one ends.
-        self._num_put = self._num_taken = 0
-        self._read_to = Position()
-        # The last answer that has only facts, and when it came, if none with rows came behind it.
-        self._standing: tuple[engine.ChangesAnswer, float] | None = None
-        # The one that the view has.
-        self._taken: tuple[engine.ChangesAnswer, float] | None = None
+        self.inbox: deque[Callable[[], None]] = deque()
+        self.feeds = [
+            PlaceFeed(self, view, at, part, each.node_id, each.locate)
+            for at, (each, part) in enumerate(zip(places, parts, strict=True))
+        ]
+        # The place that hears of requests first, and alone of the engine itself.
+        self._first_feed = self.feeds[0]
         # Where the engine is, and where it is about to go.
         self._space = engine.Space(hello.namespace, hello.traits)
         self._next: engine.Space | None = None
@@ -123,19 +128,17 @@ class Session:
         self._heard = engine.NOTHING_ORDERED
         # How often these have changed.
         self._weights = 0
-        # By rank, what the workers have said, and when; since when the place has its present life.
-        self._workers: dict[int, tuple[float, WorkerReport]] = {}
-        self.place_life, self._life_since = 0, 0.0
-        # Of the line's thread.
+        # Of the first line's thread.
         self._seq = 0
         self._tell_at = 0.0
-        self._introduced = ""
         self._welcomed = 0, ""
+        # One of the others knows no sessions yet.
+        self._has_new_place = False
         self._said = (engine.NOTHING_ORDERED, 0, engine.NOTHING_ORDERED)
         self._wanted = reach.WantedKeys()
         # Of the thread that asks.
         self._breakers = Breakers(Pauses(*SCHEDULER_PAUSES_S))
-        self._question: engine.Ask | None = None
+        self._question: list[engine.Ask] | None = None
         self._repeat_at = 0.0
         # The engine has not taken in the last answer: what it repeats is not asked for again.
         self._has_answer = False
@@ -152,88 +155,79 @@ class Session:
     # The engine's thread
 
     def attach(self, deadline_s: float) -> None:
-        """Take in all that the place has, waiting for it at most `deadline_s`, so that the first
+        """Take in all that the places have, waiting for it at most `deadline_s`, so that the first
         request finds what is there.
 
         Raises:
-            ClusterError: the place has said nothing by then, or refuses this engine.
+            ClusterError: a place has said nothing by then, or refuses this engine.
         """
         give_up_at = time.monotonic() + deadline_s
-        self._line.revive()
+        for feed in self.feeds:
+            feed.line.revive()
         while not self._view.is_whole and time.monotonic() < give_up_at:
-            if self._line.refusal:
-                raise ClusterError(self._line.refusal)
+            for feed in self.feeds:
+                if feed.line.refusal:
+                    raise ClusterError(feed.line.refusal)
             time.sleep(deadlines.BRIEF_S)
             self.drain()
-        if not self._view.life_of(THE_PLACE):
-            raise ClusterError("cannot attach: the NodeActor does not answer")
+        for feed in self.feeds:
+            if not self._view.life_of(feed.at):
+                raise ClusterError("cannot attach: the NodeActor does not answer")
 
     def start(self) -> None:
         """Begin with the rest; `nudge` tries again if there is no thread for it now."""
         self._is_started = True
+        for feed in self.feeds:
+            feed.is_started = True
         self.nudge()
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
-        was_full = self._is_full
-        self._fetches.give_up_overdue(time.monotonic())
-        while self._inbox:
-            self._inbox.popleft()()
-        standing, now = self._standing, time.monotonic()
-        if standing is not self._taken and standing is not None and not self._inbox:
-            self._view.take(THE_PLACE, *standing)
-            self._view.hear(THE_PLACE, standing[1])
-            self._taken = standing
-        self._follow_workers(now)
-        if was_full:
-            self._line.wake()
+        full = [feed for feed in self.feeds if feed.is_full]
+        now = time.monotonic()
+        for feed in self.feeds:
+            feed.fetches.give_up_overdue(now)
+        while self.inbox:
+            self.inbox.popleft()()
+        for feed in self.feeds:
+            feed.take_standing(time.monotonic())
+        for feed in full:
+            feed.line.wake()
         self._go_on()
 
     @property
-    def _is_full(self) -> bool:
-        """Whether the engine has to take something in before more is read."""
-        return self._num_put - self._num_taken >= MAX_UNREAD
+    def place_lives(self) -> list[int]:
+        """Of the NodeActors of the places, as far as they are known."""
+        return [feed.life for feed in self.feeds]
 
-    def _end_fetch(self, orders: list[remote.FetchOrder], result: copies.CopyResult | None) -> None:
+    @property
+    def _is_left_alone(self) -> bool:
+        """Whether there is a place that nothing is heard of."""
+        return any(feed.line.is_left_alone for feed in self.feeds)
+
+    def _wake_lines(self) -> None:
+        for feed in self.feeds:
+            feed.line.wake()
+
+    def _end_fetch(
+        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
+    ) -> None:
         """On any thread."""
-        self._inbox.append(partial(self._finish, orders, result))
+        self.inbox.append(partial(self._finish, orders, results))
 
-    def _finish(self, orders: list[remote.FetchOrder], result: copies.CopyResult | None) -> None:
-        self._view.finish_fetch(orders, [result], time.monotonic())
+    def _finish(
+        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
+    ) -> None:
+        self._view.finish_fetch(orders, results, time.monotonic())
 
-    def _move(self, node_id: NodeId) -> None:
-        self._workers.clear()
-        self._view.move(THE_PLACE, node_id, time.monotonic())
-
-    def _take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
+    def _take_answers(self, questions: list[engine.Ask], answers: list[engine.AskAnswer]) -> None:
         self._has_answer = False
-        self._view.take_answer(question, answer)
+        self._view.take_answers(questions, answers)
         if self._view.remote.has_repeats:
             self._wake.set()
 
     def _take_stamp(self, reset: int, orders: Stamp) -> None:
         self._view.cleared(reset, orders, time.monotonic())
-
-    def _take_changes(self, answer: engine.ChangesAnswer, at: float) -> None:
-        try:
-            self._view.take(THE_PLACE, answer, at)
-        except Exception:
-            # What it said is lost: all is read anew.
-            self._view.move(THE_PLACE, self._view.node_ids[THE_PLACE], at)
-            raise
-        finally:
-            self._num_taken += _weight(answer)
-
-    def _follow_workers(self, now: float) -> None:
-        """The view hears to which life the workers are connected. What they said before the place
-        had its present life does not count: those that say nothing are believed to be there.
-        """
-        life = self._view.life_of(THE_PLACE)
-        if life != self.place_life:
-            self.place_life, self._life_since = life, now
-        since = [each for at, each in self._workers.values() if at >= self._life_since]
-        is_there = all(each.life == life for each in since)
-        self._view.set_line(THE_PLACE, life if is_there else None, now)
 
     def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -242,7 +236,7 @@ class Session:
         while True:
             self.drain()
             is_there = self._next is None and self._view.is_whole
-            is_hopeless = not self._is_started or self._line.is_left_alone
+            is_hopeless = not self._is_started or self._is_left_alone
             if is_there or is_hopeless or time.monotonic() > give_up_at:
                 return
             time.sleep(deadlines.BRIEF_S)
@@ -255,7 +249,7 @@ class Session:
     def change_weights(self) -> None:
         """What was called somehow until now are other weights."""
         self._weights += 1
-        self._line.wake()
+        self._wake_lines()
 
     def _go_on(self) -> None:
         """A clearing is the last namespace's: first that has to be ordered."""
@@ -266,7 +260,7 @@ class Session:
             space = self._space
         self._space = space
         self._view.enter(Namespace(space.namespace), time.monotonic())
-        self._line.wake()
+        self._wake_lines()
 
     def note_wanted(self, keys: Sequence[bytes]) -> None:
         """A new request's prompt consists of these chunks; the caller must not change `keys` any
@@ -277,109 +271,123 @@ class Session:
     def take_lines(self, reports: dict[int, WorkerReport]) -> None:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
-        self._workers |= {rank: (now, report) for rank, report in reports.items()}
+        for feed in self.feeds:
+            feed.take_lines(reports, now)
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""
         view = self._view
         if self._has_news:
-            self._line.wake()
+            self._first_feed.line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
         if self._is_started and not self._has_threads:
             # Those that have begun end with the session only.
-            begun = [self._line.revive(), self._asking.revive()]
+            begun = [self._asking.revive(), *(feed.line.revive() for feed in self.feeds)]
             self._has_threads = all(begun)
         if orders := view.remote.take_orders():
             self._order(orders)
 
     @property
     def _has_news(self) -> bool:
-        """Whether the place is to be told something of requests."""
+        """Whether the places are to be told something of requests."""
         view = self._view
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[remote.FetchOrder]) -> None:
-        """Have chunks fetched; fails at once while the NodeActor is left alone."""
-        view = self._view
-        if self._line.is_left_alone:
-            self._num_refused += 1
-            refused = worker.not_done(0, len(orders), Refusal.BREAKER_OPEN)
-            self._end_fetch(orders, refused)
-            return
-        self._fetches.submit(orders, view.life, view.namespace, time.monotonic())
-        self._line.wake()
+        """Have chunks fetched by each place for its part; fails at once where the NodeActor is
+        left alone.
+        """
+        view, now = self._view, time.monotonic()
+        for part in fetches.split(orders):
+            ending = _FetchAtPlaces(len(self.feeds), partial(self._end_fetch, part))
+            for feed in self.feeds:
+                end = partial(ending.ended, feed.at)
+                if feed.line.is_left_alone:
+                    self._num_refused += 1
+                    end(worker.not_done(0, len(part), Refusal.BREAKER_OPEN))
+                    continue
+                query = view.query(feed.at)
+                feed.fetches.submit(part, query.life, query.namespace, now, end)
+                feed.line.wake()
 
     def stop(self, timeout_s: float) -> None:
-        """End the threads, and the line."""
+        """End the threads, and the lines."""
         self._stopped.set()
         self._wake.set()
-        self._line.stop(timeout_s)
+        give_up_at = time.monotonic() + timeout_s
+        for feed in self.feeds:
+            feed.line.stop(max(0.0, give_up_at - time.monotonic()))
         self._asking.join(timeout_s)
 
-    # The line's thread
+    # The lines' threads
 
     def hello(self) -> engine.EngineHello:
-        """See `LineOwner.hello`."""
+        """See `FeedOwner.hello`."""
         space = self._space
-        self._introduced = space.namespace
         return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
 
-    def query(self) -> engine.ChangesQuery:
-        """See `LineOwner.query`: from where the view is, or the last answer before it."""
-        is_full = self._is_full
-        query = self._view.query(THE_PLACE)
-        if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
-            query = msgspec.structs.replace(query, position=self._read_to)
-        most = query.most if self._is_started else columns.MAX_KEYS
-        return msgspec.structs.replace(query, most=0 if is_full else most)
-
-    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
-        """See `LineOwner.answered`."""
-        now = time.monotonic()
+    def heard(
+        self, feed: PlaceFeed, query: engine.ChangesQuery, answer: engine.ChangesAnswer
+    ) -> None:
+        """See `FeedOwner.heard`."""
+        if feed is not self._first_feed:
+            return
         naming = answer.facts.naming
         is_mine = naming is not None and naming.weights == self._weights
         if naming is not None and is_mine and naming.stamp > self._heard:
             self._naming, self._heard = naming, naming.stamp
         part = answer.part
-        if part.end == query.position:
-            self._standing = answer, now
-            return
-        # Comes first, so that nothing older is applied after something newer.
-        self._standing = None
-        if part.end.reader == query.position.reader:
-            self._read_to = part.end
         is_relisted = part.begins and part.end.life == query.position.life
         if self.described is not None and (is_relisted or Reason.CLEARED in part.rows.reasons):
             # What is stored again is described again; who begins anew hears of no reasons.
             self.described.clear()
-        self._num_put += _weight(answer)
-        if self._is_full:
-            # Nothing is read on until it has been taken in.
-            answer = msgspec.structs.replace(answer, has_more=True)
-        self._inbox.append(partial(self._take_changes, answer, now))
 
-    def welcomed(self, life: int) -> None:
-        """See `LineOwner.welcomed`."""
+    def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
+        """See `FeedOwner.welcomed`."""
+        if feed is not self._first_feed:
+            self._has_new_place = True
+            return
         self._wanted.tell_all_again()
         self._tell_at = 0.0
-        last, self._welcomed = self._welcomed, (life, self._introduced)
+        last, self._welcomed = self._welcomed, (life, namespace)
         if last != self._welcomed:
             # Sessions are of a namespace.
             self.hints.sessions.tell_again()
         if last[0] != life and self.described is not None:
             self.described.tell_again()
 
-    def moved(self, node_id: NodeId) -> None:
-        """See `LineOwner.moved`."""
-        self._standing = None
-        # Of another cluster, perhaps, whose numbers say nothing here.
-        self._orders = engine.NOTHING_ORDERED
-        self._inbox.append(partial(self._move, node_id))
+    def moved(self, feed: PlaceFeed) -> None:
+        """See `FeedOwner.moved`."""
+        if feed is self._first_feed:
+            # Of another cluster, perhaps, whose numbers say nothing here.
+            self._orders = engine.NOTHING_ORDERED
 
-    def next_tell(self) -> engine.Tell | None:
-        """See `LineOwner.next_tell`."""
+    def next_tell(self, feed: PlaceFeed) -> engine.Tell | None:
+        """See `FeedOwner.next_tell`. The first place is told all; what of it is about chunks, the
+        others are told, too.
+        """
+        if feed is not self._first_feed:
+            return feed.told.popleft() if feed.told else None
+        tell = self._first_tell()
+        if tell is None:
+            return None
+        for other in self.feeds[1:]:
+            other.told.append(_for_part(tell, other.part))
+            other.line.wake()
+        if not feed.part.name:
+            return tell
+        namespace = part_of(tell.namespace, feed.part.name)
+        described = [msgspec.structs.replace(each, namespace=namespace) for each in tell.described]
+        return msgspec.structs.replace(
+            tell, life=feed.part.life, namespace=namespace, described=described
+        )
+
+    def _first_tell(self) -> engine.Tell | None:
         view, now = self._view, time.monotonic()
+        if self._has_new_place:
+            self._has_new_place = False
+            self.hints.sessions.tell_again()
         knows = (self._heard, self._weights, max(self._orders, view.orders))
         has_described = self.described is not None and self.described.has_news
         if not (self._has_news or has_described or knows != self._said or now >= self._tell_at):
@@ -416,9 +424,10 @@ class Session:
     def _breaker_report(self, now: float) -> measures.BreakerReport:
         """All breakers of the engine's processes."""
         refused = measures.BreakerReport(refused=self._num_refused)
-        reports = [self._breakers.report(now), self._line.breakers.report(now), refused]
-        workers = list(self._workers.values())
-        return joined([*reports, *(aged(each.breakers, now - at) for at, each in workers)])
+        reports = [self._breakers.report(now), refused]
+        for feed in self.feeds:
+            reports += feed.breaker_reports(now)
+        return joined(reports)
 
     # The thread that asks
 
@@ -454,7 +463,7 @@ class Session:
         is_closed = self._breakers.is_closed(names.SCHEDULER)
         question = self._next_question()
         # An engine that no node knows says so: status and doctor name it.
-        says_that_it_is = not is_closed or self._line.is_left_alone
+        says_that_it_is = not is_closed or self._is_left_alone
         if question is None and not self._wants_clear and not says_that_it_is:
             return
         call = self._breakers.begin(names.SCHEDULER, time.monotonic())
@@ -462,7 +471,7 @@ class Session:
             return
         try:
             if question is not None or says_that_it_is:
-                self._ask(question or self._view.question([], []))
+                self._ask(question or self._view.questions([], []))
             if self._wants_clear:
                 self._order_clear(self._view.wanted_clear)
         except Exception as error:
@@ -475,10 +484,10 @@ class Session:
         if self._breakers.worked(names.SCHEDULER):
             logger.warning("the scheduler actor answers again")
 
-    def _next_question(self) -> engine.Ask | None:
-        """The question that has no answer yet, or the next one."""
+    def _next_question(self) -> list[engine.Ask] | None:
+        """The question that has no answer yet, or the next one; one for each place."""
         view = self._view
-        if self._question is not None and self._question.namespace == view.namespace:
+        if self._question is not None and self._question[0].namespace == view.query(0).namespace:
             return self._question
         now = time.monotonic()
         may_repeat = now >= self._repeat_at and not self._has_answer
@@ -487,19 +496,20 @@ class Session:
         keys = view.remote.take_questions(engine.MOST_ASKED, may_repeat)
         coming = view.remote.take_announced(engine.MOST_ASKED)
         has_some = bool(keys or coming)
-        self._question = view.question(keys, coming) if has_some else None
+        self._question = view.questions(keys, coming) if has_some else None
         return self._question
 
-    def _ask(self, question: engine.Ask) -> None:
+    def _ask(self, questions: list[engine.Ask]) -> None:
         began = time.monotonic()
-        answer = receive(
-            self._call("ask", encode(question)), engine.AskAnswer, SENDER, "the engine"
-        )
+        answers = [
+            receive(self._call("ask", encode(each)), engine.AskAnswer, SENDER, "the engine")
+            for each in questions
+        ]
         self._question = None
-        if question.keys:
+        if questions[0].keys:
             self._lookups.observe(time.monotonic() - began)
             self._has_answer = True
-            self._inbox.append(partial(self._take_answer, question, answer))
+            self.inbox.append(partial(self._take_answers, questions, answers))
         if self._view.remote.has_questions:
             self._wake.set()
 
@@ -518,9 +528,24 @@ class Session:
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset
-            self._inbox.append(partial(self._take_stamp, reset, state.orders))
-            self._line.wake()
+            self.inbox.append(partial(self._take_stamp, reset, state.orders))
+            self._first_feed.line.wake()
         elif state.error or not state.is_known:
             # It is ordered anew.
             self._clear = (0, "")
             raise ClusterError(state.error or "the clearing was forgotten")
+
+
+def _for_part(tell: engine.Tell, part: PlacePart) -> engine.Tell:
+    """What another place than the first is told: of chunks, not of the engine."""
+    return engine.Tell(
+        part.life,
+        tell.seq,
+        part_of(tell.namespace, part.name),
+        tell.found,
+        tell.hints,
+        tell.sessions,
+        heard=tell.heard,
+        weights=tell.weights,
+        orders=tell.orders,
+    )

@@ -35,7 +35,7 @@ from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, R
 from raykv.engine import accounts, remote, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
-from raykv.engine.listed import ListedPlace, PlaceChange
+from raykv.engine.listed import ListedPlace, PlaceChange, PlacePart
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
 
@@ -80,13 +80,14 @@ _WENT: Mapping[listing.Reason | None, MissReason] = {
 
 @dataclass(slots=True)
 class _Place:
-    """A node of the engine.
+    """A node of the engine. `part`: what of the engine is there.
 
     `line`: the life that all workers there are connected to; None: not all are, or it is not known.
     `has_more`: not all that it had was read.
     """
 
     node_id: NodeId
+    part: PlacePart
     listed: ListedPlace
     line: int | None = None
     facts: engine.PlaceFacts = field(default_factory=engine.PlaceFacts)
@@ -146,17 +147,29 @@ class EngineView:
         self.plain_requests = self.requests.plain
         self.loadable: Mapping[Key, Blocks] = {}
 
-    def begin(self, hello: engine.EngineHello, node_ids: Sequence[NodeId], now: float) -> None:
-        """Who the engine is, and the nodes that its ranks run on: at least one. Once."""
+    def begin(
+        self,
+        hello: engine.EngineHello,
+        node_ids: Sequence[NodeId],
+        now: float,
+        parts: Sequence[PlacePart] = (),
+    ) -> None:
+        """Who the engine is, the nodes that its ranks run on, at least one, and what of it is
+        there, which need not be said of one. Once.
+        """
         self.engine_id, self.life = ids.EngineId(hello.engine_id), hello.life
         self.namespace = Namespace(hello.namespace)
-        self._places = [_Place(each, self._read_anew(now)) for each in node_ids]
+        parts = parts or [PlacePart(life=hello.life)] * len(node_ids)
+        self._places = [
+            _Place(node_id, part, self._read_anew(part, now))
+            for node_id, part in zip(node_ids, parts, strict=True)
+        ]
         self._ready = self._common()
         self.look(now)
 
-    def _read_anew(self, now: float) -> ListedPlace:
+    def _read_anew(self, part: PlacePart, now: float) -> ListedPlace:
         self._readers += 1
-        return ListedPlace(self.namespace, self._readers, now)
+        return ListedPlace(ids.part_of(self.namespace, part.name), self._readers, now)
 
     def _common(self) -> Mapping[Key, Blocks]:
         """What every place has; of one place, that goes on changing by itself."""
@@ -174,8 +187,8 @@ class EngineView:
 
     def query(self, place: int) -> engine.ChangesQuery:
         """What to ask a place for next; on any thread."""
-        listed = self._places[place].listed
-        return engine.ChangesQuery(self.life, listed.namespace, listed.position)
+        at = self._places[place]
+        return engine.ChangesQuery(at.part.life, at.listed.namespace, at.listed.position)
 
     def take(self, place: int, answer: engine.ChangesAnswer, now: float) -> None:
         """A place's answer to a `query`, which came then. Only between engine steps."""
@@ -316,8 +329,7 @@ class EngineView:
         if not all(key in each.on_disk or key in each.ready for each in places):
             return False
         if key not in request.found and key not in request.unfetched:
-            disks = [each.node_id for each in self._places if key in each.listed.on_disk]
-            sources = tuple(columns.Source(node_id, columns.SourceKind.DISK) for node_id in disks)
+            sources = tuple(remote.disk_of(p.node_id, p.listed, key) for p in self._places)
             request.find(key, sources, self.node_ids)
         return True
 
@@ -408,38 +420,35 @@ class EngineView:
 
     # What others have
 
-    def question(self, keys: Sequence[bytes], coming: Sequence[Key]) -> engine.Ask:
-        """The next question to the scheduler actor."""
-        return engine.Ask(
-            self.engine_id,
-            self.life,
-            self.namespace,
-            [*self.node_ids],
-            columns.Keys.of(keys),
-            columns.Keys.of(coming),
-        )
+    def questions(self, keys: Sequence[bytes], coming: Sequence[Key]) -> list[engine.Ask]:
+        """The next questions to the scheduler actor: about the same keys, for each place."""
+        asked, announced = columns.Keys.of(keys), columns.Keys.of(coming)
+        return [
+            engine.Ask(
+                self.engine_id,
+                each.part.life,
+                each.listed.namespace,
+                [each.node_id],
+                asked,
+                announced,
+            )
+            for each in self._places
+        ]
 
-    def take_answer(self, question: engine.Ask, answer: engine.AskAnswer) -> None:
-        """The scheduler actor's answer to a question; an invalid one counts as nothing found."""
-        if question.namespace != self.namespace:
+    def take_answers(
+        self, questions: Sequence[engine.Ask], answers: Sequence[engine.AskAnswer]
+    ) -> None:
+        """The scheduler actor's answers to `questions`; an invalid one counts as nothing found."""
+        if [each.namespace for each in questions] != [p.listed.namespace for p in self._places]:
             return
-        asked = [Key(key) for key in question.keys]
-        try:
-            sources = answer.sources.by_key(len(asked))
-        except ValueError:
-            sources = {}
-        coming = {asked[at] for at in answer.coming if at < len(asked)}
-        gone = zip(answer.gone, answer.reasons, strict=True)
-        why = {asked[at]: _WENT[listing.Reason(each)] for at, each in gone if at < len(asked)}
-        others = [asked[at] for at in answer.other if at < len(asked)]
-        why |= dict.fromkeys(others, MissReason.OTHER_NAMESPACE)
+        asked = [Key(key) for key in questions[0].keys]
+        why: dict[Key, MissReason] = {}
+        for answer in answers:
+            why |= _why_gone(asked, answer)
         for reason in set(why.values()):
             self._departures.note([key for key in why if why[key] is reason], reason)
         self.accounts.explain(why)
-        for at, key in enumerate(asked):
-            known = tuple(sources.get(at, ()))
-            self.remote.take_place(key, known, self.node_ids, is_pending=key in coming)
-        self.remote.end_answer()
+        self.remote.take_answers(asked, answers, [(p.node_id, p.listed) for p in self._places])
 
     def finish_fetch(
         self, orders: Sequence[remote.FetchOrder], results: Sequence[CopyResult | None], now: float
@@ -491,7 +500,8 @@ class EngineView:
         """
         at = self._places[place]
         self._believe(at, result, now)
-        there = {row.key: row.blocks for row in result.rows if row.namespace == self.namespace}
+        namespace = at.listed.namespace
+        there = {row.key: row.blocks for row in result.rows if row.namespace == namespace}
         failed = _failed(result, len(keys))
         self.bar(request_id, [keys[number] for number, _ in failed])
         for number, refusal in failed:
@@ -629,7 +639,7 @@ class EngineView:
             self.namespace, self.is_new = namespace, True
             self._forget(MissReason.WEIGHTS_CHANGED)
             for place in self._places:
-                place.listed = self._read_anew(now)
+                place.listed = self._read_anew(place.part, now)
             self._ready = self._common()
             # Other nodes may have it, until it is known.
             self.remote.has_peers = True
@@ -641,7 +651,8 @@ class EngineView:
         if self.is_clearing:
             # The next node may know other orders: the clearing is another one, and ordered anew.
             self._resets, self._reset = self._resets + 1, None
-        self._places[place] = _Place(node_id, self._read_anew(now))
+        part = self._places[place].part
+        self._places[place] = _Place(node_id, part, self._read_anew(part, now))
         self._ready = self._common()
         self.look(now)
 
@@ -663,6 +674,14 @@ class EngineView:
             assert self._ready.keys() <= place.listed.ready.keys(), place.node_id
         common = set.intersection(*(set(each.listed.ready) for each in self._places))
         assert common == self._ready.keys(), common ^ self._ready.keys()
+
+
+def _why_gone(asked: Sequence[Key], answer: engine.AskAnswer) -> dict[Key, MissReason]:
+    """Why nobody has keys any more, or only engines of another namespace have them."""
+    gone = zip(answer.gone, answer.reasons, strict=True)
+    why = {asked[at]: _WENT[listing.Reason(each)] for at, each in gone if at < len(asked)}
+    others = [asked[at] for at in answer.other if at < len(asked)]
+    return why | dict.fromkeys(others, MissReason.OTHER_NAMESPACE)
 
 
 def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:

@@ -8,10 +8,12 @@ setting stops the start.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any
 
 import ray
@@ -29,7 +31,7 @@ from vllm.platforms import current_platform
 
 from raykv.base import errors, settings
 from raykv.base.guard import guarded, nothing
-from raykv.base.ids import Direction, MissReason
+from raykv.base.ids import Direction, MissReason, part_of
 from raykv.base.version import __version__
 from raykv.cluster.logs import set_up_logging
 from raykv.engine import cost, runtime
@@ -83,7 +85,7 @@ class RayKVConnector(OffloadingConnector):
     _windows: windows.Windows
     raykv_weights: weights.WeightChanges
     # What the workers were told last, or were to be told in a step that failed.
-    _told: LinkTarget | None = None
+    _told: Sequence[LinkTarget | None] = ()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Set up this process's side.
@@ -104,7 +106,7 @@ class RayKVConnector(OffloadingConnector):
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         names.check_vllm_version(names.vllm_version())
         arguments.refuse_arguments(vllm_config)
-        placement.refuse_several_hosts(vllm_config.parallel_config)
+        placement.refuse_launcher(vllm_config.parallel_config)
         refuse_kinds(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         extra_config = transfer_config.kv_connector_extra_config
@@ -122,6 +124,7 @@ class RayKVConnector(OffloadingConnector):
             worker = kind(plain.spec, vllm_config, kv_cache_config)
             replace_worker_side(self, worker)
             worker.watch(vllm_config)
+            self._parallel = vllm_config.parallel_config
 
     def _start_scheduler_side(
         self, spec: RayKVOffloadingSpec, vllm_config: Any, kv_cache_config: Any
@@ -159,13 +162,8 @@ class RayKVConnector(OffloadingConnector):
             hello,
             manager.hints,
             described,
-            partial(
-                placement.node_of_ranks,
-                vllm_config.parallel_config,
-                current_platform.ray_device_key,
-            ),
+            partial(self._node_of_ranks, vllm_config.parallel_config),
         )
-        manager.start(self._runtime.session)
         if vllm_config.observability_config.otlp_traces_endpoint:
             from raykv.vllm.insight.tracing import SpanExporter
 
@@ -177,7 +175,22 @@ class RayKVConnector(OffloadingConnector):
         weight_changes.watch_calls()
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
-        self._runtime.start()
+        self._spec, self._name = spec, vllm_config.kv_transfer_config.kv_connector
+        if self._runtime.homes:
+            self._begin(self._runtime)
+
+    @staticmethod
+    def _node_of_ranks(parallel_config: Any) -> str | None:
+        """See `EngineRuntime`."""
+        nodes = placement.nodes_of_ranks(parallel_config, current_platform.ray_device_key)
+        if not placement.has_one_place(parallel_config, nodes):
+            return None
+        return "".join(nodes or ())
+
+    def _begin(self, engine_runtime: runtime.EngineRuntime) -> None:
+        """It is known where the ranks are."""
+        self._manager.start(engine_runtime.session)
+        engine_runtime.start()
 
     def _chunk_traits(self) -> dict[str, str]:
         """From which a client works out how much of a prompt can be loaded: what the chunks of
@@ -245,9 +258,9 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.unregister_kv_caches`: 0.33 gives the KV cache's memory back."""
         self._worker.store_before_sleep()
 
-    def get_handshake_metadata(self) -> placement.RankPlace | None:
+    def get_handshake_metadata(self) -> placement.RankPlace:
         """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
-        return placement.place_of_rank()
+        return placement.place_of_rank(self._worker.spec, self._parallel)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase_V1.handle_preemptions`.
@@ -306,20 +319,29 @@ class RayKVConnector(OffloadingConnector):
 
     # Scheduler side
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """See `KVConnectorBase_V1.set_xfer_handshake_metadata`; part of the engine's start.
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """See `KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware`; part of the engine's
+        start.
 
         Raises:
-            SettingError: not all ranks are on the node whose pool the engine uses.
+            SettingError: a rank is where RayKV can't serve it.
         """
-        if self._runtime is None:
+        engine_runtime = self._runtime
+        if engine_runtime is None:
             return
-        places = [place for place in metadata.values() if isinstance(place, placement.RankPlace)]
+        ranks = [each for each in metadata.values() if isinstance(each, placement.RankPlace)]
+        own = engine_runtime.node_id
         try:
             with logged_refusals():
-                placement.refuse_ranks_elsewhere(places, self._runtime.node_id)
+                if engine_runtime.homes:
+                    placement.refuse_ranks_elsewhere(ranks, own)
+                else:
+                    seats = placement.seats_of(ranks, self._spec.config.parallel.world_size, own)
+                    placement.refuse_spread(seats, self._spec, self._name)
+                    engine_runtime.sit(seats)
+                    self._begin(engine_runtime)
         except errors.RayKVError:
-            self._runtime.stop()
+            engine_runtime.stop()
             raise
 
     @cached_property
@@ -418,7 +440,7 @@ class RayKVConnector(OffloadingConnector):
 
     @guarded(_bare_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self._told = self._target()
+        self._told = self._targets()
         tables = self._tables
         ended = tables.ended(scheduler_output)
         # Most steps have none of these.
@@ -448,7 +470,7 @@ class RayKVConnector(OffloadingConnector):
         self,
         base: OffloadingConnectorMetadata,
         scheduler_output: Any,
-        target: LinkTarget | None = None,
+        targets: Sequence[LinkTarget | None] = (),
         adapters: dict[str, AdapterUse] | None = None,
         beginning: dict[str, AdapterUse] | None = None,
     ) -> transfers.RayKVConnectorMetadata:
@@ -458,13 +480,13 @@ class RayKVConnector(OffloadingConnector):
             load_jobs=base.load_jobs,
             store_jobs=base.store_jobs,
             jobs_to_flush=base.jobs_to_flush,
-            target=target,
+            targets=[*targets],
             stranded=stranded,
             stranded_blocks=stranded_blocks,
             adapters=adapters or {},
             beginning=beginning or {},
             weights_seen=self.raykv_weights.seen,
-            place_life=0 if self._runtime is None else self._runtime.session.place_life,
+            place_lives=self._place_lives,
         )
         self._loading.close_step(scheduler_output)
         self._mender.end_step(scheduler_output)
@@ -501,21 +523,39 @@ class RayKVConnector(OffloadingConnector):
         if self._manager.misses.has_untold:
             self._manager.misses.tell(outputs)
 
-    def _target(self) -> LinkTarget | None:
-        """Where the workers find their NodeActor; mostly what they were told last."""
-        node = None if self._runtime is None else self._runtime.node
+    @property
+    def _place_lives(self) -> list[int]:
+        is_begun = self._runtime is not None and self._runtime.homes
+        return self._manager.session.place_lives if is_begun else []
+
+    def _targets(self) -> Sequence[LinkTarget | None]:
+        """Where the workers of each place find their NodeActor; mostly what they were told last."""
+        homes = [] if self._runtime is None else self._runtime.homes
+        targets = [
+            self._target(at, home, told)
+            for at, (home, told) in enumerate(zip_longest(homes, self._told))
+        ]
+        is_same = all(map(operator.is_, targets, self._told)) and len(targets) == len(self._told)
+        return self._told if is_same else targets
+
+    def _target(self, at: int, home: runtime.Home, told: LinkTarget | None) -> LinkTarget | None:
+        node, part = home.node, home.seat.part
         if node is None:
             return None
-        told, namespace = self._told, self._manager.view.namespace
+        namespace = part_of(self._manager.view.namespace, part.name)
         if told and (told.socket_name, told.namespace) == (node.socket_name, namespace):
             return told
+        hello = self._hello
         return LinkTarget(
             socket_name=node.socket_name,
-            engine_id=self._hello.engine_id,
-            life=self._hello.life,
+            engine_id=hello.engine_id,
+            life=part.life or hello.life,
             namespace=namespace,
-            num_ranks=self._hello.num_ranks,
-            slot_bytes=self._hello.slot_bytes,
+            num_ranks=len(part.ranks) if part.name else hello.num_ranks,
+            slot_bytes=part.slot_bytes if part.name else hello.slot_bytes,
+            place=at,
+            part=part.name,
+            ranks=part.ranks if part.name else (),
         )
 
     def _end_jobs(self, connector_output: Any) -> None:
@@ -591,7 +631,7 @@ class RayKVConnector(OffloadingConnector):
         So the NodeActor opens the KV cache, and page-locks its pool for a GPU, while the engine
         waits for its first request.
         """
-        return self._told is not self._target() or super().has_pending_push_work()
+        return self._told is not self._targets() or super().has_pending_push_work()
 
     @guarded(lambda *_: ())
     def take_events(self) -> Iterable[Any]:

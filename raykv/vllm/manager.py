@@ -326,7 +326,7 @@ class RayOffloadingManager(OffloadingManager):
                 self.misses.failed(each.request_id, MissReason.LOAD_FAILED)
             if each.namespace == view.namespace:
                 end = view.end_load if is_load else view.end_store
-                end(0, each.request_id, keys, each.result, now)
+                end(each.place, each.request_id, keys, each.result, now)
             elif is_load:
                 view.bar(each.request_id, [keys[at] for at in each.result.failed_chunks])
 

@@ -295,11 +295,6 @@ def refuse_unsupported(config: Any) -> None:
     Raises:
         SettingError: naming the setting.
     """
-    if config.parallel.pp_size > 1:
-        raise errors.SettingError(
-            f"pipeline_parallel_size={config.parallel.pp_size} is not supported by RayKV yet: "
-            "only 1 is"
-        )
     if config.canonical_layout and not config.parallel.is_parallelism_agnostic:
         raise errors.SettingError(
             "canonical_layout=true can't be had: vLLM certifies no byte order of this engine's KV "

@@ -26,8 +26,8 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.base import deadlines
 from raykv.base.guard import guarded, report
-from raykv.base.ids import Direction, Refusal, Stamp
-from raykv.engine.session import WorkerReport
+from raykv.base.ids import Direction, Refusal, Stamp, family_of, part_of
+from raykv.engine.lines import WorkerReport
 from raykv.protocol import copies, engine, worker
 from raykv.protocol.columns import Keys, Numbers
 from raykv.vllm.identity.adapters import AdapterUse
@@ -51,13 +51,16 @@ class ChunkSpec(LoadStoreSpec):
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job has ended on one rank; `result` numbers the chunks as they are in `keys`."""
+    """How a job has ended on one rank of a `place`; `result` numbers the chunks as they are in
+    `keys`. `namespace`: of all places.
+    """
 
     direction: Direction
     namespace: str
     request_id: str
     keys: Keys
     result: copies.CopyResult
+    place: int = 0
 
 
 @dataclass
@@ -80,6 +83,7 @@ class FlyingJob:
     job: copies.CopyJob
     torn: list[bytes] = field(default_factory=list)
     request_id: str = ""
+    place: int = 0
 
     @property
     def is_load(self) -> bool:
@@ -93,10 +97,11 @@ def flying_job(
     blocks: GPULoadStoreSpec,
     chunks: ChunkSpec,
     layout: worker.KVLayout,
+    target: LinkTarget | None = None,
     *,
     by_layer: bool = False,
 ) -> FlyingJob:
-    """Which of vLLM's blocks belong to which chunk.
+    """Which of vLLM's blocks belong to which chunk; `target`: where it goes, if that is known.
 
     vLLM lists the blocks group by group; within a group they follow each other in the request,
     beginning at the logical block `block_indices[g]`, which may lie inside of a chunk. Chunks that
@@ -133,7 +138,7 @@ def flying_job(
     job = copies.CopyJob(
         job_id,
         int(direction),
-        chunks.namespace,
+        chunks.namespace if target is None else part_of(chunks.namespace, target.part),
         Keys.of(keys),
         Numbers.of(counts),
         Numbers.of(firsts),
@@ -142,7 +147,7 @@ def flying_job(
         chunks.tenant,
         by_layer,
     )
-    return FlyingJob(job, lost, chunks.request_id)
+    return FlyingJob(job, lost, chunks.request_id, 0 if target is None else target.place)
 
 
 def transfer_result(flying: FlyingJob, result: copies.CopyResult) -> RayKVTransferResult:
@@ -161,7 +166,8 @@ def transfer_result(flying: FlyingJob, result: copies.CopyResult) -> RayKVTransf
         keys = Keys.of([*keys, *torn])
         result = msgspec.structs.replace(result, failed_chunks=failed, refusals=refusals)
     has_failed = bool(result.failed_chunks)
-    end = JobEnd(direction, job.namespace, flying.request_id, keys, result)
+    namespace = family_of(job.namespace)
+    end = JobEnd(direction, namespace, flying.request_id, keys, result, flying.place)
     return RayKVTransferResult(
         job_id=job.job_id,
         success=not has_failed,
@@ -231,23 +237,29 @@ class RayKVWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass
 class RayKVConnectorMetadata(OffloadingConnectorMetadata):
-    """vLLM's metadata, with where the NodeActor is.
+    """vLLM's metadata, with where the NodeActors of the engine's places are, as far as they are
+    known.
 
     `stranded` are requests that vLLM has put to wait for a load that was never made up; the
     workers report them as failed. `stranded_blocks`: the same where vLLM does not wait.
     `adapters` are those of the requests with jobs; `beginning`: of those computed first in this
     step. `weights_seen`: how often the weights of each worker had changed when the engine named
-    them, by the worker's name. `place_life`: of the NodeActor, as the engine knows it; what workers
-    have said of their lines before that was another one.
+    them, by the worker's name. `place_lives`: of the NodeActors, as the engine knows them; what
+    workers have said of their lines before that were others.
     """
 
-    target: LinkTarget | None = None
+    targets: list[LinkTarget | None] = field(default_factory=list)
     stranded: list[str] = field(default_factory=list)
     stranded_blocks: list[int] = field(default_factory=list)
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     beginning: dict[str, AdapterUse] = field(default_factory=dict)
     weights_seen: dict[str, int] = field(default_factory=dict)
-    place_life: int = 0
+    place_lives: list[int] = field(default_factory=list)
+
+    def target_of(self, rank: int) -> LinkTarget | None:
+        """Where a rank is; None: that is not known."""
+        mine = (each for each in self.targets if each and (not each.ranks or rank in each.ranks))
+        return next(mine, None)
 
 
 class RayOffloadingWorker(OffloadingWorker):
@@ -274,8 +286,18 @@ class RayOffloadingWorker(OffloadingWorker):
         self._is_given_up = False
         # Of the link, not looked at yet.
         self._drained: deque[copies.CopyResult] = deque()
-        # Of all chunks of captures; empty until the NodeActor is known.
-        self.namespace = ""
+        # Of the NodeActor, once it is known.
+        self._target: LinkTarget | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Of all chunks of captures; empty until the NodeActor is known."""
+        return "" if self._target is None else self._target.namespace
+
+    @property
+    def place(self) -> int:
+        """The number of the engine's place where this is."""
+        return 0 if self._target is None else self._target.place
 
     def line_report(self) -> WorkerReport:
         """Which NodeActor is reached, and whether it is left alone."""
@@ -284,7 +306,7 @@ class RayOffloadingWorker(OffloadingWorker):
     def set_target(self, target: LinkTarget | None) -> None:
         """Where the NodeActor is; None leaves it as it was."""
         if target is not None:
-            self.namespace = target.namespace
+            self._target = target
             self._link = self._link.following()
             self._link.set_target(target)
 
@@ -312,14 +334,15 @@ class RayOffloadingWorker(OffloadingWorker):
         flying = {each.job.job_id: each for each in made if each is not None}
         try:
             if flying:
+                # Known before it is handed over: what the link has must not count as refused.
+                self._flying.update(flying)
                 self._link.submit(*[JobRequest(each.job) for each in flying.values()])
         except Exception:
+            self._flying = {i: each for i, each in self._flying.items() if i not in flying}
             report("RayOffloadingWorker.submit")
             for job_id, blocks, chunks in jobs:
                 if job_id in flying:
                     self.refuse(job_id, direction, blocks, chunks)
-        else:
-            self._flying.update(flying)
         return True
 
     def _make_up(
@@ -332,7 +355,9 @@ class RayOffloadingWorker(OffloadingWorker):
         try:
             assert not self._is_given_up, "the line to the NodeActor has failed"
             by_layer = self._by_layer and direction is Direction.LOAD
-            flying = flying_job(job_id, direction, blocks, chunks, self.layout, by_layer=by_layer)
+            flying = flying_job(
+                *(job_id, direction, blocks, chunks, self.layout, self._target), by_layer=by_layer
+            )
             if flying.torn and not flying.job.keys:
                 self._ended.append(transfer_result(flying, copies.CopyResult(job_id, 0, 0)))
                 return None

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import TransferResult
 
 from raykv.base.guard import guarded
 from raykv.base.ids import Direction
-from raykv.engine.session import WorkerReport
+from raykv.engine.lines import WorkerReport
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm import kv_form, transfers
 from raykv.vllm.identity import adapters, weight_watch
@@ -93,9 +93,11 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         """
         self._look_at_weights(metadata.weights_seen)
         if self.raykv is not None:
-            self.raykv.set_target(metadata.target)
-        if metadata.place_life != self._place_life:
-            self._place_life = metadata.place_life
+            self.raykv.set_target(metadata.target_of(self.spec.config.parallel.rank))
+        place = 0 if self.raykv is None else self.raykv.place
+        place_life = metadata.place_lives[place] if metadata.place_lives else 0
+        if place_life != self._place_life:
+            self._place_life = place_life
             self._failed_before = self._line_report().breakers.failed
         self._adapters.end(self._ended)
         self._ended.clear()

@@ -29,8 +29,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from raykv.base import deadlines
 from raykv.base.errors import AttachError
@@ -74,6 +76,9 @@ class LinkSettings:
 class LinkTarget:
     """Where the NodeActor is, and how the engine introduces itself there; `life` is that of its
     EngineCore.
+
+    Where an engine has several places, `place` is this one's number, `part` the name of what is
+    there, and `ranks` are its ranks, the first part of a chunk first; empty: all.
     """
 
     socket_name: str
@@ -81,7 +86,14 @@ class LinkTarget:
     life: int
     namespace: str
     num_ranks: int
-    slot_bytes: dict[int, int]
+    slot_bytes: Mapping[int, int]
+    place: int = 0
+    part: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def number_of(self, rank: int) -> int:
+        """Which part of a chunk there is a rank's; of one place `rank` is that."""
+        return self.ranks.index(rank) if self.ranks else rank
 
 
 class WorkerLink:
@@ -334,10 +346,11 @@ class WorkerLink:
                 target.engine_id,
                 target.life,
                 target.namespace,
-                self._rank,
+                target.number_of(self._rank),
                 target.num_ranks,
-                target.slot_bytes,
-                self._layout,
+                dict(target.slot_bytes),
+                # How KV lies in the chunks of a part is not known to those who look into them.
+                replace(self._layout, form=worker.KVForm()) if target.part else self._layout,
             )
             wire.send_with_fds(sock, hello, [self._words.region.fd, *self._kv_fds])
             reader = wire.FrameReader()

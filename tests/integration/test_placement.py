@@ -12,7 +12,6 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raykv.base.errors import SettingError
 from raykv.client.cluster import Cluster
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
 
@@ -51,14 +50,25 @@ def parallel_config(world_size: int, group: Any = None) -> Any:
         world_size=world_size,
         placement_group=group,
         tensor_parallel_size=world_size,
+        pipeline_parallel_size=1,
+        nnodes_within_dp=1,
         ray_runtime_env=None,
     )
 
 
-def places(group: Any, bundles: list[int]) -> list[Any]:
-    """What ranks in these bundles say at the engine's start."""
+def said_by_a_rank(rank: int) -> Any:
+    """What a rank of two says at the engine's start, in the process that calls this."""
     from raykv.vllm.identity.placement import place_of_rank
 
+    sizes = SimpleNamespace(rank=rank, world_size=2, pp_size=1)
+    group = SimpleNamespace(group_id=0, layer_names=["layer"])
+    config = SimpleNamespace(parallel=sizes, groups=[group], worker_kv_bytes_per_block=4096)
+    spec = SimpleNamespace(config=config, group_ids=[0], blocks_per_chunk=1)
+    return place_of_rank(spec, parallel_config(2))
+
+
+def places(group: Any, bundles: list[int]) -> list[Any]:
+    """What ranks in these bundles say at the engine's start."""
     asked = [
         ray.remote(Rank)
         .options(
@@ -67,21 +77,21 @@ def places(group: Any, bundles: list[int]) -> list[Any]:
                 group, placement_group_bundle_index=bundle
             ),
         )
-        .remote(place_of_rank)
+        .remote(said_by_a_rank)
         for bundle in bundles
     ]
-    return ray.get([rank.place.remote() for rank in asked], timeout=60)
+    return ray.get([rank.place.remote(number) for number, rank in enumerate(asked)], timeout=60)
 
 
 class Rank:
     """An actor where vLLM's Ray executors have theirs."""
 
-    def __init__(self, place_of_rank: Any) -> None:
-        self._place_of_rank = place_of_rank
+    def __init__(self, said_by_a_rank: Any) -> None:
+        self._said_by_a_rank = said_by_a_rank
 
-    def place(self) -> Any:
-        """See `place_of_rank`."""
-        return self._place_of_rank()
+    def place(self, rank: int) -> Any:
+        """See `said_by_a_rank`."""
+        return self._said_by_a_rank(rank)
 
 
 def test_ranks_that_vllm_places_on_one_node_share_its_pool(
@@ -89,39 +99,47 @@ def test_ranks_that_vllm_places_on_one_node_share_its_pool(
 ) -> None:
     from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node, initialize_ray_cluster
 
-    from raykv.vllm.identity.placement import node_of_ranks, place_of_rank, refuse_ranks_elsewhere
+    from raykv.vllm.identity.placement import (
+        has_one_place,
+        nodes_of_ranks,
+        refuse_ranks_elsewhere,
+    )
 
     config = parallel_config(per_node)
     initialize_ray_cluster(config, require_gpu_on_driver=False)
     try:
-        node_id = node_of_ranks(config, DEVICE)
+        nodes = nodes_of_ranks(config, DEVICE)
+        assert has_one_place(config, nodes)
+        (node_id,) = nodes or set()
         taken = get_bundles_sorted_by_node(config.placement_group)
         assert [node for _, node, _ in taken] == [node_id] * per_node
         told = places(config.placement_group, [0])
         assert [place.node_id for place in told] == [node_id]
         refuse_ranks_elsewhere(told, node_id)
         # This process is no rank: vLLM's own ones are on EngineCore's host.
-        assert place_of_rank() is None
+        assert said_by_a_rank(0).node_id == ""
     finally:
         remove_placement_group(config.placement_group)
 
 
-def test_ranks_that_vllm_places_on_two_nodes_are_refused_before_anything_starts(
+def test_ranks_that_vllm_places_on_two_nodes_make_two_places(
     per_node: int, vllm_device: None
 ) -> None:
     from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node, initialize_ray_cluster
 
-    from raykv.vllm.identity.placement import node_of_ranks, refuse_ranks_elsewhere
+    from raykv.vllm.identity.placement import has_one_place, nodes_of_ranks, seats_of
 
     config = parallel_config(per_node + 1)
     initialize_ray_cluster(config, require_gpu_on_driver=False)
     try:
-        with pytest.raises(SettingError, match="span 2 Ray nodes"):
-            node_of_ranks(config, DEVICE)
+        nodes = nodes_of_ranks(config, DEVICE)
+        assert not has_one_place(config, nodes)
         taken = get_bundles_sorted_by_node(config.placement_group)
+        assert nodes == {node for _, node, _ in taken}
         told = places(config.placement_group, [taken[0][0], taken[-1][0]])
-        with pytest.raises(SettingError, match="span 2 Ray nodes"):
-            refuse_ranks_elsewhere(told, told[0].node_id)
+        seats = seats_of(told, 2, "")
+        assert [seat.node_id for seat in seats] == [taken[0][1], taken[-1][1]]
+        assert [seat.part.ranks for seat in seats] == [(0,), (1,)]
     finally:
         remove_placement_group(config.placement_group)
 
@@ -130,7 +148,7 @@ def test_group_with_bundles_to_spare_is_left_to_vllm_or_to_the_user(
     per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an application of Ray Serve has them, for several engines."""
-    from raykv.vllm.identity.placement import node_of_ranks
+    from raykv.vllm.identity.placement import nodes_of_ranks
 
     bundles = [{"memory": 1.0}, *[{DEVICE: 1.0}] * (per_node + 1)]
     group = placement_group(bundles, "PACK")
@@ -141,17 +159,18 @@ def test_group_with_bundles_to_spare_is_left_to_vllm_or_to_the_user(
         fullest = Counter(where[n] for n in where if n).most_common(1)[0][0]
         together = [n for n in where if n and where[n] == fullest][:2]
         alone = next(n for n in where if n and where[n] != fullest)
-        assert node_of_ranks(parallel_config(2, group), DEVICE) == ""
+        assert nodes_of_ranks(parallel_config(2, group), DEVICE) is None
         monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", ",".join(map(str, together)))
-        assert node_of_ranks(parallel_config(2, group), DEVICE) == where[together[0]]
+        assert nodes_of_ranks(parallel_config(2, group), DEVICE) == {where[together[0]]}
         monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", f"{alone},{together[0]}")
-        with pytest.raises(SettingError, match="span 2 Ray nodes"):
-            node_of_ranks(parallel_config(2, group), DEVICE)
+        both = {where[alone], where[together[0]]}
+        assert nodes_of_ranks(parallel_config(2, group), DEVICE) == both
     finally:
         remove_placement_group(group)
 
 
 def test_engine_without_a_placement_group_uses_the_node_of_its_raylet(cluster: Cluster) -> None:
-    from raykv.vllm.identity.placement import node_of_ranks
+    from raykv.vllm.identity.placement import has_one_place, nodes_of_ranks
 
-    assert node_of_ranks(parallel_config(2), DEVICE) == ""
+    assert nodes_of_ranks(parallel_config(2), DEVICE) == set()
+    assert has_one_place(parallel_config(2), set())

@@ -590,11 +590,15 @@ class PoolIndex:
         """Drop what the floors of some namespaces have come to cover; returns how many chunks.
         Readers finish undisturbed.
         """
-        names = set(risen)
-        if ids.EVERY_NAMESPACE in names:
-            names = set(self._ready)
-        ready = [each for name in names for each in self._ready.get(name, {}).values()]
-        gone = [each for each in ready if self._is_void(each)]
+        families = set(risen)
+        is_every = ids.EVERY_NAMESPACE in families
+        gone = [
+            each
+            for namespace, chunks in self._ready.items()
+            if is_every or ids.family_of(namespace) in families
+            for each in chunks.values()
+            if self._is_void(each)
+        ]
         for record in gone:
             self._drop(record, Reason.CLEARED)
         for record in [each for each in self._writing.values() if self._is_void(each)]:

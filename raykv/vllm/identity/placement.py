@@ -1,24 +1,37 @@
-"""On which Ray node an engine's ranks run: they share the pool of one NodeActor.
+"""On which Ray nodes an engine's ranks run, and which part of its chunks each node has.
 
-Where vLLM starts the ranks itself they run on EngineCore's host. A Ray executor puts them where
-the bundles of its placement group are, which may be another node, or several:
+Where vLLM starts the ranks itself they run on EngineCore's host, or on the hosts that the user has
+started it on. A Ray executor puts them where the bundles of its placement group are.
 
-    bundles of the ranks ──► node whose pool is used ──► compared with where each rank says it is
-      (EngineCore, before anything is started)             (the handshake at the engine's start)
+    one node, one pipeline stage ──► it is known before anything is started: one place
+    else ──► each rank says where it is (the handshake at the engine's start) ──► places
+
+A place has the ranks of one pipeline stage on one node, whose pages are alike: two stages on a node
+are two places.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from raykv.base import geometry
 from raykv.base.errors import SettingError
+from raykv.cluster.join import raylets
+from raykv.engine.listed import PlacePart
+from raykv.engine.place import EngineSeat
+from raykv.engine.runtime import new_life
+from raykv.memory.limits import worker_limits
+from raykv.memory.room import tightest
 
 BUNDLES_CHOSEN = "VLLM_RAY_BUNDLE_INDICES"
 """Where the user tells vLLM which bundles to take, by number: "2,3"."""
@@ -26,26 +39,62 @@ BUNDLES_CHOSEN = "VLLM_RAY_BUNDLE_INDICES"
 
 @dataclass
 class RankPlace(KVConnectorHandshakeMetadata):
-    """What a rank that is a Ray actor reports to EngineCore: the node that it runs on."""
+    """What a rank reports to EngineCore: the node that it runs on, and what it has of a chunk.
+
+    `node_id` is empty on EngineCore's host, and `why` says why where no node can be named.
+    `part_bytes`: of its part of a chunk of any KV group. `layers`: digest of the names of its
+    layers, by KV group. `free_bytes` are left to a pool there.
+    """
 
     node_id: str
+    why: str = ""
+    rank: int = 0
+    stage: int = 0
+    part_bytes: int = 0
+    layers: str = ""
+    groups: list[int] = field(default_factory=list)
+    lacks: list[int] = field(default_factory=list)
+    free_bytes: int = 0
 
 
-def place_of_rank() -> RankPlace | None:
-    """Where this process is; None if vLLM started it on EngineCore's host."""
-    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
-        return None
-    return RankPlace(str(ray.get_runtime_context().get_node_id()))
+def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace:
+    """Where this process is, of whose chunks `spec` knows the sizes."""
+    config = spec.config
+    names = {str(each.group_id): list(each.layer_names) for each in config.groups}
+    place = RankPlace(
+        "",
+        rank=config.parallel.rank,
+        stage=config.parallel.rank * config.parallel.pp_size // config.parallel.world_size,
+        part_bytes=config.worker_kv_bytes_per_block * spec.blocks_per_chunk,
+        layers=hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()[:8],
+        groups=spec.group_ids,
+        lacks=[each.group_id for each in config.groups if not each.layer_names],
+        free_bytes=tightest(worker_limits()).free_bytes,
+    )
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+        place.node_id = str(ray.get_runtime_context().get_node_id())
+    elif parallel_config.nnodes_within_dp > 1:
+        place.node_id, place.why = _node_of_host(spec.settings.ray_address)
+    return place
 
 
-def refuse_several_hosts(parallel_config: Any) -> None:
-    """A chunk would exist only where every node of the engine has its part.
+def _node_of_host(address: str) -> tuple[str, str]:
+    """The Ray node of this host, or why none can be named."""
+    host = socket.gethostname()
+    found = [each for each in raylets() if each.is_own and address in ("", "auto", each.address)]
+    if len(found) == 1:
+        return found[0].node_id, ""
+    if not found:
+        return "", f"no Ray node of this user runs on host {host}: start Ray there first"
+    return "", f"{len(found)} Ray nodes run on host {host}: set ray_address to the cluster's"
+
+
+def refuse_launcher(parallel_config: Any) -> None:
+    """Each rank would be an engine that has no whole chunk.
 
     Raises:
-        SettingError: the configuration spreads the ranks of the engine over several nodes.
+        SettingError: the ranks are started by somebody else, and there are several.
     """
-    if parallel_config.nnodes_within_dp > 1:
-        raise SettingError(_several(f"{parallel_config.nnodes_within_dp} nodes"))
     backend, world_size = parallel_config.distributed_executor_backend, parallel_config.world_size
     if backend == "external_launcher" and world_size > 1:
         raise SettingError(
@@ -54,41 +103,45 @@ def refuse_several_hosts(parallel_config: Any) -> None:
         )
 
 
-def node_of_ranks(parallel_config: Any, device: str) -> str:
-    """The Ray node of the bundles that the ranks are in; empty if that is left to the handshake.
+def nodes_of_ranks(parallel_config: Any, device: str) -> set[str] | None:
+    """The Ray nodes of the bundles that the ranks are in; none where vLLM starts them itself, and
+    None if that is vLLM's choice.
 
     Args:
         parallel_config: vLLM's, once its executor has started the ranks.
         device: what Ray calls the devices of the ranks, like "GPU"; empty if it has no name.
-
-    Raises:
-        SettingError: they are on several nodes.
     """
     group = parallel_config.placement_group
     if group is None:
-        return ""
+        return set()
     chosen = [int(number) for number in os.environ.get(BUNDLES_CHOSEN, "").split(",") if number]
     specs = enumerate(group.bundle_specs)
     bundles = chosen or [n for n, bundle in specs if not device or bundle.get(device)]
     node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     nodes = {node_ids[number] for number in bundles}
-    if len(nodes) == 1:
-        return nodes.pop()
     # With more bundles than ranks it is vLLM's choice which of them are taken.
-    if len(bundles) == parallel_config.world_size:
-        refuse_several_nodes(nodes)
-    return ""
+    is_certain = len(nodes) == 1 or len(bundles) == parallel_config.world_size
+    return nodes if is_certain else None
+
+
+def has_one_place(parallel_config: Any, nodes: Collection[str] | None) -> bool:
+    """Whether it is known before the ranks have said so that all are at one place."""
+    is_one_stage = parallel_config.pipeline_parallel_size == 1
+    return (
+        is_one_stage
+        and parallel_config.nnodes_within_dp == 1
+        and nodes is not None
+        and len(nodes) <= 1
+    )
 
 
 def refuse_ranks_elsewhere(places: Sequence[RankPlace], node_id: str) -> None:
-    """Refuse ranks that can't reach the NodeActor of `node_id`, the engine's.
+    """Refuse ranks that can't reach the NodeActor of `node_id`, the engine's only one.
 
     Raises:
-        SettingError: the ranks are on several nodes, or all on another one.
+        SettingError: some are on another node.
     """
-    nodes = {place.node_id for place in places}
-    refuse_several_nodes(nodes)
-    for other in nodes - {node_id}:
+    for other in {place.node_id for place in places if place.node_id} - {node_id}:
         raise SettingError(
             f"the ranks of this engine run on Ray node {other[:12]} and RayKV was to use the pool "
             f"of node {node_id[:12]}: set node_id to {other!r}, or leave it out and let vLLM run "
@@ -96,19 +149,59 @@ def refuse_ranks_elsewhere(places: Sequence[RankPlace], node_id: str) -> None:
         )
 
 
-def refuse_several_nodes(nodes: Collection[str]) -> None:
-    """A chunk would exist only where every node of the engine has its part.
+def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[EngineSeat]:
+    """The places of an engine, whose ranks have said where they are; `own`: EngineCore's node.
 
     Raises:
-        SettingError: there are several.
+        SettingError: not all have, or what they have can't be kept.
     """
-    if len(nodes) > 1:
-        listed = ", ".join(sorted(node[:12] for node in nodes))
-        raise SettingError(_several(f"{len(nodes)} Ray nodes ({listed})"))
+    known = {each.rank: each for each in ranks}
+    if known.keys() != set(range(world_size)):
+        raise SettingError(
+            f"{world_size - len(known)} of {world_size} ranks of this engine have not said on "
+            "which node they run: RayKV can't be beside another connector that has a handshake of "
+            "its own where ranks are on several nodes, or in several pipeline stages"
+        )
+    together: dict[tuple[str, int], list[RankPlace]] = {}
+    for _, each in sorted(known.items()):
+        if each.why:
+            raise SettingError(each.why)
+        if each.lacks:
+            raise SettingError(
+                f"pipeline stage {each.stage} has no layers of KV group {each.lacks[0]} of this "
+                "model: RayKV does not support such stages yet"
+            )
+        together.setdefault((each.node_id or own, each.stage), []).append(each)
+    return [
+        _seat(node_id, stage, some, is_all=len(together) == 1)
+        for (node_id, stage), some in together.items()
+    ]
 
 
-def _several(nodes: str) -> str:
-    return (
-        f"the ranks of this engine span {nodes}, which RayKV does not support yet: only engines "
-        "on one node are, so let tensor_parallel_size fit a node"
-    )
+def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> None:
+    """What needs all ranks at one place; nothing is refused of an engine that has one.
+
+    Raises:
+        SettingError: naming the setting.
+    """
+    if len(seats) == 1:
+        return
+    where = f"the ranks of this engine are at {len(seats)} places (nodes or pipeline stages)"
+    if spec.config.canonical_layout:
+        raise SettingError(
+            f"{where}, none of which has whole canonical pages: leave out canonical_layout"
+        )
+    if spec.settings.node_id:
+        raise SettingError(f"{where}: leave out node_id, which names one")
+    if connector == "RayKVHiddenStatesConnector":
+        raise SettingError(f"{where}: hidden states are captured at one only; use RayKVConnector")
+
+
+def _seat(node_id: str, stage: int, ranks: list[RankPlace], *, is_all: bool) -> EngineSeat:
+    numbers = tuple(each.rank for each in ranks)
+    # Stages may be cut differently, and have other layers then.
+    name = f"{stage}.{'-'.join(map(str, numbers))}.{ranks[0].layers}"
+    size = geometry.aligned(max(each.part_bytes for each in ranks) * len(ranks))
+    groups = dict.fromkeys(ranks[0].groups, size)
+    part = PlacePart("" if is_all else name, new_life(), numbers, groups)
+    return EngineSeat(node_id, part, min(each.free_bytes for each in ranks))

@@ -524,3 +524,6 @@ BUGS: dict[str, Plant] = {
         mark_counts_at_any_number,
     )
 }
+
+OF_PLACES = {one_place_is_enough.__name__}
+"""Those that engines over several nodes meet."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import Key, Namespace, NodeId, Stamp
+from raykv.base.ids import PART_MARK, Key, Namespace, NodeId, Stamp
 from raykv.node.pool.records import ChunkRecord, ChunkState, Standing
 from raykv.protocol.copies import CopyResult
 from raykv.protocol.operator import OrdersDocument
@@ -17,7 +17,7 @@ from tests.simulation.nodes.content import BlockBytes, PoolBytes
 from tests.simulation.nodes.engine import PlayedEngine, Seats
 from tests.simulation.nodes.head import PlayedHead
 from tests.simulation.nodes.jobs import Line, RankJob
-from tests.simulation.nodes.models import Model
+from tests.simulation.nodes.models import PART, Model
 from tests.simulation.nodes.node import PlayedNode
 from tests.simulation.wire import Call, Wire
 
@@ -129,11 +129,10 @@ class Cluster:
         self._ahead[node_id] = self.ahead_of(node_id) + seconds
         self.nodes[node_id].ahead_s = self._ahead[node_id]
 
-    def num_ranks_at(self, node_id: NodeId, namespace: Namespace) -> int:
-        """Ranks whose parts a chunk has there."""
-        model = self.models[namespace]
-        place = list(self.nodes).index(node_id) if len(model.ranks) > 1 else 0
-        return model.ranks[place] if place < len(model.ranks) else 0
+    def num_ranks_of(self, namespace: Namespace) -> int:
+        """Ranks whose parts a chunk has."""
+        family, _, part = namespace.partition(PART_MARK)
+        return len(part.split(PART)) if part else self.models[Namespace(family)].num_ranks
 
     # Messages
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from raykv.base.ids import (
     Blocks,
     Direction,
@@ -22,6 +24,7 @@ from raykv.base.ids import (
     NodeId,
     Refusal,
     Stamp,
+    part_of,
 )
 from raykv.base.settings import Settings
 from raykv.engine.listed import SILENT_S, ListedPlace
@@ -94,7 +97,9 @@ class PlayedEngine:
         self.ahead_s = 0.0
         self.kv = KVCache(self.model.num_ranks, num_blocks)
         self.view = EngineView(SETTINGS, self.model.sizes())
-        self.view.begin(self.hello(0), seats.node_ids, self.clock)
+        self.parts = self.model.parts(life)
+        hello = replace(self.hello(0), namespace=self.namespace)
+        self.view.begin(hello, seats.node_ids, self.clock, self.parts)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
         self.flying: list[EngineJob] = []
@@ -129,6 +134,10 @@ class PlayedEngine:
     def namespace(self) -> Namespace:
         return self.model.namespace(self._weights)
 
+    def namespace_at(self, place: int) -> Namespace:
+        """Of the part that is there."""
+        return part_of(self.namespace, self.parts[place].name)
+
     @property
     def is_busy(self) -> bool:
         """Whether it waits for something, or has something to take in."""
@@ -139,7 +148,7 @@ class PlayedEngine:
         return EngineHello(
             self.seats.engine_id,
             self.life,
-            self.namespace,
+            self.namespace_at(place),
             self.model.name,
             self.model.ranks[place],
             self.model.slot_bytes(),
@@ -341,7 +350,8 @@ class PlayedEngine:
         self.flying.append(job)
         request.num_jobs += 1
         for place, rank in self.ranks():
-            mine = RankJob(job, place, self.rank_at(place, rank), self.kv, self._ends)
+            part = self.parts[place].name
+            mine = RankJob(job, place, part, self.rank_at(place, rank), self.kv, self._ends)
             self._outbox.setdefault((place, rank), []).append(mine)
         return job
 
@@ -431,7 +441,8 @@ class PlayedEngine:
         if Refusal.PARTIAL in result.refusals:
             return
         for row in result.rows:
-            if row.namespace == self.namespace and early[row.key] <= result.number:
+            is_own = row.namespace == place.namespace
+            if is_own and early[row.key] <= result.number:
                 blocks = row.blocks if row.where & Where.RAM else None
                 believed = place.ready.get(row.key)
                 assert believed == blocks, f"{self} believes {believed} of {row}"

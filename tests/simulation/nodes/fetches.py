@@ -231,7 +231,7 @@ class Fetches:
             Numbers.of([found.stamp.history]),
             Numbers.of([found.stamp.number]),
         )
-        ranks = range(self._cluster.num_ranks_at(self._node.node_id, namespace))
+        ranks = range(self._cluster.num_ranks_of(namespace))
         left = deque((rank, block) for rank in ranks for block in blocks_of(found.blocks))
         self.reads.append(ReadUnderWay(found, reply, post, left))
 

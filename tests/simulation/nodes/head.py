@@ -116,9 +116,9 @@ class PlayedHead:
         read = sent(report)
         self.receive(lambda: post(sent(self.directory.report(read, self.clock))))
 
-    def ask(self, question: Ask, post: Post[AskAnswer]) -> None:
-        read = sent(question)
-        self.receive(lambda: post(sent(self.directory.ask(read, self.clock))))
+    def ask(self, questions: list[Ask], post: Post[list[AskAnswer]]) -> None:
+        read = list(map(sent, questions))
+        self.receive(lambda: post([sent(self.directory.ask(each, self.clock)) for each in read]))
 
     def tell_orders(self, post: Post[OrdersDocument]) -> None:
         self.receive(lambda: self._tell_orders(post))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raykv.base.ids import Blocks, Direction, Key, Namespace, Refusal, Stamp
+from raykv.base.ids import Blocks, Direction, Key, Namespace, Refusal, Stamp, part_of
 from raykv.protocol.columns import Keys, Numbers
 from raykv.protocol.copies import CopyJob, CopyResult
 from raykv.protocol.listing import ListedRows
@@ -44,12 +44,12 @@ class EngineJob:
     is_given_up: bool = False
     is_completed_by_vllm: bool = True
 
-    def named(self) -> CopyJob:
-        """As it crosses to a node."""
+    def named(self, part: str) -> CopyJob:
+        """As it crosses to a node, which has a part of the engine."""
         return CopyJob(
             self.job_id,
             int(self.direction),
-            self.namespace,
+            part_of(self.namespace, part),
             Keys.of(self.keys),
             Numbers.of(each.length for each in self.ranges),
             Numbers.of(each.first for each in self.ranges),
@@ -61,12 +61,13 @@ class EngineJob:
 
 @dataclass(eq=False)
 class RankJob:
-    """A rank's part of a job: `ended` hears once how it went. `rank` is one of all ranks of the
-    engine.
+    """A rank's share of a job: `ended` hears once how it went. `rank` is one of all ranks of the
+    engine, `part` the name of what is at its place.
     """
 
     job: EngineJob
     place: int
+    part: str
     rank: int
     kv: KVCache
     ended: Callable[[RankJob, CopyResult], None]

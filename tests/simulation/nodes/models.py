@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace
+from raykv.engine.listed import PlacePart
 from raykv.engine.remote import ChunkSize
 from tests.fixtures.keys import named_key
 from tests.simulation.nodes.content import BLOCKS
@@ -17,6 +19,9 @@ from tests.simulation.nodes.content import BLOCKS
 WHOLE = Blocks(0, BLOCKS)
 NARROW = Blocks(BLOCKS // 2, BLOCKS - BLOCKS // 2)
 """What is left of a chunk in which a window begins."""
+
+PART = "-"
+"""Between the ranks that are the name of a part."""
 
 SHARED_CHUNKS = 1
 """At the head of a prompt, that another document has, too."""
@@ -44,6 +49,14 @@ class Model:
 
     def namespace(self, weights: int) -> Namespace:
         return Namespace(f"{self.name}-{weights}")
+
+    def parts(self, life: int) -> list[PlacePart]:
+        """What of an engine of that life is at each of its places."""
+        if len(self.ranks) == 1:
+            return [PlacePart(life=life)]
+        ends = list(accumulate(self.ranks))
+        ranks = [range(end - count, end) for end, count in zip(ends, self.ranks, strict=True)]
+        return [PlacePart(PART.join(map(str, each)), life, tuple(each)) for each in ranks]
 
     def slot_bytes(self) -> dict[int, int]:
         """By KV group."""

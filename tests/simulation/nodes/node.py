@@ -248,7 +248,7 @@ class PlayedNode:
         """A message of a worker: all its jobs are admitted at once."""
         if line not in self.lines:
             return
-        jobs = [sent(each.job.named()) for each in batch]
+        jobs = [sent(each.job.named(each.part)) for each in batch]
         loadable = self._loadable(jobs)
         number = self.pool.index.listing.number
         admitted = admit(self.pool, line.life, line.rank, line.num_ranks, jobs, self.clock)

@@ -82,10 +82,12 @@ class PlaceTalk:
     def introduce_again(self) -> None:
         self._known_in = None
 
-    def gather(self, make: Callable[[int], Tell]) -> None:
+    def gather(self, found: FoundKeys, hints: Hints, sessions: tuple[SessionNews, ...]) -> None:
         """Something is to be told, with the next number."""
         self._seq += 1
-        self._untold = [*self._untold[1 - MOST_GATHERED :], make(self._seq)]
+        namespace = self._engine.namespace_at(self._place)
+        tell = Tell(self._engine.life, self._seq, namespace, found, hints, [*sessions])
+        self._untold = [*self._untold[1 - MOST_GATHERED :], tell]
 
     def talk(self) -> bool:
         """Say what is due; False if there is nothing to be said, or all waits for answers."""
@@ -100,7 +102,7 @@ class PlaceTalk:
 
         def welcome(answer: Welcome) -> None:
             assert not answer.error, answer
-            if hello.namespace == self._engine.namespace:
+            if hello.namespace == self._engine.namespace_at(self._place):
                 self._known_in = Namespace(hello.namespace)
 
         self._hello = Call(
@@ -161,9 +163,9 @@ class EngineTalk:
             PlaceTalk(cluster, engine, place) for place in range(len(engine.seats.node_ids))
         ]
         self.news: deque[Callable[[], None]] = deque()
-        self._question: Call[AskAnswer] | None = None
-        # That has no answer yet: it is asked until it has.
-        self._asked: Ask | None = None
+        self._question: Call[list[AskAnswer]] | None = None
+        # That has no answer yet: it is asked until it has. One for each place.
+        self._asked: list[Ask] | None = None
         self._clear: Call[Stamp] | None = None
         self._fetches: list[Call[CopyResult]] = []
         self._num_fetches = 0
@@ -212,9 +214,8 @@ class EngineTalk:
         hints: Hints = NO_HINTS,
         sessions: tuple[SessionNews, ...] = (),
     ) -> None:
-        life, namespace = self._engine.life, self._engine.namespace
         for each in self.places:
-            each.gather(lambda seq: Tell(life, seq, namespace, found, hints, [*sessions]))
+            each.gather(found, hints, sessions)
 
     def request_ended(self, request: Prefill) -> None:
         """Some requests belong to a session, or wish something for their chunks."""
@@ -239,28 +240,28 @@ class EngineTalk:
         view = self._engine.view
         if self._question is not None and self._question.is_open:
             return False
-        question = self._asked
-        if question is None or question.namespace != view.namespace:
+        questions = self._asked
+        if questions is None or questions[0].namespace != view.query(0).namespace:
             keys = view.remote.take_questions(MOST_ASKED, self.rng.random() < 0.5)
             coming = view.remote.take_announced(MOST_ASKED)
             if not keys and not coming:
                 self._asked = None
                 return False
-            question = view.question(keys, coming)
-        self._asked = question
+            questions = view.questions(keys, coming)
+        self._asked = asked = questions
         self._question = Call(
-            f"{len(question.keys)} questions of {self._engine}",
+            f"{len(asked[0].keys)} questions of {self._engine}",
             (self._engine.seats.engine_id, "head"),
-            lambda post: self._cluster.head.ask(question, post),
-            lambda answer: self._heard(question, answer),
+            lambda post: self._cluster.head.ask(asked, post),
+            lambda answers: self._heard(asked, answers),
             lambda: None,
         )
         self._cluster.wire.send(self._question)
         return True
 
-    def _heard(self, question: Ask, answer: AskAnswer) -> None:
+    def _heard(self, questions: list[Ask], answers: list[AskAnswer]) -> None:
         self._asked = None
-        self.news.append(lambda: self._engine.view.take_answer(question, answer))
+        self.news.append(lambda: self._engine.view.take_answers(questions, answers))
 
     def _order_clear(self) -> bool:
         reset = self._engine.view.wanted_clear
@@ -300,7 +301,7 @@ class EngineTalk:
     ) -> None:
         engine, node_id = self._engine, self._engine.seats.node_ids[place]
         self._num_fetches += 1
-        order = self._named(orders, self._num_fetches)
+        order = self._named(orders, place, self._num_fetches)
 
         def ended(result: CopyResult | None) -> None:
             results[place] = result
@@ -318,14 +319,14 @@ class EngineTalk:
         self._fetches.append(call)
         self._cluster.wire.send(call)
 
-    def _named(self, orders: list[FetchOrder], number: int) -> Fetch:
+    def _named(self, orders: list[FetchOrder], place: int, number: int) -> Fetch:
         return Fetch(
             number,
             self._engine.life,
-            self._engine.namespace,
+            self._engine.namespace_at(place),
             Keys.of(order.key for order in orders),
             Numbers.of(order.num_bytes for order in orders),
-            SourceRows.of(order.sources for order in orders),
+            SourceRows.of(order.sources[place] for order in orders),
             "",
             FETCH_DEADLINE_S,
         )

@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.effort import seeds
 from tests.house import ROOT
 from tests.simulation.nodes import bugs
-from tests.simulation.nodes.bugs import BUGS
+from tests.simulation.nodes.bugs import BUGS, OF_PLACES
 from tests.simulation.nodes.world import SeedError, run
 
 NUM_SEEDS = 64
@@ -53,11 +53,16 @@ def test_nodes_come_to_the_truth_after_faults(seed: int) -> None:
     run(seed, NUM_STEPS)
 
 
+@pytest.mark.parametrize("seed", seeds(12, range(400)))
+def test_engines_over_nodes_find_and_load_what_every_place_has(seed: int) -> None:
+    run(seed, NUM_STEPS, over_nodes=True)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_of_nodes_is_found(bug: str) -> None:
     for seed in [FINDERS.get(bug, 0), *range(NUM_SEEDS)]:
         try:
-            run(seed, NUM_STEPS, bug)
+            run(seed, NUM_STEPS, bug, over_nodes=bug in OF_PLACES)
         except SeedError:
             return
     pytest.fail(f"{NUM_SEEDS} seeds survive {bug}")

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any
 
@@ -45,11 +46,18 @@ class SeedError(AssertionError):
 
 
 class NodesWorld:
-    """Everything in one process; each step is one thing that happens to one part."""
+    """Everything in one process; each step is one thing that happens to one part.
 
-    def __init__(self, seed: int) -> None:
+    `over_nodes`: all engines have two places, with their ranks one way round or the other.
+    """
+
+    def __init__(self, seed: int, *, over_nodes: bool = False) -> None:
         self.rng = random.Random(seed)
         self.nature = nature(self.rng)
+        if over_nodes:
+            # Each pool has parts of twice as many engines.
+            self.nature = replace(self.nature, num_slabs=2 * self.nature.num_slabs)
+        self._over_nodes = over_nodes
         wire = Wire(self.rng, self.nature.manners)
         repeat = 0.0 if self.nature.is_calm else 0.02
         sockets = Wire(self.rng, Manners(repeat=repeat, disorder=1.0))
@@ -85,6 +93,11 @@ class NodesWorld:
         """Two engines of one model on two nodes; a third beside the first; then one of another."""
         nodes = list(self.cluster.nodes)
         small, windowed, mixed, wide = MODELS
+        if self._over_nodes:
+            seats = [(0, 1), (1, 0), (-1, 0), (0, -1)]
+            pairs = [(nodes[one], nodes[two]) for one, two in seats[: self.nature.num_engines]]
+            yield from ((wide, pair) for pair in pairs)
+            return
         first = self.rng.choice([small, windowed, windowed, mixed])
         other = self.rng.choice([small, windowed, mixed, wide])
         places = [
@@ -362,7 +375,7 @@ class NodesWorld:
         if node is None or not ready:
             return None
         record = self.rng.choice([each for each in ready if each.readers] or ready)
-        ranks = range(self.cluster.num_ranks_at(node.node_id, record.namespace))
+        ranks = range(self.cluster.num_ranks_of(record.namespace))
         node.memory.damage(record, ranks)
         return f"{record} of {node}"
 
@@ -631,7 +644,7 @@ def small_bounds() -> Iterator[pytest.MonkeyPatch]:
         yield patches
 
 
-def run(seed: int, steps: int, bug: str | None = None) -> NodesWorld:
+def run(seed: int, steps: int, bug: str | None = None, *, over_nodes: bool = False) -> NodesWorld:
     """Play one seed, with a planted bug if one is named.
 
     Raises:
@@ -640,7 +653,7 @@ def run(seed: int, steps: int, bug: str | None = None) -> NodesWorld:
     with small_bounds() as patches:
         if bug is not None:
             BUGS[bug](patches)
-        world = NodesWorld(seed)
+        world = NodesWorld(seed, over_nodes=over_nodes)
         number = 0
         try:
             for number in range(steps):

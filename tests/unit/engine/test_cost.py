@@ -118,7 +118,7 @@ class Fetcher:
     def found(self, *keys: Key) -> RequestState:
         """A request that has asked for chunks and was told where each is."""
         request = RequestState(RequestOptions(), asked=set(keys))
-        request.found.update((key, (Source("one"),)) for key in keys)
+        request.found.update((key, ((Source("one"),),)) for key in keys)
         return request
 
     def look(self, request: RequestState, *keys: Key) -> list[Lookup]:

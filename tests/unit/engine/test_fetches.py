@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -28,10 +29,15 @@ class Engine:
     def __init__(self) -> None:
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
         settings = Settings(request_deadline_s=DEADLINE_S)
-        self.fetches = Fetches(settings, lambda *end: self.ended.append(end))
+        self.fetches = Fetches(settings)
 
     def submit(self, *orders: FetchOrder, now: float = 0.0) -> None:
-        self.fetches.submit(list(orders), 5, NAMESPACE, now)
+        for part in split(list(orders)):
+            ended = partial(self._end, part)
+            self.fetches.submit(part, 5, NAMESPACE, now, ended)
+
+    def _end(self, part: list[FetchOrder], result: CopyResult | None) -> None:
+        self.ended.append((part, result))
 
     def sent(self) -> list[Fetch]:
         """What goes over the line now."""
@@ -99,7 +105,7 @@ def test_columns_of_a_request_say_all_that_the_orders_said(engine: Engine) -> No
     found = request.sources.by_key(len(request.keys))
     columns = zip(request.keys, request.slot_bytes, strict=True)
     assert [
-        FetchOrder(Key(name), size, tuple(found.get(i, ())), request.tenant)
+        FetchOrder(Key(name), size, (tuple(found.get(i, ())),), request.tenant)
         for i, (name, size) in enumerate(columns)
     ] == orders
     assert request.sources.sources == [a, b, c]

@@ -175,7 +175,7 @@ def test_engine_that_is_alone_learns_why_though_nobody_waits_for_it(
     question = asked(view)
     assert question == [B], "once for each request"
     columns = {name: Numbers.of(each) for name, each in answer.items() if name != "reasons"}
-    view.take_answer(view.question(question, []), AskAnswer(1, **{**answer, **columns}))
+    view.take_answers(view.questions(question, []), [AskAnswer(1, **{**answer, **columns})])
     record = view.accounts.close("r")
     assert record is not None
     assert record.missed == {expected: 100}

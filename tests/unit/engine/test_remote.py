@@ -107,7 +107,7 @@ def test_chunk_of_another_node_is_asked_for_fetched_and_hit(
     assert view.remote.take_orders() == [], "nothing is fetched before somebody wants it"
     assert look(view, "a") == [HIT_PENDING]
     (order,) = view.remote.take_orders()
-    assert order == FetchOrder(A, SIZE.num_bytes, (source_of("one"), source_of("two")), "team")
+    assert order == FetchOrder(A, SIZE.num_bytes, ((source_of("one"), source_of("two")),), "team")
     assert look(view, "a") == [HIT_PENDING]
     assert view.remote.take_orders() == []
     finish(place, [order])
@@ -137,7 +137,7 @@ def test_chunk_is_fetched_from_where_its_request_allows_alone(
     assert reason(view, "none") is MissReason.OPTED_OUT
     assert look(view, "a") == [HIT_PENDING]
     (order,) = view.remote.take_orders()
-    assert order.sources == (source_of(fetched),)
+    assert order.sources == ((source_of(fetched),),)
     finish(place, [order])
     assert look(view, "a", request="none") == [HIT], "it is in the own pool now"
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import raykv.engine.session
+import raykv.engine.lines
 from raykv.base.ids import Key, Lookup, Stamp
 from raykv.engine.hints import Allowed, Hint, HintBox
+from raykv.engine.lines import LEAST_ROWS, WorkerReport
 from raykv.engine.requests import RequestOptions
-from raykv.engine.session import LEAST_ROWS, WorkerReport
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
 from raykv.protocol.descriptions import Description
@@ -119,13 +119,13 @@ def test_what_is_being_stored_is_not_asked_for_again_before_the_answer_is_taken_
     ask_for_what_is_being_stored(engine)
     engine.until(lambda: engine.view.remote.has_repeats, "it is to be asked for again")
     wait_until_quiet(lambda: len(engine.scheduler.asked), DEADLINE_S, "it is asked for")
-    assert len(engine.session._inbox) == 1
+    assert len(engine.session.inbox) == 1
 
 
 def test_engine_that_has_nothing_to_do_reads_on(engine: EngineAt) -> None:
     engine.begin()
     store_one_by_one(engine, 20)
-    wait_until(lambda: len(engine.session._inbox) >= 20, DEADLINE_S, "all has come")
+    wait_until(lambda: len(engine.session.inbox) >= 20, DEADLINE_S, "all has come")
     engine.session.drain()
     assert engine.lookup(19) is Lookup.HIT
 
@@ -133,7 +133,7 @@ def test_engine_that_has_nothing_to_do_reads_on(engine: EngineAt) -> None:
 def test_engine_that_lacks_the_last_news_does_not_call_a_chunk_a_miss(
     engine: EngineAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.engine.session, "MAX_UNREAD", 4 * LEAST_ROWS)
+    monkeypatch.setattr(raykv.engine.lines, "MAX_UNREAD", 4 * LEAST_ROWS)
     engine.begin()
     engine.place.altered = lambda answer: with_facts(answer, has_peers=False)
     store_one_by_one(engine, 20)
@@ -146,10 +146,10 @@ def test_engine_that_lacks_the_last_news_does_not_call_a_chunk_a_miss(
 def test_engine_that_has_nothing_to_do_hoards_no_answers_and_knows_what_is_so_now(
     engine: EngineAt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.engine.session, "MAX_UNREAD", 4 * LEAST_ROWS)
+    monkeypatch.setattr(raykv.engine.lines, "MAX_UNREAD", 4 * LEAST_ROWS)
     engine.begin()
     store_one_by_one(engine, 20)
-    assert len(engine.session._inbox) <= 4
+    assert len(engine.session.inbox) <= 4
     assert engine.place.queries[-1].most == 0
     engine.place.altered = lambda answer: with_facts(answer, is_paused=True)
     wait_for_queries(engine, 3)
@@ -328,7 +328,7 @@ def test_answer_that_could_not_be_taken_in_costs_nothing_but_time(
     engine.place.store(key(1))
     engine.begin()
     engine.place.store(key(2))
-    wait_until(lambda: bool(engine.session._inbox), DEADLINE_S, "an answer has come")
+    wait_until(lambda: bool(engine.session.inbox), DEADLINE_S, "an answer has come")
     with monkeypatch.context() as patch:
         patch.setattr(EngineView, "take", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -349,8 +349,8 @@ def test_cleared_chunks_are_described_again() -> None:
         described.add(Description("ns", key(1), None, b"", bytes(4), 1))
         engine.until(lambda: not described.has_news, "it is told again")
         behind = Position(place.life, 10**6, ALL_READ)
-        query = msgspec.structs.replace(engine.session.query(), position=behind)
-        engine.session.answered(query, place.pool.changes(query, 0.0))
+        query = msgspec.structs.replace(engine.session.feeds[0].query(), position=behind)
+        engine.session.feeds[0].answered(query, place.pool.changes(query, 0.0))
         assert not described.knows("ns", key(1)), "what was cleared meanwhile is not said"
 
 

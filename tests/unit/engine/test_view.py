@@ -355,7 +355,8 @@ def answered(view: EngineView, on: dict[Key, SourceKind] | None = None, **answer
     keys = [Key(each) for each in view.remote.take_questions(100, may_repeat=True)]
     there = on or {}
     sources = SourceRows.of([Source(FAR, there[key])] if key in there else [] for key in keys)
-    view.take_answer(view.question(keys, []), AskAnswer(1, sources, **answer))
+    said = [AskAnswer(1, sources, **answer)] * len(view.node_ids)
+    view.take_answers(view.questions(keys, []), said)
 
 
 def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> None:
@@ -367,7 +368,7 @@ def test_chunk_on_the_disk_of_the_own_place_is_fetched_without_a_question() -> N
     assert view.reach("r", [A, B]) == 1
     assert view.lookup("r", A, 0.0) is PENDING
     (order,) = view.remote.take_orders()
-    assert order.sources == (Source(HERE, SourceKind.DISK),)
+    assert order.sources == ((Source(HERE, SourceKind.DISK),),)
     view.finish_fetch([order], [node.result(failed={0: Refusal.CORRUPT})], 0.0)
     assert view.lookup("r", A, 0.0) is RETRY, "others are asked now"
     answered(view)
@@ -436,8 +437,8 @@ def test_answer_says_why_a_chunk_is_nowhere() -> None:
 def test_numbers_that_are_not_there_are_passed_over(view: EngineView) -> None:
     """What a peer says may be anything."""
     far = Numbers.of([99])
-    view.take_answer(
-        view.question([A], []), AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)
+    view.take_answers(
+        view.questions([A], []), [AskAnswer(1, coming=far, gone=far, reasons=b"\3", other=far)]
     )
     failed = CopyResult(1, 7, 1, failed_chunks=far, refusals=bytes([Refusal.NO_ROOM]))
     view.end_store(0, "r", [A], failed, 0.0)

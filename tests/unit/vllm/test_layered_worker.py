@@ -132,7 +132,7 @@ class Side:
             number: load_job(request_id, blocks)
             for number, (request_id, blocks) in enumerate(loads.items(), start=1)
         }
-        self.take(RayKVConnectorMetadata(jobs, {}, None, place_life=place_life))
+        self.take(RayKVConnectorMetadata(jobs, {}, None, place_lives=[place_life]))
 
     def start(self) -> None:
         self.connector.start_load_kv(None)

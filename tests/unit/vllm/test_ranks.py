@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
 from raykv.base.ids import Direction, Refusal
-from raykv.engine.session import WorkerReport
+from raykv.engine.lines import WorkerReport
 from raykv.protocol.measures import BreakerReport
 from raykv.vllm.transfers import RayKVWorkerMetadata
 from tests.fixtures.place import NODE_LIFE

@@ -23,11 +23,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpe
 from raykv.protocol.worker import KVLayout
 from raykv.vllm import plugin
 from raykv.vllm.connector import RayKVConnector, logged_refusals
-from raykv.vllm.identity.placement import (
-    RankPlace,
-    refuse_ranks_elsewhere,
-    refuse_several_hosts,
-)
+from raykv.vllm.identity.placement import RankPlace, refuse_launcher, refuse_ranks_elsewhere
 from raykv.vllm.internals.arguments import refuse_arguments
 from raykv.vllm.spec import refuse_kinds, refuse_unsupported, stores_prompts_alone
 from raykv.vllm.transfers import ChunkSpec, RayOffloadingWorker
@@ -47,8 +43,8 @@ def test_plain_engine_is_accepted() -> None:
     refuse_unsupported(config())
     shared = SimpleNamespace(pp_size=1, tp_size=2, is_parallelism_agnostic=True)
     refuse_unsupported(config(canonical_layout=True, parallel=shared))
-    refuse_several_hosts(parallel())
-    refuse_several_hosts(parallel(distributed_executor_backend="external_launcher"))
+    refuse_launcher(parallel())
+    refuse_launcher(parallel(distributed_executor_backend="external_launcher"))
     refuse_ranks_elsewhere([], "here")
     refuse_ranks_elsewhere([RankPlace("here"), RankPlace("here")], "here")
 
@@ -74,7 +70,6 @@ def test_vllms_loads_within_the_step_are_refused_before_any_process_starts() -> 
             },
             "canonical_layout=true can't be had: .*tensor_parallel_size=3",
         ),
-        ({"parallel": SimpleNamespace(pp_size=2)}, "pipeline_parallel_size=2"),
     ],
 )
 def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
@@ -85,7 +80,6 @@ def test_unsupported_setting_is_refused_by_name(fields: dict[str, Any], named: s
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"nnodes_within_dp": 2}, "span 2 nodes"),
         (
             {"distributed_executor_backend": "external_launcher", "world_size": 2},
             "distributed_executor_backend='external_launcher' makes 2 engines",
@@ -96,13 +90,13 @@ def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
     fields: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SettingError, match=named):
-        refuse_several_hosts(parallel(**fields))
+        refuse_launcher(parallel(**fields))
 
 
 @pytest.mark.parametrize(
     ("nodes", "named"),
     [
-        (["here", "there"], r"span 2 Ray nodes \(here, there\)"),
+        (["", "there"], "run on Ray node there and RayKV was to use the pool of node here"),
         (["there", "there"], "run on Ray node there and RayKV was to use the pool of node here"),
     ],
 )
@@ -110,11 +104,11 @@ def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
     nodes: list[str], named: str
 ) -> None:
     stopped: list[str] = []
-    runtime = SimpleNamespace(node_id="here", stop=lambda: stopped.append("here"))
+    runtime = SimpleNamespace(node_id="here", homes=["here"], stop=lambda: stopped.append("here"))
     engine: Any = SimpleNamespace(_runtime=runtime)
-    told: dict[int, Any] = {rank: RankPlace(node) for rank, node in enumerate(nodes)}
+    told: dict[Any, Any] = {(0, rank): RankPlace(node) for rank, node in enumerate(nodes)}
     with pytest.raises(SettingError, match=named):
-        RayKVConnector.set_xfer_handshake_metadata(engine, told)
+        RayKVConnector.set_xfer_handshake_metadata_pp_aware(engine, told)
     assert stopped == ["here"]
 
 

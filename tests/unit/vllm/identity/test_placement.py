@@ -1,0 +1,109 @@
+"""The places of an engine: the ranks of one pipeline stage on one node."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raykv.base.errors import SettingError
+from raykv.engine.place import EngineSeat
+from raykv.vllm.identity.placement import RankPlace, has_one_place, refuse_spread, seats_of
+
+PAGE = 4096
+
+
+def said(rank: int, node: str = "", stage: int = 0, **more: Any) -> RankPlace:
+    place = {"part_bytes": PAGE, "layers": f"of {stage}", "groups": [0], "free_bytes": 7}
+    return RankPlace(node, rank=rank, stage=stage, **{**place, **more})
+
+
+def ranks_at(seats: list[EngineSeat]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(seat.node_id, seat.part.ranks) for seat in seats]
+
+
+def test_ranks_of_a_node_are_a_place_in_their_order() -> None:
+    seats = seats_of([said(2, "b"), said(0, "a"), said(3, "b"), said(1, "a")], 4, "own")
+    assert ranks_at(seats) == [("a", (0, 1)), ("b", (2, 3))]
+    assert all(seat.part.slot_bytes == {0: 2 * PAGE} for seat in seats)
+    assert seats[0].part.life != seats[1].part.life, "a node may have both"
+    assert seats[0].free_bytes == 7
+
+
+def test_each_pipeline_stage_is_a_place_of_its_own_on_one_node_too() -> None:
+    """Its layers are others, and so may be its pages."""
+    seats = seats_of([said(0), said(1, stage=1, part_bytes=3 * PAGE)], 2, "own")
+    assert ranks_at(seats) == [("own", (0,)), ("own", (1,))]
+    assert [seat.part.slot_bytes[0] for seat in seats] == [PAGE, 3 * PAGE]
+
+
+def test_engine_at_one_place_is_named_as_ever() -> None:
+    (seat,) = seats_of([said(0, "a"), said(1, "a")], 2, "own")
+    assert (seat.node_id, seat.part.name) == ("a", "")
+
+
+def test_part_is_named_by_its_ranks_and_layers_and_never_by_its_node() -> None:
+    """So that it is found when the ranks are elsewhere, and not when the stages are cut anew."""
+
+    def names(*ranks: RankPlace) -> list[str]:
+        return [seat.part.name for seat in seats_of(ranks, len(ranks), "own")]
+
+    here = names(said(0, "a"), said(1, "b"))
+    assert len({*here}) == 2
+    assert names(said(0, "b"), said(1, "a")) == here
+    assert names(said(0, "a"), said(1, "b", layers="others"))[1] != here[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"),
+    [
+        ([said(0)], "1 of 2 ranks of this engine have not said on which node they run"),
+        ([said(0), said(1, why="no Ray node runs on host far")], "no Ray node runs on host far"),
+        ([said(0), said(1, stage=1, lacks=[3])], "stage 1 has no layers of KV group 3"),
+    ],
+)
+def test_engine_whose_places_are_not_known_or_not_whole_does_not_start(
+    ranks: list[RankPlace], what: str
+) -> None:
+    with pytest.raises(SettingError, match=what):
+        seats_of(ranks, 2, "own")
+
+
+@pytest.mark.parametrize(
+    ("canonical", "node_id", "connector", "what"),
+    [
+        (True, "", "RayKVConnector", "leave out canonical_layout"),
+        (False, "a", "RayKVConnector", "leave out node_id"),
+        (False, "", "RayKVHiddenStatesConnector", "hidden states are captured at one only"),
+    ],
+)
+def test_what_needs_all_ranks_at_one_place_is_refused_by_name(
+    canonical: bool, node_id: str, connector: str, what: str
+) -> None:
+    spec = SimpleNamespace(
+        config=SimpleNamespace(canonical_layout=canonical),
+        settings=SimpleNamespace(node_id=node_id),
+    )
+    two = seats_of([said(0, "a"), said(1, "b")], 2, "own")
+    with pytest.raises(SettingError, match=f"are at 2 places .*{what}"):
+        refuse_spread(two, spec, connector)
+    refuse_spread(two[:1], spec, connector)
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "nodes", "is_one"),
+    [
+        (1, 1, set(), True),
+        (1, 1, {"a"}, True),
+        (1, 1, {"a", "b"}, False),
+        (1, 1, None, False),
+        (2, 1, {"a"}, False),
+        (1, 2, set(), False),
+    ],
+)
+def test_ranks_are_asked_where_they_are_unless_that_is_certain(
+    stages: int, hosts: int, nodes: set[str] | None, is_one: bool
+) -> None:
+    config = SimpleNamespace(pipeline_parallel_size=stages, nnodes_within_dp=hosts)
+    assert has_one_place(config, nodes) is is_one
