@@ -12,7 +12,7 @@ from raykv.cluster import join as actors
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
-from tests.fixtures.ray_executor import ADDRESS, RESOURCE
+from tests.fixtures.ray_executor import ADDRESS, RESOURCES
 from tests.fixtures.waiting import wait_until_quiet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
@@ -34,11 +34,10 @@ def test_prompt_is_loaded_on_the_node_where_ray_has_placed_the_rank(
 ) -> None:
     cluster.down()
     monkeypatch.setenv(ADDRESS, cluster.address)
-    monkeypatch.setenv(RESOURCE, "ranks")
+    monkeypatch.setenv(RESOURCES, "ranks")
     settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
-    backend = "tests.fixtures.ray_executor.RayActorExecutor"
     log = tmp_path / "log"
-    engine = EngineProcess(tiny_model, log, settings, distributed_executor_backend=backend)
+    engine = EngineProcess(tiny_model, log, settings, ranks_in_ray_actors=True)
     try:
         tokens = [prompt(1, 300)]
         engine.tokens(tokens)

@@ -1,0 +1,169 @@
+"""Real engines whose ranks are at several places: on two Ray nodes, and in two pipeline stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.client.cluster import Cluster
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
+from tests.fixtures.ray_executor import ADDRESS, RESOURCES
+from tests.fixtures.told import told_after
+from tests.fixtures.waiting import wait_until, wait_until_quiet
+from tests.house import CHILDREN
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+PROMPTS = [prompt(60 + i, 200 + BLOCK * i) for i in range(2)]
+WHOLE = [len(tokens) // BLOCK for tokens in PROMPTS]
+
+# vLLM's CPU worker makes the buffers between stages only when it warms the model up.
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
+RANKS = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that leave the machine's two cores to others while they wait."""
+    monkeypatch.setenv("PYTHONPATH", str(CHILDREN / "patient"))
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[list[LocalNode]]:
+    """Two more Ray nodes, each with a resource of its own."""
+    made = [add_local_node(cluster.address, resources={name: 2}) for name in ("one", "two")]
+    yield made
+    for each in made:
+        each.stop()
+
+
+def engine_on(
+    cluster: Cluster, model: Path, log: Path, ranks_at: str, arguments: dict[str, Any]
+) -> EngineProcess:
+    """An engine whose ranks are Ray actors, where the resources are, if any are named."""
+    settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
+    if not ranks_at:
+        return EngineProcess(model, log, settings, multiprocess=True, cores="0|1", **arguments)
+    os.environ[ADDRESS], os.environ[RESOURCES] = cluster.address, ranks_at
+    return EngineProcess(model, log, settings, ranks_in_ray_actors=True, **arguments)
+
+
+def stored(engine: EngineProcess, cluster: Cluster) -> list[list[int]]:
+    """Store the prompts; returns the tokens of vLLM's own prefix hit."""
+    engine.tokens(PROMPTS)
+    reference = engine.tokens(PROMPTS)
+    wait_until_quiet(lambda: sum(n.bytes_stored for n in cluster.status().nodes), 30.0, "it stores")
+    return reference
+
+
+def check_loaded(engine: EngineProcess, cluster: Cluster, reference: list[list[int]]) -> None:
+    """All whole chunks come from the pools, and the tokens are right."""
+    before = cluster.requests().last
+    outputs = engine.call("generate", prompts=PROMPTS)
+    assert [output["tokens"] for output in outputs] == reference
+    cached = [output["cached"] for output in outputs]
+    assert cached == [count * BLOCK for count in WHOLE], told_after(cluster, before)
+
+
+def chunks_by_part(cluster: Cluster) -> list[int]:
+    """How many there are of each part of the only engine."""
+    return sorted(cluster.status().namespaces.values())
+
+
+def test_pipeline_stages_on_one_node_load_what_they_stored(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", "", STAGES)
+    try:
+        reference = stored(engine, cluster)
+        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2, "each stage has its own layers"
+        engine.reset()
+        check_loaded(engine, cluster, reference)
+        (node,) = cluster.status().nodes
+        assert node.num_workers == 2
+        assert node.bytes_loaded == node.bytes_stored
+    finally:
+        engine.stop()
+
+
+def test_ranks_on_two_nodes_load_what_they_stored_and_go_on_after_a_nodeactor_has_died(
+    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", "one,two", RANKS)
+    try:
+        reference = stored(engine, cluster)
+        known = {node.node_id: node for node in cluster.status().nodes}
+        assert [known[each.node_id].num_workers for each in nodes] == [1, 1]
+        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
+        engine.reset()
+        check_loaded(engine, cluster, reference)
+        pid = known[nodes[1].node_id].pid
+        os.kill(pid, signal.SIGKILL)
+        engine.reset()
+        assert engine.tokens(PROMPTS) == reference, "one part is gone: it is computed"
+        wait_until(lambda: _is_back(cluster, nodes[1], pid), 60.0, "there is a new NodeActor")
+        engine.reset()
+        wait_until(lambda: _loads(engine, reference), 60.0, "it is stored again, and loaded")
+    finally:
+        engine.stop()
+
+
+def _is_back(cluster: Cluster, node: LocalNode, pid: int) -> bool:
+    known = {each.node_id: each for each in cluster.status().nodes}
+    return node.node_id in known and known[node.node_id].pid != pid
+
+
+def _loads(engine: EngineProcess, reference: list[list[int]]) -> bool:
+    outputs = engine.call("generate", prompts=PROMPTS)
+    assert [output["tokens"] for output in outputs] == reference
+    engine.reset()
+    return [output["cached"] for output in outputs] == [count * BLOCK for count in WHOLE]
+
+
+@pytest.mark.extended
+def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
+    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    first = engine_on(cluster, tiny_model, tmp_path / "first", "one,two", RANKS)
+    try:
+        reference = stored(first, cluster)
+    finally:
+        first.stop()
+    second = engine_on(cluster, tiny_model, tmp_path / "second", "two,one", RANKS)
+    try:
+        check_loaded(second, cluster, reference)
+        fetched = [node.bytes_fetched for node in cluster.status().nodes if node.bytes_fetched]
+        assert len(fetched) == 2, "each place its part"
+        assert len({*fetched}) == 1
+    finally:
+        second.stop()
+
+
+@pytest.mark.extended
+def test_pipeline_stages_on_two_nodes_load_what_they_stored(
+    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", "one,two", STAGES)
+    try:
+        reference = stored(engine, cluster)
+        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
+        engine.reset()
+        check_loaded(engine, cluster, reference)
+    finally:
+        engine.stop()
