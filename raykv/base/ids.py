@@ -33,6 +33,13 @@ def part_of(namespace: str, part: str) -> Namespace:
 EVERY_NAMESPACE = Namespace("")
 """Names all of them where floors of namespaces are told, those too that nobody knows now."""
 
+
+def short_namespace(namespace: str) -> str:
+    """A namespace as people are shown it: the first digits, and the stage and the ranks."""
+    digest, mark, part = namespace.partition(PART_MARK)
+    return digest[:12] + mark + ".".join(part.split(".")[:2])
+
+
 Key = NewType("Key", bytes)
 """vLLM's offload key: block hash followed by the KV group index (4 bytes, big endian)."""
 

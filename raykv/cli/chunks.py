@@ -15,6 +15,7 @@ import typer
 import raykv
 from raykv.base import tenants
 from raykv.base.errors import SettingError
+from raykv.base.ids import short_namespace
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -102,7 +103,7 @@ def _chunk_table(chunks: Sequence[Chunk]) -> Table:
         {
             "key": lambda chunk: chunk.key.hex()[:SHOWN_DIGITS],
             "group": lambda chunk: str(chunk.group),
-            "namespace": lambda chunk: chunk.namespace[:12],
+            "namespace": lambda chunk: short_namespace(chunk.namespace),
             "node": lambda chunk: chunk.node_id[:12],
             "tenant": (lambda chunk: chunk.tenant) if has_tenants else None,
             "tier": lambda chunk: chunk.tier,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import raykv
+from raykv.base.ids import short_namespace
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -100,7 +101,7 @@ def _print_pins(known: Pinned) -> None:
         known.pins,
         {
             "pin": lambda pin: pin.pin_id,
-            "namespace": lambda pin: pin.namespace[:12],
+            "namespace": lambda pin: short_namespace(pin.namespace),
             "chunks": lambda pin: str(pin.chunks),
             "kept": lambda pin: str(pin.held_chunks),
             "bytes": lambda pin: human_bytes(pin.kept_bytes),

@@ -11,6 +11,7 @@ import typer
 
 import raykv
 from raykv.base import deadlines
+from raykv.base.ids import short_namespace
 from raykv.cli.base import (
     Address,
     AsJson,
@@ -62,7 +63,7 @@ def _print_sessions(found: Sequence[SessionStatus]) -> None:
         found,
         {
             "session": lambda each: each.session,
-            "namespace": lambda each: each.namespace[:12],
+            "namespace": lambda each: short_namespace(each.namespace),
             "stage": _stage,
             "chunks": lambda each: f"{each.chunks:,}",
             "private": lambda each: f"{each.private_chunks:,}",

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import raykv
+from raykv.base.ids import short_namespace
 from raykv.cli.base import Address, AsJson, ago, answer, console, counted, table_of
 from raykv.cli.quota import tenant_table
 from raykv.doctor import checks
@@ -100,7 +101,7 @@ def _namespaces(known: ClusterStatus) -> Table:
     return table_of(
         known.spaces,
         {
-            "namespace": lambda space: space.namespace[:12],
+            "namespace": lambda space: short_namespace(space.namespace),
             "model": lambda space: space.model or "?",
             "engines": lambda space: str(space.engines),
             "chunks": lambda space: f"{space.chunks:,}",
@@ -118,14 +119,20 @@ def percent(sources: TokenSources, tokens: int) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
+def _ranks(engine: EngineStatus) -> str:
+    if engine.num_places == 1:
+        return str(engine.num_ranks)
+    return f"{engine.num_ranks} (place {engine.place} of {engine.num_places})"
+
+
 def _engines(known: ClusterStatus) -> Table:
     return table_of(
         known.engines,
         {
             "engine": lambda engine: engine.engine_id[:12],
             "node": lambda engine: engine.node_id[:12],
-            "namespace": lambda engine: engine.namespace[:12],
-            "ranks": lambda engine: str(engine.num_ranks),
+            "namespace": lambda engine: short_namespace(engine.namespace),
+            "ranks": _ranks,
             "failed": lambda engine: str(engine.counters.get("loads_failed", 0)),
             "fetch": lambda engine: _rate(engine.counters.get("fetch_bytes_per_s", 0), "B/s"),
             "prefill": lambda engine: _rate(

@@ -9,6 +9,7 @@ import typer
 import raykv
 from raykv.base import deadlines
 from raykv.base.errors import SettingError
+from raykv.base.ids import short_namespace
 from raykv.cli.base import Address, AsJson, Yes, asks, confirm, counted, done
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _cleared(known: ClusterStatus, beginning: str) -> str:
     """What a clearing takes."""
     spaces = [each for each in known.spaces if each.namespace.startswith(beginning)]
     on_disks = sum(count for name, count in known.disk_chunks.items() if name.startswith(beginning))
-    named = ", ".join(f"{each.namespace[:12]} ({each.model or '?'})" for each in spaces)
+    named = ", ".join(f"{short_namespace(each.namespace)} ({each.model or '?'})" for each in spaces)
     return (
         f"this takes {counted(sum(each.chunks for each in spaces), 'chunk')} out of pools and "
         f"{on_disks:,} from disks, of {named or 'no namespace that is known now'}; engines compute "

@@ -65,9 +65,10 @@ def screen(known: ClusterStatus, passed: Progress) -> RenderableType:
     """What `top` shows of a state, and of what has happened since the one before."""
     state = "PAUSED" if known.paused else "running"
     tokens, ever = passed.tokens, token_sources(known.engines)
+    engines = {each.engine_id for each in known.engines}
     head = Text(
         f"RayKV {known.raykv_version} at {known.address}: {state}; "
-        f"{counted(len(known.nodes), 'node')}, {counted(len(known.engines), 'engine')}, "
+        f"{counted(len(known.nodes), 'node')}, {counted(len(engines), 'engine')}, "
         f"{counted(sum(known.namespaces.values()), 'chunk')}"
     )
     sources = table("prompt tokens", "per second", "share", "share since start")

@@ -169,6 +169,7 @@ def _row(each: Explanation) -> dict[str, object]:
         "loaded_tokens": record.loaded,
         "missed_tokens": record.missed,
         "first_missing_key": record.missing,
+        "missing_at_places": record.places,
         "parting": _parting_row(each),
         "advice": advice(record),
         "hint": each.hint,
@@ -206,6 +207,9 @@ def _print_explanation(each: Explanation) -> None:
     console().print(_sources(record))
     if each.hint:
         say(f"What was missing first had been {each.hint}.")
+    if record.places:
+        numbers = ", ".join(map(str, record.places))
+        say(f"Of the engine's places, {numbers} had not got it; the others had.")
     say(advice(record))
     for name, why in record.ignored.items():
         say(f"It asked for {name}, which had no effect: {why}.")

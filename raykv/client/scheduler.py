@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from raykv.base import deadlines, errors
+from raykv.base.ids import PART_MARK, family_of
 from raykv.cluster import ask
 from raykv.protocol import framing, operator, reader
 from raykv.protocol.columns import MAX_KEYS, Source
@@ -146,6 +147,8 @@ def namespace_of(known: ClusterStatus, beginning: str) -> str:
         names |= known.disk_chunks.keys()
     if not names:
         raise errors.NotFoundError("the cache has no namespace yet: no engine has attached to it")
+    if PART_MARK not in beginning:
+        names = {str(family_of(name)) for name in names}
     return _the_one("namespaces of the cache", sorted(names), beginning)
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
+from raykv.base.ids import short_namespace
 from raykv.client.pins import check_priority
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
@@ -143,7 +144,7 @@ class ClientSession:
         if len(found) == 1:
             return found[0]
         if found:
-            spaces = ", ".join(each.namespace[:12] for each in found)
+            spaces = ", ".join(short_namespace(each.namespace) for each in found)
             raise ClusterError(f"there is a session {self.name!r} in several namespaces: {spaces}")
         raise NotFoundError(
             f"there is no session {self.name!r}: either no request with raykv_session has ended "

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from raykv.base.ids import MissReason
+from raykv.base.ids import MissReason, family_of
 from raykv.doctor.facts import ActorFacts, ClusterFacts, NodeFacts
 from raykv.memory import room
 from raykv.memory.room import RESERVE_BYTES, human_bytes
@@ -263,7 +263,7 @@ def _shared(model: str, engines: list[EngineStatus]) -> Iterator[Complaint]:
             "set PYTHONHASHSEED to the same number in the environment of every engine, or choose "
             "vLLM's --prefix-caching-hash-algo sha256",
         )
-    if len({engine.namespace for engine in engines}) < 2:
+    if len({family_of(engine.namespace) for engine in engines}) < 2:
         return
     told = [engine for engine in engines if engine.traits]
     differing = sorted(

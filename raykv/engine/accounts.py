@@ -148,6 +148,7 @@ class TokenAccount:
             disk=max(0, min(self.disk, self.loaded - self.fetched)) if is_loaded else 0,
             missed={str(reason): count for reason, count in missed.items()},
             missing=self.miss.key if has_key and self.miss is not None else b"",
+            places=[*self.miss.places] if has_key and self.miss is not None else [],
             chunks=chunks,
             chunk_tokens=self.tokens_per_chunk,
             parting=parting if is_loaded else None,

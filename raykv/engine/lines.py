@@ -431,7 +431,9 @@ class PlaceFeed:
                 namespace=namespace,
                 life=part.life,
                 num_ranks=len(part.ranks),
-                slot_bytes=part.slot_bytes,
+                slot_bytes=dict(part.slot_bytes),
+                place=self.at + 1,
+                num_places=len(self._view.node_ids),
             )
         return hello
 

@@ -82,8 +82,8 @@ class EnginePlace:
         # Guards the connection.
         self._lock = threading.Lock()
         self._has_left = False
-        # The actor that is called; None: it is looked for.
-        self._actor: Any = None
+        # The actors that are called, by what finds them.
+        self._actors: dict[Callable[[], Any], Any] = {}
 
     def follow(self) -> bool:
         """Be at the next Ray node of this host if the last one is gone; False: there is none.
@@ -115,7 +115,7 @@ class EnginePlace:
         with self._lock:
             self._refuse_after_end()
             # Handles of an earlier connection must not be used.
-            self._actor = None
+            self._actors.clear()
             self._here.rejoin(self._address)
             self._driver = _find(self._here.raylets(), self._here.driver_node()) or driver
         return True
@@ -150,13 +150,17 @@ class EnginePlace:
         if not self.is_gone:
             logger.warning("%s", sentence)
 
+    def has_on_host(self, node_id: str) -> bool:
+        """Whether a node's raylet runs on this host, as far as that can be seen."""
+        return node_id == self.node_id or _find(self._here.raylets(), node_id) is not None
+
     # The connection
 
     def call(
-        self, find: Callable[[], Any], deadline_s: float, method: str, argument: bytes | str
+        self, find: Callable[[], Any], deadline_s: float, method: str, *arguments: bytes | str | int
     ) -> bytes:
-        """The answer of a method of the actor that `find` finds, always the same one; on one
-        thread. After a failure it is looked for again.
+        """The answer of a method of the actor that `find` finds, always the same one. After a
+        failure it is looked for again.
 
         Raises:
             Exception: there is no answer in time.
@@ -167,12 +171,13 @@ class EnginePlace:
                 self._refuse_after_end()
                 if not self._here.driver_node():
                     raise ClusterError("this engine is not connected to Ray")
-                if self._actor is None:
-                    self._actor = find()
-                future = getattr(self._actor, method).remote(argument).future()
+                actor = self._actors.get(find)
+                if actor is None:
+                    actor = self._actors[find] = find()
+                future = getattr(actor, method).remote(*arguments).future()
             answer: bytes = future.result(timeout=deadline_s)
         except Exception:
-            self._actor = None
+            self._actors.pop(find, None)
             raise
         return answer
 

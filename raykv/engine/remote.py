@@ -193,7 +193,7 @@ class RemoteChunks:
             comes = {at for at in lacking if key in coming[at]}
             if any(key in elsewhere[at] for at in lacking):
                 for at in lacking:
-                    sources[at] = elsewhere[at].get(key, ())
+                    sources[at] = disk_of(*places[at], key) + elsewhere[at].get(key, ())
             is_known = all(sources[at] or at in comes for at in lacking)
             known = tuple(sources) if is_known else ()
             self._take_place(key, known, own, is_pending=bool(comes) and is_known)

@@ -85,13 +85,15 @@ class Miss:
     """A chunk that a lookup did not find, and why.
 
     `known_tokens` before it are known, and are not loaded for another reason: the window or the
-    state that they end with is missing.
+    state that they end with is missing. `places`: numbers of those of the engine's places that have
+    not got it, from 1 on; none: no place has it, or there is one only.
     """
 
     key: Key
     reason: MissReason
     known_tokens: int = 0
     known_reason: MissReason = MissReason.WINDOW_MISSING
+    places: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import ray
 
 from raykv.base import deadlines
@@ -25,6 +26,7 @@ from raykv.base.ids import NodeId
 from raykv.base.settings import Settings
 from raykv.cluster import ask
 from raykv.cluster import join as cluster
+from raykv.cluster.relay import Relay
 from raykv.directory.actor import scheduler_actor
 from raykv.engine import place, session
 from raykv.engine.hints import HintBox
@@ -61,11 +63,29 @@ class Home:
         self.node: NodeDescription | None = None
         self._here = here
         self._is_own = seat.node_id == own
+        self._relay: Relay | None = None
 
     @property
     def node_id(self) -> str:
         """The Ray node now."""
         return self._here.node_id if self._is_own else self.seat.node_id
+
+    def reach(self, node: NodeDescription) -> NodeDescription:
+        """The NodeActor is there: its description, as EngineCore's line reaches it."""
+        self.node = node
+        if self._here.has_on_host(self.node_id):
+            return node
+        if self._relay is None:
+            self._relay = Relay(partial(self._here.call, self._find))
+        return msgspec.structs.replace(node, socket_name=self._relay.socket_name)
+
+    def _find(self) -> Any:
+        return ask.find_node_actor(self.node_id)
+
+    def close(self) -> None:
+        """No line is needed any more."""
+        if self._relay is not None:
+            self._relay.close()
 
 
 class EngineRuntime:
@@ -193,7 +213,7 @@ class EngineRuntime:
         """
         node = home.node
         if node is not None and not is_lost:
-            return node
+            return home.reach(node)
         self._refuse_after_end()
         with self._locating:
             before = self.node_id
@@ -204,8 +224,7 @@ class EngineRuntime:
                     ask.end_node_actor(before)
             self._find_actors()
             give_up_at = time.monotonic() + deadlines.ANSWER_S
-            home.node = self._describe_node(home, give_up_at)
-            return home.node
+            return home.reach(self._describe_node(home, give_up_at))
 
     def _find_scheduler(self) -> Any:
         self._refuse_after_end()
@@ -312,6 +331,8 @@ class EngineRuntime:
         self._stopped.set()
         if self.homes:
             self.session.stop(deadlines.STOP_S)
+        for home in self.homes:
+            home.close()
         with _signal_handlers_kept():
             self._place.leave(deadlines.LEAVE_S)
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from raykv.base import departures, ids
@@ -357,12 +357,19 @@ class EngineView:
         return found
 
     def _explain(self, request: requests.RequestState) -> None:
-        """Give a MISS the reason that is remembered, or have the scheduler actor asked for it."""
+        """Give a MISS the reason that is remembered, or have the scheduler actor asked for it; and
+        say which place lacks what others have.
+        """
         miss = request.miss
+        if miss is not None and len(self._places) > 1:
+            has = [miss.key in place.listed.ready for place in self._places]
+            if any(has):
+                places = tuple(at for at, is_there in enumerate(has, start=1) if not is_there)
+                request.miss = miss = replace(miss, places=places)
         if miss is None or miss.reason is not MissReason.NEVER_STORED:
             return
         if (known := self._departures.get(miss.key)) is not None:
-            request.missed(miss.key, known)
+            request.miss = replace(miss, reason=known)
         else:
             self.remote.wonder(request, miss.key)
 

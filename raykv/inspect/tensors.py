@@ -12,7 +12,7 @@ import numpy as np
 
 from raykv.base.errors import ClusterError
 from raykv.base.extras import load
-from raykv.base.ids import Key
+from raykv.base.ids import PART_MARK, Key, short_namespace
 from raykv.client.chunks import kv_form, read_chunks
 from raykv.client.scheduler import namespace_of
 from raykv.inspect.sources import chunk_rows, groups_of, known_tokens
@@ -136,6 +136,11 @@ def _whole_group(known: ClusterStatus, namespace: str) -> int | None:
 
 
 def _unknown(namespace: str) -> str:
+    if PART_MARK in namespace:
+        return (
+            f"namespace {short_namespace(namespace)} is a part of an engine that has several "
+            "places: how KV lies in its chunks is not known"
+        )
     return (
         f"no engine has reported how KV lies in chunks of namespace {namespace[:12]}: one of "
         "that model must attach after the NodeActor of its node has started"

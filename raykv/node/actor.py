@@ -27,6 +27,7 @@ from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, end_process, start_thread
 from raykv.cluster.breaker import joined
 from raykv.cluster.logs import read_log, set_up_logging
+from raykv.cluster.relay import RelayEnds
 from raykv.memory.limits import pool_objection
 from raykv.metrics.server import MetricsServer
 from raykv.metrics.table import number, numbers
@@ -58,8 +59,19 @@ DISK_READ_S = 10.0
 HERE = "the NodeActor"
 OTHER_NODE, OPERATOR = "another NodeActor", "the operator"
 
-CONCURRENCY = {"fetch": 2, "read": 4, "offer": 2, "host": 1, "keep": 1, "states": 8, "people": 2}
-"""Threads of the actor for each kind of call; further calls wait their turn."""
+CONCURRENCY = {
+    "fetch": 2,
+    "read": 4,
+    "offer": 2,
+    "host": 1,
+    "keep": 1,
+    "states": 8,
+    "people": 2,
+    "relay": 64,
+}
+"""Threads of the actor for each kind of call; further calls wait their turn. An engine on another
+host takes up to two.
+"""
 
 NO_OPTIONS = settings.NodeOptions()
 
@@ -93,6 +105,7 @@ class NodeActor:
         devices.see_all_gpus()
         self._node_id = node_id
         self._socket_name = socket_name
+        self._relayed = RelayEnds(socket_name)
         self._pool_path = pool_path
         self._geometry = PoolGeometry(pool_bytes, slab_bytes)
         self._metrics: MetricsServer | None = None
@@ -239,6 +252,19 @@ class NodeActor:
                 nixl=self._nixl,
             )
         )
+
+    @ray.method(concurrency_group="relay")
+    def relay_up(self, name: str, at: int, data: bytes) -> bytes:
+        """See `RelayEnds.up`."""
+        self._refuse_without_pool()
+        self._relayed.up(name, at, data)
+        return b""
+
+    @ray.method(concurrency_group="relay")
+    def relay_down(self, name: str, at: int) -> bytes:
+        """See `RelayEnds.down`."""
+        self._refuse_without_pool()
+        return self._relayed.down(name, at)
 
     @ray.method(concurrency_group="fetch")
     def fetch(self, raw: bytes) -> bytes:

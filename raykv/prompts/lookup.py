@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+import msgspec
+
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.base.ids import Key
+from raykv.base.ids import Key, family_of
 from raykv.prompts import block_hashes, prefixes
 from raykv.protocol import columns, reader, status
 from raykv.protocol.descriptions import ChunkGroup, parse_groups
@@ -101,7 +103,7 @@ def choose_namespace(
     """
     found = [
         space
-        for space in spaces
+        for space in _families(spaces)
         if space.namespace.startswith(beginning or "")
         and (model is None or _is_called(space.model, model))
     ]
@@ -119,6 +121,18 @@ def choose_namespace(
     raise (ClusterError if found else NotFoundError)(
         f"there is {what} {wanted}: {hint}; there are {known or 'none'}"
     )
+
+
+def _families(spaces: Sequence[status.NamespaceStatus]) -> list[status.NamespaceStatus]:
+    """Parts of engines that are at several places count as one: as many chunks as all have."""
+    found = [space for space in spaces if space.namespace == family_of(space.namespace)]
+    merged: dict[str, status.NamespaceStatus] = {}
+    for space in spaces:
+        family = family_of(space.namespace)
+        if family != space.namespace:
+            chunks = min(space.chunks, merged.get(family, space).chunks)
+            merged[family] = msgspec.structs.replace(space, namespace=family, chunks=chunks)
+    return found + list(merged.values())
 
 
 def _is_called(known: str, model: str) -> bool:

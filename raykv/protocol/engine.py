@@ -59,6 +59,8 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     first `CHUNK_NAME_BYTES` of each key. A chunk has `chunk_tokens` tokens. `parting`: where the
     prompt leaves the nearest one that was there, if that is known. `tenant`: the label of whose
     request it was, empty if it had none. `ignored`: what it asked for and was not done, with why.
+    `places`: numbers of those of the engine's places, from 1 on, that had not got the missing chunk
+    while others had.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class MissRecord(msgspec.Struct, frozen=True, array_like=True):
     parting: Parting | None = None
     tenant: str = ""
     ignored: dict[str, str] = {}
+    places: list[int] = []
 
 
 MAX_IGNORED = 8
@@ -101,6 +104,7 @@ def check_record(record: MissRecord) -> None:
     num_bytes = len(record.chunks)
     is_cut = num_bytes % CHUNK_NAME_BYTES == 0 and num_bytes <= MAX_NAMES_BYTES
     columns.require(is_cut, f"{num_bytes} bytes of chunks' names")
+    columns.require(len(record.places) <= columns.MAX_GROUPS, f"{len(record.places)} places")
     columns.check_numbers(
         "tokens of a request", (record.prompt, record.chunk_tokens), 0, columns.MAX_NUMBER
     )
@@ -153,6 +157,7 @@ class EngineHello(framing.Versioned, frozen=True, tag="engine"):
         slot_bytes: of the chunks of each KV group, by its index.
         versions: for people.
         traits: what the namespace is a digest of, in short texts.
+        place: which of the engine's `num_places` this is, from 1 on.
     """
 
     engine_id: columns.Named
@@ -163,6 +168,8 @@ class EngineHello(framing.Versioned, frozen=True, tag="engine"):
     slot_bytes: columns.SlotSizes = {}
     versions: columns.Text = ""
     traits: Annotated[dict[columns.Text, columns.Text], msgspec.Meta(max_length=256)] = {}
+    place: columns.NumRanks = 1
+    num_places: columns.NumRanks = 1
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -36,6 +36,9 @@ class NodeStatus(node.NodeStats, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine that a node introduces; `counters` are its own, since its start, and `age_s` is
     since the node has reported.
+
+    An engine that has several places is introduced at each, `place` of `num_places`, with the ranks
+    there; the first one has its counters.
     """
 
     engine_id: str
@@ -48,6 +51,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     traits: dict[str, str] = {}
     breakers: measures.BreakerReport = measures.BreakerReport()
+    place: int = 1
+    num_places: int = 1
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):

@@ -18,10 +18,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
-from raykv.base.ids import EngineId, Key, Namespace, NodeId
+from raykv.base.ids import EngineId, Key, Namespace, NodeId, family_of
 from raykv.directory.known import asks, coming, document, events, holdings, marks, members, sessions
 from raykv.directory.known.spaces import NamespaceUse
 from raykv.protocol import listing, node
@@ -249,8 +250,16 @@ class Directory:
         return (each for member in self.members.values() for each in member.engines.values())
 
     def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[holdings.Held]:
-        """For each key, the nodes that have it; keys in the same places have the same object."""
-        return self._holdings.ask(namespace, keys)
+        """For each key, the nodes that have it; keys in the same places have the same object.
+
+        Of a namespace that is known by parts alone: the nodes that have a part, if all are there.
+        """
+        parts = [each for each in self._holdings.namespaces if family_of(each) == namespace]
+        if not parts or namespace in parts:
+            return self._holdings.ask(namespace, keys)
+        held = [self._holdings.ask(part, keys) for part in sorted(parts)]
+        of_keys = zip(*held, strict=True)
+        return [tuple(chain.from_iterable(each)) if all(each) else () for each in of_keys]
 
     # Time
 

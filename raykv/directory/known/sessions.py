@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raykv.base.ids import Namespace, NodeId
+from raykv.base.ids import Namespace, NodeId, family_of
 from raykv.directory.known.marks import Numbering
 from raykv.protocol.node import SessionsWord
 from raykv.protocol.sessions import SessionNews, SessionWord
@@ -126,7 +126,7 @@ class SessionNodes:
         names = [
             (space, name)
             for space, name in reversed(self._sessions)
-            if name == news.session and namespace in ("", space)
+            if name == news.session and namespace in ("", space, family_of(space))
         ][:MOST_ORDERED]
         nodes = {node_id for name in names for node_id in self._sessions[name].nodes}
         for space, _ in names:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp
+from raykv.base.ids import EVERY_NAMESPACE, Key, Namespace, Stamp, family_of
 from raykv.base.shares import Share
 from raykv.base.tenants import is_label
 from raykv.node.pool import records
@@ -27,11 +27,14 @@ from raykv.protocol import engine, operator
 
 @dataclass(slots=True)
 class LocalPin:
-    """A pin; `names` of its chunks have come, and are claimed, unless there are none."""
+    """A pin; `names` of its chunks have come, and are claimed, unless there are none. `parts`: in
+    which of the pin's namespace they are.
+    """
 
     order: operator.OrderedPin
     until: float
     names: Sequence[Name] = ()
+    parts: Sequence[Namespace] = ()
 
     @property
     def standing(self) -> records.Standing:
@@ -117,7 +120,7 @@ class LocalOrders:
                 is_same = known.standing is pin.standing
                 if is_same and abs(pin.until - known.until) <= SOON_S:
                     continue
-                pin.names = known.names
+                pin.names, pin.parts = known.names, known.parts
             self._pins[pin_id] = pin
             if pin.names:
                 self._claim(pin_id, pin)
@@ -126,14 +129,23 @@ class LocalOrders:
         self._index.claims.claim(_owner(pin_id), pin.names, pin.standing, pin.until)
 
     def pin_keys(self, digest: bytes, namespace: Namespace, keys: Iterable[Key]) -> None:
-        """The keys of pins that have that digest."""
-        names = [(namespace, key) for key in islice(dict.fromkeys(keys), operator.MAX_ORDERED)]
+        """The keys of pins that have that digest; of a namespace that is here in parts, all of them
+        are pinned.
+        """
+        parts = self._parts(namespace)
+        some = [*islice(dict.fromkeys(keys), operator.MAX_ORDERED)]
+        names = [(part, key) for part in parts for key in some]
         for pin_id, pin in self._pins.items():
             if pin.order.digest == digest and not pin.names:
-                pin.names = names
+                pin.names, pin.parts = names, parts
                 before = self._index.claims.names_of(_owner(pin_id)) - names
                 self._index.claims.end(_owner(pin_id), before)
                 self._claim(pin_id, pin)
+
+    def _parts(self, namespace: str) -> list[Namespace]:
+        """Of a namespace, those that have chunks here; itself where none has."""
+        parts = [each for each in self._index.sizes() if family_of(each) == namespace]
+        return parts or [Namespace(namespace)]
 
     def pins(self) -> Iterator[tuple[str, LocalPin]]:
         """The pins of which the chunks are known, by their ids."""
@@ -144,9 +156,16 @@ class LocalOrders:
         return list(dict.fromkeys(p.order.digest for p in self._pins.values() if not p.names))
 
     def expire(self, now: float) -> None:
-        """Forget pins whose time is over: their claims end alone. Claim what had no room."""
+        """Forget pins whose time is over: their claims end alone. Claim what had no room, and in
+        parts that have come.
+        """
         claims = self._index.claims
         for pin_id, pin in list(self._pins.items()):
+            come = set(self._parts(pin.order.namespace)) - set(pin.parts) if pin.names else ()
+            if come:
+                keys = list(dict.fromkeys(key for _, key in pin.names))
+                pin.parts = [*pin.parts, *come]
+                pin.names = [*pin.names, *((part, key) for part in come for key in keys)]
             own, free = claims.names_of(_owner(pin_id)), claims.num_free(OwnerKind.OPERATOR)
             if pin.until <= now:
                 del self._pins[pin_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raykv.base.clearings import MAX_NAMESPACES, Clearings
-from raykv.base.ids import EVERY_NAMESPACE, Namespace
+from raykv.base.ids import EVERY_NAMESPACE, Namespace, part_of
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -15,6 +15,13 @@ def test_floor_of_all_is_that_of_every_namespace() -> None:
     assert (clearings.of(A), clearings.of(B)) == (7, 0)
     clearings.take({"": 5})
     assert (clearings.of(A), clearings.of(B)) == (7, 5)
+
+
+def test_floor_of_a_namespace_is_that_of_its_parts() -> None:
+    floors = Clearings({"a": 3})
+    assert [floors.of(part_of(name, "0.1")) for name in ("a", "b")] == [3, 0]
+    assert floors.take({"b/1": 4}) == {"b"}
+    assert floors.of(part_of("b", "0.1")) == 4
 
 
 def test_floors_only_rise_in_whatever_order_they_are_told() -> None:

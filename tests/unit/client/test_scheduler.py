@@ -12,8 +12,10 @@ import ray
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Stamp
 from raykv.client import scheduler as asking
+from raykv.client.scheduler import namespace_of
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState, PauseOrder
+from raykv.protocol.status import ClusterStatus
 from tests.fixtures.played_cluster import play
 
 ORDER = PauseOrder("an id", paused=True)
@@ -47,6 +49,16 @@ class Ordered:
 
     def carry_out(self) -> list[str]:
         return self._scheduler.order(ORDER, self.told.append, "nothing was done")
+
+
+def test_namespace_is_named_by_its_beginning_and_a_part_by_its_whole_name() -> None:
+    spaces = {"5f0c/0.0": 1, "5f0c/1.1": 1, "77ab": 2}
+    known = ClusterStatus("", 1, "", paused=False, namespaces=spaces)
+    assert namespace_of(known, "5f") == "5f0c"
+    assert namespace_of(known, "5f0c/1") == "5f0c/1.1"
+    assert namespace_of(known, "7") == "77ab"
+    with pytest.raises(ClusterError, match="2 namespaces of the cache begin with ''"):
+        namespace_of(known, "")
 
 
 def test_order_is_done_when_it_is_kept_and_nobody_is_behind(

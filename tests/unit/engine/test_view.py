@@ -17,15 +17,16 @@ from raykv.base.ids import (
     Refusal,
     Stamp,
     in_group,
+    part_of,
 )
 from raykv.engine.announcements import News
 from raykv.engine.found import TOUCH_S
-from raykv.engine.listed import SILENT_S
+from raykv.engine.listed import SILENT_S, PlacePart
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.engine import AskAnswer
+from raykv.protocol.engine import AskAnswer, EngineHello
 from raykv.protocol.listing import (
     ListedRow,
     Reason,
@@ -35,7 +36,7 @@ from tests.fixtures.engine.views import HERE, ORDERS, OURS, STORE_S, made, reaso
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.HIT_PENDING, Lookup.RETRY
 BESIDE, FAR = NodeId("beside"), NodeId("far")
-A, B, C = (in_group(Key(bytes([number]) * 8), 0) for number in range(3))
+A, B, C, D = (in_group(Key(bytes([number]) * 8), 0) for number in range(4))
 OTHER_GROUP = in_group(A, 1)
 
 
@@ -418,6 +419,51 @@ def test_chunk_that_did_not_come_to_every_place_is_a_miss() -> None:
     view.finish_fetch(view.remote.take_orders(), [came, None], 0.0)
     assert view.lookup("r", A, 0.0) is MISS
     assert view.counters["fetches_failed"] == 1
+
+
+def test_chunk_is_found_if_each_place_has_it_or_can_get_its_part() -> None:
+    view, nodes = made(HERE, BESIDE)
+    for node in nodes:
+        node.has_peers = True
+    nodes[0].says(row(A), row(B, Where.DISK))
+    nodes[1].says(row(C))
+    view.ask("r", [A, B, C, D])
+    asked, far = [A, B, C, D], Source("far")
+    # For the first place nobody has C and D; for the other one somebody has A, B and D.
+    nowhere = AskAnswer(1)
+    there = AskAnswer(1, SourceRows.of([[far], [far], [], [far]]))
+    view.take_answers(view.questions(asked, []), [nowhere, there])
+    answers = [view.lookup("r", key, 0.0) for key in asked]
+    assert answers == [PENDING, PENDING, MISS, MISS]
+    own = Source(HERE, SourceKind.DISK)
+    assert [order.sources for order in view.remote.take_orders()] == [
+        ((), (far,)),
+        ((own,), (far,)),
+    ]
+
+
+def test_miss_names_the_places_that_lack_what_others_have() -> None:
+    view, nodes = made(HERE, BESIDE)
+    nodes[0].says(row(A))
+    nodes[1].says()
+    for key, places in ((A, (2,)), (B, ())):
+        assert view.lookup("r", key, 0.0) is MISS
+        miss = view.requests.take_miss("r")
+        assert miss is not None
+        assert miss.places == places
+
+
+def test_place_is_asked_about_its_own_part() -> None:
+    view, _ = made(HERE)
+    parts = [PlacePart(str(at), 10 + at, (at,), {0: 4096}) for at in range(2)]
+    view.begin(EngineHello("engine", 3, OURS), [HERE, BESIDE], 0.0, parts)
+    expected = [(10, part_of(OURS, "0"), [HERE]), (11, part_of(OURS, "1"), [BESIDE])]
+    asks = view.questions([A], [B])
+    assert [(ask.life, ask.namespace, ask.places) for ask in asks] == expected
+    queries = [view.query(at) for at in range(2)]
+    assert [(query.life, query.namespace) for query in queries] == [each[:2] for each in expected]
+    view.enter(Namespace("theirs"), 0.0)
+    assert view.query(1).namespace == part_of("theirs", "1")
 
 
 def test_answer_says_why_a_chunk_is_nowhere() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from raykv.base.errors import ClusterError, SettingError
 from raykv.base.ids import Key
@@ -133,6 +134,13 @@ def test_namespace_is_chosen_by_model_or_beginning() -> None:
     assert choose_namespace([SPACE, other], None, "77") is other
     twin = NamespaceStatus("90", "/models/tiny")
     assert choose_namespace([SPACE, twin], "tiny", "90") is twin
+
+
+def test_parts_of_an_engine_are_one_namespace_with_what_all_have() -> None:
+    parts = [replace(SPACE, namespace=f"5f0c/{at}.{at}.ab", chunks=7 - at) for at in range(2)]
+    for beginning in (None, "5f"):
+        found = choose_namespace(parts, None, beginning)
+        assert (found.namespace, found.chunks, found.traits) == ("5f0c", 6, SPACE.traits)
 
 
 @pytest.mark.parametrize(

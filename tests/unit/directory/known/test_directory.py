@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import raykv.directory.known.directory
-from raykv.base.ids import EventKind, Namespace, NodeId, Stamp
+from raykv.base.ids import EventKind, Namespace, NodeId, Stamp, part_of
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import MEMBERS_S, Orders
 from raykv.directory.known.spaces import LEFT_S
@@ -42,6 +42,18 @@ def holders(directory: Directory, number: int) -> dict[str, Where]:
 def kinds(directory: Directory) -> list[tuple[EventKind, str]]:
     events, _ = directory.events.after(0, 1000)
     return [(each.kind, each.node_id) for each in events]
+
+
+def test_key_of_an_engine_with_several_places_is_where_all_its_parts_are(
+    cluster: TwoNodes,
+) -> None:
+    directory, _, one, two = cluster
+    parts = [part_of(SPACE, name) for name in ("0", "1")]
+    one.report(0.0, *(row_of(number)._replace(namespace=parts[0]) for number in (1, 2)))
+    two.report(0.0, row_of(1)._replace(namespace=parts[1]))
+    assert holders(directory, 1) == {"one": Where.RAM, "two": Where.RAM}
+    assert holders(directory, 2) == {}, "half of it is nowhere"
+    assert directory.where(parts[0], [key_of(2)])[0]
 
 
 # Members

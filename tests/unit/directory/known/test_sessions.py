@@ -151,6 +151,12 @@ def test_operator_tells_all_nodes_that_know_a_session(sessions: SessionNodes) ->
     assert sessions.order("n", word(SessionWord.OVER, "t").news) == [B]
 
 
+def test_order_for_a_namespace_is_for_its_parts(sessions: SessionNodes) -> None:
+    for node_id, space in ((A, "n/0"), (B, "n/1"), (C, "m")):
+        sessions.take(node_id, [SessionsWord(space, CAME.news)])
+    assert sessions.order("n", OVER.news) == [A, B]
+
+
 def test_order_of_a_name_is_for_the_sessions_that_were_used_last(
     sessions: SessionNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.base.ids import EVERY_NAMESPACE, Refusal, Stamp
+from raykv.base.ids import EVERY_NAMESPACE, Namespace, Refusal, Stamp, part_of
 from raykv.node.pool import claims, room
 from raykv.node.pool.floors import MAX_HISTORIES
 from raykv.node.pool.records import Standing
@@ -128,6 +128,29 @@ def test_pin_holds_its_chunks_once_its_keys_are_known(roomy: OwnedPool) -> None:
     roomy.order(3)
     assert roomy.standings(1, 9) == [Standing.NORMAL] * 2
     assert roomy.node.orders.wanted() == []
+
+
+def landed(pool: OwnedPool, number: int, namespace: Namespace) -> None:
+    pool.node.landings.landed(begun(pool.land(number, namespace=namespace)), ok=True)
+
+
+def test_pin_holds_all_parts_of_a_chunk_whenever_they_come(roomy: OwnedPool) -> None:
+    one, two = (part_of(A, name) for name in ("0", "1"))
+    landed(roomy, 7, one)
+    roomy.order(1, pins={"p": pin(b"d")})
+    roomy.node.orders.pin_keys(b"d", A, [key(7)])
+    landed(roomy, 7, two)
+    roomy.node.expire(roomy.now)
+    standings = [roomy.record(7, part).standing for part in (one, two)]
+    assert standings == [Standing.PINNED] * 2
+
+
+def test_clear_of_a_namespace_drops_its_parts(roomy: OwnedPool) -> None:
+    part = part_of(A, "0")
+    roomy.order(1)
+    landed(roomy, 7, part)
+    roomy.order(9, floors={A: 9})
+    assert roomy.held(part) == []
 
 
 def test_pin_ends_with_its_time_and_may_be_renewed(roomy: OwnedPool) -> None:
