@@ -41,6 +41,8 @@ FEATURES = {
     "layer-wise": "`layerwise_loads`",
     "hidden states": "`RayKVHiddenStatesConnector`",
     "canonical layout": "`canonical_layout`",
+    "ranks on two nodes": "tensor parallelism over two Ray nodes: each keeps its ranks' part",
+    "pipeline stages": "`pipeline_parallel_size` above 1, on one node or on two",
     "events": "`raykv events` reports the chunks of every KV group",
     "listing": "`raykv chunk ls`, `raykv chunk show` and `raykv status` have them, too",
     "lookup": "`raykv chunk lookup` says what an engine then loads",

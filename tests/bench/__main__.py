@@ -32,6 +32,7 @@ HERE = by_name(
             ("scale", "what 10 to 2000 nodes ask of the scheduler actor", ""),
             ("step", "what RayKV's hooks take on vLLM's threads, and its manager per chunk", ""),
             ("ttft", "time to first token by where a prompt's KV comes from", ""),
+            ("over_nodes", "what engines lose whose ranks are on two nodes", ""),
             ("throughput", "requests per second with and without RayKV and reuse", ""),
             ("disaggregated", "prefill and decode apart, beside one engine that does both", ""),
             ("feed", "how soon engines know what others have stored, and what that costs", ""),

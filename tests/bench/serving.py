@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,14 @@ class Bed:
         """An engine with RayKV on another Ray node of this host, which always fetches."""
         return self.raykv(self.second_node(), settings={"always_fetch": True}, **config)
 
+    def ends_with_it(self, end: Callable[[], object]) -> None:
+        """Something else has begun, which is to end with the rest."""
+        self._stack.callback(end)
+
     def second_node(self) -> str:
         """One more Ray node on this host; its id."""
         node = add_local_node(self.cluster.address)
-        self._stack.callback(node.stop)
+        self.ends_with_it(node.stop)
         self._stack.callback(end_node_actor, node.node_id)
         return node.node_id
 

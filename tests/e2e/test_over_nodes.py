@@ -82,6 +82,7 @@ def chunks_by_part(cluster: Cluster) -> list[int]:
     return sorted(cluster.status().namespaces.values())
 
 
+@pytest.mark.support("pipeline stages", models=["llama"])
 def test_pipeline_stages_on_one_node_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_pipeline_stages_on_one_node_load_what_they_stored(
         engine.stop()
 
 
+@pytest.mark.support("ranks on two nodes", models=["llama"])
 def test_ranks_on_two_nodes_load_what_they_stored_and_go_on_after_a_nodeactor_has_died(
     cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +137,7 @@ def _loads(engine: EngineProcess, reference: list[list[int]]) -> bool:
 
 
 @pytest.mark.extended
+@pytest.mark.support("ranks on two nodes", models=["llama"])
 def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
     cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
 
 
 @pytest.mark.extended
+@pytest.mark.support("pipeline stages", models=["llama"])
 def test_pipeline_stages_on_two_nodes_load_what_they_stored(
     cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
 ) -> None:

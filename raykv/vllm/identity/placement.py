@@ -191,8 +191,6 @@ def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> Non
         raise SettingError(
             f"{where}, none of which has whole canonical pages: leave out canonical_layout"
         )
-    if spec.settings.node_id:
-        raise SettingError(f"{where}: leave out node_id, which names one")
     if connector == "RayKVHiddenStatesConnector":
         raise SettingError(f"{where}: hidden states are captured at one only; use RayKVConnector")
 

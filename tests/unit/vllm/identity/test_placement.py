@@ -71,20 +71,16 @@ def test_engine_whose_places_are_not_known_or_not_whole_does_not_start(
 
 
 @pytest.mark.parametrize(
-    ("canonical", "node_id", "connector", "what"),
+    ("canonical", "connector", "what"),
     [
-        (True, "", "RayKVConnector", "leave out canonical_layout"),
-        (False, "a", "RayKVConnector", "leave out node_id"),
-        (False, "", "RayKVHiddenStatesConnector", "hidden states are captured at one only"),
+        (True, "RayKVConnector", "leave out canonical_layout"),
+        (False, "RayKVHiddenStatesConnector", "hidden states are captured at one only"),
     ],
 )
 def test_what_needs_all_ranks_at_one_place_is_refused_by_name(
-    canonical: bool, node_id: str, connector: str, what: str
+    canonical: bool, connector: str, what: str
 ) -> None:
-    spec = SimpleNamespace(
-        config=SimpleNamespace(canonical_layout=canonical),
-        settings=SimpleNamespace(node_id=node_id),
-    )
+    spec = SimpleNamespace(config=SimpleNamespace(canonical_layout=canonical))
     two = seats_of([said(0, "a"), said(1, "b")], 2, "own")
     with pytest.raises(SettingError, match=f"are at 2 places .*{what}"):
         refuse_spread(two, spec, connector)

@@ -1,0 +1,96 @@
+"""`over_nodes`: what an engine loses whose ranks are on two nodes, beside one that has them on one.
+
+Both have two ranks of tensor parallelism, each a Ray actor, and take turns with the same prompts.
+All Ray nodes are on this host, so that the links between ranks are the same: what differs are two
+places, with two NodeActors, in place of one. CPU is that of the whole machine, for one prompt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raykv.lab.bench.engine import EngineProcess
+from raykv.lab.bench.prompts import prompt
+from raykv.lab.bench.report import Options, Result
+from raykv.lab.hosts.local_nodes import add_local_node
+from tests.bench.serving import BLOCK, Bed
+from tests.fixtures.ray_executor import ADDRESS, RESOURCES
+from tests.house import CHILDREN
+
+LENGTHS = (1024, 4096)
+POOL_BYTES = 512 << 20
+ONE, TWO = "ranks on one node", "ranks on two nodes"
+FIRST, LOADED, CPU = "computed and stored", "loaded", "loaded, CPU of the machine"
+
+MOST_RATIO = 1.25
+"""Time to the first token of what is loaded, with two places."""
+
+
+def run(options: Options) -> Result:
+    """See the module's docstring."""
+    lengths = (2 * BLOCK,) if options.quick else LENGTHS
+    result = Result("over_nodes")
+    with Bed(quick=True, max_tokens=max(lengths) + BLOCK, pool_bytes=POOL_BYTES) as bed:
+        for name in ("one", "two"):
+            bed.ends_with_it(add_local_node(bed.cluster.address, resources={name: 3}).stop)
+        os.environ[ADDRESS] = bed.cluster.address
+        # Ranks that wait leave the cores to others.
+        os.environ["PYTHONPATH"] = f"{CHILDREN / 'patient'}:{Path.cwd()}"
+        engines = {ONE: _engine(bed, "one,one"), TWO: _engine(bed, "one,two")}
+        bed.wait_for_pools()
+        for engine in engines.values():
+            engine.tokens([prompt(1, 2 * BLOCK)], max_tokens=1)
+        for length in lengths:
+            _measure(result, bed, engines, length, options.repeats_or(7))
+    for length in lengths:
+        case = f"{length} tokens, {LOADED}"
+        slower = result.ratio(case, TWO, ONE)
+        result.at_most(MOST_RATIO, slower, f"{case}: at most {MOST_RATIO} x one node")
+    return result
+
+
+def _engine(bed: Bed, ranks_at: str) -> EngineProcess:
+    os.environ[RESOURCES] = ranks_at
+    return bed.raykv(settings={"node_id": ""}, ranks_in_ray_actors=True, tensor_parallel_size=2)
+
+
+def _measure(
+    result: Result, bed: Bed, engines: dict[str, EngineProcess], length: int, repeats: int
+) -> None:
+    for number in range(repeats):
+        tokens = prompt(1000 * length + number, length)
+        for name, engine in engines.items():
+            result.add(f"{length} tokens, {FIRST}", name, "s", _ttft(engine, tokens))
+        bed.settle()
+        for name, engine in engines.items():
+            engine.reset()
+            cpu_s, seconds = _with_cpu(partial(_loaded, engine, tokens))
+            result.add(f"{length} tokens, {LOADED}", name, "s", seconds)
+            result.add(f"{length} tokens, {CPU}", name, "s", cpu_s)
+
+
+def _ttft(engine: EngineProcess, tokens: list[int]) -> float:
+    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
+    return float(output["ttft_s"])
+
+
+def _loaded(engine: EngineProcess, tokens: list[int]) -> float:
+    output: Any
+    (output,) = engine.call("generate", prompts=[tokens], max_tokens=1)
+    assert output["cached"] >= len(tokens) - BLOCK, output["cached"]
+    return float(output["ttft_s"])
+
+
+def _with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
+    """CPU seconds of the machine meanwhile, and what is measured."""
+    before = psutil.cpu_times()
+    measured = measure()
+    after = psutil.cpu_times()
+    busy = [(each.user + each.system + each.nice) for each in (before, after)]
+    return busy[1] - busy[0], measured
