@@ -75,7 +75,7 @@ HOUSE = {
         "cuda msgspec numpy torch",
         "limits pages pool region words cuda.driver cuda.page_lock",
     ),
-    "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes"),
+    "cluster": Room(3, "msgspec numpy psutil ray", "ask bequest deaths join logs processes relay"),
     "metrics": Room(3, "numpy prometheus_client ray xxhash", "discovery server"),
     "prompts": Room(3, "numpy transformers xxhash", "adapters"),
     "protocol": Room(2, "msgspec numpy", "wire"),

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-import msgspec
-
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
 from raykv.base.ids import Key, family_of
 from raykv.prompts import block_hashes, prefixes
@@ -127,11 +125,13 @@ def _families(spaces: Sequence[status.NamespaceStatus]) -> list[status.Namespace
     """Parts of engines that are at several places count as one: as many chunks as all have."""
     found = [space for space in spaces if space.namespace == family_of(space.namespace)]
     merged: dict[str, status.NamespaceStatus] = {}
-    for space in spaces:
-        family = family_of(space.namespace)
-        if family != space.namespace:
-            chunks = min(space.chunks, merged.get(family, space).chunks)
-            merged[family] = msgspec.structs.replace(space, namespace=family, chunks=chunks)
+    for each in spaces:
+        family = family_of(each.namespace)
+        if family != each.namespace:
+            chunks = min(each.chunks, merged.get(family, each).chunks)
+            merged[family] = status.NamespaceStatus(
+                family, each.model, chunks, each.num_bytes, each.engines, each.traits
+            )
     return found + list(merged.values())
 
 

@@ -51,6 +51,7 @@ def test_explanation_comes_as_json(cluster: AnsweringCluster) -> None:
         "loaded_tokens": 640,
         "missed_tokens": {"incomplete_chunk": 8, "evicted": 256},
         "first_missing_key": "abcd",
+        "missing_at_places": [],
         "parting": {
             "at": 5,
             "tokens_behind": 995,
@@ -101,6 +102,11 @@ def test_what_hints_did_and_did_not_do_is_said(cluster: AnsweringCluster) -> Non
     text = explained(cluster, replace(RECORD, ignored=why), hint=hint)
     assert f"What was missing first had been {hint}." in text
     assert f"It asked for raykv_sesion, which had no effect: {why['raykv_sesion']}." in text
+
+
+def test_place_that_lacked_what_the_others_had_is_named(cluster: AnsweringCluster) -> None:
+    text = explained(cluster, replace(RECORD, places=[2]))
+    assert "Of the engine's places, 2 had not got it; the others had." in text
 
 
 def test_id_that_looks_like_markup_is_shown_as_it_is(cluster: AnsweringCluster) -> None:
