@@ -258,7 +258,7 @@ class RayKVConnector(OffloadingConnector):
         """See `KVConnectorBase_V1.unregister_kv_caches`: 0.33 gives the KV cache's memory back."""
         self._worker.store_before_sleep()
 
-    def get_handshake_metadata(self) -> placement.RankPlace:
+    def get_handshake_metadata(self) -> placement.RankPlace | None:
         """See `KVConnectorBase_V1.get_handshake_metadata`: where this rank runs."""
         return placement.place_of_rank(self._worker.spec, self._parallel)
 

@@ -57,8 +57,13 @@ class RankPlace(KVConnectorHandshakeMetadata):
     free_bytes: int = 0
 
 
-def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace:
-    """Where this process is, of whose chunks `spec` knows the sizes."""
+def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
+    """Where this process is, of whose chunks `spec` knows the sizes. None where that is certain:
+    what `MultiConnector` hands over is the first connector's that says something.
+    """
+    is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+    if not is_actor and has_one_place(parallel_config, ()):
+        return None
     config = spec.config
     names = {str(each.group_id): list(each.layer_names) for each in config.groups}
     place = RankPlace(
@@ -71,7 +76,7 @@ def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace:
         lacks=[each.group_id for each in config.groups if not each.layer_names],
         free_bytes=tightest(worker_limits()).free_bytes,
     )
-    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+    if is_actor:
         place.node_id = str(ray.get_runtime_context().get_node_id())
     elif parallel_config.nnodes_within_dp > 1:
         place.node_id, place.why = _node_of_host(spec.settings.ray_address)

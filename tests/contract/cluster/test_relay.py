@@ -26,6 +26,12 @@ from tests.fixtures.waiting import wait_until
 LONG_S = 20.0
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.cluster.relay, "RELAY_SILENT_S", 0.5)
+    monkeypatch.setattr("raykv.base.deadlines.WAKE_S", 0.2)
+
+
 class Calls:
     """Calls of the NodeActor; each fails with a `chance`."""
 
@@ -117,9 +123,8 @@ def is_read() -> bool:
     return any(each.name == "raykv-relayed" for each in threading.enumerate())
 
 
-def test_line_that_nobody_asks_any_more_ends(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_that_nobody_asks_any_more_ends(echo: str) -> None:
     """An engine's host has lost its power."""
-    monkeypatch.setattr(raykv.cluster.relay, "RELAY_SILENT_S", 0.3)
     ends = RelayEnds(echo)
     ends.up("line", 0, b"one")
     assert ends.down("line", 0) == b"one"

@@ -9,7 +9,13 @@ import pytest
 
 from raykv.base.errors import SettingError
 from raykv.engine.place import EngineSeat
-from raykv.vllm.identity.placement import RankPlace, has_one_place, refuse_spread, seats_of
+from raykv.vllm.identity.placement import (
+    RankPlace,
+    has_one_place,
+    place_of_rank,
+    refuse_spread,
+    seats_of,
+)
 
 PAGE = 4096
 
@@ -103,3 +109,22 @@ def test_ranks_are_asked_where_they_are_unless_that_is_certain(
 ) -> None:
     config = SimpleNamespace(pipeline_parallel_size=stages, nnodes_within_dp=hosts)
     assert has_one_place(config, nodes) is is_one
+
+
+@pytest.mark.parametrize(("stages", "says"), [(1, False), (2, True)])
+def test_rank_that_vllm_has_started_here_is_silent_unless_there_are_several_stages(
+    stages: int, says: bool
+) -> None:
+    """Beside a connector with a handshake of its own it must not take that one's."""
+    sizes = SimpleNamespace(rank=1, world_size=2, pp_size=stages)
+    group = SimpleNamespace(group_id=0, layer_names=["layer"])
+    config = SimpleNamespace(parallel=sizes, groups=[group], worker_kv_bytes_per_block=PAGE)
+    spec = SimpleNamespace(config=config, group_ids=[0], blocks_per_chunk=2)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, nnodes_within_dp=1)
+    place = place_of_rank(spec, parallel)
+    if not says:
+        assert place is None
+        return
+    assert place is not None
+    assert (place.rank, place.stage, place.part_bytes) == (1, 1, 2 * PAGE)
+    assert (place.node_id, place.lacks, place.groups) == ("", [], [0])
