@@ -9,7 +9,7 @@ import typer
 import raykv
 from raykv.base import deadlines
 from raykv.base.errors import SettingError
-from raykv.base.ids import short_namespace
+from raykv.base.ids import family_of, short_namespace
 from raykv.cli.base import Address, AsJson, Yes, asks, confirm, counted, done
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def weights(
 
 def _cleared(known: ClusterStatus, beginning: str) -> str:
     """What a clearing takes."""
-    spaces = [each for each in known.spaces if each.namespace.startswith(beginning)]
+    family = family_of(beginning)
+    spaces = [each for each in known.spaces if each.namespace.startswith(family)]
     on_disks = sum(count for name, count in known.disk_chunks.items() if name.startswith(beginning))
     named = ", ".join(f"{short_namespace(each.namespace)} ({each.model or '?'})" for each in spaces)
     return (

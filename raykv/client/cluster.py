@@ -22,6 +22,7 @@ import ray
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError
+from raykv.base.ids import family_of
 from raykv.client import accounts, listing, pools, quotas, scheduler, ship, transfers
 from raykv.client import pins as pinning
 from raykv.client.sessions import ClientSession, found_sessions
@@ -170,7 +171,7 @@ class Cluster:
                 yet, or a node that reports has not shown it in time, and is named.
         """
         if namespace is not None and not WHOLE_NAMESPACE.fullmatch(namespace):
-            namespace = self._scheduler.full_namespace(namespace)
+            namespace = family_of(self._scheduler.full_namespace(namespace))
         self._scheduler.order(operator.ClearOrder(uuid4().hex, namespace or ""), watch)
 
     # Chunks

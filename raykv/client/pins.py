@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.base.ids import MAX_KEY_BYTES
+from raykv.base.ids import MAX_KEY_BYTES, family_of
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import ask_each, warn_of
@@ -87,7 +87,9 @@ def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
     Raises:
         ClusterError: it names the node.
     """
-    space = next((s for s in scheduler.status().spaces if s.namespace == order.namespace), None)
+    spaces = [s for s in scheduler.status().spaces if s.chunks and s.num_bytes]
+    mine = [s for s in spaces if order.namespace in (s.namespace, family_of(s.namespace))]
+    space = next(iter(mine), None)
     if space is None or not space.chunks or not space.num_bytes:
         return
     chunk_bytes = space.num_bytes // space.chunks

@@ -124,6 +124,21 @@ class Scheduler:
         """The one namespace that begins so; `status` shows the first digits only."""
         return namespace_of(self.status(), beginning)
 
+    def refuse_parts(self, namespace: str) -> None:
+        """What moves bytes moves them by the names that they have.
+
+        Raises:
+            ClusterError: the namespace has parts alone, of engines with several places.
+        """
+        known = self.status()
+        names = {*known.namespaces, *known.disk_chunks}
+        parts = sorted(name for name in names if family_of(name) == namespace != name)
+        if parts and namespace not in names:
+            raise errors.ClusterError(
+                f"the chunks of namespace {namespace[:12]} lie in parts, since its engines have "
+                f"several places: name one of {', '.join(parts)}"
+            )
+
     def sources_of(self, namespace: str, keys: Sequence[bytes]) -> list[Collection[Source]]:
         """The pools and disks that have each key."""
         found: list[Collection[Source]] = []

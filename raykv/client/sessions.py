@@ -11,7 +11,7 @@ import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.base.ids import short_namespace
+from raykv.base.ids import family_of, short_namespace
 from raykv.client.pins import check_priority
 from raykv.client.scheduler import Scheduler
 from raykv.client.transfers import Watch, bring
@@ -33,12 +33,16 @@ def found_sessions(
     by_name: dict[tuple[str, str], list[sessions.SessionStatus]] = {}
     for page in pages.values():
         for each in page.sessions:
-            by_name.setdefault((each.namespace, each.session), []).append(each)
+            by_name.setdefault((family_of(each.namespace), each.session), []).append(each)
     merged = []
-    for same in by_name.values():
+    for (family, _), same in by_name.items():
         latest = min(same, key=lambda each: each.idle_s)
-        requests = sum(each.requests for each in same)
-        merged.append(msgspec.structs.replace(latest, requests=requests))
+        # Each part of an engine has counted its requests.
+        requests: Counter[str] = Counter()
+        for each in same:
+            requests[each.namespace] += each.requests
+        most = max(requests.values())
+        merged.append(msgspec.structs.replace(latest, namespace=family, requests=most))
     return sorted(merged, key=lambda each: each.idle_s)[: sessions.MAX_SESSIONS_LISTED]
 
 
@@ -134,6 +138,7 @@ class ClientSession:
             watch: called after every page with the result so far.
         """
         known = self._known()
+        self._scheduler.refuse_parts(known.namespace)
         node_id = self._node(to or known.node_id)
         keys = _keys_of(known)
         give_up_at = time.monotonic() + deadline_s

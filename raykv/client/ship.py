@@ -77,6 +77,7 @@ def export_chunks(
         space, keys = pins.chunks_of(scheduler, pin_id)
     else:
         space = scheduler.full_namespace(namespace)
+    scheduler.refuse_parts(space)
     wanted = None if keys is None else _chosen(keys)
     found = _found(scheduler, space, wanted, most_bytes)
     if not found:

@@ -61,6 +61,7 @@ def prefetch(
     """
     target = scheduler.node(node_id)
     asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    scheduler.refuse_parts(space)
     return bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch).result
 
 
@@ -83,6 +84,7 @@ def move(
     """
     target = scheduler.node(node_id)
     asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
+    scheduler.refuse_parts(space)
     transfer = bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch)
     dropped, kept = _drop(scheduler, transfer, transfer.there)
     if kept:

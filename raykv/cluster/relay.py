@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -21,9 +22,11 @@ from collections.abc import Callable
 from functools import partial
 
 from raykv.base import deadlines
-from raykv.base.errors import AttachError
+from raykv.base.errors import AttachError, ThreadError
 from raykv.base.threads import OnFailure, start_thread
 from raykv.protocol import wire
+
+logger = logging.getLogger("raykv.session")
 
 PIECE_BYTES = 1 << 18
 """Of one call."""
@@ -40,6 +43,7 @@ class _RelayedLine:
 
     def __init__(self, socket_name: str) -> None:
         self.sock = wire.connect(socket_name, deadlines.ANSWER_S)
+        wire.peer_of(self.sock)
         self.num_up = 0
         self.asked_at = time.monotonic()
         self.changed = threading.Condition()
@@ -57,7 +61,7 @@ class _RelayedLine:
 
     def read(self) -> None:
         """Until the line ends, or nobody asks any more."""
-        with contextlib.closing(self.sock):
+        with contextlib.closing(self.sock), contextlib.suppress(OSError):
             while self.is_open and time.monotonic() - self.asked_at < RELAY_SILENT_S:
                 with self.changed:
                     if len(self.waiting) >= MAX_WAITING_BYTES:
@@ -71,7 +75,7 @@ class _RelayedLine:
                 with self.changed:
                     self.waiting += data
                     self.changed.notify_all()
-            self.close()
+        self.close()
 
 
 class RelayEnds:
@@ -164,12 +168,25 @@ class Relay:
         while not self._is_closed:
             try:
                 sock, _ = self._listener.accept()  # bounded: `close` wakes it
-            except OSError:
-                return
-            name = secrets.token_hex(8)
-            begun = threading.Event()
-            start_thread("raykv-up", partial(self._up, sock, name, begun), OnFailure.GIVE_UP)
-            start_thread("raykv-down", partial(self._down, sock, name, begun), OnFailure.GIVE_UP)
+            except OSError as error:
+                if not self._is_closed:
+                    logger.warning("a line to another host can't be begun: %s", error)
+                    time.sleep(deadlines.LOOK_S)
+                continue
+            try:
+                self._begin(sock)
+            except (AttachError, ThreadError, OSError) as error:
+                logger.warning("a line to another host can't be begun: %s", error)
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a line of this user's."""
+        wire.peer_of(sock)
+        name = secrets.token_hex(8)
+        begun = threading.Event()
+        down = partial(self._down, sock, name, begun)
+        start_thread("raykv-down", down, OnFailure.GIVE_UP)
+        start_thread("raykv-up", partial(self._up, sock, name, begun), OnFailure.GIVE_UP)
 
     def _up(self, sock: socket.socket, name: str, begun: threading.Event) -> None:
         """What the line's owner says."""

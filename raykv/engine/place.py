@@ -9,8 +9,8 @@
 Whether a raylet is gone is read from this host's processes. Ray is not asked: if another cluster
 has begun at its address since, Ray's list of nodes ends the process that asks for it.
 
-A process has one connection to Ray, and calls of Ray without one raise. So the
-connection is given up and made anew under a lock that other threads hold while they call.
+A process has one connection to Ray, and calls of Ray without one raise. So the connection is given
+up and made anew while no other thread calls. Callers do not wait for each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import ray
@@ -57,6 +58,55 @@ class RayHere:
         cluster.rejoin(address)
 
 
+class SharedConnection:
+    """Who uses the connection: any number of callers, or alone who makes it anew."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_callers = 0
+        self._is_taken = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Use it, once it is there."""
+        with self._changed:
+            # bounded: who is alone has deadlines of Ray's
+            self._changed.wait_for(lambda: not self._is_taken)
+            self._num_callers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_callers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self, deadline_s: float | None = None) -> Iterator[None]:
+        """Make it anew, or end it: new callers wait.
+
+        Raises:
+            TimeoutError: others have used it for that long.
+        """
+        with self._changed:
+            # bounded: callers have deadlines of Ray's, or the caller's own
+            if not self._changed.wait_for(lambda: not self._is_taken, deadline_s):
+                raise TimeoutError
+            self._is_taken = True
+            try:
+                if not self._changed.wait_for(lambda: not self._num_callers, deadline_s):
+                    raise TimeoutError
+            except TimeoutError:
+                self._is_taken = False
+                self._changed.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_taken = False
+                self._changed.notify_all()
+
+
 class EnginePlace:
     """See the module's docstring.
 
@@ -79,8 +129,7 @@ class EnginePlace:
         # None: they can't be seen from here, and count as there.
         self._driver = _find(there, self._here.driver_node())
         self._node = _find(there, node_id)
-        # Guards the connection.
-        self._lock = threading.Lock()
+        self._connection = SharedConnection()
         self._has_left = False
         # The actors that are called, by what finds them.
         self._actors: dict[Callable[[], Any], Any] = {}
@@ -112,7 +161,7 @@ class EnginePlace:
         if not any(each.address == driver.address for each in there):
             self._say_gone(driver)
             return False
-        with self._lock:
+        with self._connection.alone():
             self._refuse_after_end()
             # Handles of an earlier connection must not be used.
             self._actors.clear()
@@ -167,7 +216,7 @@ class EnginePlace:
             ClusterError: there is no connection.
         """
         try:
-            with self._lock:
+            with self._connection.shared():
                 self._refuse_after_end()
                 if not self._here.driver_node():
                     raise ClusterError("this engine is not connected to Ray")
@@ -191,14 +240,13 @@ class EnginePlace:
         """
         if not self._is_ours:
             return True
-        if not self._lock.acquire(timeout=deadline_s):
+        try:
+            with self._connection.alone(deadline_s):
+                self._has_left = True
+                return leave_ray(ray.shutdown, deadline_s)
+        except TimeoutError:
             atexit.unregister(ray.shutdown)
             return False
-        try:
-            self._has_left = True
-            return leave_ray(ray.shutdown, deadline_s)
-        finally:
-            self._lock.release()
 
 
 def _find(there: Sequence[Raylet], node_id: str) -> Raylet | None:

@@ -317,6 +317,8 @@ class Session:
         self._wake.set()
         give_up_at = time.monotonic() + timeout_s
         for feed in self.feeds:
+            feed.line.stop(0.0)
+        for feed in self.feeds:
             feed.line.stop(max(0.0, give_up_at - time.monotonic()))
         self._asking.join(timeout_s)
 
@@ -346,6 +348,8 @@ class Session:
     def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
         """See `FeedOwner.welcomed`."""
         if feed is not self._first_feed:
+            # What waited there is old by now.
+            feed.told.clear()
             self._has_new_place = True
             return
         self._wanted.tell_all_again()
@@ -373,6 +377,7 @@ class Session:
         if tell is None:
             return None
         for other in self.feeds[1:]:
+            self._has_new_place |= len(other.told) == other.told.maxlen
             other.told.append(_for_part(tell, other.part))
             other.line.wake()
         if not feed.part.name:

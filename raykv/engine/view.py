@@ -197,7 +197,8 @@ class EngineView:
             at.facts, at.has_more = answer.facts, answer.has_more
         self._changed(at.listed.take(answer.part, now))
         self.remote.has_peers = any(each.facts.has_peers for each in self._places)
-        self.sampler.share = max(each.facts.store_share for each in self._places)
+        # The first place has the engine's counters, by which it knows what is loaded.
+        self.sampler.share = self._places[0].facts.store_share
         self.look(now)
 
     def hear(self, place: int, now: float) -> None:

@@ -122,17 +122,19 @@ def choose_namespace(
 
 
 def _families(spaces: Sequence[status.NamespaceStatus]) -> list[status.NamespaceStatus]:
-    """Parts of engines that are at several places count as one: as many chunks as all have."""
+    """Parts of engines that are at several places are told by the namespace that they are of."""
     found = [space for space in spaces if space.namespace == family_of(space.namespace)]
-    merged: dict[str, status.NamespaceStatus] = {}
+    known = {space.namespace for space in found}
     for each in spaces:
         family = family_of(each.namespace)
-        if family != each.namespace:
-            chunks = min(each.chunks, merged.get(family, each).chunks)
-            merged[family] = status.NamespaceStatus(
-                family, each.model, chunks, each.num_bytes, each.engines, each.traits
+        if family not in known:
+            known.add(family)
+            found.append(
+                status.NamespaceStatus(
+                    family, each.model, each.chunks, each.num_bytes, each.engines, each.traits
+                )
             )
-    return found + list(merged.values())
+    return found
 
 
 def _is_called(known: str, model: str) -> bool:

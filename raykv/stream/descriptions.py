@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
+from raykv.base.ids import family_of
 from raykv.protocol import columns, descriptions
 
 BOOK_BYTES = 256 << 20
@@ -107,9 +108,9 @@ class DescriptionBook:
         return list(self._rows.values())
 
     def forget(self, namespace: str | None = None) -> None:
-        """Forget a namespace; None: all."""
+        """Forget a namespace, and its parts; None: all."""
         for name in list(self._rows):
-            if namespace is None or name[0] == namespace:
+            if namespace is None or namespace in (name[0], family_of(name[0])):
                 self._drop(name)
 
     def _drop(self, name: tuple[str, bytes]) -> None:

@@ -334,7 +334,10 @@ class RayKVConnector(OffloadingConnector):
         try:
             with logged_refusals():
                 if engine_runtime.homes:
-                    placement.refuse_ranks_elsewhere(ranks, own)
+                    # vLLM 0.33 hands it over again when an engine wakes up.
+                    nodes = {home.node_id for home in engine_runtime.homes}
+                    if len(nodes) == 1:
+                        placement.refuse_ranks_elsewhere(ranks, nodes.pop())
                 else:
                     seats = placement.seats_of(ranks, self._spec.config.parallel.world_size, own)
                     placement.refuse_spread(seats, self._spec, self._name)

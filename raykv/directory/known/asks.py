@@ -11,7 +11,7 @@ from itertools import islice
 from typing import cast
 
 from raykv.base.departures import Departures
-from raykv.base.ids import EngineId, Key, Namespace, NodeId
+from raykv.base.ids import EngineId, Key, Namespace, NodeId, family_of
 from raykv.directory.known.coming import Coming
 from raykv.directory.known.holdings import IN_RAM, Held, HeldAt, Holdings, MovedChunks, grouped
 from raykv.directory.known.members import EngineLife, Members
@@ -117,7 +117,8 @@ class Asks:
         self, namespace: Namespace, keys: Sequence[Key], missing: Iterable[int]
     ) -> list[int]:
         """Which of the first missing keys another namespace has."""
-        others = self._holdings.namespaces - {namespace}
+        family = family_of(namespace)
+        others = [each for each in self._holdings.namespaces if family_of(each) != family]
         numbers = list(islice(missing, MOST_MISSING))
         if not numbers or len(others) >= MOST_SPACES:
             return []

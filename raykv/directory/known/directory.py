@@ -252,14 +252,23 @@ class Directory:
     def where(self, namespace: Namespace, keys: Sequence[Key]) -> list[holdings.Held]:
         """For each key, the nodes that have it; keys in the same places have the same object.
 
-        Of a namespace that is known by parts alone: the nodes that have a part, if all are there.
+        Of engines with several places: the nodes that have a part, if all parts of that shape of
+        engine are somewhere.
         """
-        parts = [each for each in self._holdings.namespaces if family_of(each) == namespace]
-        if not parts or namespace in parts:
-            return self._holdings.ask(namespace, keys)
-        held = [self._holdings.ask(part, keys) for part in sorted(parts)]
-        of_keys = zip(*held, strict=True)
-        return [tuple(chain.from_iterable(each)) if all(each) else () for each in of_keys]
+        whole = self._holdings.ask(namespace, keys)
+        shapes: dict[str, list[list[holdings.Held]]] = {}
+        for each in sorted(self._holdings.namespaces):
+            if each != namespace == family_of(each):
+                shape = each.rpartition(".")[-1]
+                shapes.setdefault(shape, []).append(self._holdings.ask(each, keys))
+        if not shapes:
+            return whole
+        found = list(whole)
+        for held in shapes.values():
+            for at, parts in enumerate(zip(*held, strict=True)):
+                if all(parts):
+                    found[at] += tuple(chain.from_iterable(parts))
+        return found
 
     # Time
 

@@ -5,17 +5,18 @@ Answers come in pages. The pool's lock is held for one piece of a page at a time
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 
-from raykv.base.ids import Blocks, Key, Namespace
+from raykv.base.ids import Blocks, Key, Namespace, family_of
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import STRETCH, first_ones
 from raykv.node.pool.sessions import LocalSession
 from raykv.protocol import events, operator, reader, status
-from raykv.protocol.columns import MAX_KEYS, require
+from raykv.protocol.columns import MAX_KEYS, Numbers, require
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.listing import ALL_READ, ListingPart
 from raykv.protocol.sessions import (
@@ -113,7 +114,8 @@ class Desk:
             pins = list(self._owner.orders.pins())
         for pin_id, pin in pins:
             with self._lock:
-                held[pin_id] = self._keeper.catalog.kept(pin.names, pin.standing)
+                kept = self._keeper.catalog.kept(pin.names, pin.standing)
+                held[pin_id] = _of_all_parts(kept, len(pin.parts), len(pin.names))
         with self._lock:
             claims = self._owner.index.claims
             node = operator.NodePins(
@@ -176,14 +178,16 @@ class Desk:
             known = [
                 (namespace, name, session)
                 for namespace, name, session in self._owner.sessions.latest()
-                if query.namespace in ("", namespace) and query.session in ("", name)
+                if query.namespace in ("", namespace, family_of(namespace))
+                and query.session in ("", name)
             ]
         found = []
         for namespace, name, session in known[:MAX_SESSIONS_LISTED]:
             with self._lock:
                 found.append(self._status(namespace, name, session))
         keys: list[Key] = []
-        if query.session and len(known) == 1:
+        # The parts that are here of one namespace have the same keys.
+        if query.session and len({family_of(namespace) for namespace, _, _ in known}) == 1:
             with self._lock:
                 keys = self._owner.sessions.keys_of(known[0][2])
         return SessionPage(found, [*keys[query.first : query.first + MAX_KEYS // 2]])
@@ -202,3 +206,18 @@ class Desk:
             max(0.0, now - session.used_at),
             max(0.0, left_s),
         )
+
+
+def _of_all_parts(here: operator.PinHere, num_parts: int, num_names: int) -> operator.PinHere:
+    """What is kept of a pin's keys, whose parts here are numbered one after the other: a key that
+    all of them keep is, and one that some part waits for waits.
+    """
+    if num_parts < 2:
+        return here
+    num_keys = num_names // num_parts
+    parts = Counter(at % num_keys for at in here.kept)
+    return msgspec.structs.replace(
+        here,
+        kept=Numbers.of(sorted(at for at, count in parts.items() if count == num_parts)),
+        waiting=Numbers.of(sorted({at % num_keys for at in here.waiting})),
+    )

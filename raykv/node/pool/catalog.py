@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from operator import attrgetter
 
-from raykv.base.ids import Blocks, Key, Namespace, group_of
+from raykv.base.ids import Blocks, Key, Namespace, family_of, group_of
 from raykv.node.pool import claims, records, shelf
 from raykv.node.pool.owner import NodePool
 from raykv.protocol import columns, operator, reader
@@ -128,7 +128,7 @@ class PoolCatalog:
 def _is_asked_for(chunk: Stay, query: reader.ChunkQuery) -> bool:
     """Whether a chunk is among those of a query, wherever it is."""
     return (
-        query.namespace in ("", chunk.namespace)
+        query.namespace in ("", chunk.namespace, family_of(chunk.namespace))
         and chunk.key.startswith(query.key)
         and query.group in (None, group_of(chunk.key))
     )

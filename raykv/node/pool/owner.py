@@ -320,8 +320,8 @@ class NodePool:
         """A document of orders; nothing if its number is not later than that of the last one."""
         # An engine that names orders which nobody has is believed once.
         self._told_orders = NOTHING_ORDERED
-        for namespace in self.orders.take(document, now):
-            self.accounts.descriptions.forget(namespace or None)
+        for family in self.orders.take(document, now):
+            self.accounts.descriptions.forget(family or None)
 
     # For people
 

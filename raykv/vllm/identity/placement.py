@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from raykv.base import geometry
@@ -71,7 +72,7 @@ def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
         rank=config.parallel.rank,
         stage=config.parallel.rank * config.parallel.pp_size // config.parallel.world_size,
         part_bytes=config.worker_kv_bytes_per_block * spec.blocks_per_chunk,
-        layers=hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()[:8],
+        layers=_digest(names),
         groups=spec.group_ids,
         lacks=[each.group_id for each in config.groups if not each.layer_names],
         free_bytes=tightest(worker_limits()).free_bytes,
@@ -95,16 +96,23 @@ def _node_of_host(address: str) -> tuple[str, str]:
 
 
 def refuse_launcher(parallel_config: Any) -> None:
-    """Each rank would be an engine that has no whole chunk.
+    """Each rank would be an engine that has no whole chunk; or what some ranks say of their copies
+    does not reach the engine.
 
     Raises:
-        SettingError: the ranks are started by somebody else, and there are several.
+        SettingError: of the executor.
     """
     backend, world_size = parallel_config.distributed_executor_backend, parallel_config.world_size
     if backend == "external_launcher" and world_size > 1:
         raise SettingError(
             f"distributed_executor_backend={backend!r} makes {world_size} engines of "
             f"{world_size} ranks, none of which has a whole chunk: RayKV does not support it yet"
+        )
+    is_first_ray = not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    if backend == "ray" and is_first_ray and parallel_config.pipeline_parallel_size > 1:
+        raise SettingError(
+            "vLLM's first Ray executor hands over what the last pipeline stage says alone, so that "
+            "no copy of the others would ever end: leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND at 1"
         )
 
 
@@ -165,7 +173,8 @@ def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[Engi
         raise SettingError(
             f"{world_size - len(known)} of {world_size} ranks of this engine have not said on "
             "which node they run: RayKV can't be beside another connector that has a handshake of "
-            "its own where ranks are on several nodes, or in several pipeline stages"
+            "its own, nor with prefill_context_parallel_size above 1, where ranks are on several "
+            "nodes, or in several pipeline stages"
         )
     together: dict[tuple[str, int], list[RankPlace]] = {}
     for _, each in sorted(known.items()):
@@ -177,10 +186,24 @@ def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[Engi
                 "model: RayKV does not support such stages yet"
             )
         together.setdefault((each.node_id or own, each.stage), []).append(each)
+    # Stages may be cut differently, and ranks spread otherwise: such engines share no part.
+    shape = _digest(
+        [[stage, [r.rank for r in some], some[0].layers] for (_, stage), some in together.items()]
+    )
     return [
-        _seat(node_id, stage, some, is_all=len(together) == 1)
+        _seat(node_id, "" if len(together) == 1 else f"{stage}.{_named(some)}.{shape}", some)
         for (node_id, stage), some in together.items()
     ]
+
+
+def _named(ranks: Sequence[RankPlace]) -> str:
+    """The first rank of a place, and the last; no other place of the stage begins with that one."""
+    first, last = ranks[0].rank, ranks[-1].rank
+    return f"{first}-{last}" if first < last else str(first)
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> None:
@@ -200,11 +223,10 @@ def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> Non
         raise SettingError(f"{where}: hidden states are captured at one only; use RayKVConnector")
 
 
-def _seat(node_id: str, stage: int, ranks: list[RankPlace], *, is_all: bool) -> EngineSeat:
+def _seat(node_id: str, name: str, ranks: Sequence[RankPlace]) -> EngineSeat:
     numbers = tuple(each.rank for each in ranks)
-    # Stages may be cut differently, and have other layers then.
-    name = f"{stage}.{'-'.join(map(str, numbers))}.{ranks[0].layers}"
     size = geometry.aligned(max(each.part_bytes for each in ranks) * len(ranks))
     groups = dict.fromkeys(ranks[0].groups, size)
-    part = PlacePart("" if is_all else name, new_life(), numbers, groups)
+    # Who is at one place is known there as the engine.
+    part = PlacePart(name, new_life(), numbers, groups) if name else PlacePart()
     return EngineSeat(node_id, part, min(each.free_bytes for each in ranks))

@@ -136,11 +136,12 @@ def test_namespace_is_chosen_by_model_or_beginning() -> None:
     assert choose_namespace([SPACE, twin], "tiny", "90") is twin
 
 
-def test_parts_of_an_engine_are_one_namespace_with_what_all_have() -> None:
-    parts = [replace(SPACE, namespace=f"5f0c/{at}.{at}.ab", chunks=7 - at) for at in range(2)]
-    for beginning in (None, "5f"):
-        found = choose_namespace(parts, None, beginning)
-        assert (found.namespace, found.chunks, found.traits) == ("5f0c", 6, SPACE.traits)
+def test_parts_of_an_engine_are_one_namespace_also_beside_whole_ones() -> None:
+    parts = [replace(SPACE, namespace=f"5f0c/{at}.{at}.ab") for at in range(2)]
+    for spaces in (parts, [*parts, SPACE]):
+        for beginning in (None, "5f"):
+            found = choose_namespace(spaces, None, beginning)
+            assert (found.namespace, found.traits) == ("5f0c", SPACE.traits)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.fixtures.model_configs import BERT, LLAMA, MIXTRAL
 
 pytest.importorskip("vllm")
 
+from vllm import envs
 from vllm.config import KVTransferConfig, PoolerConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, UniformTypeKVCacheSpecs
@@ -50,7 +51,12 @@ def test_plain_engine_is_accepted() -> None:
 
 
 def parallel(**fields: Any) -> Any:
-    values = {"nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 1}
+    values = {
+        "nnodes_within_dp": 1,
+        "distributed_executor_backend": "mp",
+        "world_size": 1,
+        "pipeline_parallel_size": 1,
+    }
     return SimpleNamespace(**{**values, **fields})
 
 
@@ -93,6 +99,17 @@ def test_engine_that_is_told_to_start_ranks_elsewhere_is_refused(
         refuse_launcher(parallel(**fields))
 
 
+def test_stages_whose_ends_would_not_be_heard_of_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = parallel(distributed_executor_backend="ray", world_size=2, pipeline_parallel_size=2)
+    refuse_launcher(stages)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    if hasattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
+        with pytest.raises(SettingError, match="leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND at 1"):
+            refuse_launcher(stages)
+
+
 @pytest.mark.parametrize(
     ("nodes", "named"),
     [
@@ -104,7 +121,8 @@ def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
     nodes: list[str], named: str
 ) -> None:
     stopped: list[str] = []
-    runtime = SimpleNamespace(node_id="here", homes=["here"], stop=lambda: stopped.append("here"))
+    home = SimpleNamespace(node_id="here")
+    runtime = SimpleNamespace(node_id="here", homes=[home], stop=lambda: stopped.append("here"))
     engine: Any = SimpleNamespace(_runtime=runtime)
     told: dict[Any, Any] = {(0, rank): RankPlace(node) for rank, node in enumerate(nodes)}
     with pytest.raises(SettingError, match=named):

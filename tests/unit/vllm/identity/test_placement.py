@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError
+from raykv.engine.listed import PlacePart
 from raykv.engine.place import EngineSeat
 from raykv.vllm.identity.placement import (
     RankPlace,
@@ -46,7 +47,7 @@ def test_each_pipeline_stage_is_a_place_of_its_own_on_one_node_too() -> None:
 
 def test_engine_at_one_place_is_named_as_ever() -> None:
     (seat,) = seats_of([said(0, "a"), said(1, "a")], 2, "own")
-    assert (seat.node_id, seat.part.name) == ("a", "")
+    assert (seat.node_id, seat.part) == ("a", PlacePart())
 
 
 def test_part_is_named_by_its_ranks_and_layers_and_never_by_its_node() -> None:
@@ -59,6 +60,11 @@ def test_part_is_named_by_its_ranks_and_layers_and_never_by_its_node() -> None:
     assert len({*here}) == 2
     assert names(said(0, "b"), said(1, "a")) == here
     assert names(said(0, "a"), said(1, "b", layers="others"))[1] != here[1]
+    spread, together = (
+        names(*(said(rank, "b" if rank in far else "a") for rank in range(4)))
+        for far in ({3}, {1, 2, 3})
+    )
+    assert not {*spread} & {*together}, "of other shapes none is whole"
 
 
 @pytest.mark.parametrize(
