@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raykv.client.cluster import Cluster
+from raykv.cluster import join as actors
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
@@ -32,6 +33,7 @@ STAGES = {
     "compilation_config": {"mode": 1, "backend": "eager"},
 }
 RANKS = {"tensor_parallel_size": 2}
+HEAD, SECOND = "node:__internal_head__", "second"
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +43,11 @@ def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[list[LocalNode]]:
-    """Two more Ray nodes, each with a resource of its own."""
-    made = [add_local_node(cluster.address, resources={name: 2}) for name in ("one", "two")]
-    yield made
-    for each in made:
-        each.stop()
+def second(cluster: Cluster) -> Iterator[LocalNode]:
+    """One more Ray node; as resources are named, the cluster's first one is `HEAD`."""
+    node = add_local_node(cluster.address, resources={SECOND: 2})
+    yield node
+    node.stop()
 
 
 def engine_on(
@@ -101,23 +102,35 @@ def test_pipeline_stages_on_one_node_load_what_they_stored(
 
 
 @pytest.mark.support("ranks on two nodes", models=["llama"])
-def test_ranks_on_two_nodes_load_what_they_stored_and_go_on_after_a_nodeactor_has_died(
-    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+def test_ranks_on_two_nodes_load_what_they_stored(
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", "one,two", RANKS)
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", RANKS)
     try:
         reference = stored(engine, cluster)
-        known = {node.node_id: node for node in cluster.status().nodes}
-        assert [known[each.node_id].num_workers for each in nodes] == [1, 1]
+        workers = {node.node_id: node.num_workers for node in cluster.status().nodes}
+        assert workers == {actors.resolve_node_id(""): 1, second.node_id: 1}
         assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
         engine.reset()
         check_loaded(engine, cluster, reference)
-        pid = known[nodes[1].node_id].pid
+    finally:
+        engine.stop()
+
+
+@pytest.mark.extended
+def test_engine_on_two_nodes_goes_on_after_a_nodeactor_has_died(
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", RANKS)
+    try:
+        reference = stored(engine, cluster)
+        (pid,) = [node.pid for node in cluster.status().nodes if node.node_id == second.node_id]
         os.kill(pid, signal.SIGKILL)
         engine.reset()
         assert engine.tokens(PROMPTS) == reference, "one part is gone: it is computed"
-        wait_until(lambda: _is_back(cluster, nodes[1], pid), 60.0, "there is a new NodeActor")
+        wait_until(lambda: _is_back(cluster, second, pid), 60.0, "there is a new NodeActor")
         engine.reset()
         wait_until(lambda: _loads(engine, reference), 60.0, "it is stored again, and loaded")
     finally:
@@ -139,31 +152,31 @@ def _loads(engine: EngineProcess, reference: list[list[int]]) -> bool:
 @pytest.mark.extended
 @pytest.mark.support("ranks on two nodes", models=["llama"])
 def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
-    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    first = engine_on(cluster, tiny_model, tmp_path / "first", "one,two", RANKS)
+    first = engine_on(cluster, tiny_model, tmp_path / "first", f"{HEAD},{SECOND}", RANKS)
     try:
         reference = stored(first, cluster)
     finally:
         first.stop()
-    second = engine_on(cluster, tiny_model, tmp_path / "second", "two,one", RANKS)
+    swapped = engine_on(cluster, tiny_model, tmp_path / "swapped", f"{SECOND},{HEAD}", RANKS)
     try:
-        check_loaded(second, cluster, reference)
+        check_loaded(swapped, cluster, reference)
         fetched = [node.bytes_fetched for node in cluster.status().nodes if node.bytes_fetched]
         assert len(fetched) == 2, "each place its part"
         assert len({*fetched}) == 1
     finally:
-        second.stop()
+        swapped.stop()
 
 
 @pytest.mark.extended
 @pytest.mark.support("pipeline stages", models=["llama"])
 def test_pipeline_stages_on_two_nodes_load_what_they_stored(
-    cluster: Cluster, nodes: list[LocalNode], tiny_model: Path, tmp_path: Path
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", "one,two", STAGES)
+    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", STAGES)
     try:
         reference = stored(engine, cluster)
         assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
