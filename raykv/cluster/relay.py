@@ -43,7 +43,11 @@ class _RelayedLine:
 
     def __init__(self, socket_name: str) -> None:
         self.sock = wire.connect(socket_name, deadlines.ANSWER_S)
-        wire.peer_of(self.sock)
+        try:
+            wire.peer_of(self.sock)
+        except AttachError:
+            self.sock.close()
+            raise
         self.num_up = 0
         self.asked_at = time.monotonic()
         self.changed = threading.Condition()

@@ -103,7 +103,8 @@ class ClusterMeter:
         for member in self._directory.members.values():
             for each in member.engines.values():
                 label = self._labels[each.hello.namespace]
-                engines[label,] += 1
+                # Of an engine that has several places its first one counts.
+                engines[label,] += each.hello.place == 1
                 if label != OTHER:
                     models[label, printable(each.hello.model[-MOST_MODEL_LETTERS:])] = 1
         return [

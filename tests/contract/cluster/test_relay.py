@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -105,6 +106,18 @@ def test_line_ends_where_a_call_fails(echo: str) -> None:
     calls.chance = 1.0
     assert heard(sock, 1) == b"", "nothing comes that would be out of order"
     sock.close()
+    relay.close()
+
+
+def test_other_users_are_let_in_by_nobody(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Relay(Calls(echo))
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    sock = wire.connect(relay.socket_name, LONG_S)
+    assert heard(sock, 1) == b""
+    sock.close()
+    with pytest.raises(AttachError, match="must run under one user"):
+        RelayEnds(echo).up("line", 0, b"one")
     relay.close()
 
 

@@ -94,6 +94,33 @@ def connection_of(here: PlayedRay, place: EnginePlace) -> int:
     return int(place.call(find, LONG_S, "ask", b""))
 
 
+def test_calls_do_not_wait_for_each_other_and_a_new_connection_waits_for_all() -> None:
+    """The asking thread looks for an actor while Ray's head is away, and lines go on."""
+    here, place = alone()
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def found_late() -> Handle:
+        has_begun.set()
+        goes_on.wait(LONG_S)
+        return Handle()
+
+    calling = threading.Thread(target=place.call, args=(found_late, LONG_S, "ask", b""))
+    calling.start()
+    assert has_begun.wait(LONG_S)
+    assert place.call(Handle, LONG_S, "ask", b"") == b"answer"
+    here.end("one")
+    here.begin("two")
+    following = threading.Thread(target=place.follow)
+    following.start()
+    following.join(0.2)
+    assert following.is_alive()
+    assert here.num_joined == 0
+    goes_on.set()
+    following.join(LONG_S)
+    calling.join(LONG_S)
+    assert here.num_joined == 1
+
+
 def test_engine_stays_while_its_raylet_runs() -> None:
     here, place = alone()
     here.begin("two")

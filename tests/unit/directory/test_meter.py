@@ -57,6 +57,16 @@ def test_what_is_shown_is_what_nodes_report() -> None:
     assert kinds.keys() == {(kind.name.lower(),) for kind in EventKind}
 
 
+def test_engine_with_several_places_is_one_engine() -> None:
+    world = World()
+    places = [
+        ReportedEngine(EngineHello("e", life, f"{SPACE}/{life}", place=life, num_places=2))
+        for life in (1, 2)
+    ]
+    world.node.report(0.0, engines=places)
+    assert sum(world.rows("raykv_engines").values()) == 1
+
+
 def test_targets_are_where_nodes_show_their_metrics() -> None:
     world = World()
     world.node.report(0.0, stats=NodeStats(metrics_address="b:1"))

@@ -26,9 +26,11 @@ from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
 from raykv.protocol.copies import CopyResult
-from raykv.protocol.engine import AskAnswer, EngineHello
+from raykv.protocol.engine import AskAnswer, ChangesAnswer, EngineHello, PlaceFacts
 from raykv.protocol.listing import (
     ListedRow,
+    ListedRows,
+    ListingPart,
     Reason,
     Where,
 )
@@ -451,6 +453,16 @@ def test_miss_names_the_places_that_lack_what_others_have() -> None:
         miss = view.requests.take_miss("r")
         assert miss is not None
         assert miss.places == places
+
+
+def test_how_many_requests_store_the_first_place_says() -> None:
+    """It has the engine's counters; to the others it seems that nothing is loaded."""
+    view, nodes = made(HERE, BESIDE, stop_unused_stores=True)
+    for node, share in zip(nodes, (2, 16), strict=True):
+        position = view.query(node.number).position
+        part = ListingPart(False, position, position, ListedRows())
+        view.take(node.number, ChangesAnswer(part, PlaceFacts(ORDERS, store_share=share)), 0.0)
+    assert view.sampler.share == 2
 
 
 def test_place_is_asked_about_its_own_part() -> None:
