@@ -171,7 +171,8 @@ class Relay:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                sock, _ = self._listener.accept()  # bounded: `close` wakes it
+                # bounded: nobody may come; `close` wakes it
+                sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._is_closed:
                     logger.warning("a line to another host can't be begun: %s", error)
