@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError
+from raykv.cluster.join import Raylet
 from raykv.engine.listed import PlacePart
 from raykv.engine.place import EngineSeat
 from raykv.vllm.identity.placement import (
@@ -134,3 +135,38 @@ def test_rank_that_vllm_has_started_here_is_silent_unless_there_are_several_stag
     assert place is not None
     assert (place.rank, place.stage, place.part_bytes) == (1, 1, 2 * PAGE)
     assert (place.node_id, place.lacks, place.groups) == ("", [], [0])
+
+
+def raylet(node_id: str, address: str, *, is_own: bool = True) -> Raylet:
+    return Raylet(node_id, address, 0.0, is_own=is_own)
+
+
+@pytest.mark.parametrize(
+    ("there", "address", "node_id", "why"),
+    [
+        ([raylet("a", "head:1")], "", "a", ""),
+        ([raylet("a", "head:1"), raylet("b", "other:1", is_own=False)], "auto", "a", ""),
+        ([raylet("a", "head:1"), raylet("b", "other:1")], "other:1", "b", ""),
+        ([raylet("a", "head:1"), raylet("b", "other:1")], "", "", "2 Ray nodes run on host"),
+        ([raylet("a", "head:1", is_own=False)], "", "", "no Ray node of this user runs on host"),
+    ],
+)
+def test_rank_on_a_further_host_is_at_the_ray_node_there(
+    there: list[Raylet], address: str, node_id: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raykv.vllm.identity.placement.raylets", lambda: there)
+    sizes = SimpleNamespace(rank=1, world_size=2, pp_size=1)
+    group = SimpleNamespace(group_id=0, layer_names=["layer"])
+    spec = SimpleNamespace(
+        config=SimpleNamespace(parallel=sizes, groups=[group], worker_kv_bytes_per_block=PAGE),
+        group_ids=[0],
+        blocks_per_chunk=1,
+        settings=SimpleNamespace(ray_address=address),
+    )
+    place = place_of_rank(spec, SimpleNamespace(pipeline_parallel_size=1, nnodes_within_dp=2))
+    assert place is not None
+    assert place.node_id == node_id
+    assert place.why.startswith(why)
+    if why:
+        with pytest.raises(SettingError, match=why):
+            seats_of([said(0), place], 2, "own")
