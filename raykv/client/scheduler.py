@@ -120,17 +120,27 @@ class Scheduler:
         known = [node.node_id for node in self.status().nodes]
         return _the_one("ids of nodes with a pool", known, beginning)
 
-    def full_namespace(self, beginning: str) -> str:
-        """The one namespace that begins so; `status` shows the first digits only."""
-        return namespace_of(self.status(), beginning)
+    def full_namespace(self, beginning: str, *, is_whole: bool = False) -> str:
+        """The one namespace that begins so; `status` shows the first digits only.
 
-    def refuse_parts(self, namespace: str) -> None:
-        """What moves bytes moves them by the names that they have.
+        `is_whole`: chunks of it are to be moved, by the names that they have.
+
+        Raises:
+            ClusterError: there is not exactly one; or it is to be whole, and lies in parts.
+        """
+        known = self.status()
+        found = namespace_of(known, beginning)
+        if is_whole:
+            self.refuse_parts(found, known)
+        return found
+
+    def refuse_parts(self, namespace: str, known: ClusterStatus | None = None) -> None:
+        """Chunks are moved by the names that they have. `known` saves a question.
 
         Raises:
             ClusterError: the namespace has parts alone, of engines with several places.
         """
-        known = self.status()
+        known = known or self.status()
         names = {*known.namespaces, *known.disk_chunks}
         parts = sorted(name for name in names if family_of(name) == namespace != name)
         if parts and namespace not in names:

@@ -75,9 +75,9 @@ def export_chunks(
     target = Path(path)
     if pin_id:
         space, keys = pins.chunks_of(scheduler, pin_id)
+        scheduler.refuse_parts(space)
     else:
-        space = scheduler.full_namespace(namespace)
-    scheduler.refuse_parts(space)
+        space = scheduler.full_namespace(namespace, is_whole=True)
     wanted = None if keys is None else _chosen(keys)
     found = _found(scheduler, space, wanted, most_bytes)
     if not found:

@@ -60,8 +60,7 @@ def prefetch(
         ClusterError: RayKV does not run here, or does not answer; the node has no pool.
     """
     target = scheduler.node(node_id)
-    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
-    scheduler.refuse_parts(space)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace, is_whole=True)
     return bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch).result
 
 
@@ -83,8 +82,7 @@ def move(
         ClusterError: as for `prefetch`.
     """
     target = scheduler.node(node_id)
-    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace)
-    scheduler.refuse_parts(space)
+    asked, space = pins.ordered(keys), scheduler.full_namespace(namespace, is_whole=True)
     transfer = bring(scheduler, asked, target, space, time.monotonic() + deadline_s, watch)
     dropped, kept = _drop(scheduler, transfer, transfer.there)
     if kept:

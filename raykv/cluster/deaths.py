@@ -6,7 +6,6 @@ on it. So the process itself is watched, through a pidfd.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -155,8 +154,7 @@ class DeathWatch:
             watch = self._watches.pop(pidfd)
             self._epoll.unregister(pidfd)
             watch.has_died = True
-            with contextlib.suppress(OSError):
-                watch.sock.shutdown(socket.SHUT_RDWR)
+            wire.hang_up(watch.sock)
 
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:

@@ -60,8 +60,7 @@ class _RelayedLine:
         with self.changed:
             self.is_open = False
             self.changed.notify_all()
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        wire.hang_up(self.sock)
 
     def read(self) -> None:
         """Until the line ends, or nobody asks any more."""
@@ -132,7 +131,11 @@ class RelayEnds:
         with self._lock:
             self._lines = {key: each for key, each in self._lines.items() if each.is_open}
             self._lines[name] = line
-        start_thread("raykv-relayed", line.read, OnFailure.GIVE_UP)
+        try:
+            start_thread("raykv-relayed", line.read, OnFailure.GIVE_UP)
+        except ThreadError:
+            line.close()
+            raise
         return line
 
     def _find(self, name: str) -> _RelayedLine:
@@ -164,8 +167,7 @@ class Relay:
     def close(self) -> None:
         """Take no more lines; those that are there end with the sockets of their owners."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        wire.hang_up(self._listener)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -203,7 +205,7 @@ class Relay:
                     self._call(deadlines.ANSWER_S, "relay_up", name, num_bytes, data)
                     num_bytes += len(data)
                     begun.set()
-            _end(sock)
+            wire.hang_up(sock)
             begun.set()
 
     def _down(self, sock: socket.socket, name: str, begun: threading.Event) -> None:
@@ -215,9 +217,4 @@ class Relay:
                 data = self._call(deadlines.ANSWER_S, "relay_down", name, num_bytes)
                 num_bytes += len(data)
                 sock.sendall(data)  # bounded: its owner reads, or has closed it
-        _end(sock)
-
-
-def _end(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        wire.hang_up(sock)

@@ -33,7 +33,7 @@ import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import AttachError, cause_of, first_line
-from raykv.base.ids import NodeId, part_of
+from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses, aged
 from raykv.engine.fetches import Fetches
@@ -298,6 +298,8 @@ class FeedOwner(Protocol):
     """
 
     inbox: deque[Callable[[], None]]
+    is_started: bool
+    """Before, places are read as fast as they can be."""
 
     def hello(self) -> engine.EngineHello:
         """Who the engine is now, wherever it is."""
@@ -350,8 +352,6 @@ class PlaceFeed:
         self.line = PlaceLine(self, self.fetches, node_id, locate)
         # What is to be told here, where the session speaks to another place first.
         self.told: deque[engine.Tell] = deque(maxlen=MAX_TOLD)
-        # It reads whole pages from the start on; before, as fast as it can.
-        self.is_started = False
         # Rows of answers that were put into the inbox, and those that were taken; where the last
         # one ends.
         self._num_put = self._num_taken = 0
@@ -422,20 +422,10 @@ class PlaceFeed:
 
     def hello(self) -> engine.EngineHello:
         """See `LineOwner.hello`."""
-        hello, part = self._owner.hello(), self.part
-        namespace = part_of(hello.namespace, part.name)
-        self._introduced = namespace
-        if part.name:
-            hello = msgspec.structs.replace(
-                hello,
-                namespace=namespace,
-                life=part.life,
-                num_ranks=len(part.ranks),
-                slot_bytes=dict(part.slot_bytes),
-                place=self.at + 1,
-                num_places=len(self._view.node_ids),
-            )
-        return hello
+        hello = self.part.introduced(self._owner.hello())
+        self._introduced = hello.namespace
+        num_places = len(self._view.node_ids)
+        return msgspec.structs.replace(hello, place=self.at + 1, num_places=num_places)
 
     def query(self) -> engine.ChangesQuery:
         """See `LineOwner.query`: from where the view is, or the last answer before it."""
@@ -443,7 +433,7 @@ class PlaceFeed:
         query = self._view.query(self.at)
         if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
             query = msgspec.structs.replace(query, position=self._read_to)
-        most = query.most if self.is_started else columns.MAX_KEYS
+        most = query.most if self._owner.is_started else columns.MAX_KEYS
         return msgspec.structs.replace(query, most=0 if is_full else most)
 
     def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:

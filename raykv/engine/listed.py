@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from raykv.base.ids import Blocks, Key, Namespace
+from msgspec import structs
+
+from raykv.base.ids import Blocks, Key, Namespace, part_of
+from raykv.protocol.engine import EngineHello
 from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 
 SILENT_S = 5.0
@@ -38,6 +41,18 @@ class PlacePart(NamedTuple):
     life: int = 0
     ranks: tuple[int, ...] = ()
     slot_bytes: Mapping[int, int] = {}
+
+    def introduced(self, hello: EngineHello) -> EngineHello:
+        """What the place is told of the engine that is, wherever it is, who `hello` says."""
+        if not self.name:
+            return hello
+        return structs.replace(
+            hello,
+            namespace=part_of(hello.namespace, self.name),
+            life=self.life,
+            num_ranks=len(self.ranks),
+            slot_bytes=dict(self.slot_bytes),
+        )
 
 
 class PlaceChange(NamedTuple):

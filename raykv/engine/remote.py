@@ -186,17 +186,27 @@ class RemoteChunks:
         """What the scheduler actor says of keys, for each of the engine's places."""
         own = [node_id for node_id, _ in places]
         elsewhere = [_sources(asked, answer) for answer in answers]
-        coming = [{asked[at] for at in each.coming if at < len(asked)} for each in answers]
+        coming = [{asked[n] for n in each.coming if n < len(asked)} for each in answers]
+        said = list(zip(range(len(places)), places, elsewhere, coming, strict=True))
+        nowhere: PlaceSources = ((),) * len(places)
         for key in asked:
-            sources: list[tuple[Source, ...]] = [() for _ in places]
-            lacking = [at for at, (_, listed) in enumerate(places) if key not in listed.ready]
-            comes = {at for at in lacking if key in coming[at]}
-            if any(key in elsewhere[at] for at in lacking):
-                for at in lacking:
-                    sources[at] = disk_of(*places[at], key) + elsewhere[at].get(key, ())
-            is_known = all(sources[at] or at in comes for at in lacking)
-            known = tuple(sources) if is_known else ()
-            self._take_place(key, known, own, is_pending=bool(comes) and is_known)
+            found = [*nowhere]
+            # Of the places that lack it: whether some other node has it, and whether it comes to
+            # one, to all, or can be had by all.
+            is_away = comes = False
+            all_come = all_have = True
+            for at, (node_id, listed), is_at, comes_here in said:
+                if key in listed.ready:
+                    continue
+                away, is_coming = is_at.get(key, ()), key in comes_here
+                found[at] = disk_of(node_id, listed, key) + away if key in listed.on_disk else away
+                is_away |= bool(away)
+                comes |= is_coming
+                all_come &= is_coming
+                all_have &= is_coming or bool(found[at])
+            is_known = all_have if is_away else all_come
+            known = (tuple(found) if is_away else nowhere) if is_known else ()
+            self._take_place(key, known, own, is_pending=comes and is_known)
         while self._doubting:
             self._doubting.popitem()[1].repeats_left -= 1
 

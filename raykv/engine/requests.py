@@ -145,15 +145,14 @@ class RequestState:
         """Note where a chunk is, as far as the request may have it from there; `own` are the
         engine's nodes.
         """
+        tiers = self.options.tiers
         if not any(sources):
             return
-        tiers = self.options.tiers
+        if tiers is None:
+            self.found[key] = sources
+            return
         allowed = tuple(
-            tuple(
-                each
-                for each in some
-                if tiers is None or Tier(each.is_disk, each.node_id not in own) in tiers
-            )
+            tuple(each for each in some if Tier(each.is_disk, each.node_id not in own) in tiers)
             for some in sources
         )
         if [*map(bool, allowed)] == [*map(bool, sources)]:

@@ -149,7 +149,7 @@ class Session:
         self._lookups = histogram.Histogram(LATENCY_BOUNDS)
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._is_started = self._has_threads = False
+        self.is_started = self._has_threads = False
         self._asking = SupervisedThread("raykv-ask", self._ask_on, OnFailure.RUN_AGAIN)
 
     # The engine's thread
@@ -176,9 +176,7 @@ class Session:
 
     def start(self) -> None:
         """Begin with the rest; `nudge` tries again if there is no thread for it now."""
-        self._is_started = True
-        for feed in self.feeds:
-            feed.is_started = True
+        self.is_started = True
         self.nudge()
 
     def drain(self) -> None:
@@ -236,7 +234,7 @@ class Session:
         while True:
             self.drain()
             is_there = self._next is None and self._view.is_whole
-            is_hopeless = not self._is_started or self._is_left_alone
+            is_hopeless = not self.is_started or self._is_left_alone
             if is_there or is_hopeless or time.monotonic() > give_up_at:
                 return
             time.sleep(deadlines.BRIEF_S)
@@ -281,7 +279,7 @@ class Session:
             self._first_feed.line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
-        if self._is_started and not self._has_threads:
+        if self.is_started and not self._has_threads:
             # Those that have begun end with the session only.
             begun = [self._asking.revive(), *(feed.line.revive() for feed in self.feeds)]
             self._has_threads = all(begun)

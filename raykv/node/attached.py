@@ -108,8 +108,7 @@ class AttachedWorker:
 
     def close_connection(self) -> None:
         self._closed.value = 1
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        wire.hang_up(self._sock)
 
     def unmap(self) -> None:
         if self._populating is not None:

@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -98,8 +97,7 @@ class EngineLine:
         with self._lock:
             self.is_open = False
             self._lock.notify_all()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        wire.hang_up(self._sock)
 
     def _take(self, raw: bytes) -> None:
         message: engine.EngineMessage = framing.receive(

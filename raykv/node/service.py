@@ -149,8 +149,7 @@ class NodeService:
         self.capturing.stop()
         if self._listener is not None:
             # Without it the thread in `accept` would keep the socket's name taken.
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
+            wire.hang_up(self._listener)
             self._listener.close()
         for worker in list(self._workers):
             worker.close_connection()

@@ -6,6 +6,7 @@ Both ends check that the other runs under the same user.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -77,6 +78,12 @@ def connect(name: str, timeout_s: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def hang_up(sock: socket.socket) -> None:
+    """End a connection, or a listener, for both ends and for threads that wait for it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def limit_sends(sock: socket.socket, deadline_s: float) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from itertools import zip_longest
 from typing import Any
 
 import ray
@@ -534,12 +533,9 @@ class RayKVConnector(OffloadingConnector):
     def _targets(self) -> Sequence[LinkTarget | None]:
         """Where the workers of each place find their NodeActor; mostly what they were told last."""
         homes = [] if self._runtime is None else self._runtime.homes
-        targets = [
-            self._target(at, home, told)
-            for at, (home, told) in enumerate(zip_longest(homes, self._told))
-        ]
-        is_same = all(map(operator.is_, targets, self._told)) and len(targets) == len(self._told)
-        return self._told if is_same else targets
+        told = self._told or [None] * len(homes)
+        targets = [self._target(at, *each) for at, each in enumerate(zip(homes, told, strict=True))]
+        return self._told if all(map(operator.is_, targets, told)) else targets
 
     def _target(self, at: int, home: runtime.Home, told: LinkTarget | None) -> LinkTarget | None:
         node, part = home.node, home.seat.part
@@ -548,17 +544,17 @@ class RayKVConnector(OffloadingConnector):
         namespace = part_of(self._manager.view.namespace, part.name)
         if told and (told.socket_name, told.namespace) == (node.socket_name, namespace):
             return told
-        hello = self._hello
+        hello = part.introduced(self._hello)
         return LinkTarget(
             socket_name=node.socket_name,
             engine_id=hello.engine_id,
-            life=part.life or hello.life,
+            life=hello.life,
             namespace=namespace,
-            num_ranks=len(part.ranks) if part.name else hello.num_ranks,
-            slot_bytes=part.slot_bytes if part.name else hello.slot_bytes,
+            num_ranks=hello.num_ranks,
+            slot_bytes=hello.slot_bytes,
             place=at,
             part=part.name,
-            ranks=part.ranks if part.name else (),
+            ranks=part.ranks,
         )
 
     def _end_jobs(self, connector_output: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ STAGES = {
 }
 RANKS = {"tensor_parallel_size": 2}
 HEAD, SECOND = "node:__internal_head__", "second"
+HERE_AND_THERE = f"{HEAD},{SECOND}"
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +52,21 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
     node.stop()
 
 
+@contextmanager
 def engine_on(
     cluster: Cluster, model: Path, log: Path, ranks_at: str, arguments: dict[str, Any]
-) -> EngineProcess:
+) -> Iterator[EngineProcess]:
     """An engine whose ranks are Ray actors, where the resources are, if any are named."""
     settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
-    if not ranks_at:
-        return EngineProcess(model, log, settings, multiprocess=True, cores="0|1", **arguments)
-    os.environ[ADDRESS], os.environ[RESOURCES] = cluster.address, ranks_at
-    return EngineProcess(model, log, settings, ranks_in_ray_actors=True, **arguments)
+    how: dict[str, Any] = {"multiprocess": True, "cores": "0|1"}
+    if ranks_at:
+        how = {"ranks_in_ray_actors": True}
+        os.environ[ADDRESS], os.environ[RESOURCES] = cluster.address, ranks_at
+    engine = EngineProcess(model, log, settings, **how, **arguments)
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 def stored(engine: EngineProcess, cluster: Cluster) -> list[list[int]]:
@@ -78,9 +86,12 @@ def check_loaded(engine: EngineProcess, cluster: Cluster, reference: list[list[i
     assert cached == [count * BLOCK for count in WHOLE], told_after(cluster, before)
 
 
-def chunks_by_part(cluster: Cluster) -> list[int]:
-    """How many there are of each part of the only engine."""
-    return sorted(cluster.status().namespaces.values())
+def check_own_reload(engine: EngineProcess, cluster: Cluster) -> None:
+    """Each of two places stores its part of all chunks, and what vLLM forgets is loaded again."""
+    reference = stored(engine, cluster)
+    assert sorted(cluster.status().namespaces.values()) == [sum(WHOLE)] * 2
+    engine.reset()
+    check_loaded(engine, cluster, reference)
 
 
 @pytest.mark.support("pipeline stages", models=["llama"])
@@ -88,17 +99,11 @@ def test_pipeline_stages_on_one_node_load_what_they_stored(
     cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", "", STAGES)
-    try:
-        reference = stored(engine, cluster)
-        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2, "each stage has its own layers"
-        engine.reset()
-        check_loaded(engine, cluster, reference)
+    with engine_on(cluster, tiny_model, tmp_path / "log", "", STAGES) as engine:
+        check_own_reload(engine, cluster)
         (node,) = cluster.status().nodes
         assert node.num_workers == 2
         assert node.bytes_loaded == node.bytes_stored
-    finally:
-        engine.stop()
 
 
 @pytest.mark.support("ranks on two nodes", models=["llama"])
@@ -106,16 +111,20 @@ def test_ranks_on_two_nodes_load_what_they_stored(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", RANKS)
-    try:
-        reference = stored(engine, cluster)
+    with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, RANKS) as engine:
+        check_own_reload(engine, cluster)
         workers = {node.node_id: node.num_workers for node in cluster.status().nodes}
         assert workers == {actors.resolve_node_id(""): 1, second.node_id: 1}
-        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
-        engine.reset()
-        check_loaded(engine, cluster, reference)
-    finally:
-        engine.stop()
+
+
+@pytest.mark.extended
+@pytest.mark.support("pipeline stages", models=["llama"])
+def test_pipeline_stages_on_two_nodes_load_what_they_stored(
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, STAGES) as engine:
+        check_own_reload(engine, cluster)
 
 
 @pytest.mark.extended
@@ -123,8 +132,7 @@ def test_engine_on_two_nodes_goes_on_after_a_nodeactor_has_died(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", RANKS)
-    try:
+    with engine_on(cluster, tiny_model, tmp_path / "log", HERE_AND_THERE, RANKS) as engine:
         reference = stored(engine, cluster)
         (pid,) = [node.pid for node in cluster.status().nodes if node.node_id == second.node_id]
         os.kill(pid, signal.SIGKILL)
@@ -133,8 +141,6 @@ def test_engine_on_two_nodes_goes_on_after_a_nodeactor_has_died(
         wait_until(lambda: _is_back(cluster, second, pid), 60.0, "there is a new NodeActor")
         engine.reset()
         wait_until(lambda: _loads(engine, reference), 60.0, "it is stored again, and loaded")
-    finally:
-        engine.stop()
 
 
 def _is_back(cluster: Cluster, node: LocalNode, pid: int) -> bool:
@@ -155,32 +161,11 @@ def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
     cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
 ) -> None:
     cluster.down()
-    first = engine_on(cluster, tiny_model, tmp_path / "first", f"{HEAD},{SECOND}", RANKS)
-    try:
-        reference = stored(first, cluster)
-    finally:
-        first.stop()
-    swapped = engine_on(cluster, tiny_model, tmp_path / "swapped", f"{SECOND},{HEAD}", RANKS)
-    try:
-        check_loaded(swapped, cluster, reference)
+    with engine_on(cluster, tiny_model, tmp_path / "first", HERE_AND_THERE, RANKS) as engine:
+        reference = stored(engine, cluster)
+    swapped = f"{SECOND},{HEAD}"
+    with engine_on(cluster, tiny_model, tmp_path / "swapped", swapped, RANKS) as engine:
+        check_loaded(engine, cluster, reference)
         fetched = [node.bytes_fetched for node in cluster.status().nodes if node.bytes_fetched]
         assert len(fetched) == 2, "each place its part"
         assert len({*fetched}) == 1
-    finally:
-        swapped.stop()
-
-
-@pytest.mark.extended
-@pytest.mark.support("pipeline stages", models=["llama"])
-def test_pipeline_stages_on_two_nodes_load_what_they_stored(
-    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
-) -> None:
-    cluster.down()
-    engine = engine_on(cluster, tiny_model, tmp_path / "log", f"{HEAD},{SECOND}", STAGES)
-    try:
-        reference = stored(engine, cluster)
-        assert chunks_by_part(cluster) == [sum(WHOLE)] * 2
-        engine.reset()
-        check_loaded(engine, cluster, reference)
-    finally:
-        engine.stop()

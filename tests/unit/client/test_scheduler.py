@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import ray
 from raykv.base.errors import ClusterError
 from raykv.base.ids import Stamp
 from raykv.client import scheduler as asking
-from raykv.client.scheduler import namespace_of
+from raykv.client.scheduler import Scheduler, namespace_of
 from raykv.protocol.framing import encode, receive
 from raykv.protocol.operator import OperatorOrder, OrderAnswer, OrderState, PauseOrder
 from raykv.protocol.status import ClusterStatus
@@ -59,6 +60,23 @@ def test_namespace_is_named_by_its_beginning_and_a_part_by_its_whole_name() -> N
     assert namespace_of(known, "7") == "77ab"
     with pytest.raises(ClusterError, match="2 namespaces of the cache begin with ''"):
         namespace_of(known, "")
+
+
+@pytest.mark.parametrize(
+    ("spaces", "is_refused"), [({"5f0c/0.0.a": 1}, True), ({"5f0c": 1}, False)]
+)
+def test_chunks_that_lie_in_parts_are_moved_by_part(
+    spaces: dict[str, int], is_refused: bool
+) -> None:
+    known = ClusterStatus("", 1, "", paused=False, namespaces=spaces)
+    refuse = partial(Scheduler("").refuse_parts, known=known)
+    for name in spaces:
+        refuse(name)
+    if is_refused:
+        with pytest.raises(ClusterError, match=r"several places: name one of 5f0c/0\.0\.a"):
+            refuse("5f0c")
+    else:
+        refuse("5f0c")
 
 
 def test_order_is_done_when_it_is_kept_and_nobody_is_behind(

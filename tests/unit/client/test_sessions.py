@@ -90,6 +90,15 @@ def test_sessions_of_all_nodes_come_once_the_latest_first(monkeypatch: pytest.Mo
     ]
 
 
+def test_parts_of_an_engine_are_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its places has counted the engine's requests."""
+    played = PlayedSessions(
+        monkeypatch, known("one", 9.0, space="ns/0.0.a"), known("two", 5.0, space="ns/0.1.a")
+    )
+    (told,) = found_sessions(played.scheduler, "")
+    assert (told.namespace, told.node_id, told.requests) == ("ns", "two", 2)
+
+
 def test_order_waits_until_it_is_heard_and_a_silent_node_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

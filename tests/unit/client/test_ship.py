@@ -100,10 +100,8 @@ def test_keys_that_name_nothing_do_not_mean_everything(keys: Any, told: str) -> 
 class PlayedScheduler:
     """Knows one namespace."""
 
-    def refuse_parts(self, namespace: str) -> None:
-        """It has none."""
-
-    def full_namespace(self, namespace: str) -> str:
+    def full_namespace(self, namespace: str, *, is_whole: bool) -> str:
+        del is_whole
         return "ours"
 
     def status(self) -> ClusterStatus:

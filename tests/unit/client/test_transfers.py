@@ -48,7 +48,7 @@ class PlayedNodes:
             {"target": target, "far": self.far},
         )
         patches.setattr(Scheduler, "node", lambda _self, beginning: beginning)
-        patches.setattr(Scheduler, "full_namespace", lambda _self, _beginning: SPACE)
+        patches.setattr(Scheduler, "full_namespace", lambda _self, _beginning, is_whole: SPACE)
 
     def _chunks(self, raw: bytes) -> bytes:
         key = decode(raw, ChunkQuery).key

@@ -413,5 +413,10 @@ def test_engine_whose_second_place_falls_silent_has_nothing() -> None:
         two.refusal = "not any more"
         two.hang_up()
         engine.until(lambda: not engine.view.loadable, "nothing is believed of it")
+        engine.view.prepare_load([key(9)])
+        engine.until(lambda: key(9) in found_keys(one), "the first place is told")
         two.refusal = ""
         engine.until(lambda: engine.lookup(1) is Lookup.HIT, "it is there again")
+        told = len(two.tells)
+        engine.until(lambda: len(two.tells) > told + 1, "it is told what is new")
+        assert key(9) not in found_keys(two), "what it was to be told meanwhile is old"

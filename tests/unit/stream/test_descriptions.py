@@ -117,8 +117,11 @@ def test_book_keeps_namespaces_apart() -> None:
     book.add(short)
     book.add(long)
     assert (book.find(short.key, "short"), book.find(short.key, "long")) == (short, long)
+    part = description(4, "short/0.1.ab")
+    book.add(part)
     book.forget("short")
     book.check()
+    assert book.find(part.key, "short/0.1.ab") is None, "it is a part of it"
     assert (book.find(short.key, "short"), book.find(short.key)) == (None, long)
     book.forget()
     book.check()

@@ -258,6 +258,20 @@ def test_stores_whose_line_fails_have_failed() -> None:
     assert not worker.is_flying(1)
 
 
+def test_job_is_known_before_its_line_has_it() -> None:
+    """Else an exception in between would let it count as refused while its blocks are read."""
+    known: list[bool] = []
+
+    class LookingLink(PlayedLink):
+        def submit(self, *requests: JobRequest) -> None:
+            known.extend(worker.is_flying(each.job_id) for each in requests)
+
+    worker = worker_of(LookingLink(), layout(1, 0))
+    blocks = GPULoadStoreSpec([1], [1], [0])
+    worker.submit_stores((number, blocks, ChunkSpec([b"a"], "model")) for number in (1, 2))
+    assert known == [True, True]
+
+
 def test_job_without_a_namespace_is_not_even_sent() -> None:
     link = PlayedLink()
     worker = worker_of(link, layout(1, 0))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import raykv.directory.known.asks
-from raykv.base.ids import Namespace
+from raykv.base.ids import Namespace, part_of
 from raykv.directory.known.coming import COMING_S
 from raykv.directory.known.directory import Directory
 from raykv.directory.known.document import Orders
@@ -165,6 +165,15 @@ def test_departures_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
         node.report(0.0, gone(number))
     assert 4 <= len(ask(directory, *range(20)).gone) <= 8
     assert 19 in ask(directory, *range(20)).gone
+
+
+def test_part_of_the_same_engine_is_no_other_namespace(
+    directory: Directory, nodes: list[ReportingNode]
+) -> None:
+    """One of its places has given up what the other one has."""
+    mine, its = (part_of(SPACE, name) for name in ("0.0.a", "0.1.a"))
+    nodes[0].report(0.0, row_of(1, space=its), row_of(2, space=OTHER))
+    assert ask(directory, 1, 2, namespace=mine).other == [1]
 
 
 def test_answer_says_that_another_namespace_has_a_key(

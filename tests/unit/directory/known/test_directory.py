@@ -52,7 +52,7 @@ def test_key_of_an_engine_with_several_places_is_where_all_its_parts_are(
     other = part_of(SPACE, "0.0.b")
     one.report(
         0.0,
-        *(row_of(number)._replace(namespace=parts[0]) for number in (1, 2)),
+        *(row_of(number)._replace(namespace=parts[0]) for number in (1, 2, 4)),
         row_of(2)._replace(namespace=other),
         row_of(3),
     )
@@ -60,6 +60,7 @@ def test_key_of_an_engine_with_several_places_is_where_all_its_parts_are(
     assert holders(directory, 1) == {"one": Where.RAM, "two": Where.RAM}
     assert holders(directory, 2) == {"one": Where.RAM}, "the other shape has one part"
     assert holders(directory, 3) == {"one": Where.RAM, "two": Where.RAM}, "whole ones"
+    assert holders(directory, 4) == {}, "half of it is nowhere"
     assert directory.where(parts[1], [key_of(2)])[0] == ()
 
 

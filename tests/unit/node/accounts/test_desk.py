@@ -8,7 +8,7 @@ import pytest
 
 from raykv.base.errors import MessageError
 from raykv.base.geometry import PoolGeometry
-from raykv.base.ids import NodeId, Stamp
+from raykv.base.ids import ALL_BLOCKS, NodeId, Stamp, part_of
 from raykv.base.tenants import salt_label
 from raykv.node.accounts.desk import MOST_PIECES, Desk
 from raykv.node.keeper import PoolKeeper
@@ -20,7 +20,7 @@ from raykv.protocol.listing import ALL_READ, Position, Where
 from raykv.protocol.operator import DropOrder, OrderedPin, OrderedShare, OrdersDocument
 from raykv.protocol.reader import ChunkPage, ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionQuery, SessionStage, SessionWord
-from tests.fixtures.node.owned_pool import LIFE, PAGE, SLAB, A, OwnedPool, key
+from tests.fixtures.node.owned_pool import LIFE, PAGE, SLAB, A, OwnedPool, begun, key, land
 
 
 class AskedPool(OwnedPool):
@@ -103,6 +103,18 @@ def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
         position = part.end
     assert sorted(rows) == [key(1), key(2)]
     assert (position.life, position.number) == (LIFE, asked.keeper.owner.index.listing.number)
+
+
+def test_key_of_a_pin_is_kept_if_all_its_parts_here_are(asked: AskedPool) -> None:
+    owner = asked.keeper.owner
+    parts = [part_of(A, name) for name in ("0.0.a", "1.1.a")]
+    for part, number in ((parts[0], 1), (parts[1], 1), (parts[0], 2)):
+        facts = (part, key(number), PAGE, owner.orders.stamp, ALL_BLOCKS, "", 1.0)
+        owner.landings.landed(begun(land(owner, *facts)), ok=True)
+    pins = {"p": OrderedPin(A, b"d", 2, 60.0, priority=4)}
+    asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), pins=pins), 1.0)
+    owner.orders.pin_keys(b"d", A, [key(1), key(2)])
+    assert list(asked.desk.pins().held["p"].kept) == [0]
 
 
 def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from raykv.base.ids import Blocks, Key, Stamp
+from raykv.base.ids import Blocks, Key, Stamp, part_of
 from raykv.node.pool.catalog import PoolCatalog, first_ones
 from raykv.node.pool.shelf import DiskChunk
 from raykv.protocol.listing import ALL_READ, Reason, Where
@@ -103,6 +103,13 @@ def test_only_what_is_asked_for_is_listed(shown: Shown) -> None:
     assert sorted(shown.listed(key=key(1)[:4])) == [(1, RAM), (1, RAM)]
     assert shown.listed(namespace=B) == []
     assert sorted(shown.listed(namespace=A, group=0)) == [(1, RAM), (2, RAM), (3, DISK)]
+
+
+def test_parts_of_a_namespace_are_listed_with_it(shown: Shown) -> None:
+    part = part_of(B, "0.1.a")
+    landed = begun(shown.pool.land(7, namespace=part))
+    shown.pool.node.landings.landed(landed, ok=True)
+    assert shown.listed(namespace=B) == shown.listed(namespace=part) == [(7, RAM)]
 
 
 def test_whole_key_of_a_namespace_is_found_without_a_walk(shown: Shown) -> None:
