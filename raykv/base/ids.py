@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple, NewType
 
@@ -25,9 +26,31 @@ def family_of(namespace: str) -> Namespace:
     return Namespace(namespace.partition(PART_MARK)[0])
 
 
+def name_of_part(namespace: str) -> str:
+    """The part's name in its namespace; empty: it is the whole."""
+    return namespace.partition(PART_MARK)[2]
+
+
 def part_of(namespace: str, part: str) -> Namespace:
     """The namespace of what a part of an engine has; an empty one is all of it."""
     return Namespace(f"{namespace}{PART_MARK}{part}" if part else namespace)
+
+
+def shape_name(num_parts: int, digest: str) -> str:
+    """What the names of all parts of engines of one shape end with, behind a dot."""
+    return f"{num_parts}-{digest}"
+
+
+def wholes(parts: Iterable[str]) -> list[list[str]]:
+    """Those names of parts that together are whole chunks: all of one shape, or the empty one."""
+    shapes: dict[str, list[str]] = {}
+    for part in sorted({*parts}):
+        shapes.setdefault(part.rpartition(".")[-1], []).append(part)
+    return [
+        same
+        for shape, same in shapes.items()
+        if not shape or shape.partition("-")[0] == str(len(same))
+    ]
 
 
 EVERY_NAMESPACE = Namespace("")

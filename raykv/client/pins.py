@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, NotFoundError, SettingError
-from raykv.base.ids import MAX_KEY_BYTES, family_of
+from raykv.base.ids import MAX_KEY_BYTES, family_of, name_of_part, wholes
 from raykv.client.scheduler import Scheduler
 from raykv.cluster import ask
 from raykv.cluster.ask import ask_each, warn_of
@@ -102,8 +102,8 @@ def _check_room(scheduler: Scheduler, order: operator.PinOrder) -> None:
     nodes, silent = ask.ask_nodes(operator.PinsHere, ask.asking("pins"), needed, deadlines.PROBE_S)
     warn_of(silent)
     for node_id, node in nodes.items():
-        earlier = node.held.get(order.pin_id, operator.PinHere())
-        kept = node.node.kept_bytes - earlier.num_bytes
+        earlier = node.held.get(order.pin_id, {}).values()
+        kept = node.node.kept_bytes - sum(each.num_bytes for each in earlier)
         wanted = needed[node_id] * chunk_bytes
         if kept + wanted > node.node.quota_bytes:
             raise ClusterError(
@@ -174,10 +174,10 @@ def pinned_on(scheduler: Scheduler, node_id: str, namespace: str) -> set[bytes]:
     return {
         keys[at]
         for pin_id, pin in _told(scheduler).items()
-        if (pin.namespace, pin.priority) == (namespace, None)
+        if (pin.namespace, pin.priority) == (family_of(namespace), None)
         for node in nodes
         if pin_id in node.held and (keys := _keys_of(scheduler, pin))
-        for at in node.held[pin_id].kept
+        for at in node.held[pin_id].get(name_of_part(namespace), operator.PinHere()).kept
     }
 
 
@@ -195,18 +195,25 @@ def _status(
     pin_id: str, pin: operator.OrderedPin, nodes: Iterable[operator.PinsHere]
 ) -> operator.PinStatus:
     """A pin, put together from what nodes say."""
-    there = [node.held[pin_id] for node in nodes if pin_id in node.held]
-    kept = {at for here in there for at in here.kept}
-    waiting = {at for here in there for at in here.waiting}
+    kept: defaultdict[str, set[int]] = defaultdict(set)
+    waiting: set[int] = set()
+    num_bytes = 0
+    for node in nodes:
+        for part, here in node.held.get(pin_id, {}).items():
+            kept[part].update(here.kept)
+            waiting.update(here.waiting)
+            num_bytes += here.num_bytes
+    whole = [set.intersection(*(kept[part] for part in parts)) for parts in wholes(kept)]
+    held = set().union(*whole)
     return operator.PinStatus(
         pin_id,
         pin.namespace,
         chunks=pin.num_keys,
-        held_chunks=len(kept),
-        kept_bytes=sum(here.num_bytes for here in there),
+        held_chunks=len(held),
+        kept_bytes=num_bytes,
         left_s=pin.left_s,
         priority=pin.priority,
-        waiting_chunks=len(waiting - kept),
+        waiting_chunks=len(waiting - held),
     )
 
 

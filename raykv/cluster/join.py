@@ -50,6 +50,11 @@ MAX_FOREIGN = 4
 
 LOOPBACK = "127.0.0.1"
 
+ONE_CLUSTER = (
+    "start Ray on all hosts of the engine first, as one cluster: `ray start --head` on one of "
+    "them, `ray start --address=HOST:PORT` on the others"
+)
+
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """How a client of gRPC begins: with no settings of its own."""
 
@@ -576,11 +581,16 @@ def resolve_node_id(node_id: str) -> str:
     """
     if not node_id:
         return str(ray.get_runtime_context().get_node_id())
-    # bounded: Ray's own deadline; at the start
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    alive = live_nodes()
     if node_id not in alive:
         raise ClusterError(f"node_id={node_id!r} is no live node of the cluster: {sorted(alive)}")
     return node_id
+
+
+def live_nodes() -> set[str]:
+    """Ids of the cluster's nodes that are alive."""
+    # bounded: Ray's own deadline; at the start
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def log_errors() -> None:

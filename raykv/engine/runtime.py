@@ -133,7 +133,17 @@ class EngineRuntime:
             raise
 
     def sit(self, seats: Sequence[place.EngineSeat]) -> None:
-        """The engine has these places, at least one."""
+        """The engine has these places, at least one.
+
+        Raises:
+            ClusterError: one is on a node of another cluster.
+        """
+        if further := {each.node_id for each in seats} - {self.node_id}:
+            for node_id in sorted(further - cluster.live_nodes()):
+                raise ClusterError(
+                    f"ranks of this engine run on Ray node {node_id[:12]}, which is no live node "
+                    f"of the cluster at {self.address}: {cluster.ONE_CLUSTER}"
+                )
         self.homes = [
             Home(self._place, each, self._choose_geometry(each, seats), self.node_id)
             for each in seats

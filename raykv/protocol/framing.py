@@ -12,7 +12,7 @@ import msgspec
 
 from raykv.base.errors import MessageError, VersionError
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Raised with every change of a message. Both ends compare it when they meet."""
 
 S = TypeVar("S", bound=msgspec.Struct)

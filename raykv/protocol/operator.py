@@ -139,8 +139,9 @@ class OrderState(msgspec.Struct, frozen=True):
 
 
 class PinHere(msgspec.Struct, frozen=True):
-    """A pin at one node, by the numbers of its chunks in the order: those that are kept here, and
-    those that are here and not kept, since pins have no room left. `num_bytes` are kept.
+    """A pin at one node, or what is there of one part, by the numbers of its chunks in the order:
+    those that are kept here, and those that are here and not kept, since pins have no room left.
+    `num_bytes` are kept.
     """
 
     kept: columns.Numbers = columns.Numbers()
@@ -162,19 +163,21 @@ class NodePins(msgspec.Struct, frozen=True):
 
 
 class PinsHere(framing.Versioned, frozen=True):
-    """What one node says of pins: of each, by id, and in all. `client_chunks` are those that
-    requests have asked for, `hints_refused` how many such wishes were left out for lack of room
-    since its start.
+    """What one node says of pins: of each, by its id and the part that is here, and in all.
+
+    `client_chunks` are those that requests have asked for, `hints_refused` how many such wishes
+    were left out for lack of room since its start.
     """
 
     node: NodePins
-    held: dict[str, PinHere] = {}
+    held: dict[str, dict[str, PinHere]] = {}
     client_chunks: int = 0
     hints_refused: int = 0
 
 
 class PinStatus(msgspec.Struct, frozen=True):
-    """A pin: `held_chunks` of its `chunks` are stored on some node and kept there.
+    """A pin: `held_chunks` of its `chunks` are stored on some node and kept there, or all their
+    parts of one shape of engine are on several.
 
     `kept_bytes` counts every copy of them, `waiting_chunks` are stored but not kept, since the
     pins of their node have no room left.

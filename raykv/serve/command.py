@@ -6,6 +6,7 @@ process group of its own, so that Ctrl-C reaches this process alone, and ends th
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raykv.base import deadlines
-from raykv.base.errors import SettingError, VersionError
+from raykv.base.errors import ClusterError, SettingError, VersionError
 from raykv.base.extras import with_extra
 from raykv.base.settings import load_settings
 from raykv.serve.models import find_model
@@ -47,6 +48,7 @@ _SHORTEST_TRANSFER_FLAG = "--kv-t"  # vLLM takes any abbreviation that is unambi
 _MIDDLEWARE_FLAG = "--middleware"
 _NESTING_LIMIT = "raykv.serve.http.NestingLimit"
 _NAMES_FLAG = "--served-model-name"
+_HOSTS_FLAG = "--nnodes"
 _EAGER_FLAG = "--enforce-eager"
 _DETAILS_FLAG = "--enable-prompt-tokens-details"
 _REFUSED_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in REFUSED_ARGUMENTS.items()}
@@ -74,6 +76,19 @@ class ServePlan:
         """The cluster that the user named; None when none was."""
         address: str | None = self.transfer[_EXTRA].get("ray_address")
         return address
+
+    @property
+    def has_further_hosts(self) -> bool:
+        """Whether ranks of the engine are on other hosts, too."""
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+        in_file = _from_config_file(self.flags, _HOSTS_FLAG)
+        parser.add_argument("-n", _HOSTS_FLAG, dest="num_hosts", default=in_file or 1)
+        try:
+            given, _ = parser.parse_known_args(self.flags)
+        except argparse.ArgumentError:
+            # vLLM refuses it.
+            return False
+        return str(given.num_hosts) != "1"
 
     def vllm_args(self, ray_address: str) -> list[str]:
         """Arguments of the command `vllm`, for engines that join the cluster at `ray_address`.
@@ -126,7 +141,8 @@ def serve(
             unknown or malformed, or there is no such model; nothing has been started then.
         ModelUnavailableError: The small model can't be made.
         VersionError: vLLM is not installed.
-        ClusterError: The Ray cluster cannot be reached or started.
+        ClusterError: The Ray cluster cannot be reached or started, or the engine has further hosts
+            and this one has no cluster.
     """
     plan = plan_serve(model, vllm_args, ray_address=ray_address, pool_bytes=pool_bytes)
     load_settings(plan.transfer[_EXTRA])
@@ -134,8 +150,16 @@ def serve(
         raise VersionError(f"vLLM is not installed: {with_extra('gpu', 'cpu')}")
     found = find_model(model, _say)
     plan = replace(plan, model=found.path, names=found.names)
-    from raykv.cluster.join import check_reachable, ensure_cluster, stop_started
+    from raykv.cluster.join import (
+        ONE_CLUSTER,
+        check_reachable,
+        ensure_cluster,
+        find_cluster,
+        stop_started,
+    )
 
+    if plan.has_further_hosts and find_cluster(plan.ray_address) is None:
+        raise ClusterError(f"there is no Ray cluster here to share with other hosts: {ONE_CLUSTER}")
     with _stop_requests() as stops:
         joined = ensure_cluster(plan.ray_address)
         check_reachable(joined.address)

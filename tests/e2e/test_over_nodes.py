@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from raykv.cluster import join as actors
 from raykv.lab.bench.engine import EngineProcess
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.hosts.local_nodes import LocalNode, add_local_node
+from tests.fixtures.processes import freeze
 from tests.fixtures.ray_executor import ADDRESS, RESOURCES
+from tests.fixtures.served import ALONE
 from tests.fixtures.told import told_after
 from tests.fixtures.waiting import wait_until, wait_until_quiet
 from tests.house import CHILDREN
@@ -24,6 +27,7 @@ from tests.house import CHILDREN
 pytestmark = pytest.mark.e2e
 
 BLOCK = 32
+STEP_DEADLINE_S = 1.0
 PROMPTS = [prompt(60 + i, 200 + BLOCK * i) for i in range(2)]
 WHOLE = [len(tokens) // BLOCK for tokens in PROMPTS]
 
@@ -54,10 +58,15 @@ def second(cluster: Cluster) -> Iterator[LocalNode]:
 
 @contextmanager
 def engine_on(
-    cluster: Cluster, model: Path, log: Path, ranks_at: str, arguments: dict[str, Any]
+    cluster: Cluster,
+    model: Path,
+    log: Path,
+    ranks_at: str,
+    arguments: dict[str, Any],
+    **settings: Any,
 ) -> Iterator[EngineProcess]:
     """An engine whose ranks are Ray actors, where the resources are, if any are named."""
-    settings = {"ray_address": cluster.address, "pool_bytes": "128MiB"}
+    settings |= {"ray_address": cluster.address, "pool_bytes": "128MiB"}
     how: dict[str, Any] = {"multiprocess": True, "cores": "0|1"}
     if ranks_at:
         how = {"ranks_in_ray_actors": True}
@@ -69,10 +78,12 @@ def engine_on(
         engine.stop()
 
 
-def stored(engine: EngineProcess, cluster: Cluster) -> list[list[int]]:
-    """Store the prompts; returns the tokens of vLLM's own prefix hit."""
-    engine.tokens(PROMPTS)
-    reference = engine.tokens(PROMPTS)
+def stored(
+    engine: EngineProcess, cluster: Cluster, prompts: list[list[int]] = PROMPTS
+) -> list[list[int]]:
+    """Store prompts; returns the tokens of vLLM's own prefix hit."""
+    engine.tokens(prompts)
+    reference = engine.tokens(prompts)
     wait_until_quiet(lambda: sum(n.bytes_stored for n in cluster.status().nodes), 30.0, "it stores")
     return reference
 
@@ -143,6 +154,43 @@ def test_engine_on_two_nodes_goes_on_after_a_nodeactor_has_died(
         wait_until(lambda: _loads(engine, reference), 60.0, "it is stored again, and loaded")
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("loads", [False, True], ids=["storing", "loading"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_engine_on_two_nodes_goes_on_when_a_nodeactor_freezes(
+    cluster: Cluster,
+    second: LocalNode,
+    tiny_model: Path,
+    tmp_path: Path,
+    loads: bool,
+    delay_s: float,
+) -> None:
+    cluster.down()
+    many = [prompt(80 + at, 1600) for at in range(4)]
+    log, settings = tmp_path / "log", {"step_deadline_s": STEP_DEADLINE_S}
+    with engine_on(cluster, tiny_model, log, HERE_AND_THERE, RANKS, **settings) as engine:
+        if loads:
+            reference = stored(engine, cluster, many)
+            engine.reset()
+        else:
+            reference = engine.tokens(many, params=ALONE)
+            engine.reset()
+        (pid,) = [node.pid for node in cluster.status().nodes if node.node_id == second.node_id]
+        engine.begin("generate", prompts=many)
+        time.sleep(delay_s)
+        freeze(pid)
+        try:
+            assert [output["tokens"] for output in engine.finish()] == reference
+            engine.reset()
+            reference = engine.tokens(PROMPTS, params=ALONE)
+        finally:
+            # Unless a rank has ended it, since it could have written into the blocks.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        engine.reset()
+        wait_until(lambda: _loads(engine, reference), 60.0, "both places load")
+
+
 def _is_back(cluster: Cluster, node: LocalNode, pid: int) -> bool:
     known = {each.node_id: each for each in cluster.status().nodes}
     return node.node_id in known and known[node.node_id].pid != pid
@@ -169,3 +217,29 @@ def test_engine_whose_ranks_are_the_other_way_round_fetches_each_part(
         fetched = [node.bytes_fetched for node in cluster.status().nodes if node.bytes_fetched]
         assert len(fetched) == 2, "each place its part"
         assert len({*fetched}) == 1
+
+
+@pytest.mark.extended
+@pytest.mark.support("ranks on two nodes", models=["llama"])
+def test_engine_on_two_other_nodes_fetches_each_part_until_a_node_is_gone(
+    cluster: Cluster, second: LocalNode, tiny_model: Path, tmp_path: Path
+) -> None:
+    cluster.down()
+    late = prompt(90, 200)
+    with engine_on(cluster, tiny_model, tmp_path / "first", HERE_AND_THERE, RANKS) as engine:
+        reference = stored(engine, cluster)
+        (late_answer,) = stored(engine, cluster, [late])
+    others = [add_local_node(cluster.address, resources={name: 2}) for name in ("third", "fourth")]
+    try:
+        with engine_on(cluster, tiny_model, tmp_path / "log", "third,fourth", RANKS) as engine:
+            check_loaded(engine, cluster, reference)
+            fetched = {node.node_id: node.bytes_fetched for node in cluster.status().nodes}
+            assert {fetched[node.node_id] > 0 for node in others} == {True}
+            second.stop()
+            (output,) = engine.call("generate", prompts=[late])
+            assert (output["tokens"], output["cached"]) == (late_answer, 0), "half of it is gone"
+            engine.reset()
+            check_loaded(engine, cluster, reference)
+    finally:
+        for node in others:
+            node.stop()

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.lab.hosts.cluster import HostEngine
+from raykv.lab.hosts.cluster import COMMAND, HostEngine
 from raykv.lab.hosts.network import Host, networked
 from tests.fixtures.forked_engine import import_ahead
 from tests.fixtures.hosts.cluster import HostCluster
 from tests.fixtures.hosts.world import BACK_S, LENGTH
 from tests.fixtures.ray_executor import ADDRESS, MEETING, RESOURCES
 from tests.fixtures.waiting import wait_until
+
+POOL = "256MiB"
+MEETING_PORT = 29511
 
 pytestmark = [pytest.mark.hosts, pytest.mark.extended, pytest.mark.timeout(900)]
 
@@ -54,36 +63,66 @@ class OverHosts:
         return {each["hostname"]: each["pid"] for each in status["nodes"]}
 
 
-@pytest.fixture(scope="module")
-def over() -> Iterator[OverHosts]:
+@contextmanager
+def ranks_in_ray_actors(cluster: HostCluster, near: Host, far: Host) -> Iterator[dict[str, Any]]:
+    """As with vLLM's Ray executors."""
+    cluster.variables |= {
+        ADDRESS: cluster.address,
+        RESOURCES: f"node:{near.address},node:{far.address}",
+        MEETING: near.address,
+    }
+    yield {"ranks_in_ray_actors": True}
+
+
+@contextmanager
+def ranks_of_two_commands(cluster: HostCluster, near: Host, far: Host) -> Iterator[dict[str, Any]]:
+    """As with `--nnodes`: the far rank belongs to a command of the user's there."""
+    both = {
+        "nnodes": 2,
+        "master_addr": near.address,
+        "master_port": MEETING_PORT,
+        "distributed_executor_backend": "mp",
+        "tensor_parallel_size": 2,
+    }
+    flags = {**both, "node_rank": 1, "max_model_len": 4096, "block_size": 32, "dtype": "float32"}
+    command = [sys.executable, "-c", COMMAND, "serve", str(cluster.network.folder / "model")]
+    command += ["--address", cluster.address, "--pool-bytes", POOL, "--headless", "--enforce-eager"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    with Path(far.disk, "serve.log").open("ab") as log:
+        served = subprocess.Popen(
+            far.spaces.entering(*command),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **cluster.variables, "VLLM_CPU_OMP_THREADS_BIND": "1"},
+        )
+    try:
+        yield both
+    finally:
+        served.terminate()
+        served.wait(60.0)
+
+
+@pytest.fixture(scope="module", params=[ranks_in_ray_actors, ranks_of_two_commands])
+def over(request: pytest.FixtureRequest) -> Iterator[OverHosts]:
     import_ahead()
-    with networked() as network:
+    with networked() as network, ExitStack() as stack:
         model = tiny_llama(network.folder / "model")
         near, far = network.host("a"), network.host("b")
         cluster = HostCluster(network, near)
-        cluster.variables |= {
-            ADDRESS: cluster.address,
-            RESOURCES: f"node:{near.address},node:{far.address}",
-            MEETING: near.address,
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        engine = None
-        try:
-            cluster.start(near, far)
-            engine = cluster.engine(
-                near,
-                model,
-                near.disk / "engine.log",
-                {"pool_bytes": "256MiB"},
-                cores="0",
-                ranks_in_ray_actors=True,
-                tensor_parallel_size=2,
-            )
-            yield OverHosts(cluster, near, far, engine)
-        finally:
-            if engine is not None:
-                engine.stop()
-            cluster.end()
+        cluster.variables["GLOO_SOCKET_IFNAME"] = "eth0"
+        stack.callback(cluster.end)
+        cluster.start(near, far)
+        how = stack.enter_context(request.param(cluster, near, far))
+        engine = cluster.engine(
+            near,
+            model,
+            near.disk / "engine.log",
+            {"pool_bytes": POOL},
+            cores="0",
+            **{"tensor_parallel_size": 2, **how},
+        )
+        stack.callback(engine.stop)
+        yield OverHosts(cluster, near, far, engine)
 
 
 def test_prompt_is_loaded_on_both_hosts(over: OverHosts) -> None:

@@ -22,7 +22,16 @@ from itertools import chain
 
 import msgspec
 
-from raykv.base.ids import EngineId, Key, Namespace, NodeId, family_of
+from raykv.base.ids import (
+    EngineId,
+    Key,
+    Namespace,
+    NodeId,
+    family_of,
+    name_of_part,
+    part_of,
+    wholes,
+)
 from raykv.directory.known import asks, coming, document, events, holdings, marks, members, sessions
 from raykv.directory.known.spaces import NamespaceUse
 from raykv.protocol import listing, node
@@ -255,19 +264,14 @@ class Directory:
         Of engines with several places: the nodes that have a part, if all parts of that shape of
         engine are somewhere.
         """
-        whole = self._holdings.ask(namespace, keys)
-        shapes: dict[str, list[list[holdings.Held]]] = {}
-        for each in sorted(self._holdings.namespaces):
-            if each != namespace == family_of(each):
-                shape = each.rpartition(".")[-1]
-                shapes.setdefault(shape, []).append(self._holdings.ask(each, keys))
-        if not shapes:
-            return whole
-        found = list(whole)
-        for held in shapes.values():
-            for at, parts in enumerate(zip(*held, strict=True)):
-                if all(parts):
-                    found[at] += tuple(chain.from_iterable(parts))
+        found = list(self._holdings.ask(namespace, keys))
+        known = self._holdings.namespaces
+        there = {name_of_part(each) for each in known if each != namespace == family_of(each)}
+        for parts in wholes(there):
+            held = [self._holdings.ask(part_of(namespace, part), keys) for part in parts]
+            for at, nodes in enumerate(zip(*held, strict=True)):
+                if all(nodes):
+                    found[at] += tuple(chain.from_iterable(nodes))
         return found
 
     # Time

@@ -5,18 +5,17 @@ Answers come in pages. The pool's lock is held for one piece of a page at a time
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import msgspec
 
-from raykv.base.ids import Blocks, Key, Namespace, family_of
+from raykv.base.ids import Blocks, Key, Namespace, family_of, name_of_part
 from raykv.node.accounts.requests import EndedRequest
 from raykv.node.keeper import PoolKeeper
 from raykv.node.pool.catalog import STRETCH, first_ones
 from raykv.node.pool.sessions import LocalSession
 from raykv.protocol import events, operator, reader, status
-from raykv.protocol.columns import MAX_KEYS, Numbers, require
+from raykv.protocol.columns import MAX_KEYS, require
 from raykv.protocol.descriptions import Descriptions
 from raykv.protocol.listing import ALL_READ, ListingPart
 from raykv.protocol.sessions import (
@@ -109,13 +108,20 @@ class Desk:
 
     def pins(self) -> operator.PinsHere:
         """What pins keep here."""
-        held = {}
+        held: dict[str, dict[str, operator.PinHere]] = {}
         with self._lock:
-            pins = list(self._owner.orders.pins())
-        for pin_id, pin in pins:
-            with self._lock:
-                kept = self._keeper.catalog.kept(pin.names, pin.standing)
-                held[pin_id] = _of_all_parts(kept, len(pin.parts), len(pin.names))
+            pins = [
+                (pin_id, pin.standing, pin.parts, pin.names)
+                for pin_id, pin in self._owner.orders.pins()
+            ]
+        for pin_id, standing, parts, names in pins:
+            held[pin_id] = {}
+            num_keys = len(names) // len(parts)
+            for at, part in enumerate(parts):
+                mine = names[at * num_keys : (at + 1) * num_keys]
+                with self._lock:
+                    kept = self._keeper.catalog.kept(mine, standing)
+                held[pin_id][name_of_part(part)] = kept
         with self._lock:
             claims = self._owner.index.claims
             node = operator.NodePins(
@@ -206,18 +212,3 @@ class Desk:
             max(0.0, now - session.used_at),
             max(0.0, left_s),
         )
-
-
-def _of_all_parts(here: operator.PinHere, num_parts: int, num_names: int) -> operator.PinHere:
-    """What is kept of a pin's keys, whose parts here are numbered one after the other: a key that
-    all of them keep is, and one that some part waits for waits.
-    """
-    if num_parts < 2:
-        return here
-    num_keys = num_names // num_parts
-    parts = Counter(at % num_keys for at in here.kept)
-    return msgspec.structs.replace(
-        here,
-        kept=Numbers.of(sorted(at for at, count in parts.items() if count == num_parts)),
-        waiting=Numbers.of(sorted({at % num_keys for at in here.waiting})),
-    )

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from raykv.base import geometry
 from raykv.base.errors import SettingError
+from raykv.base.ids import shape_name
 from raykv.cluster.join import raylets
 from raykv.engine.listed import PlacePart
 from raykv.engine.place import EngineSeat
@@ -187,9 +188,10 @@ def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[Engi
             )
         together.setdefault((each.node_id or own, each.stage), []).append(each)
     # Stages may be cut differently, and ranks spread otherwise: such engines share no part.
-    shape = _digest(
-        [[stage, [r.rank for r in some], some[0].layers] for (_, stage), some in together.items()]
-    )
+    stages = [
+        [stage, [r.rank for r in some], some[0].layers] for (_, stage), some in together.items()
+    ]
+    shape = shape_name(len(together), _digest(stages))
     return [
         _seat(node_id, "" if len(together) == 1 else f"{stage}.{_named(some)}.{shape}", some)
         for (node_id, stage), some in together.items()

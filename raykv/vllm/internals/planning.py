@@ -21,8 +21,8 @@ def engine_config(arguments: Mapping[str, Any]) -> Any:
 # The KV cache
 
 
-def planned_kv_cache(vllm_config: Any) -> tuple[Any, Any]:
-    """The KV cache that an engine would have: as its scheduler is told, and as its workers are.
+def planned_kv_cache(vllm_config: Any) -> tuple[Any, list[Any]]:
+    """The KV cache that an engine would have: as its scheduler is told, and as each rank is.
 
     The model is made of shapes without memory, on torch's meta device, and vLLM's own start asks
     its layers what they keep. The configuration changes as an engine's does.
@@ -33,28 +33,41 @@ def planned_kv_cache(vllm_config: Any) -> tuple[Any, Any]:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-    with _first_of_its_ranks(vllm_config.parallel_config), set_current_vllm_config(vllm_config):
-        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
-            initialize_model(vllm_config)
-        current_platform.update_block_size_for_backend(vllm_config)
-        executor = _WithoutWorkers(vllm_config)
-        core: Any = SimpleNamespace(model_executor=executor)
-        return EngineCore._initialize_kv_caches(core, vllm_config), executor.kv_cache_configs[0]
+    parallel, layers = vllm_config.parallel_config, vllm_config.compilation_config
+    specs: list[Any] = []
+    with set_current_vllm_config(vllm_config):
+        for stage in range(parallel.pipeline_parallel_size):
+            layers.static_forward_context.clear()
+            with _first_of_a_stage(parallel, stage):
+                with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+                    initialize_model(vllm_config)
+                current_platform.update_block_size_for_backend(vllm_config)
+                of_stage = get_kv_cache_spec(vllm_config)
+            specs += [of_stage] * (parallel.world_size // parallel.pipeline_parallel_size)
+        with _first_of_a_stage(parallel, 0):
+            executor = _WithoutWorkers(vllm_config, specs)
+            core: Any = SimpleNamespace(model_executor=executor)
+            return EngineCore._initialize_kv_caches(core, vllm_config), executor.kv_cache_configs
 
 
 class _WithoutWorkers:
-    """Stands for an engine's executor: answers for workers with a model of shapes."""
+    """Stands for an engine's executor: answers for workers with a model of shapes.
 
-    def __init__(self, vllm_config: Any) -> None:
+    Args:
+        vllm_config: of the engine.
+        specs: what the layers of each rank keep.
+    """
+
+    def __init__(self, vllm_config: Any, specs: list[Any]) -> None:
         self._config = vllm_config
-        self._num_ranks = vllm_config.parallel_config.world_size
+        self._specs = specs
+        self._num_ranks = len(specs)
         self.kv_cache_configs: list[Any] = []
 
     def get_kv_cache_specs(self) -> list[Any]:
-        from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
-
-        return [get_kv_cache_spec(self._config) for _ in range(self._num_ranks)]
+        return self._specs
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -78,14 +91,17 @@ class _WithoutWorkers:
 
 
 @contextmanager
-def _first_of_its_ranks(parallel: Any) -> Iterator[None]:
-    """vLLM believes that this process is the first of an engine's ranks; nobody is spoken to."""
+def _first_of_a_stage(parallel: Any, stage: int) -> Iterator[None]:
+    """vLLM believes that this process is the first rank of a pipeline stage; nobody is spoken
+    to.
+    """
     from torch.distributed import ProcessGroup
     from vllm.distributed import parallel_state
 
     sizes = dict.fromkeys(("_WORLD", "_INNER_DP_WORLD", "_EP", "_EPLB"), parallel.world_size)
     sizes |= dict.fromkeys(("_TP", "_ETP"), parallel.tensor_parallel_size)
-    sizes |= dict.fromkeys(("_PP", "_PCP", "_DP", "_ENGRAM_DP"), 1)
+    sizes |= dict.fromkeys(("_PCP", "_DP", "_ENGRAM_DP"), 1)
+    sizes["_PP"] = parallel.pipeline_parallel_size
     sizes["_DCP"] = parallel.decode_context_parallel_size
     before = {name: getattr(parallel_state, name) for name in sizes}
     try:
@@ -96,6 +112,8 @@ def _first_of_its_ranks(parallel: Any) -> Iterator[None]:
             group.cpu_group = group.device_group = ProcessGroup(0, size)
             group.device_communicator = group.mq_broadcaster = None
             setattr(parallel_state, name, group)
+        stages: Any = parallel_state._PP
+        stages.rank = stages.rank_in_group = stage
         yield
     finally:
         for name, group in before.items():

@@ -178,6 +178,29 @@ def test_plan_serve_refuses_a_setting_given_twice_only_when_the_values_differ() 
         plan(*theirs, pool_bytes="2048")
 
 
+@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--nnodes=2"], ["-n", "2"], ["-n2"]])
+def test_engine_with_further_hosts_needs_a_cluster_that_they_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(ClusterError, match=r"no Ray cluster here .* `ray start --head`"):
+        serve(str(tmp_path), flags, ray_address=None, pool_bytes=None)
+
+
+def test_hosts_of_an_engine_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
+    config = tmp_path / "vllm.yaml"
+    config.write_text("nnodes: 2\n")
+
+    def has_further_hosts(*flags: str) -> bool:
+        plan = plan_serve("model", flags, ray_address=None, pool_bytes=None)
+        return plan.has_further_hosts
+
+    assert has_further_hosts("--config", str(config))
+    assert not has_further_hosts("--config", str(config), "--nnodes", "1")
+    assert not has_further_hosts("--port", "2")
+    assert not has_further_hosts("--nnodes"), "vLLM refuses it"
+
+
 def test_environment_sizes_the_kv_cache_on_the_cpu_build_unless_the_user_did() -> None:
     variable = "VLLM_CPU_KVCACHE_SPACE"
     assert plan().environment({"A": "1"}, is_cpu_build=True) == {"A": "1", variable: "1"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from raykv.base.errors import ClusterError, NotFoundError
-from raykv.base.ids import Key, Namespace, Stamp
+from raykv.base.ids import Key, Namespace, Stamp, part_of
 from raykv.client import pins
 from raykv.protocol.columns import NamedKeys, Numbers, Source
 from raykv.protocol.framing import encode, receive
@@ -32,12 +33,17 @@ SPACE = "model"
 CHUNK_BYTES = 10
 
 
+def held(kept: list[int], waiting: Sequence[int] = ()) -> PinHere:
+    """Chunks of a pin by their numbers."""
+    return PinHere(Numbers.of(kept), Numbers.of(waiting), len(kept) * CHUNK_BYTES)
+
+
 class PlayedPins:
     """Two nodes that have chunks 0 to 3, of which the second one has room for one pinned chunk."""
 
     def __init__(self, patches: pytest.MonkeyPatch, told: dict[str, list[bytes]]) -> None:
         self.orders: list[Any] = []
-        self.held: dict[str, dict[str, PinHere]] = {"one": {}, "two": {}}
+        self.held: dict[str, dict[str, dict[str, PinHere]]] = {"one": {}, "two": {}}
         self.nodes: dict[str, Methods] = {
             name: {"pins": lambda name=name: self._pins(name)} for name in self.held
         }
@@ -67,13 +73,14 @@ class PlayedPins:
         order = receive(raw, OperatorOrder, "a test", "it")
         self.orders.append(order)
         if isinstance(order, PinOrder):
-            self.held["one"][order.pin_id] = PinHere(Numbers.of([0]), Numbers.of([1]), CHUNK_BYTES)
-            self.held["two"][order.pin_id] = PinHere(Numbers.of([1]), Numbers.of([2]), CHUNK_BYTES)
+            self.held["one"][order.pin_id] = {"": held([0], [1])}
+            self.held["two"][order.pin_id] = {"": held([1], [2])}
         return encode(OrderAnswer())
 
     def _pins(self, node_id: str) -> bytes:
         quota = {"one": 100, "two": CHUNK_BYTES}[node_id]
-        kept = sum(each.num_bytes for each in self.held[node_id].values())
+        parts = self.held[node_id].values()
+        kept = sum(each.num_bytes for some in parts for each in some.values())
         sums = NodePins(node_id, kept, 0, 0, quota)
         return encode(PinsHere(sums, self.held[node_id], 2, 1))
 
@@ -97,7 +104,7 @@ def test_pin_without_room_is_refused_before_it_is_ordered(monkeypatch: pytest.Mo
 
 def test_chunks_that_are_pinned_already_take_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": [key(0), key(1)]})
-    played.held["two"]["old"] = PinHere(Numbers.of([0]), num_bytes=CHUNK_BYTES)
+    played.held["two"]["old"] = {"": held([0])}
     with pytest.raises(ClusterError, match="nothing was pinned"):
         played.pin(2)
     # It takes the place of the earlier one of that name.
@@ -107,7 +114,7 @@ def test_chunks_that_are_pinned_already_take_no_more_room(monkeypatch: pytest.Mo
 
 def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "empty": []})
-    played.held["two"]["old"] = PinHere(Numbers.of([1]), num_bytes=CHUNK_BYTES)
+    played.held["two"]["old"] = {"": held([1])}
     known = pins.pins(played.scheduler)
     pin = known.pins[0]
     assert (pin.pin_id, pin.chunks, pin.held_chunks) == ("old", 2, 1)
@@ -118,13 +125,23 @@ def test_all_pins_are_listed_with_their_nodes(monkeypatch: pytest.MonkeyPatch) -
         pins.chunks_of(played.scheduler, "empty")
 
 
+def test_chunk_is_kept_that_nodes_keep_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedPins(monkeypatch, {"old": [key(at) for at in range(4)]})
+    played.held["one"]["old"] = {"0.0.2-a": held([0, 1], [2]), "0.0.2-b": held([3])}
+    played.held["two"]["old"] = {"0.1.2-a": held([1, 2])}
+    (pin,) = pins.pins(played.scheduler).pins
+    assert (pin.held_chunks, pin.waiting_chunks) == (1, 1)
+    assert pin.kept_bytes == 5 * CHUNK_BYTES
+
+
 def test_what_is_pinned_on_a_node_is_what_its_firm_pins_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     played = PlayedPins(monkeypatch, {"old": [key(0), key(1)], "other": [key(2)]})
-    played.held["two"]["old"] = PinHere(Numbers.of([1]), Numbers.of([0]))
-    played.held["one"]["other"] = PinHere(Numbers.of([0]))
+    played.held["two"]["old"] = {"": held([1], [0]), "0.0.2-a": held([0])}
+    played.held["one"]["other"] = {"": held([0])}
     assert pins.pinned_on(played.scheduler, "two", SPACE) == {key(1)}
+    assert pins.pinned_on(played.scheduler, "two", part_of(SPACE, "0.0.2-a")) == {key(0)}
     assert pins.pinned_on(played.scheduler, "one", SPACE) == {key(2)}
     assert pins.pinned_on(played.scheduler, "two", "another") == set()
 

@@ -48,19 +48,21 @@ def test_key_of_an_engine_with_several_places_is_where_all_its_parts_are(
     cluster: TwoNodes,
 ) -> None:
     directory, _, one, two = cluster
-    parts = [part_of(SPACE, name) for name in ("0.0.a", "0.1.a")]
-    other = part_of(SPACE, "0.0.b")
+    parts = [part_of(SPACE, name) for name in ("0.0.2-a", "0.1.2-a")]
+    other, half = part_of(SPACE, "0.0.1-b"), part_of(SPACE, "0.0.2-c")
     one.report(
         0.0,
         *(row_of(number)._replace(namespace=parts[0]) for number in (1, 2, 4)),
         row_of(2)._replace(namespace=other),
         row_of(3),
+        row_of(5)._replace(namespace=half),
     )
     two.report(0.0, row_of(1)._replace(namespace=parts[1]), row_of(3))
     assert holders(directory, 1) == {"one": Where.RAM, "two": Where.RAM}
     assert holders(directory, 2) == {"one": Where.RAM}, "the other shape has one part"
     assert holders(directory, 3) == {"one": Where.RAM, "two": Where.RAM}, "whole ones"
     assert holders(directory, 4) == {}, "half of it is nowhere"
+    assert holders(directory, 5) == {}, "nothing of the other half is anywhere"
     assert directory.where(parts[1], [key_of(2)])[0] == ()
 
 

@@ -105,16 +105,17 @@ def test_listing_takes_a_reader_to_its_end(asked: AskedPool) -> None:
     assert (position.life, position.number) == (LIFE, asked.keeper.owner.index.listing.number)
 
 
-def test_key_of_a_pin_is_kept_if_all_its_parts_here_are(asked: AskedPool) -> None:
+def test_each_part_of_a_pin_says_what_is_kept_of_it(asked: AskedPool) -> None:
     owner = asked.keeper.owner
-    parts = [part_of(A, name) for name in ("0.0.a", "1.1.a")]
+    parts = [part_of(A, name) for name in ("one", "two")]
     for part, number in ((parts[0], 1), (parts[1], 1), (parts[0], 2)):
         facts = (part, key(number), PAGE, owner.orders.stamp, ALL_BLOCKS, "", 1.0)
         owner.landings.landed(begun(land(owner, *facts)), ok=True)
     pins = {"p": OrderedPin(A, b"d", 2, 60.0, priority=4)}
     asked.keeper.take_orders(OrdersDocument(Stamp(1, 1), pins=pins), 1.0)
     owner.orders.pin_keys(b"d", A, [key(1), key(2)])
-    assert list(asked.desk.pins().held["p"].kept) == [0]
+    held = asked.desk.pins().held["p"]
+    assert {part: list(here.kept) for part, here in held.items()} == {"one": [0, 1], "two": [0]}
 
 
 def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
@@ -126,9 +127,10 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     pauses = SessionNews("s", SessionWord.PAUSED, Keys.of([key(7), key(8)]), 60.0)
     asked.tell(hints=Hints(Keys.of([key(8)]), [5.0]), sessions=[pauses])
     told = asked.desk.pins()
+    firm = told.held["p"][""]
     # A quarter of eight slots.
-    assert (list(told.held["p"].kept), list(told.held["p"].waiting)) == ([1, 2], [3])
-    assert told.held["p"].num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
+    assert (list(firm.kept), list(firm.waiting)) == ([1, 2], [3])
+    assert firm.num_bytes == told.node.kept_bytes == told.node.quota_bytes == 2 * PAGE
     assert (told.node.kept_chunks, told.node.waiting_chunks, told.client_chunks) == (2, 1, 2)
     # What another one keeps by preference waits to be pinned all the same.
     pins["q"] = OrderedPin(A, b"d", 4, 60.0, priority=4)
@@ -136,7 +138,7 @@ def test_pins_say_by_number_what_is_kept(asked: AskedPool) -> None:
     asked.keeper.owner.orders.pin_keys(b"d", A, [key(number) for number in (9, 1, 2, 3)])
     held = asked.desk.pins().held
     assert held["p"] == told.held["p"]
-    assert (list(held["q"].kept), held["q"].num_bytes) == ([1, 2, 3], 3 * PAGE)
+    assert (list(held["q"][""].kept), held["q"][""].num_bytes) == ([1, 2, 3], 3 * PAGE)
     keys, zeros = Keys.of([key(1), key(3), key(9)]), Numbers.of([0] * 3)
     gone = asked.desk.drop(DropOrder(A, keys, zeros, Numbers.of([2] * 3)))
     assert (gone.dropped, gone.kept, gone.absent) == (1, 1, 1)
