@@ -37,7 +37,6 @@ from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses, aged
 from raykv.engine.fetches import Fetches
-from raykv.engine.listed import PlacePart
 from raykv.engine.view import EngineView
 from raykv.protocol import columns, engine, framing, measures, wire
 from raykv.protocol.listing import Position
@@ -331,8 +330,6 @@ class PlaceFeed:
         owner: the session.
         view: of the engine; the engine's thread's, except for what it allows others to call.
         at: number of the place.
-        part: what of the engine is there.
-        node_id: which node it is.
         locate: see `PlaceLine`.
     """
 
@@ -341,15 +338,13 @@ class PlaceFeed:
         owner: FeedOwner,
         view: EngineView,
         at: int,
-        part: PlacePart,
-        node_id: NodeId,
         locate: Callable[[bool], NodeDescription],
     ) -> None:
         self._owner = owner
         self._view = view
-        self.at, self.part = at, part
-        self.fetches = Fetches(view.settings, at, part.slot_bytes)
-        self.line = PlaceLine(self, self.fetches, node_id, locate)
+        self.at, self.place = at, view.places[at]
+        self.fetches = Fetches(view.settings, at, self.place.slot_bytes)
+        self.line = PlaceLine(self, self.fetches, self.place.node_id, locate)
         # What is to be told here, where the session speaks to another place first.
         self.told: deque[engine.Tell] = deque(maxlen=MAX_TOLD)
         # Rows of answers that were put into the inbox, and those that were taken; where the last
@@ -374,7 +369,7 @@ class PlaceFeed:
 
     def take_lines(self, reports: Mapping[int, WorkerReport], now: float) -> None:
         """Take what the place's workers report of their lines to the NodeActor, by rank."""
-        ranks = self.part.ranks
+        ranks = self.place.ranks
         mine = {rank: each for rank, each in reports.items() if not ranks or rank in ranks}
         self._workers |= {rank: (now, report) for rank, report in mine.items()}
 
@@ -422,7 +417,7 @@ class PlaceFeed:
 
     def hello(self) -> engine.EngineHello:
         """See `LineOwner.hello`."""
-        hello = self.part.introduced(self._owner.hello())
+        hello = self.place.introduced(self._owner.hello())
         self._introduced = hello.namespace
         num_places = len(self._view.node_ids)
         return msgspec.structs.replace(hello, place=self.at + 1, num_places=num_places)

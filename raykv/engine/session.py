@@ -17,20 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, NodeId, Refusal, Stamp, part_of
+from raykv.base.ids import Namespace, Refusal, Stamp, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
 from raykv.engine import fetches, remote
 from raykv.engine.hints import HintBox
 from raykv.engine.lines import PlaceFeed, WorkerReport
-from raykv.engine.listed import PlacePart
+from raykv.engine.listed import EnginePlace
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
@@ -52,14 +51,6 @@ SENDER = "the scheduler actor"
 
 Call = Callable[[str, bytes | str], bytes]
 """Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
-
-
-class SessionPlace(NamedTuple):
-    """Where a part of the engine is; `locate` as in `PlaceLine`."""
-
-    node_id: NodeId
-    locate: Callable[[bool], node.NodeDescription]
-    part: PlacePart = PlacePart()
 
 
 class _FetchAtPlaces:
@@ -90,7 +81,8 @@ class Session:
     Args:
         view: of the engine; the session begins it.
         hello: who the engine is.
-        places: where it is, at least one.
+        places: of the engine, at least one.
+        locate: where the NodeActor of a place is, by the place's number; else as in `PlaceLine`.
         call: to the scheduler actor.
         hints: wishes of requests, which the places are told; None: there are none.
         described: what is inside of chunks; likewise.
@@ -100,13 +92,13 @@ class Session:
         self,
         view: EngineView,
         hello: engine.EngineHello,
-        places: Sequence[SessionPlace],
+        places: Sequence[EnginePlace],
+        locate: Callable[[int, bool], node.NodeDescription],
         call: Call,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
     ) -> None:
-        parts = [each.part._replace(life=each.part.life or hello.life) for each in places]
-        view.begin(hello, [each.node_id for each in places], time.monotonic(), parts)
+        view.begin(hello, places, time.monotonic())
         self.hints, self.described = hints or HintBox(), described
         self._view = view
         self._first = hello
@@ -114,10 +106,7 @@ class Session:
         self._num_refused = 0
         # What the engine's thread is to do between steps, in order.
         self.inbox: deque[Callable[[], None]] = deque()
-        self.feeds = [
-            PlaceFeed(self, view, at, part, each.node_id, each.locate)
-            for at, (each, part) in enumerate(zip(places, parts, strict=True))
-        ]
+        self.feeds = [PlaceFeed(self, view, at, partial(locate, at)) for at in range(len(places))]
         # The place that hears of requests first, and alone of the engine itself.
         self._first_feed = self.feeds[0]
         # Where the engine is, and where it is about to go.
@@ -376,14 +365,14 @@ class Session:
             return None
         for other in self.feeds[1:]:
             self._has_new_place |= len(other.told) == other.told.maxlen
-            other.told.append(_for_part(tell, other.part))
+            other.told.append(_for_other(tell, other.place))
             other.line.wake()
-        if not feed.part.name:
+        if not feed.place.part:
             return tell
-        namespace = part_of(tell.namespace, feed.part.name)
+        namespace = part_of(tell.namespace, feed.place.part)
         described = [msgspec.structs.replace(each, namespace=namespace) for each in tell.described]
         return msgspec.structs.replace(
-            tell, life=feed.part.life, namespace=namespace, described=described
+            tell, life=feed.place.life, namespace=namespace, described=described
         )
 
     def _first_tell(self) -> engine.Tell | None:
@@ -539,12 +528,12 @@ class Session:
             raise ClusterError(state.error or "the clearing was forgotten")
 
 
-def _for_part(tell: engine.Tell, part: PlacePart) -> engine.Tell:
+def _for_other(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
     """What another place than the first is told: of chunks, not of the engine."""
     return engine.Tell(
-        part.life,
+        place.life,
         tell.seq,
-        part_of(tell.namespace, part.name),
+        part_of(tell.namespace, place.part),
         tell.found,
         tell.hints,
         tell.sessions,

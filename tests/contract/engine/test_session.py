@@ -257,7 +257,7 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     ended = object.__new__(EngineRuntime)
     ended._stopped = threading.Event()
     ended._stopped.set()
-    home: Any = None
-    for find in (ended._find_actors, lambda: ended._describe_node(home, 0.0)):
+    node: Any = None
+    for find in (ended._find_actors, lambda: ended._describe(node, 0.0)):
         with pytest.raises(ClusterError, match="the engine is shutting down"):
             find()

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 import raykv.engine.lines
-from raykv.base.ids import SLOT_ALIGNMENT, Key, Lookup, Stamp
+from raykv.base.ids import Key, Lookup, Stamp
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.lines import LEAST_ROWS, WorkerReport
-from raykv.engine.listed import PlacePart
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
@@ -369,30 +368,32 @@ def test_engine_with_two_places_follows_and_tells_both() -> None:
     """What is of the engine itself the first one is told alone."""
     names = [f"ns/{at}" for at in range(2)]
     hints = HintBox(Allowed.SESSION)
-    with PlayedPlace("one") as one, PlayedPlace("two") as two:
-        parts = [PlacePart(str(at), 10 + at, (at,), {0: SLOT_ALIGNMENT}) for at in range(2)]
-        with EngineAt(one, hints=hints, others=[two], parts=parts) as engine:
-            for place, name in zip((one, two), names, strict=True):
-                place.store(key(1), namespace=name)
-            one.store(key(2), namespace=names[0])
-            engine.begin()
-            assert [each.hellos[0].namespace for each in (one, two)] == names
-            assert [(h.place, h.num_places) for h in (one.hellos[0], two.hellos[0])] == [
-                (1, 2),
-                (2, 2),
-            ]
-            assert engine.lookup(1) is Lookup.HIT
-            assert key(2) not in engine.view.loadable, "half of it"
-            engine.view.start_request("r", RequestOptions())
-            engine.view.prepare_load([key(1)], "r")
-            engine.until(lambda: all(found_keys(each) for each in (one, two)), "both are told")
-            assert found_keys(one) == found_keys(two) == [key(1)]
-            assert {tell.life for tell in two.tells} == {11}
-            assert any(tell.counters for tell in one.tells)
-            assert not any(tell.counters or tell.finished for tell in two.tells)
-            two.drop(key(1), namespace=names[1])
-            engine.until(lambda: key(1) not in engine.view.loadable, "one part is gone")
-            engine.view.check()
+    with (
+        PlayedPlace("one") as one,
+        PlayedPlace("two") as two,
+        EngineAt(one, hints=hints, others=[two], parts=["0", "1"]) as engine,
+    ):
+        for place, name in zip((one, two), names, strict=True):
+            place.store(key(1), namespace=name)
+        one.store(key(2), namespace=names[0])
+        engine.begin()
+        assert [each.hellos[0].namespace for each in (one, two)] == names
+        assert [(h.place, h.num_places) for h in (one.hellos[0], two.hellos[0])] == [
+            (1, 2),
+            (2, 2),
+        ]
+        assert engine.lookup(1) is Lookup.HIT
+        assert key(2) not in engine.view.loadable, "half of it"
+        engine.view.start_request("r", RequestOptions())
+        engine.view.prepare_load([key(1)], "r")
+        engine.until(lambda: all(found_keys(each) for each in (one, two)), "both are told")
+        assert found_keys(one) == found_keys(two) == [key(1)]
+        assert {tell.life for tell in two.tells} == {11}
+        assert any(tell.counters for tell in one.tells)
+        assert not any(tell.counters or tell.finished for tell in two.tells)
+        two.drop(key(1), namespace=names[1])
+        engine.until(lambda: key(1) not in engine.view.loadable, "one part is gone")
+        engine.view.check()
 
 
 def found_keys(place: PlayedPlace) -> list[Key]:
@@ -400,11 +401,10 @@ def found_keys(place: PlayedPlace) -> list[Key]:
 
 
 def test_engine_whose_second_place_falls_silent_has_nothing() -> None:
-    parts = [PlacePart(str(at), 10 + at, (at,), {0: SLOT_ALIGNMENT}) for at in range(2)]
     with (
         PlayedPlace("one") as one,
         PlayedPlace("two") as two,
-        EngineAt(one, others=[two], parts=parts) as engine,
+        EngineAt(one, others=[two], parts=["0", "1"]) as engine,
     ):
         for at, place in enumerate((one, two)):
             place.store(key(1), namespace=f"ns/{at}")

@@ -1,4 +1,4 @@
-"""The Ray node that an engine is at, and the engine's connection to Ray.
+"""The Ray node of an EngineCore, and its connection to Ray.
 
                            its raylet is gone
            HERE ──────────────────────────────────────► GONE: no cache
@@ -20,26 +20,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
 from raykv.cluster.join import Raylet, leave_ray
-from raykv.engine.listed import PlacePart
 
 logger = logging.getLogger("raykv")
-
-
-class EngineSeat(NamedTuple):
-    """A place of an engine: its node, what of the engine is there, and the memory that is free
-    there for a pool; 0: that is not known.
-    """
-
-    node_id: str
-    part: PlacePart = PlacePart()
-    free_bytes: int = 0
 
 
 class RayHere:
@@ -107,7 +96,7 @@ class SharedConnection:
                 self._changed.notify_all()
 
 
-class EnginePlace:
+class OwnNode:
     """See the module's docstring.
 
     Args:
@@ -195,7 +184,7 @@ class EnginePlace:
         )
 
     def _say(self, sentence: str) -> None:
-        """Once, until the engine has a place again."""
+        """Once, until the engine has a node again."""
         if not self.is_gone:
             logger.warning("%s", sentence)
 
