@@ -1,6 +1,6 @@
 """What an engine says and hears while it runs: a line to each of its places, one thread that asks.
 
-                     ┌─ PlaceFeed ──► NodeActor: what is new there │ what is told it │ fetches
+                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it │ fetches
   engine's thread ───┤
    nudge │ drain     └─ asking ─────► scheduler actor: who else has chunks │ clears
 
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
@@ -28,7 +28,7 @@ from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
 from raykv.engine import fetches, remote
 from raykv.engine.hints import HintBox
-from raykv.engine.lines import PlaceFeed, WorkerReport
+from raykv.engine.lines import PlaceLine, WorkerReport
 from raykv.engine.listed import EnginePlace
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
@@ -106,9 +106,9 @@ class Session:
         self._num_refused = 0
         # What the engine's thread is to do between steps, in order.
         self.inbox: deque[Callable[[], None]] = deque()
-        self.feeds = [PlaceFeed(self, view, at, partial(locate, at)) for at in range(len(places))]
+        self.lines = [PlaceLine(self, view, at, partial(locate, at)) for at in range(len(places))]
         # The place that hears of requests first, and alone of the engine itself.
-        self._first_feed = self.feeds[0]
+        self._first_line = self.lines[0]
         # Where the engine is, and where it is about to go.
         self._space = engine.Space(hello.namespace, hello.traits)
         self._next: engine.Space | None = None
@@ -151,16 +151,16 @@ class Session:
             ClusterError: a place has said nothing by then, or refuses this engine.
         """
         give_up_at = time.monotonic() + deadline_s
-        for feed in self.feeds:
-            feed.line.revive()
+        for line in self.lines:
+            line.revive()
         while not self._view.is_whole and time.monotonic() < give_up_at:
-            for feed in self.feeds:
-                if feed.line.refusal:
-                    raise ClusterError(feed.line.refusal)
+            for line in self.lines:
+                if line.refusal:
+                    raise ClusterError(line.refusal)
             time.sleep(deadlines.BRIEF_S)
             self.drain()
-        for feed in self.feeds:
-            if not self._view.life_of(feed.at):
+        for line in self.lines:
+            if not self._view.life_of(line.at):
                 raise ClusterError("cannot attach: the NodeActor does not answer")
 
     def start(self) -> None:
@@ -170,31 +170,31 @@ class Session:
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
-        full = [feed for feed in self.feeds if feed.is_full]
+        full = [line for line in self.lines if line.is_full]
         now = time.monotonic()
-        for feed in self.feeds:
-            feed.fetches.give_up_overdue(now)
+        for line in self.lines:
+            line.fetches.give_up_overdue(now)
         while self.inbox:
             self.inbox.popleft()()
-        for feed in self.feeds:
-            feed.take_standing(time.monotonic())
-        for feed in full:
-            feed.line.wake()
+        for line in self.lines:
+            line.take_standing(time.monotonic())
+        for line in full:
+            line.wake()
         self._go_on()
 
     @property
     def place_lives(self) -> list[int]:
         """Of the NodeActors of the places, as far as they are known."""
-        return [feed.life for feed in self.feeds]
+        return [line.life for line in self.lines]
 
     @property
     def _is_left_alone(self) -> bool:
         """Whether there is a place that nothing is heard of."""
-        return any(feed.line.is_left_alone for feed in self.feeds)
+        return any(line.is_left_alone for line in self.lines)
 
     def _wake_lines(self) -> None:
-        for feed in self.feeds:
-            feed.line.wake()
+        for line in self.lines:
+            line.wake()
 
     def _end_fetch(
         self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
@@ -258,19 +258,19 @@ class Session:
     def take_lines(self, reports: dict[int, WorkerReport]) -> None:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
-        for feed in self.feeds:
-            feed.take_lines(reports, now)
+        for line in self.lines:
+            line.take_lines(reports, now)
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""
         view = self._view
         if self._has_news:
-            self._first_feed.line.wake()
+            self._first_line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
         if self.is_started and not self._has_threads:
             # Those that have begun end with the session only.
-            begun = [self._asking.revive(), *(feed.line.revive() for feed in self.feeds)]
+            begun = [self._asking.revive(), *(line.revive() for line in self.lines)]
             self._has_threads = all(begun)
         if orders := view.remote.take_orders():
             self._order(orders)
@@ -287,40 +287,40 @@ class Session:
         """
         view, now = self._view, time.monotonic()
         for part in fetches.split(orders):
-            ending = _FetchAtPlaces(len(self.feeds), partial(self._end_fetch, part))
-            for feed in self.feeds:
-                end = partial(ending.ended, feed.at)
-                if feed.line.is_left_alone:
+            ending = _FetchAtPlaces(len(self.lines), partial(self._end_fetch, part))
+            for line in self.lines:
+                end = partial(ending.ended, line.at)
+                if line.is_left_alone:
                     self._num_refused += 1
                     end(worker.not_done(0, len(part), Refusal.BREAKER_OPEN))
                     continue
-                query = view.query(feed.at)
-                feed.fetches.submit(part, query.life, query.namespace, now, end)
-                feed.line.wake()
+                query = view.query(line.at)
+                line.fetches.submit(part, query.life, query.namespace, now, end)
+                line.wake()
 
     def stop(self, timeout_s: float) -> None:
         """End the threads, and the lines."""
         self._stopped.set()
         self._wake.set()
         give_up_at = time.monotonic() + timeout_s
-        for feed in self.feeds:
-            feed.line.stop(0.0)
-        for feed in self.feeds:
-            feed.line.stop(max(0.0, give_up_at - time.monotonic()))
+        for line in self.lines:
+            line.stop(0.0)
+        for line in self.lines:
+            line.stop(max(0.0, give_up_at - time.monotonic()))
         self._asking.join(timeout_s)
 
     # The lines' threads
 
     def hello(self) -> engine.EngineHello:
-        """See `FeedOwner.hello`."""
+        """See `LineOwner.hello`."""
         space = self._space
-        return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
+        return replace(self._first, namespace=space.namespace, traits=space.traits)
 
     def heard(
-        self, feed: PlaceFeed, query: engine.ChangesQuery, answer: engine.ChangesAnswer
+        self, line: PlaceLine, query: engine.ChangesQuery, answer: engine.ChangesAnswer
     ) -> None:
-        """See `FeedOwner.heard`."""
-        if feed is not self._first_feed:
+        """See `LineOwner.heard`."""
+        if line is not self._first_line:
             return
         naming = answer.facts.naming
         is_mine = naming is not None and naming.weights == self._weights
@@ -332,11 +332,11 @@ class Session:
             # What is stored again is described again; who begins anew hears of no reasons.
             self.described.clear()
 
-    def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
-        """See `FeedOwner.welcomed`."""
-        if feed is not self._first_feed:
+    def welcomed(self, line: PlaceLine, life: int, namespace: str) -> None:
+        """See `LineOwner.welcomed`."""
+        if line is not self._first_line:
             # What waited there is old by now.
-            feed.told.clear()
+            line.told.clear()
             self._has_new_place = True
             return
         self._wanted.tell_all_again()
@@ -348,32 +348,24 @@ class Session:
         if last[0] != life and self.described is not None:
             self.described.tell_again()
 
-    def moved(self, feed: PlaceFeed) -> None:
-        """See `FeedOwner.moved`."""
-        if feed is self._first_feed:
+    def moved(self, line: PlaceLine) -> None:
+        """See `LineOwner.moved`."""
+        if line is self._first_line:
             # Of another cluster, perhaps, whose numbers say nothing here.
             self._orders = engine.NOTHING_ORDERED
 
-    def next_tell(self, feed: PlaceFeed) -> engine.Tell | None:
-        """See `FeedOwner.next_tell`. The first place is told all; what of it is about chunks, the
-        others are told, too.
-        """
-        if feed is not self._first_feed:
-            return feed.told.popleft() if feed.told else None
+    def next_tell(self, line: PlaceLine) -> engine.Tell | None:
+        """See `LineOwner.next_tell`; the first place is told all, others what is about chunks."""
+        if line is not self._first_line:
+            return line.told.popleft() if line.told else None
         tell = self._first_tell()
         if tell is None:
             return None
-        for other in self.feeds[1:]:
+        for other in self.lines[1:]:
             self._has_new_place |= len(other.told) == other.told.maxlen
-            other.told.append(_for_other(tell, other.place))
-            other.line.wake()
-        if not feed.place.part:
-            return tell
-        namespace = part_of(tell.namespace, feed.place.part)
-        described = [msgspec.structs.replace(each, namespace=namespace) for each in tell.described]
-        return msgspec.structs.replace(
-            tell, life=feed.place.life, namespace=namespace, described=described
-        )
+            other.told.append(_addressed(_of_chunks(tell), other.place))
+            other.wake()
+        return _addressed(tell, line.place)
 
     def _first_tell(self) -> engine.Tell | None:
         view, now = self._view, time.monotonic()
@@ -417,8 +409,8 @@ class Session:
         """All breakers of the engine's processes."""
         refused = measures.BreakerReport(refused=self._num_refused)
         reports = [self._breakers.report(now), refused]
-        for feed in self.feeds:
-            reports += feed.breaker_reports(now)
+        for line in self.lines:
+            reports += line.breaker_reports(now)
         return joined(reports)
 
     # The thread that asks
@@ -521,19 +513,19 @@ class Session:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset
             self.inbox.append(partial(self._take_stamp, reset, state.orders))
-            self._first_feed.line.wake()
+            self._first_line.wake()
         elif state.error or not state.is_known:
             # It is ordered anew.
             self._clear = (0, "")
             raise ClusterError(state.error or "the clearing was forgotten")
 
 
-def _for_other(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
-    """What another place than the first is told: of chunks, not of the engine."""
+def _of_chunks(tell: engine.Tell) -> engine.Tell:
+    """Without what is about the engine itself."""
     return engine.Tell(
-        place.life,
+        tell.life,
         tell.seq,
-        part_of(tell.namespace, place.part),
+        tell.namespace,
         tell.found,
         tell.hints,
         tell.sessions,
@@ -541,3 +533,12 @@ def _for_other(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
         weights=tell.weights,
         orders=tell.orders,
     )
+
+
+def _addressed(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
+    """With the life and the namespaces of the engine at a place."""
+    described = [
+        replace(each, namespace=part_of(each.namespace, place.part)) for each in tell.described
+    ]
+    namespace = part_of(tell.namespace, place.part)
+    return replace(tell, life=place.life, namespace=namespace, described=described)

@@ -122,7 +122,7 @@ def test_fetches_that_take_long_hold_up_nothing_else(
 def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work(
     place: PlayedPlace, engine: FetchingEngine, breaks: str
 ) -> None:
-    engine.session.feeds[0].line.breakers.pauses = Pauses(0.01, 0.02)
+    engine.session.lines[0].breakers.pauses = Pauses(0.01, 0.02)
     engine.begin()
 
     def fetch(_: Fetch) -> CopyResult | None:
@@ -138,7 +138,7 @@ def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work
     assert engine.wait_for_ends(1) == [None]
     assert engine.ended[0][0] == [order(0), order(1)]
     place.fetch = result_of
-    engine.until(lambda: not engine.session.feeds[0].line.is_left_alone, "the line is there again")
+    engine.until(lambda: not engine.session.lines[0].is_left_alone, "the line is there again")
     engine.order(order(2))
     assert engine.wait_for_ends(2)[1] == result_of(place.fetches[-1])
 
@@ -154,7 +154,7 @@ def test_orders_without_an_answer_end_at_deadline_and_grace(
         engine.order(order(1))
         assert engine.wait_for_ends(2) == [None, None]
         assert DEADLINE_S + GRACE_S <= time.monotonic() - started < LONG_S / 2
-        assert not engine.session.feeds[0].line.is_left_alone
+        assert not engine.session.lines[0].is_left_alone
         place.fetch = result_of
         engine.order(order(2))
         assert engine.wait_for_ends(3)[2] is not None
@@ -164,9 +164,9 @@ def test_orders_end_at_once_while_the_node_is_left_alone(
     place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     engine.begin()
-    engine.session.feeds[0].line.breakers.pauses = Pauses(LONG_S, LONG_S)
+    engine.session.lines[0].breakers.pauses = Pauses(LONG_S, LONG_S)
     place.hang_up()
-    wait_until(lambda: engine.session.feeds[0].line.is_left_alone, LONG_S, "the line is down")
+    wait_until(lambda: engine.session.lines[0].is_left_alone, LONG_S, "the line is down")
     for number in range(3):
         engine.order(order(number), order(10 + number))
         engine.session.drain()
@@ -178,7 +178,7 @@ def test_orders_end_at_once_while_the_node_is_left_alone(
     # Its own attempts count, too; it makes none any more.
     engine.session.stop(LONG_S)
     now = time.monotonic()
-    of_line = engine.session.feeds[0].line.breakers.report(now).refused
+    of_line = engine.session.lines[0].breakers.report(now).refused
     assert engine.session._breaker_report(now).refused == of_line + 3
     assert not place.fetches
 

@@ -152,7 +152,7 @@ def test_refused_engine_says_why_and_goes_on_trying(
 
 def test_node_that_does_not_answer_is_left_alone_for_a_while() -> None:
     with EngineAt(PlayedPlace()) as engine:
-        breakers = engine.session.feeds[0].line.breakers
+        breakers = engine.session.lines[0].breakers
         breakers.pauses = Pauses(LONG_S, LONG_S)
         started = time.monotonic()
         with pytest.raises(ClusterError, match="does not answer"):
