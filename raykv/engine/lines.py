@@ -78,7 +78,7 @@ class LineOwner(Protocol):
     """Before, places are read as fast as they can be."""
 
     def hello(self) -> engine.EngineHello:
-        """Who the engine is now, wherever it is."""
+        """Introduce the engine as it is now, without a place."""
 
     def heard(
         self, line: PlaceLine, query: engine.ChangesQuery, answer: engine.ChangesAnswer
@@ -86,7 +86,7 @@ class LineOwner(Protocol):
         """A place has answered, perhaps with rows."""
 
     def moved(self, line: PlaceLine) -> None:
-        """A place is another node."""
+        """A place is another node from now on."""
 
     def welcomed(self, line: PlaceLine, life: int, namespace: str) -> None:
         """A NodeActor of that life has let the engine in, and knows nothing of before."""
@@ -96,7 +96,7 @@ class LineOwner(Protocol):
 
 
 def _weight(answer: engine.ChangesAnswer) -> int:
-    """As how many rows an answer counts."""
+    """Return the number of rows that an answer counts as."""
     return max(LEAST_ROWS, len(answer.part.rows.keys))
 
 
@@ -157,7 +157,7 @@ class PlaceLine:
         return self._stopped.is_set() or self._thread.revive()
 
     def wake(self) -> None:
-        """Something is to be said, or was taken in."""
+        """Have the line's thread say what is due, or read on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
@@ -370,7 +370,7 @@ class PlaceLine:
         self._sock.sendall(wire.frame(message))  # bounded: SO_SNDTIMEO, set when it is connected
 
     def breaker_reports(self, now: float) -> list[measures.BreakerReport]:
-        """Of the line, and of the workers'."""
+        """Report the breakers of the line and of the place's workers."""
         workers = list(self._workers.values())
         of_workers = [aged(each.breakers, now - at) for at, each in workers]
         return [self.breakers.report(now), *of_workers]

@@ -100,7 +100,7 @@ class ListedPlace:
     # Looking
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing that was heard counts any more."""
+        """Whether the place was silent for too long to be believed."""
         return now - self._heard_at >= SILENT_S
 
     def disk_of(self, key: Key) -> tuple[Source, ...]:
@@ -189,7 +189,7 @@ class ListedPlace:
         return [PlaceChange(gone, None, None)] if gone else []
 
     def _be(self, row: ListedRow) -> list[PlaceChange]:
-        """A key is as that row says."""
+        """Take a row as the state of its key."""
         key, where = row.key, int(row.where)
         self._unseen.discard(key)
         self._distrusted.pop(key, None)
@@ -211,7 +211,7 @@ class ListedPlace:
         return [PlaceChange([key], None, row.reason)]
 
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
-        """Keys are not there any more; nobody said why."""
+        """Forget keys that are gone for an unknown reason."""
         self.coming.difference_update(keys)
         for key in keys:
             self.on_disk.pop(key, None)

@@ -35,7 +35,6 @@ class RayHere:
     """What is asked of Ray and of this host; tests play another one."""
 
     def raylets(self) -> list[Raylet]:
-        """See `raykv.cluster.join.raylets`."""
         return cluster.raylets()
 
     def driver_node(self) -> str:
@@ -43,7 +42,6 @@ class RayHere:
         return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
     def rejoin(self, address: str) -> None:
-        """See `raykv.cluster.join.rejoin`."""
         cluster.rejoin(address)
 
 
@@ -57,7 +55,7 @@ class SharedConnection:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Use it, once it is there."""
+        """Use the connection; wait while it is made anew."""
         with self._changed:
             # bounded: who is alone has deadlines of Ray's
             self._changed.wait_for(lambda: not self._is_taken)
@@ -184,7 +182,7 @@ class OwnNode:
         )
 
     def _say(self, sentence: str) -> None:
-        """Once, until the engine has a node again."""
+        """Log a sentence once, until the engine has a node again."""
         if not self.is_gone:
             logger.warning("%s", sentence)
 

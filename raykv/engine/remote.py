@@ -240,7 +240,7 @@ class RemoteChunks:
         self._doubting[id(request)] = request
 
     def finish_request(self, request: RequestState) -> None:
-        """The request waits for nothing any more."""
+        """Forget what a request waits for."""
         for key in request.unanswered | request.pending:
             askers = [other for other in self._askers.get(key, ()) if other is not request]
             if askers:
@@ -256,7 +256,7 @@ class RemoteChunks:
         request: RequestState,
         key: Key,
         now: float,
-        is_here: Callable[[Key], bool] = lambda _key: False,
+        is_here: Callable[[Key], bool],
     ) -> Lookup:
         """Answer for a key that this node does not have; a fetch begins if another node has it.
 
@@ -290,7 +290,7 @@ class RemoteChunks:
         return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
 
     def _give_up(self, request: RequestState, key: Key, reason: MissReason) -> Lookup:
-        """The deadline has passed."""
+        """Count an expired deadline, and answer MISS."""
         self.counters["waits_timed_out"] += 1
         return request.missed(key, reason)
 

@@ -44,7 +44,7 @@ logger = logging.getLogger("raykv")
 
 
 def new_life() -> int:
-    """The life of an EngineCore that begins now."""
+    """Draw the life of an EngineCore."""
     return secrets.randbits(63) or 1
 
 
@@ -79,7 +79,7 @@ class PlaceNode:
         return ask.find_node_actor(self.node_id)
 
     def close(self) -> None:
-        """No line is needed any more."""
+        """End the relay, if the line needed one."""
         if self._relay is not None:
             self._relay.close()
 
@@ -129,7 +129,7 @@ class EngineRuntime:
             raise
 
     def settle(self, places: Sequence[EnginePlace]) -> None:
-        """The engine has these places, at least one."""
+        """Make the session of an engine with these places, at least one."""
         self.nodes = [
             PlaceNode(self._own, each, self._choose_geometry(each, places)) for each in places
         ]
@@ -275,7 +275,7 @@ class EngineRuntime:
                 found = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
                 if not found.refusal:
                     return found
-                # It serves nobody.
+                # It serves no engine.
                 with contextlib.suppress(Exception):
                     ask.end_node_actor(node_id)
                 if found.pool_bytes == node.geometry.pool_bytes or time.monotonic() > give_up_at:

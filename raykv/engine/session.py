@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, Refusal, Stamp, part_of
+from raykv.base.ids import Namespace, Refusal, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
@@ -51,27 +51,6 @@ SENDER = "the scheduler actor"
 
 Call = Callable[[str, bytes | str], bytes]
 """Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
-
-
-class _FetchAtPlaces:
-    """A part of the fetches that were ordered, at each place, until all have ended."""
-
-    def __init__(
-        self, num_places: int, end: Callable[[list[copies.CopyResult | None]], None]
-    ) -> None:
-        self._results: list[copies.CopyResult | None] = [None] * num_places
-        self._left = set(range(num_places))
-        self._lock = threading.Lock()
-        self._end = end
-
-    def ended(self, at: int, result: copies.CopyResult | None) -> None:
-        """At one place; on any thread."""
-        with self._lock:
-            self._left.discard(at)
-            self._results[at] = result
-            is_last = not self._left
-        if is_last:
-            self._end(self._results)
 
 
 class Session:
@@ -196,25 +175,11 @@ class Session:
         for line in self.lines:
             line.wake()
 
-    def _end_fetch(
-        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
-    ) -> None:
-        """On any thread."""
-        self.inbox.append(partial(self._finish, orders, results))
-
-    def _finish(
-        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
-    ) -> None:
-        self._view.finish_fetch(orders, results, time.monotonic())
-
     def _take_answers(self, questions: list[engine.Ask], answers: list[engine.AskAnswer]) -> None:
         self._has_answer = False
         self._view.take_answers(questions, answers)
         if self._view.remote.has_repeats:
             self._wake.set()
-
-    def _take_stamp(self, reset: int, orders: Stamp) -> None:
-        self._view.cleared(reset, orders, time.monotonic())
 
     def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -234,7 +199,7 @@ class Session:
         return naming if naming is not None and naming.weights == self._weights else None
 
     def change_weights(self) -> None:
-        """What was called somehow until now are other weights."""
+        """The weights have changed: names that were given before are void."""
         self._weights += 1
         self._wake_lines()
 
@@ -272,7 +237,7 @@ class Session:
             # Those that have begun end with the session only.
             begun = [self._asking.revive(), *(line.revive() for line in self.lines)]
             self._has_threads = all(begun)
-        if orders := view.remote.take_orders():
+        for orders in fetches.split(view.remote.take_orders()):
             self._order(orders)
 
     @property
@@ -282,21 +247,30 @@ class Session:
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[remote.FetchOrder]) -> None:
-        """Have chunks fetched by each place for its part; fails at once where the NodeActor is
-        left alone.
+        """Have each place fetch its part of chunks; where the NodeActor is left alone that fails at
+        once.
         """
         view, now = self._view, time.monotonic()
-        for part in fetches.split(orders):
-            ending = _FetchAtPlaces(len(self.lines), partial(self._end_fetch, part))
-            for line in self.lines:
-                end = partial(ending.ended, line.at)
-                if line.is_left_alone:
-                    self._num_refused += 1
-                    end(worker.not_done(0, len(part), Refusal.BREAKER_OPEN))
-                    continue
-                query = view.query(line.at)
-                line.fetches.submit(part, query.life, query.namespace, now, end)
-                line.wake()
+        results: dict[int, copies.CopyResult | None] = {}
+
+        def take(at: int, result: copies.CopyResult | None) -> None:
+            results[at] = result
+            if len(results) == len(self.lines):
+                in_order = [results[line.at] for line in self.lines]
+                view.finish_fetch(orders, in_order, time.monotonic())
+
+        def end(at: int, result: copies.CopyResult | None) -> None:
+            """On any thread."""
+            self.inbox.append(partial(take, at, result))
+
+        for line in self.lines:
+            if line.is_left_alone:
+                self._num_refused += 1
+                end(line.at, worker.not_done(0, len(orders), Refusal.BREAKER_OPEN))
+                continue
+            query = view.query(line.at)
+            line.fetches.submit(orders, query.life, query.namespace, now, partial(end, line.at))
+            line.wake()
 
     def stop(self, timeout_s: float) -> None:
         """End the threads, and the lines."""
@@ -312,14 +286,12 @@ class Session:
     # The lines' threads
 
     def hello(self) -> engine.EngineHello:
-        """See `LineOwner.hello`."""
         space = self._space
         return replace(self._first, namespace=space.namespace, traits=space.traits)
 
     def heard(
         self, line: PlaceLine, query: engine.ChangesQuery, answer: engine.ChangesAnswer
     ) -> None:
-        """See `LineOwner.heard`."""
         if line is not self._first_line:
             return
         naming = answer.facts.naming
@@ -333,7 +305,6 @@ class Session:
             self.described.clear()
 
     def welcomed(self, line: PlaceLine, life: int, namespace: str) -> None:
-        """See `LineOwner.welcomed`."""
         if line is not self._first_line:
             # What waited there is old by now.
             line.told.clear()
@@ -349,7 +320,6 @@ class Session:
             self.described.tell_again()
 
     def moved(self, line: PlaceLine) -> None:
-        """See `LineOwner.moved`."""
         if line is self._first_line:
             # Of another cluster, perhaps, whose numbers say nothing here.
             self._orders = engine.NOTHING_ORDERED
@@ -406,7 +376,7 @@ class Session:
         return counters
 
     def _breaker_report(self, now: float) -> measures.BreakerReport:
-        """All breakers of the engine's processes."""
+        """Report all breakers of the engine's processes."""
         refused = measures.BreakerReport(refused=self._num_refused)
         reports = [self._breakers.report(now), refused]
         for line in self.lines:
@@ -425,7 +395,7 @@ class Session:
             self._stopped.wait(deadlines.INSTANT_S)
 
     def _pause(self) -> float:
-        """How long to wait for news."""
+        """Return how long to wait for news, in seconds."""
         now = time.monotonic()
         if not self._breakers.is_closed(names.SCHEDULER):
             self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, now))
@@ -512,7 +482,7 @@ class Session:
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset
-            self.inbox.append(partial(self._take_stamp, reset, state.orders))
+            self.inbox.append(partial(self._view.cleared, reset, state.orders, time.monotonic()))
             self._first_line.wake()
         elif state.error or not state.is_known:
             # It is ordered anew.
@@ -521,7 +491,7 @@ class Session:
 
 
 def _of_chunks(tell: engine.Tell) -> engine.Tell:
-    """Without what is about the engine itself."""
+    """Leave out what is about the engine itself."""
     return engine.Tell(
         tell.life,
         tell.seq,
@@ -536,7 +506,7 @@ def _of_chunks(tell: engine.Tell) -> engine.Tell:
 
 
 def _addressed(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
-    """With the life and the namespaces of the engine at a place."""
+    """Put in the life and the namespaces that a place knows the engine by."""
     described = [
         replace(each, namespace=part_of(each.namespace, place.part)) for each in tell.described
     ]

@@ -80,7 +80,7 @@ _WENT: Mapping[listing.Reason | None, MissReason] = {
 
 @dataclass(slots=True)
 class _PlaceView:
-    """What is believed of a place.
+    """What the engine believes of a place.
 
     `line`: the life that all workers there are connected to; None: not all are, or it is not known.
     `has_more`: not all that it had was read.
@@ -93,7 +93,9 @@ class _PlaceView:
 
     def is_up(self, now: float) -> bool:
         """Whether its chunks can be loaded."""
-        return self.line == self.listed.position.life and not self.listed.is_silent(now)
+        life = self.listed.position.life
+        is_heard = life != 0 and not self.listed.is_silent(now)
+        return is_heard and self.line == life and not self.facts.is_paused
 
 
 class EngineView:
@@ -198,7 +200,7 @@ class EngineView:
         self.look(now)
 
     def hear(self, at: int, now: float) -> None:
-        """A place was heard of then."""
+        """Note when a place was heard of."""
         self._places[at].listed.hear(now)
 
     def set_line(self, at: int, life: int | None, now: float) -> None:
@@ -207,7 +209,7 @@ class EngineView:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Once per engine step: whether the places can be used, as of now."""
+        """Find out whether the places can be used now; once per engine step."""
         self._looked_at = now
         if not self._places:
             return
@@ -219,10 +221,7 @@ class EngineView:
     def _why_off(self, now: float) -> MissReason | None:
         if self.has_left:
             return MissReason.WEIGHTS_CHANGED
-        for place in self._places:
-            if not place.listed.position.life or place.facts.is_paused or not place.is_up(now):
-                break
-        else:
+        if all(each.is_up(now) for each in self._places):
             return MissReason.CLEARING if self.is_clearing else None
         if self.is_paused:
             return MissReason.PAUSED
@@ -249,7 +248,7 @@ class EngineView:
         self._departures.note(keys, _WENT[reason])
 
     def _compare(self, key: Key) -> None:
-        """Whether every place has a key, of several."""
+        """Find out whether each of several places has a key."""
         assert isinstance(self._ready, dict)
         found = [each.listed.ready.get(key) for each in self._places]
         if all(found):
@@ -266,7 +265,7 @@ class EngineView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is known that the places have."""
+        """Whether the listings of all places have been read to their ends."""
         return all(each.listed.position.place == listing.ALL_READ for each in self._places)
 
     @property
@@ -400,8 +399,8 @@ class EngineView:
         return count
 
     def missed_window(self, request_id: str, num_tokens: int, behind: Key | None) -> None:
-        """So many tokens of the prefix that a request found are not loaded, since a window or a
-        state is missing; `behind` them is the first chunk that is not known, if there is one.
+        """Explain why `num_tokens` of the prefix that a request found are not loaded: a window or a
+        state is missing. `behind` is the first unknown chunk behind them, if there is one.
         """
         request = self.requests.get(request_id)
         if request.miss is None or request.miss.reason not in _OF_WINDOWS:
@@ -682,7 +681,7 @@ class EngineView:
 
 
 def _why_gone(asked: Sequence[Key], answer: engine.AskAnswer) -> dict[Key, MissReason]:
-    """Why nobody has keys any more, or only engines of another namespace have them."""
+    """Why no node has keys any more, or only engines of another namespace have them."""
     gone = zip(answer.gone, answer.reasons, strict=True)
     why = {asked[at]: _WENT[listing.Reason(each)] for at, each in gone if at < len(asked)}
     others = [asked[at] for at in answer.other if at < len(asked)]
@@ -690,7 +689,7 @@ def _why_gone(asked: Sequence[Key], answer: engine.AskAnswer) -> dict[Key, MissR
 
 
 def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:
-    """Chunks that did not come, and why."""
+    """Return the numbers of chunks that did not come, and why."""
     if not result.refusals:
         return []
     rows = zip(result.failed_chunks, result.refusals, strict=True)

@@ -180,14 +180,13 @@ class RayKVConnector(OffloadingConnector):
 
     @staticmethod
     def _node_of_ranks(parallel_config: Any) -> str | None:
-        """See `EngineRuntime`."""
         nodes = placement.nodes_of_ranks(parallel_config, current_platform.ray_device_key)
         if not placement.has_one_place(parallel_config, nodes):
             return None
         return "".join(nodes or ())
 
     def _begin(self, engine_runtime: runtime.EngineRuntime) -> None:
-        """It is known where the ranks are."""
+        """Start the session: the engine's places are known."""
         self._manager.start(engine_runtime.session)
         engine_runtime.start()
 
