@@ -42,6 +42,8 @@ def _full_attention(
         layers=layers,
         max_model_len=max_model_len,
         slot_bytes=aligned(chunk_bytes),
+        node_bytes=aligned(chunk_bytes),
+        num_nodes=1,
         num_ranks=1,
         num_parts=1,
         groups=(

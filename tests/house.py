@@ -43,7 +43,7 @@ HOUSE = {
     "serve": Room(9, ALL, ALL),
     "vllm": Room(8, ALL, ALL),
     "inspect": Room(8, ALL, ALL),
-    "engine": Room(7, "msgspec ray", "fetches lines place runtime session"),
+    "engine": Room(7, "msgspec ray", "fetches lines own_node runtime session"),
     "client": Room(
         7,
         "msgspec numpy prometheus_client psutil ray torch transformers xxhash",

@@ -206,6 +206,11 @@ def _print(found: Plan) -> None:
     )
     console().print(_groups(shape.groups))
     say(f"a chunk     {human_bytes(shape.slot_bytes)}, of any KV group")
+    if shape.num_nodes > 1:
+        say(
+            f"on a node   {human_bytes(shape.node_bytes)} of it at most, with ranks on "
+            f"{shape.num_nodes} nodes: pool_bytes counts on each"
+        )
     if found.bytes_per_token:
         say(f"a token     {human_bytes(found.bytes_per_token)} of layers that need all of a prefix")
     if found.window_bytes:

@@ -73,10 +73,10 @@ def _prompt_size(shape: KVShape, stored: StoredPrompt) -> PromptSize:
 
 def _problems(shape: KVShape, wishes: PoolWishes) -> list[str]:
     found = []
-    if wishes.pool_bytes < shape.slot_bytes:
+    if wishes.pool_bytes < shape.node_bytes:
         found.append(
             f"a pool of {human_bytes(wishes.pool_bytes)} has no room for a chunk of "
-            f"{human_bytes(shape.slot_bytes)}: set a larger pool_bytes, or a smaller "
+            f"{human_bytes(shape.node_bytes)}: set a larger pool_bytes, or a smaller "
             "blocks_per_chunk"
         )
     elif wishes.objection:
@@ -108,9 +108,9 @@ def _hints(shape: KVShape, longest: PromptSize, pool: PoolSize) -> list[str]:
 
 def _pool_size(shape: KVShape, prompts: Sequence[PromptSize], pool_bytes: int) -> PoolSize:
     chunks = 0
-    if pool_bytes >= max(shape.slot_bytes, SLOT_ALIGNMENT):
-        geometry = PoolGeometry.for_pool(pool_bytes, shape.slot_bytes)
-        chunks = geometry.capacity(shape.slot_bytes)
+    if pool_bytes >= max(shape.node_bytes, SLOT_ALIGNMENT):
+        geometry = PoolGeometry.for_pool(pool_bytes, shape.node_bytes)
+        chunks = geometry.capacity(shape.node_bytes)
     counts = [sum(each.chunks) for each in prompts]
     # Tokens at a prompt's end that fill no chunk are not held.
     step = lcm(*(each.tokens_per_chunk for each in shape.groups))
@@ -148,6 +148,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slot_bytes: of a chunk of any KV group, all ranks together, rounded up to whole pages.
+        node_bytes: what the node keeps of it that keeps most, of `num_nodes` with ranks.
         num_ranks: of the engine.
         num_parts: of a chunk: one for each rank, or one where all ranks have the same bytes.
     """
@@ -157,6 +158,8 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     max_model_len: int
     slot_bytes: int
+    node_bytes: int
+    num_nodes: int
     num_ranks: int
     num_parts: int
     groups: tuple[GroupShape, ...]
@@ -199,7 +202,7 @@ class PromptSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool of `pool_bytes` holds.
+    """What pools of `pool_bytes` hold, one on each node with ranks.
 
     Attributes:
         chunks: of any KV group.

@@ -107,7 +107,7 @@ class TokenAccount:
         return self.loaded + self.failed
 
     def missed(self) -> dict[MissReason, int]:
-        """The tokens that were not loaded, by reason."""
+        """Count the tokens that were not loaded, by reason."""
         rest = self.prompt - self.own - self.loaded
         if self.stage is not MissStage.SETTLED:
             return _positive({MissReason.ABORTED: self.prompt - self.own})
@@ -189,7 +189,7 @@ class Accounts:
         self._open.setdefault(request_id, account)
 
     def get(self, request_id: str) -> TokenAccount | None:
-        """The account of a request that has not ended."""
+        """Return the account of a request that has not ended."""
         return self._open.get(request_id)
 
     def explain(self, why: Mapping[Key, MissReason]) -> None:
@@ -241,7 +241,7 @@ class Accounts:
 
 
 def _tokens(record: MissRecord) -> dict[str, int]:
-    """A record's, by counter."""
+    """Count a record's tokens, by counter."""
     return {
         "prompt_tokens": record.prompt,
         "own_cache_tokens": record.own,

@@ -50,7 +50,7 @@ class Announcements:
                 self._stored[key] = None
 
     def changed(self, key: Key, *, is_there: bool) -> None:
-        """A chunk has come or gone, or a store of it has ended; others are nobody's business."""
+        """A chunk has come or gone, or a store of it has ended; unknown chunks are ignored."""
         if key not in self._known:
             return
         if is_there:
@@ -69,12 +69,12 @@ class Announcements:
             self.changed(key, is_there=False)
 
     def take(self) -> News:
-        """What to announce: what is gone before what came."""
+        """Return the news since the last call; removals are announced before arrivals."""
         news = News(list(self._stored), self._removed, self._missing)
         self._stored, self._removed, self._missing = {}, [], []
         return news
 
     def clear(self) -> None:
-        """The cache was emptied, and vLLM announces that."""
+        """Forget all chunks: vLLM itself announces that the cache was emptied."""
         self._known.clear()
         self.take()

@@ -61,5 +61,5 @@ class FoundChunks:
         return FoundKeys(Keys.of(keys), Texts.of(tenants))
 
     def clear(self) -> None:
-        """What was found is void."""
+        """Forget the chunks that requests have found: they are void."""
         self._rows.clear()

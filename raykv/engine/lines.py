@@ -9,7 +9,7 @@
 One thread per line does all of that. While the engine takes nothing in, queries ask for no rows,
 and only hear that the place is there; as soon as it does, another query goes out.
 
-What comes over it waits in a `PlaceFeed` until the engine's thread takes it in, between steps:
+What comes over it waits until the engine's thread takes it in, between steps:
 
     line's thread:    query ──► answered ──┬─ rows ───────► the engine's inbox
                                            └─ facts alone ─► standing: the last one counts
@@ -37,7 +37,6 @@ from raykv.base.ids import NodeId
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster.breaker import Breakers, Pauses, aged
 from raykv.engine.fetches import Fetches
-from raykv.engine.listed import PlacePart
 from raykv.engine.view import EngineView
 from raykv.protocol import columns, engine, framing, measures, wire
 from raykv.protocol.listing import Position
@@ -62,35 +61,52 @@ MAX_TOLD = 256
 """What waits to be told to one of several places; beyond it the oldest is lost."""
 
 
+class WorkerReport(NamedTuple):
+    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
+
+    life: int
+    breakers: measures.BreakerReport
+
+
 class LineOwner(Protocol):
-    """Whose line it is; all of it is called by the line's thread."""
+    """Whose lines they are. The engine's thread empties the inbox; the lines' threads call all
+    else.
+    """
+
+    inbox: deque[Callable[[], None]]
+    is_started: bool
+    """Before, places are read as fast as they can be."""
 
     def hello(self) -> engine.EngineHello:
-        """Who it is now."""
+        """Introduce the engine as it is now, without a place."""
 
-    def query(self) -> engine.ChangesQuery:
-        """What to ask for next."""
+    def heard(
+        self, line: PlaceLine, query: engine.ChangesQuery, answer: engine.ChangesAnswer
+    ) -> None:
+        """A place has answered, perhaps with rows."""
 
-    def next_tell(self) -> engine.Tell | None:
-        """What to say now; None: nothing is due."""
+    def moved(self, line: PlaceLine) -> None:
+        """A place is another node from now on."""
 
-    def moved(self, node_id: NodeId) -> None:
-        """The place is another node from now on."""
-
-    def welcomed(self, life: int) -> None:
+    def welcomed(self, line: PlaceLine, life: int, namespace: str) -> None:
         """A NodeActor of that life has let the engine in, and knows nothing of before."""
 
-    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
-        """The answer to a query."""
+    def next_tell(self, line: PlaceLine) -> engine.Tell | None:
+        """What to say to a place now; None: nothing is due."""
+
+
+def _weight(answer: engine.ChangesAnswer) -> int:
+    """Return the number of rows that an answer counts as."""
+    return max(LEAST_ROWS, len(answer.part.rows.keys))
 
 
 class PlaceLine:
     """See the module's docstring.
 
     Args:
-        owner: of the line.
-        fetches: what is ordered over it; they are lost when it breaks, or can't be opened.
-        node_id: of the place.
+        owner: the session.
+        view: of the engine; the engine's thread's, except for what it allows others to call.
+        at: number of the place.
         locate: where the NodeActor is; told whether where it was does not do any more. It may take
             seconds, and raise.
     """
@@ -98,20 +114,36 @@ class PlaceLine:
     def __init__(
         self,
         owner: LineOwner,
-        fetches: Fetches,
-        node_id: NodeId,
+        view: EngineView,
+        at: int,
         locate: Callable[[bool], NodeDescription],
     ) -> None:
         self._owner = owner
-        self._fetches = fetches
-        self._node_id = node_id
+        self._view = view
+        self.at, self.place = at, view.places[at]
+        # They are lost when the line breaks, or can't be opened.
+        self.fetches = Fetches(view.settings, at, self.place.slot_bytes)
+        self._node_id = self.place.node_id
         self._locate = locate
         self.refusal = ""
         """Why the NodeActor does not let the engine in, as it said last; else empty."""
+        # What is to be told here, where the session speaks to another place first.
+        self.told: deque[engine.Tell] = deque(maxlen=MAX_TOLD)
+        # Rows of answers that were put into the inbox, and those that were taken; where the last
+        # one ends.
+        self._num_put = self._num_taken = 0
+        self._read_to = Position()
+        # The last answer that has only facts, and when it came, if none with rows came behind it.
+        self._standing: tuple[engine.ChangesAnswer, float] | None = None
+        # The one that the view has.
+        self._taken: tuple[engine.ChangesAnswer, float] | None = None
+        # By rank, what the workers have said, and when; since when the place has its present life.
+        self._workers: dict[int, tuple[float, WorkerReport]] = {}
+        self.life, self._life_since = 0, 0.0
         self.breakers = Breakers(Pauses(*deadlines.RETRY_PAUSES_S))
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = threading.Event()
-        # All else is the thread's.
+        # All else is the line's thread's.
         self._sock: socket.socket | None = None
         self._reader = wire.FrameReader()
         self._hello: engine.EngineHello | None = None
@@ -125,7 +157,7 @@ class PlaceLine:
         return self._stopped.is_set() or self._thread.revive()
 
     def wake(self) -> None:
-        """Something is to be said, or was taken in."""
+        """Have the line's thread say what is due, or read on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
@@ -140,231 +172,6 @@ class PlaceLine:
         """Whether the last attempt failed."""
         return not self.breakers.is_closed(OWN_PLACE)
 
-    # The thread
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                if self._sock is None and not self._open():
-                    continue
-                try:
-                    self._speak()
-                    self._listen(self._time_to_next())
-                except Exception as error:
-                    self._failed(error)
-        finally:
-            self._close()
-            self._fetches.lose_all()
-
-    def _open(self) -> bool:
-        """One attempt to connect, or a part of the pause before it."""
-        now = time.monotonic()
-        call = self.breakers.begin(OWN_PLACE, now)
-        if call is None:
-            self._stopped.wait(min(deadlines.IDLE_LOOK_S, self.breakers.wait_s(OWN_PLACE, now)))
-            return False
-        self._call = call
-        try:
-            self._connect()
-        except Exception as error:
-            self._failed(error)
-            return False
-        return True
-
-    def _connect(self) -> None:
-        """To where the NodeActor was, which does not need Ray; else to where it is."""
-        try:
-            self._reach(self._locate(False))
-        except (OSError, AttachError):
-            if not self.is_left_alone:
-                raise
-            self._close()
-            self._reach(self._locate(True))
-
-    def _reach(self, node: NodeDescription) -> None:
-        if node.node_id != self._node_id:
-            self._node_id = NodeId(node.node_id)
-            self._owner.moved(self._node_id)
-        sock = wire.connect(node.socket_name, deadlines.ANSWER_S)
-        self._sock, self._reader = sock, wire.FrameReader()
-        wire.peer_of(sock)
-        wire.limit_sends(sock, deadlines.SEND_S)
-        self._introduce()
-
-    def _introduce(self) -> None:
-        """Say who the engine is; returns when it has been let in."""
-        self._hello = hello = self._owner.hello()
-        self._send(hello)
-        give_up_at = time.monotonic() + deadlines.ANSWER_S
-        welcome = None
-        while welcome is None:
-            left = give_up_at - time.monotonic()
-            if left <= 0:
-                raise AttachError("the NodeActor does not let this engine in")
-            welcome = self._listen(left)
-        self.refusal = welcome.error
-        if welcome.error:
-            raise AttachError(f"the NodeActor refuses this engine: {welcome.error}")
-        self._owner.welcomed(welcome.life)
-
-    def _failed(self, error: Exception) -> None:
-        """The line is down; said once until something has been heard."""
-        self._close()
-        self._fetches.lose_all()
-        now, reason = time.monotonic(), first_line(cause_of(error))
-        if self.breakers.failed(OWN_PLACE, self._call, now, reason) and not self._stopped.is_set():
-            logger.warning("no line to the NodeActor: %s", reason)
-
-    def _close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-        self._sock = self._hello = None
-        self._queries.clear()
-
-    def _speak(self) -> None:
-        """Say what is due."""
-        query = self._owner.query()
-        if self._hello is None or query.namespace != self._hello.namespace:
-            self._introduce()
-            query = self._owner.query()
-        now = time.monotonic()
-        if self._queries and now - self._queries[0][1] > PLACE_LOST_S:
-            raise AttachError("the NodeActor does not answer")
-        if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
-            self._send(query)
-            self._queries.append((query, now))
-        while (order := self._fetches.take()) is not None:
-            self._send(order)
-        if now < self._tell_at:
-            return
-        tell = self._owner.next_tell()
-        if tell is not None:
-            self._send(tell)
-            self._tell_at = time.monotonic() + deadlines.BRIEF_S
-
-    def _time_to_next(self) -> float:
-        """Until a tell may go out; then until something comes."""
-        left = self._tell_at - time.monotonic()
-        return left if left > 0 else deadlines.IDLE_LOOK_S
-
-    def _listen(self, timeout_s: float) -> engine.Welcome | None:
-        """Take what comes until the deadline; returns the answer to a hello."""
-        assert self._sock is not None
-        readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
-        if self._wake in readable:
-            os.eventfd_read(self._wake)
-        if self._sock.fileno() not in readable:
-            return None
-        data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
-        if not data:
-            raise AttachError("the NodeActor has hung up")
-        welcome = None
-        for raw in self._reader.feed(data):
-            message = framing.receive(raw, engine.PlaceMessage, "the NodeActor", "this engine")
-            if isinstance(message, engine.Welcome):
-                welcome = message
-            elif isinstance(message, engine.Fetched):
-                self._fetches.came(message.result)
-            elif self._queries:
-                self._answered(self._queries.popleft()[0], message)
-        return welcome
-
-    def _answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
-        if self.breakers.worked(OWN_PLACE):
-            logger.warning("the line to the NodeActor is there again")
-        # Of the state that it is in now.
-        self._call = self.breakers.begin(OWN_PLACE, time.monotonic()) or self._call
-        known_in = self._hello.namespace if self._hello is not None else ""
-        if not answer.is_known and query.namespace == known_in:
-            # It has forgotten the engine.
-            self._hello = None
-        self._owner.answered(query, answer)
-
-    def _send(self, message: msgspec.Struct) -> None:
-        assert self._sock is not None
-        self._sock.sendall(wire.frame(message))  # bounded: SO_SNDTIMEO, set when it is connected
-
-
-class WorkerReport(NamedTuple):
-    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
-
-    life: int
-    breakers: measures.BreakerReport
-
-
-class FeedOwner(Protocol):
-    """Whose places they are; but for the inbox, which is the engine's thread's, all is of the
-    threads of the places' lines.
-    """
-
-    inbox: deque[Callable[[], None]]
-    is_started: bool
-    """Before, places are read as fast as they can be."""
-
-    def hello(self) -> engine.EngineHello:
-        """Who the engine is now, wherever it is."""
-
-    def heard(
-        self, feed: PlaceFeed, query: engine.ChangesQuery, answer: engine.ChangesAnswer
-    ) -> None:
-        """A place has answered, perhaps with rows."""
-
-    def moved(self, feed: PlaceFeed) -> None:
-        """A place is another node."""
-
-    def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
-        """A place has let the engine in, and knows nothing of before."""
-
-    def next_tell(self, feed: PlaceFeed) -> engine.Tell | None:
-        """What to say to a place now; None: nothing is due."""
-
-
-def _weight(answer: engine.ChangesAnswer) -> int:
-    """As how many rows an answer counts."""
-    return max(LEAST_ROWS, len(answer.part.rows.keys))
-
-
-class PlaceFeed:
-    """What is read at a place, and what its workers say; see the module's docstring.
-
-    Args:
-        owner: the session.
-        view: of the engine; the engine's thread's, except for what it allows others to call.
-        at: number of the place.
-        part: what of the engine is there.
-        node_id: which node it is.
-        locate: see `PlaceLine`.
-    """
-
-    def __init__(
-        self,
-        owner: FeedOwner,
-        view: EngineView,
-        at: int,
-        part: PlacePart,
-        node_id: NodeId,
-        locate: Callable[[bool], NodeDescription],
-    ) -> None:
-        self._owner = owner
-        self._view = view
-        self.at, self.part = at, part
-        self.fetches = Fetches(view.settings, at, part.slot_bytes)
-        self.line = PlaceLine(self, self.fetches, node_id, locate)
-        # What is to be told here, where the session speaks to another place first.
-        self.told: deque[engine.Tell] = deque(maxlen=MAX_TOLD)
-        # Rows of answers that were put into the inbox, and those that were taken; where the last
-        # one ends.
-        self._num_put = self._num_taken = 0
-        self._read_to = Position()
-        # The last answer that has only facts, and when it came, if none with rows came behind it.
-        self._standing: tuple[engine.ChangesAnswer, float] | None = None
-        # The one that the view has.
-        self._taken: tuple[engine.ChangesAnswer, float] | None = None
-        # By rank, what the workers have said, and when; since when the place has its present life.
-        self._workers: dict[int, tuple[float, WorkerReport]] = {}
-        self.life, self._life_since = 0, 0.0
-        self._introduced = ""
-
     # The engine's thread
 
     @property
@@ -374,7 +181,7 @@ class PlaceFeed:
 
     def take_lines(self, reports: Mapping[int, WorkerReport], now: float) -> None:
         """Take what the place's workers report of their lines to the NodeActor, by rank."""
-        ranks = self.part.ranks
+        ranks = self.place.ranks
         mine = {rank: each for rank, each in reports.items() if not ranks or rank in ranks}
         self._workers |= {rank: (now, report) for rank, report in mine.items()}
 
@@ -414,21 +221,162 @@ class PlaceFeed:
 
     # The line's thread
 
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                if self._sock is None and not self._open():
+                    continue
+                try:
+                    self._speak()
+                    self._listen(self._time_to_next())
+                except Exception as error:
+                    self._failed(error)
+        finally:
+            self._close()
+            self.fetches.lose_all()
+
+    def _open(self) -> bool:
+        """One attempt to connect, or a part of the pause before it."""
+        now = time.monotonic()
+        call = self.breakers.begin(OWN_PLACE, now)
+        if call is None:
+            self._stopped.wait(min(deadlines.IDLE_LOOK_S, self.breakers.wait_s(OWN_PLACE, now)))
+            return False
+        self._call = call
+        try:
+            self._connect()
+        except Exception as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _connect(self) -> None:
+        """To where the NodeActor was, which does not need Ray; else to where it is."""
+        try:
+            self._reach(self._locate(False))
+        except (OSError, AttachError):
+            if not self.is_left_alone:
+                raise
+            self._close()
+            self._reach(self._locate(True))
+
+    def _reach(self, node: NodeDescription) -> None:
+        if node.node_id != self._node_id:
+            self._node_id = NodeId(node.node_id)
+            self._standing = None
+            self._owner.moved(self)
+            self._owner.inbox.append(partial(self._move, self._node_id))
+        sock = wire.connect(node.socket_name, deadlines.ANSWER_S)
+        self._sock, self._reader = sock, wire.FrameReader()
+        wire.peer_of(sock)
+        wire.limit_sends(sock, deadlines.SEND_S)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Say who the engine is; returns when it has been let in."""
+        self._hello = hello = msgspec.structs.replace(
+            self.place.introduced(self._owner.hello()),
+            place=self.at + 1,
+            num_places=len(self._view.places),
+        )
+        self._send(hello)
+        give_up_at = time.monotonic() + deadlines.ANSWER_S
+        welcome = None
+        while welcome is None:
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise AttachError("the NodeActor does not let this engine in")
+            welcome = self._listen(left)
+        self.refusal = welcome.error
+        if welcome.error:
+            raise AttachError(f"the NodeActor refuses this engine: {welcome.error}")
+        self._owner.welcomed(self, welcome.life, hello.namespace)
+
+    def _failed(self, error: Exception) -> None:
+        """The line is down; said once until something has been heard."""
+        self._close()
+        self.fetches.lose_all()
+        now, reason = time.monotonic(), first_line(cause_of(error))
+        if self.breakers.failed(OWN_PLACE, self._call, now, reason) and not self._stopped.is_set():
+            logger.warning("no line to the NodeActor: %s", reason)
+
+    def _close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = self._hello = None
+        self._queries.clear()
+
+    def _speak(self) -> None:
+        """Say what is due."""
+        query = self._query()
+        if self._hello is None or query.namespace != self._hello.namespace:
+            self._introduce()
+            query = self._query()
+        now = time.monotonic()
+        if self._queries and now - self._queries[0][1] > PLACE_LOST_S:
+            raise AttachError("the NodeActor does not answer")
+        if not self._queries or (query.most and not any(each.most for each, _ in self._queries)):
+            self._send(query)
+            self._queries.append((query, now))
+        while (order := self.fetches.take()) is not None:
+            self._send(order)
+        if now < self._tell_at:
+            return
+        tell = self._owner.next_tell(self)
+        if tell is not None:
+            self._send(tell)
+            self._tell_at = time.monotonic() + deadlines.BRIEF_S
+
+    def _time_to_next(self) -> float:
+        """Until a tell may go out; then until something comes."""
+        left = self._tell_at - time.monotonic()
+        return left if left > 0 else deadlines.IDLE_LOOK_S
+
+    def _listen(self, timeout_s: float) -> engine.Welcome | None:
+        """Take what comes until the deadline; returns the answer to a hello."""
+        assert self._sock is not None
+        readable = wire.wait_readable([self._wake, self._sock.fileno()], timeout_s)
+        if self._wake in readable:
+            os.eventfd_read(self._wake)
+        if self._sock.fileno() not in readable:
+            return None
+        data = self._sock.recv(1 << 18, socket.MSG_DONTWAIT)
+        if not data:
+            raise AttachError("the NodeActor has hung up")
+        welcome = None
+        for raw in self._reader.feed(data):
+            message = framing.receive(raw, engine.PlaceMessage, "the NodeActor", "this engine")
+            if isinstance(message, engine.Welcome):
+                welcome = message
+            elif isinstance(message, engine.Fetched):
+                self.fetches.came(message.result)
+            elif self._queries:
+                self._answered(self._queries.popleft()[0], message)
+        return welcome
+
+    def _answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
+        if self.breakers.worked(OWN_PLACE):
+            logger.warning("the line to the NodeActor is there again")
+        # Of the state that it is in now.
+        self._call = self.breakers.begin(OWN_PLACE, time.monotonic()) or self._call
+        known_in = self._hello.namespace if self._hello is not None else ""
+        if not answer.is_known and query.namespace == known_in:
+            # It has forgotten the engine.
+            self._hello = None
+        self._put(query, answer)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self._sock is not None
+        self._sock.sendall(wire.frame(message))  # bounded: SO_SNDTIMEO, set when it is connected
+
     def breaker_reports(self, now: float) -> list[measures.BreakerReport]:
-        """Of the line, and of the workers'."""
+        """Report the breakers of the line and of the place's workers."""
         workers = list(self._workers.values())
         of_workers = [aged(each.breakers, now - at) for at, each in workers]
-        return [self.line.breakers.report(now), *of_workers]
+        return [self.breakers.report(now), *of_workers]
 
-    def hello(self) -> engine.EngineHello:
-        """See `LineOwner.hello`."""
-        hello = self.part.introduced(self._owner.hello())
-        self._introduced = hello.namespace
-        num_places = len(self._view.node_ids)
-        return msgspec.structs.replace(hello, place=self.at + 1, num_places=num_places)
-
-    def query(self) -> engine.ChangesQuery:
-        """See `LineOwner.query`: from where the view is, or the last answer before it."""
+    def _query(self) -> engine.ChangesQuery:
+        """The next query: from where the view is, or the last answer before it."""
         is_full = self.is_full
         query = self._view.query(self.at)
         if self._num_put != self._num_taken and self._read_to.reader == query.position.reader:
@@ -436,8 +384,8 @@ class PlaceFeed:
         most = query.most if self._owner.is_started else columns.MAX_KEYS
         return msgspec.structs.replace(query, most=0 if is_full else most)
 
-    def answered(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
-        """See `LineOwner.answered`."""
+    def _put(self, query: engine.ChangesQuery, answer: engine.ChangesAnswer) -> None:
+        """Keep an answer until the engine's thread takes it in."""
         now = time.monotonic()
         self._owner.heard(self, query, answer)
         part = answer.part
@@ -453,17 +401,3 @@ class PlaceFeed:
             # Nothing is read on until it has been taken in.
             answer = msgspec.structs.replace(answer, has_more=True)
         self._owner.inbox.append(partial(self._take_changes, answer, now))
-
-    def welcomed(self, life: int) -> None:
-        """See `LineOwner.welcomed`."""
-        self._owner.welcomed(self, life, self._introduced)
-
-    def moved(self, node_id: NodeId) -> None:
-        """See `LineOwner.moved`."""
-        self._standing = None
-        self._owner.moved(self)
-        self._owner.inbox.append(partial(self._move, node_id))
-
-    def next_tell(self) -> engine.Tell | None:
-        """See `LineOwner.next_tell`."""
-        return self._owner.next_tell(self)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from raykv.base.ids import Blocks, Key, Namespace, part_of
+from raykv.base.ids import Blocks, Key, Namespace, NodeId, part_of
+from raykv.protocol.columns import Source, SourceKind
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.listing import ALL_READ, ListedRow, ListingPart, Position, Reason, Where
 
@@ -29,26 +30,29 @@ _RAM, _DISK, _COMING = int(Where.RAM), int(Where.DISK), int(Where.COMING)
 """Numbers: flags take some times as long, and there may be a million rows."""
 
 
-class PlacePart(NamedTuple):
-    """What of an engine is at one of its places.
+class EnginePlace(NamedTuple):
+    """A node with ranks of an engine, all of one pipeline stage, and what of a chunk they have.
 
-    `name`: of the part, in its namespace; empty: the place has all ranks. `life`: by which the
-    place knows the engine. `ranks`: of vLLM, the first part of a chunk first; empty: all.
-    `slot_bytes`: of the part's chunks, by KV group index.
+    `part`: its name in namespaces; empty: the place has all ranks. `life`: by which the NodeActor
+    knows the engine; 0: the EngineCore's. `ranks`: of vLLM, the first part of a chunk first; empty:
+    all. `slot_bytes`: of the part's chunks, by KV group index. `free_bytes`: the memory that a
+    pool may take there; 0: it is not known.
     """
 
-    name: str = ""
+    node_id: NodeId
+    part: str = ""
     life: int = 0
     ranks: tuple[int, ...] = ()
     slot_bytes: Mapping[int, int] = {}
+    free_bytes: int = 0
 
     def introduced(self, hello: EngineHello) -> EngineHello:
-        """What the place is told of the engine that is, wherever it is, who `hello` says."""
-        if not self.name:
+        """How the engine of `hello` introduces itself at this place."""
+        if not self.part:
             return hello
         return structs.replace(
             hello,
-            namespace=part_of(hello.namespace, self.name),
+            namespace=part_of(hello.namespace, self.part),
             life=self.life,
             num_ranks=len(self.ranks),
             slot_bytes=dict(self.slot_bytes),
@@ -70,13 +74,14 @@ class ListedPlace:
     """See the module's docstring. Times are of one clock that never goes back.
 
     Args:
-        namespace: of the engine.
+        place: which one.
+        family: the engine's namespace.
         reader: another number for each namespace, so that no late answer is for another one.
         now: the time.
     """
 
-    def __init__(self, namespace: Namespace, reader: int, now: float) -> None:
-        self.namespace = namespace
+    def __init__(self, place: EnginePlace, family: Namespace, reader: int, now: float) -> None:
+        self.place, self.namespace = place, part_of(family, place.part)
         self.position = Position(reader=reader)
         # What others look at, while it goes on changing: READY chunks with the blocks that are
         # there; those that the node would have to fetch from its own disk; and what is being stored
@@ -95,8 +100,12 @@ class ListedPlace:
     # Looking
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing that was heard counts any more."""
+        """Whether the place was silent for too long to be believed."""
         return now - self._heard_at >= SILENT_S
+
+    def disk_of(self, key: Key) -> tuple[Source, ...]:
+        """The place's own disk, if it has a chunk that the place lacks in RAM."""
+        return (Source(self.place.node_id, SourceKind.DISK),) if key in self.on_disk else ()
 
     # The listing
 
@@ -180,7 +189,7 @@ class ListedPlace:
         return [PlaceChange(gone, None, None)] if gone else []
 
     def _be(self, row: ListedRow) -> list[PlaceChange]:
-        """A key is as that row says."""
+        """Take a row as the state of its key."""
         key, where = row.key, int(row.where)
         self._unseen.discard(key)
         self._distrusted.pop(key, None)
@@ -202,7 +211,7 @@ class ListedPlace:
         return [PlaceChange([key], None, row.reason)]
 
     def _drop(self, keys: Collection[Key]) -> list[PlaceChange]:
-        """Keys are not there any more; nobody said why."""
+        """Forget keys that are gone for an unknown reason."""
         self.coming.difference_update(keys)
         for key in keys:
             self.on_disk.pop(key, None)

@@ -25,7 +25,7 @@ from raykv.engine.cost import FetchCost
 from raykv.engine.listed import ListedPlace
 from raykv.engine.requests import PlaceSources, RequestState, ViewSettings, token_source
 from raykv.prompts.prefixes import loadable_tokens, needed_chunks
-from raykv.protocol.columns import Source, SourceKind
+from raykv.protocol.columns import Source
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.protocol.engine import AskAnswer
 
@@ -181,10 +181,10 @@ class RemoteChunks:
         self,
         asked: Sequence[Key],
         answers: Sequence[AskAnswer],
-        places: Sequence[tuple[NodeId, ListedPlace]],
+        places: Sequence[ListedPlace],
     ) -> None:
         """What the scheduler actor says of keys, for each of the engine's places."""
-        own = [node_id for node_id, _ in places]
+        own = [each.place.node_id for each in places]
         elsewhere = [_sources(asked, answer) for answer in answers]
         coming = [{asked[n] for n in each.coming if n < len(asked)} for each in answers]
         said = list(zip(range(len(places)), places, elsewhere, coming, strict=True))
@@ -195,11 +195,11 @@ class RemoteChunks:
             # one, to all, or can be had by all.
             is_away = comes = False
             all_come = all_have = True
-            for at, (node_id, listed), is_at, comes_here in said:
+            for at, listed, is_at, comes_here in said:
                 if key in listed.ready:
                     continue
                 away, is_coming = is_at.get(key, ()), key in comes_here
-                found[at] = disk_of(node_id, listed, key) + away if key in listed.on_disk else away
+                found[at] = listed.disk_of(key) + away if key in listed.on_disk else away
                 is_away |= bool(away)
                 comes |= is_coming
                 all_come &= is_coming
@@ -240,7 +240,7 @@ class RemoteChunks:
         self._doubting[id(request)] = request
 
     def finish_request(self, request: RequestState) -> None:
-        """The request waits for nothing any more."""
+        """Forget what a request waits for."""
         for key in request.unanswered | request.pending:
             askers = [other for other in self._askers.get(key, ()) if other is not request]
             if askers:
@@ -256,7 +256,7 @@ class RemoteChunks:
         request: RequestState,
         key: Key,
         now: float,
-        is_here: Callable[[Key], bool] = lambda _key: False,
+        is_here: Callable[[Key], bool],
     ) -> Lookup:
         """Answer for a key that this node does not have; a fetch begins if another node has it.
 
@@ -290,7 +290,7 @@ class RemoteChunks:
         return request.missed(key, request.unfetched.get(key, MissReason.NEVER_STORED))
 
     def _give_up(self, request: RequestState, key: Key, reason: MissReason) -> Lookup:
-        """The deadline has passed."""
+        """Count an expired deadline, and answer MISS."""
         self.counters["waits_timed_out"] += 1
         return request.missed(key, reason)
 
@@ -424,11 +424,6 @@ def take(queue: deque[T], most: int) -> list[T]:
         while len(taken) < most:
             taken.append(queue.popleft())
     return taken
-
-
-def disk_of(node_id: NodeId, listed: ListedPlace, key: Key) -> tuple[Source, ...]:
-    """A place's own disk, if it has a chunk that the place lacks in RAM."""
-    return (Source(node_id, SourceKind.DISK),) if key in listed.on_disk else ()
 
 
 def _sources(asked: Sequence[Key], answer: AskAnswer) -> dict[Key, tuple[Source, ...]]:

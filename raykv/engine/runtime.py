@@ -28,11 +28,13 @@ from raykv.cluster import ask
 from raykv.cluster import join as cluster
 from raykv.cluster.relay import Relay
 from raykv.directory.actor import scheduler_actor
-from raykv.engine import place, session
+from raykv.engine import session
 from raykv.engine.hints import HintBox
+from raykv.engine.listed import EnginePlace
+from raykv.engine.own_node import OwnNode
 from raykv.engine.view import EngineView
 from raykv.memory.limits import memory_limit, worker_limits
-from raykv.memory.room import check_pool_bytes, default_pool_bytes, human_bytes, tightest
+from raykv.memory.room import check_pool_bytes, equal_pools, human_bytes, tightest
 from raykv.node.launch import node_actor
 from raykv.protocol.engine import EngineHello
 from raykv.protocol.node import NodeDescription
@@ -42,48 +44,42 @@ logger = logging.getLogger("raykv")
 
 
 def new_life() -> int:
-    """The life of an EngineCore that begins now."""
+    """Draw the life of an EngineCore."""
     return secrets.randbits(63) or 1
 
 
-class Home:
-    """A place of an engine: its node, as far as it is known, and the pool that it is to have.
+class PlaceNode:
+    """The node of a place: its NodeActor, as far as it is known, and the pool that it is to have.
 
     Where that is EngineCore's own node, it is the next one of its host once that is gone.
     """
 
-    def __init__(
-        self,
-        here: place.EnginePlace,
-        seat: place.EngineSeat,
-        geometry: PoolGeometry,
-        own: str,
-    ) -> None:
-        self.seat, self.geometry = seat, geometry
-        self.node: NodeDescription | None = None
-        self._here = here
-        self._is_own = seat.node_id == own
+    def __init__(self, own: OwnNode, place: EnginePlace, geometry: PoolGeometry) -> None:
+        self.place, self.geometry = place, geometry
+        self.description: NodeDescription | None = None
+        self._own = own
+        self._is_own = place.node_id == own.node_id
         self._relay: Relay | None = None
 
     @property
     def node_id(self) -> str:
         """The Ray node now."""
-        return self._here.node_id if self._is_own else self.seat.node_id
+        return self._own.node_id if self._is_own else self.place.node_id
 
     def reach(self, node: NodeDescription) -> NodeDescription:
         """The NodeActor is there: its description, as EngineCore's line reaches it."""
-        self.node = node
-        if self._here.has_on_host(self.node_id):
+        self.description = node
+        if self._own.has_on_host(self.node_id):
             return node
         if self._relay is None:
-            self._relay = Relay(partial(self._here.call, self._find))
+            self._relay = Relay(partial(self._own.call, self._find))
         return msgspec.structs.replace(node, socket_name=self._relay.socket_name)
 
     def _find(self) -> Any:
         return ask.find_node_actor(self.node_id)
 
     def close(self) -> None:
-        """No line is needed any more."""
+        """End the relay, if the line needed one."""
         if self._relay is not None:
             self._relay.close()
 
@@ -103,7 +99,7 @@ class EngineRuntime:
         """Find the cluster and join it; see `Session` for `hints` and `described`.
 
         `node_of_ranks` is asked once it is joined: where Ray has placed the ranks; empty: nowhere;
-        None: at several nodes, or it is not known. Then `sit` is to be called.
+        None: at several nodes, or it is not known. Then `settle` is to be called.
 
         Raises:
             ClusterError: there is no such cluster, or several and none is named.
@@ -113,7 +109,7 @@ class EngineRuntime:
         self._view, self._hello = view, hello
         self._hints, self._described = hints, described
         self._check_sizes()
-        self.homes: list[Home] = []
+        self.nodes: list[PlaceNode] = []
         # The threads of all lines look for NodeActors, one at a time.
         self._locating = threading.Lock()
         is_ours = not ray.is_initialized()
@@ -123,41 +119,35 @@ class EngineRuntime:
         try:
             ranks_at = node_of_ranks()
             node_id = cluster.resolve_node_id(settings.node_id or ranks_at or "")
-            self._place = place.EnginePlace(found.address, node_id, is_ours=is_ours)
+            self._own = OwnNode(found.address, node_id, is_ours=is_ours)
             if ranks_at is not None:
-                self.sit([place.EngineSeat(node_id)])
+                self.settle([EnginePlace(NodeId(node_id))])
         except RayKVError:
             # The engine does not start, so a cluster that was started for it has no user.
             if found.started:
                 cluster.stop_started(found.address)
             raise
 
-    def sit(self, seats: Sequence[place.EngineSeat]) -> None:
-        """The engine has these places, at least one.
+    def settle(self, places: Sequence[EnginePlace]) -> None:
+        """Make the session of an engine with these places, at least one.
 
         Raises:
             ClusterError: one is on a node of another cluster.
         """
-        if further := {each.node_id for each in seats} - {self.node_id}:
+        if further := {each.node_id for each in places} - {self.node_id}:
             for node_id in sorted(further - cluster.live_nodes()):
                 raise ClusterError(
                     f"ranks of this engine run on Ray node {node_id[:12]}, which is no live node "
                     f"of the cluster at {self.address}: {cluster.ONE_CLUSTER}"
                 )
-        self.homes = [
-            Home(self._place, each, self._choose_geometry(each, seats), self.node_id)
-            for each in seats
-        ]
+        geometries = self._choose_geometries(places)
+        self.nodes = [PlaceNode(self._own, each, geometries[each.node_id]) for each in places]
         self.session = session.Session(
             self._view,
             self._hello,
-            [
-                session.SessionPlace(
-                    NodeId(home.node_id), partial(self._locate, home), home.seat.part
-                )
-                for home in self.homes
-            ],
-            partial(self._place.call, self._find_scheduler, deadlines.ANSWER_S),
+            places,
+            self._locate,
+            partial(self._own.call, self._find_scheduler, deadlines.ANSWER_S),
             self._hints,
             self._described,
         )
@@ -165,12 +155,12 @@ class EngineRuntime:
     @property
     def node_id(self) -> str:
         """The Ray node that the engine is at."""
-        return self._place.node_id
+        return self._own.node_id
 
     @property
     def node(self) -> NodeDescription | None:
         """The NodeActor of the engine's first place, as far as it is known."""
-        return self.homes[0].node if self.homes else None
+        return self.nodes[0].description if self.nodes else None
 
     def _check_sizes(self) -> None:
         """Refuse a pool that this machine cannot hold, before anything is started."""
@@ -188,22 +178,27 @@ class EngineRuntime:
             cluster.join(found.address)
         return found
 
-    def _choose_geometry(
-        self, seat: place.EngineSeat, seats: Sequence[place.EngineSeat]
-    ) -> PoolGeometry:
-        """Sizes of the pool of a place's node, should this engine be the one that makes it.
+    def _choose_geometries(self, places: Sequence[EnginePlace]) -> dict[NodeId, PoolGeometry]:
+        """Sizes of the pools of the places' nodes, should this engine be the one that makes them.
 
-        Whether it fits the NodeActor finds out, since what is free counts where the pool is made,
+        Whether one fits the NodeActor finds out, since what is free counts where the pool is made,
         which may be another control group.
         """
-        parts = [each.part for each in seats if each.node_id == seat.node_id]
-        sizes = [size for part in parts for size in part.slot_bytes.values()]
-        chunk_bytes = max(sizes or self._hello.slot_bytes.values())
-        pool_bytes = self.settings.pool_bytes
-        if pool_bytes is None:
-            free_bytes = seat.free_bytes or tightest(worker_limits()).free_bytes
-            pool_bytes = max(chunk_bytes, default_pool_bytes(free_bytes))
-        return PoolGeometry.for_pool(pool_bytes, chunk_bytes)
+        whole, here = max(self._hello.slot_bytes.values()), tightest(worker_limits()).free_bytes
+        slots: dict[NodeId, list[int]] = {}
+        for each in places:
+            slot_bytes = max(each.slot_bytes.values(), default=whole)
+            slots.setdefault(each.node_id, []).append(slot_bytes)
+        by_default = equal_pools(
+            {each.node_id: each.free_bytes or here for each in places},
+            {node_id: sum(sizes) for node_id, sizes in slots.items()},
+        )
+        return {
+            node_id: PoolGeometry.for_pool(
+                self.settings.pool_bytes or max(*sizes, by_default[node_id]), max(sizes)
+            )
+            for node_id, sizes in slots.items()
+        }
 
     def _refuse_after_end(self) -> None:
         """Once Ray has been left, any call to it fails.
@@ -214,27 +209,27 @@ class EngineRuntime:
         if self._stopped.is_set():
             raise ClusterError("the engine is shutting down")
 
-    def _locate(self, home: Home, is_lost: bool) -> NodeDescription:
+    def _locate(self, at: int, is_lost: bool) -> NodeDescription:
         """The NodeActor of a place's node, which may be the next one of EngineCore's host; asked
         anew if it `is_lost`.
 
         Raises:
             ClusterError: there is none.
         """
-        node = home.node
-        if node is not None and not is_lost:
-            return home.reach(node)
+        node = self.nodes[at]
+        if node.description is not None and not is_lost:
+            return node.reach(node.description)
         self._refuse_after_end()
         with self._locating:
             before = self.node_id
-            if not self._place.follow():
+            if not self._own.follow():
                 raise ClusterError("this engine has no Ray node")
             if self.node_id != before:
                 with contextlib.suppress(Exception):
                     ask.end_node_actor(before)
             self._find_actors()
             give_up_at = time.monotonic() + deadlines.ANSWER_S
-            return home.reach(self._describe_node(home, give_up_at))
+            return node.reach(self._describe(node, give_up_at))
 
     def _find_scheduler(self) -> Any:
         self._refuse_after_end()
@@ -246,12 +241,12 @@ class EngineRuntime:
         self._refuse_after_end()
         settings = self.settings
         scheduler = scheduler_actor(self.address, settings.metrics_place)
-        for home in self.homes:
+        for node in self.nodes:
             node_actor(
                 self.address,
-                home.node_id,
-                home.geometry.pool_bytes,
-                home.geometry.slab_bytes,
+                node.node_id,
+                node.geometry.pool_bytes,
+                node.geometry.slab_bytes,
                 settings.pool_path,
                 settings.node_options,
             )
@@ -268,12 +263,12 @@ class EngineRuntime:
         logger.info("connecting to RayKV's actors, at most %.0f s", self.settings.start_deadline_s)
         try:
             self._find_actors()
-            for home in self.homes:
-                home.node = self._describe_node(home, give_up_at)
-                self._warn_of_other_size(home.node)
+            for node in self.nodes:
+                node.description = self._describe(node, give_up_at)
+                self._warn_of_other_size(node.description)
             self.session.attach(max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
-            for home in self.homes:
-                self._announce(home)
+            for node in self.nodes:
+                self._announce(node)
         except SettingError:
             if self._joined.started:
                 cluster.stop_started(self._joined.address)
@@ -282,10 +277,10 @@ class EngineRuntime:
             logger.warning("running without the cache for now, trying again: %s", error)
         self.session.start()
 
-    def _describe_node(self, home: Home, give_up_at: float) -> NodeDescription:
+    def _describe(self, node: PlaceNode, give_up_at: float) -> NodeDescription:
         while True:
             self._refuse_after_end()
-            node_id = home.node_id
+            node_id = node.node_id
             actor = ask.find_node_actor(node_id)
             if actor is None:
                 self._find_actors()
@@ -293,14 +288,14 @@ class EngineRuntime:
             if actor is None:
                 raise ClusterError(f"there is no NodeActor on node {node_id}")
             try:
-                node = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
-                if not node.refusal:
-                    return node
-                # It serves nobody.
+                found = ask.describe(actor, max(deadlines.PROMPT_S, give_up_at - time.monotonic()))
+                if not found.refusal:
+                    return found
+                # It serves no engine.
                 with contextlib.suppress(Exception):
                     ask.end_node_actor(node_id)
-                if node.pool_bytes == home.geometry.pool_bytes or time.monotonic() > give_up_at:
-                    raise SettingError(f"node {node_id[:12]} gives no pool: {node.refusal}")
+                if found.pool_bytes == node.geometry.pool_bytes or time.monotonic() > give_up_at:
+                    raise SettingError(f"node {node_id[:12]} gives no pool: {found.refusal}")
                 # Another engine asked for that size; ours may fit.
                 self._stopped.wait(deadlines.IDLE_LOOK_S)
             except VersionError as error:
@@ -319,18 +314,18 @@ class EngineRuntime:
                 wanted,
             )
 
-    def _announce(self, home: Home) -> None:
-        node, part = home.node, home.seat.part
-        assert node is not None
+    def _announce(self, node: PlaceNode) -> None:
+        found, place = node.description, node.place
+        assert found is not None
         logger.info(
             "%s: Ray cluster %s, node %s%s, pool %s (%.0f %% prefaulted), namespace %s (%s), "
             "%d chunks cached",
             self._hello.versions,
             self.address,
-            home.node_id[:12],
-            f" (ranks {', '.join(map(str, part.ranks))})" if part.name else "",
-            human_bytes(node.pool_bytes),
-            100 * node.prefaulted_bytes / node.pool_bytes,
+            node.node_id[:12],
+            f" (ranks {', '.join(map(str, place.ranks))})" if place.part else "",
+            human_bytes(found.pool_bytes),
+            100 * found.prefaulted_bytes / found.pool_bytes,
             self._hello.namespace[:12],
             self._hello.model,
             self._view.num_ready,
@@ -339,12 +334,12 @@ class EngineRuntime:
     def stop(self) -> None:
         """End the session; leave the cluster if we joined it. Ends within seconds."""
         self._stopped.set()
-        if self.homes:
+        if self.nodes:
             self.session.stop(deadlines.STOP_S)
-        for home in self.homes:
-            home.close()
+        for node in self.nodes:
+            node.close()
         with _signal_handlers_kept():
-            self._place.leave(deadlines.LEAVE_S)
+            self._own.leave(deadlines.LEAVE_S)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What an engine says and hears while it runs: a line to each of its places, one thread that asks.
 
-                     ┌─ PlaceFeed ──► NodeActor: what is new there │ what is told it │ fetches
+                     ┌─ PlaceLine ──► NodeActor: what is new there │ what is told it │ fetches
   engine's thread ───┤
    nudge │ drain     └─ asking ─────► scheduler actor: who else has chunks │ clears
 
@@ -17,20 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, NodeId, Refusal, Stamp, part_of
+from raykv.base.ids import Namespace, Refusal, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
 from raykv.engine import fetches, remote
 from raykv.engine.hints import HintBox
-from raykv.engine.lines import PlaceFeed, WorkerReport
-from raykv.engine.listed import PlacePart
+from raykv.engine.lines import PlaceLine, WorkerReport
+from raykv.engine.listed import EnginePlace
 from raykv.engine.view import EngineView
 from raykv.metrics import engines, histogram, reach
 from raykv.metrics.table import LATENCY_BOUNDS, LOOKUPS
@@ -54,35 +53,6 @@ Call = Callable[[str, bytes | str], bytes]
 """Calls a method of the scheduler actor, and has its answer; raises if there is none in time."""
 
 
-class SessionPlace(NamedTuple):
-    """Where a part of the engine is; `locate` as in `PlaceLine`."""
-
-    node_id: NodeId
-    locate: Callable[[bool], node.NodeDescription]
-    part: PlacePart = PlacePart()
-
-
-class _FetchAtPlaces:
-    """A part of the fetches that were ordered, at each place, until all have ended."""
-
-    def __init__(
-        self, num_places: int, end: Callable[[list[copies.CopyResult | None]], None]
-    ) -> None:
-        self._results: list[copies.CopyResult | None] = [None] * num_places
-        self._left = set(range(num_places))
-        self._lock = threading.Lock()
-        self._end = end
-
-    def ended(self, at: int, result: copies.CopyResult | None) -> None:
-        """At one place; on any thread."""
-        with self._lock:
-            self._left.discard(at)
-            self._results[at] = result
-            is_last = not self._left
-        if is_last:
-            self._end(self._results)
-
-
 class Session:
     """See the module's docstring. The view is the engine's thread's, except for what it allows
     others to call.
@@ -90,7 +60,8 @@ class Session:
     Args:
         view: of the engine; the session begins it.
         hello: who the engine is.
-        places: where it is, at least one.
+        places: of the engine, at least one.
+        locate: where the NodeActor of a place is, by the place's number; else as in `PlaceLine`.
         call: to the scheduler actor.
         hints: wishes of requests, which the places are told; None: there are none.
         described: what is inside of chunks; likewise.
@@ -100,13 +71,13 @@ class Session:
         self,
         view: EngineView,
         hello: engine.EngineHello,
-        places: Sequence[SessionPlace],
+        places: Sequence[EnginePlace],
+        locate: Callable[[int, bool], node.NodeDescription],
         call: Call,
         hints: HintBox | None = None,
         described: DescriptionOutbox | None = None,
     ) -> None:
-        parts = [each.part._replace(life=each.part.life or hello.life) for each in places]
-        view.begin(hello, [each.node_id for each in places], time.monotonic(), parts)
+        view.begin(hello, places, time.monotonic())
         self.hints, self.described = hints or HintBox(), described
         self._view = view
         self._first = hello
@@ -114,12 +85,9 @@ class Session:
         self._num_refused = 0
         # What the engine's thread is to do between steps, in order.
         self.inbox: deque[Callable[[], None]] = deque()
-        self.feeds = [
-            PlaceFeed(self, view, at, part, each.node_id, each.locate)
-            for at, (each, part) in enumerate(zip(places, parts, strict=True))
-        ]
+        self.lines = [PlaceLine(self, view, at, partial(locate, at)) for at in range(len(places))]
         # The place that hears of requests first, and alone of the engine itself.
-        self._first_feed = self.feeds[0]
+        self._first_line = self.lines[0]
         # Where the engine is, and where it is about to go.
         self._space = engine.Space(hello.namespace, hello.traits)
         self._next: engine.Space | None = None
@@ -162,16 +130,16 @@ class Session:
             ClusterError: a place has said nothing by then, or refuses this engine.
         """
         give_up_at = time.monotonic() + deadline_s
-        for feed in self.feeds:
-            feed.line.revive()
+        for line in self.lines:
+            line.revive()
         while not self._view.is_whole and time.monotonic() < give_up_at:
-            for feed in self.feeds:
-                if feed.line.refusal:
-                    raise ClusterError(feed.line.refusal)
+            for line in self.lines:
+                if line.refusal:
+                    raise ClusterError(line.refusal)
             time.sleep(deadlines.BRIEF_S)
             self.drain()
-        for feed in self.feeds:
-            if not self._view.life_of(feed.at):
+        for line in self.lines:
+            if not self._view.life_of(line.at):
                 raise ClusterError("cannot attach: the NodeActor does not answer")
 
     def start(self) -> None:
@@ -181,51 +149,37 @@ class Session:
 
     def drain(self) -> None:
         """Apply what has come. Only between engine steps."""
-        full = [feed for feed in self.feeds if feed.is_full]
+        full = [line for line in self.lines if line.is_full]
         now = time.monotonic()
-        for feed in self.feeds:
-            feed.fetches.give_up_overdue(now)
+        for line in self.lines:
+            line.fetches.give_up_overdue(now)
         while self.inbox:
             self.inbox.popleft()()
-        for feed in self.feeds:
-            feed.take_standing(time.monotonic())
-        for feed in full:
-            feed.line.wake()
+        for line in self.lines:
+            line.take_standing(time.monotonic())
+        for line in full:
+            line.wake()
         self._go_on()
 
     @property
     def place_lives(self) -> list[int]:
         """Of the NodeActors of the places, as far as they are known."""
-        return [feed.life for feed in self.feeds]
+        return [line.life for line in self.lines]
 
     @property
     def _is_left_alone(self) -> bool:
         """Whether there is a place that nothing is heard of."""
-        return any(feed.line.is_left_alone for feed in self.feeds)
+        return any(line.is_left_alone for line in self.lines)
 
     def _wake_lines(self) -> None:
-        for feed in self.feeds:
-            feed.line.wake()
-
-    def _end_fetch(
-        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
-    ) -> None:
-        """On any thread."""
-        self.inbox.append(partial(self._finish, orders, results))
-
-    def _finish(
-        self, orders: list[remote.FetchOrder], results: list[copies.CopyResult | None]
-    ) -> None:
-        self._view.finish_fetch(orders, results, time.monotonic())
+        for line in self.lines:
+            line.wake()
 
     def _take_answers(self, questions: list[engine.Ask], answers: list[engine.AskAnswer]) -> None:
         self._has_answer = False
         self._view.take_answers(questions, answers)
         if self._view.remote.has_repeats:
             self._wake.set()
-
-    def _take_stamp(self, reset: int, orders: Stamp) -> None:
-        self._view.cleared(reset, orders, time.monotonic())
 
     def enter(self, space: engine.Space) -> None:
         """Go on in a namespace, between steps; waits a moment until what is there is known."""
@@ -245,7 +199,7 @@ class Session:
         return naming if naming is not None and naming.weights == self._weights else None
 
     def change_weights(self) -> None:
-        """What was called somehow until now are other weights."""
+        """The weights have changed: names that were given before are void."""
         self._weights += 1
         self._wake_lines()
 
@@ -269,21 +223,21 @@ class Session:
     def take_lines(self, reports: dict[int, WorkerReport]) -> None:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
-        for feed in self.feeds:
-            feed.take_lines(reports, now)
+        for line in self.lines:
+            line.take_lines(reports, now)
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""
         view = self._view
         if self._has_news:
-            self._first_feed.line.wake()
+            self._first_line.wake()
         if view.remote.has_news or view.wanted_clear:
             self._wake.set()
         if self.is_started and not self._has_threads:
             # Those that have begun end with the session only.
-            begun = [self._asking.revive(), *(feed.line.revive() for feed in self.feeds)]
+            begun = [self._asking.revive(), *(line.revive() for line in self.lines)]
             self._has_threads = all(begun)
-        if orders := view.remote.take_orders():
+        for orders in fetches.split(view.remote.take_orders()):
             self._order(orders)
 
     @property
@@ -293,45 +247,52 @@ class Session:
         return bool(view.found) or view.accounts.has_records or self.hints.has_news
 
     def _order(self, orders: list[remote.FetchOrder]) -> None:
-        """Have chunks fetched by each place for its part; fails at once where the NodeActor is
-        left alone.
+        """Have each place fetch its part of chunks; where the NodeActor is left alone that fails at
+        once.
         """
         view, now = self._view, time.monotonic()
-        for part in fetches.split(orders):
-            ending = _FetchAtPlaces(len(self.feeds), partial(self._end_fetch, part))
-            for feed in self.feeds:
-                end = partial(ending.ended, feed.at)
-                if feed.line.is_left_alone:
-                    self._num_refused += 1
-                    end(worker.not_done(0, len(part), Refusal.BREAKER_OPEN))
-                    continue
-                query = view.query(feed.at)
-                feed.fetches.submit(part, query.life, query.namespace, now, end)
-                feed.line.wake()
+        results: dict[int, copies.CopyResult | None] = {}
+
+        def take(at: int, result: copies.CopyResult | None) -> None:
+            results[at] = result
+            if len(results) == len(self.lines):
+                in_order = [results[line.at] for line in self.lines]
+                view.finish_fetch(orders, in_order, time.monotonic())
+
+        def end(at: int, result: copies.CopyResult | None) -> None:
+            """On any thread."""
+            self.inbox.append(partial(take, at, result))
+
+        for line in self.lines:
+            if line.is_left_alone:
+                self._num_refused += 1
+                end(line.at, worker.not_done(0, len(orders), Refusal.BREAKER_OPEN))
+                continue
+            query = view.query(line.at)
+            line.fetches.submit(orders, query.life, query.namespace, now, partial(end, line.at))
+            line.wake()
 
     def stop(self, timeout_s: float) -> None:
         """End the threads, and the lines."""
         self._stopped.set()
         self._wake.set()
         give_up_at = time.monotonic() + timeout_s
-        for feed in self.feeds:
-            feed.line.stop(0.0)
-        for feed in self.feeds:
-            feed.line.stop(max(0.0, give_up_at - time.monotonic()))
+        for line in self.lines:
+            line.stop(0.0)
+        for line in self.lines:
+            line.stop(max(0.0, give_up_at - time.monotonic()))
         self._asking.join(timeout_s)
 
     # The lines' threads
 
     def hello(self) -> engine.EngineHello:
-        """See `FeedOwner.hello`."""
         space = self._space
-        return msgspec.structs.replace(self._first, namespace=space.namespace, traits=space.traits)
+        return replace(self._first, namespace=space.namespace, traits=space.traits)
 
     def heard(
-        self, feed: PlaceFeed, query: engine.ChangesQuery, answer: engine.ChangesAnswer
+        self, line: PlaceLine, query: engine.ChangesQuery, answer: engine.ChangesAnswer
     ) -> None:
-        """See `FeedOwner.heard`."""
-        if feed is not self._first_feed:
+        if line is not self._first_line:
             return
         naming = answer.facts.naming
         is_mine = naming is not None and naming.weights == self._weights
@@ -343,11 +304,10 @@ class Session:
             # What is stored again is described again; who begins anew hears of no reasons.
             self.described.clear()
 
-    def welcomed(self, feed: PlaceFeed, life: int, namespace: str) -> None:
-        """See `FeedOwner.welcomed`."""
-        if feed is not self._first_feed:
+    def welcomed(self, line: PlaceLine, life: int, namespace: str) -> None:
+        if line is not self._first_line:
             # What waited there is old by now.
-            feed.told.clear()
+            line.told.clear()
             self._has_new_place = True
             return
         self._wanted.tell_all_again()
@@ -359,32 +319,23 @@ class Session:
         if last[0] != life and self.described is not None:
             self.described.tell_again()
 
-    def moved(self, feed: PlaceFeed) -> None:
-        """See `FeedOwner.moved`."""
-        if feed is self._first_feed:
+    def moved(self, line: PlaceLine) -> None:
+        if line is self._first_line:
             # Of another cluster, perhaps, whose numbers say nothing here.
             self._orders = engine.NOTHING_ORDERED
 
-    def next_tell(self, feed: PlaceFeed) -> engine.Tell | None:
-        """See `FeedOwner.next_tell`. The first place is told all; what of it is about chunks, the
-        others are told, too.
-        """
-        if feed is not self._first_feed:
-            return feed.told.popleft() if feed.told else None
+    def next_tell(self, line: PlaceLine) -> engine.Tell | None:
+        """See `LineOwner.next_tell`; the first place is told all, others what is about chunks."""
+        if line is not self._first_line:
+            return line.told.popleft() if line.told else None
         tell = self._first_tell()
         if tell is None:
             return None
-        for other in self.feeds[1:]:
+        for other in self.lines[1:]:
             self._has_new_place |= len(other.told) == other.told.maxlen
-            other.told.append(_for_part(tell, other.part))
-            other.line.wake()
-        if not feed.part.name:
-            return tell
-        namespace = part_of(tell.namespace, feed.part.name)
-        described = [msgspec.structs.replace(each, namespace=namespace) for each in tell.described]
-        return msgspec.structs.replace(
-            tell, life=feed.part.life, namespace=namespace, described=described
-        )
+            other.told.append(_addressed(_of_chunks(tell), other.place))
+            other.wake()
+        return _addressed(tell, line.place)
 
     def _first_tell(self) -> engine.Tell | None:
         view, now = self._view, time.monotonic()
@@ -425,11 +376,11 @@ class Session:
         return counters
 
     def _breaker_report(self, now: float) -> measures.BreakerReport:
-        """All breakers of the engine's processes."""
+        """Report all breakers of the engine's processes."""
         refused = measures.BreakerReport(refused=self._num_refused)
         reports = [self._breakers.report(now), refused]
-        for feed in self.feeds:
-            reports += feed.breaker_reports(now)
+        for line in self.lines:
+            reports += line.breaker_reports(now)
         return joined(reports)
 
     # The thread that asks
@@ -444,7 +395,7 @@ class Session:
             self._stopped.wait(deadlines.INSTANT_S)
 
     def _pause(self) -> float:
-        """How long to wait for news."""
+        """Return how long to wait for news, in seconds."""
         now = time.monotonic()
         if not self._breakers.is_closed(names.SCHEDULER):
             self._stopped.wait(self._breakers.wait_s(names.SCHEDULER, now))
@@ -531,20 +482,20 @@ class Session:
         if state.orders is not None:
             self._orders = max(self._orders, state.orders)
             self._cleared = reset
-            self.inbox.append(partial(self._take_stamp, reset, state.orders))
-            self._first_feed.line.wake()
+            self.inbox.append(partial(self._view.cleared, reset, state.orders, time.monotonic()))
+            self._first_line.wake()
         elif state.error or not state.is_known:
             # It is ordered anew.
             self._clear = (0, "")
             raise ClusterError(state.error or "the clearing was forgotten")
 
 
-def _for_part(tell: engine.Tell, part: PlacePart) -> engine.Tell:
-    """What another place than the first is told: of chunks, not of the engine."""
+def _of_chunks(tell: engine.Tell) -> engine.Tell:
+    """Leave out what is about the engine itself."""
     return engine.Tell(
-        part.life,
+        tell.life,
         tell.seq,
-        part_of(tell.namespace, part.name),
+        tell.namespace,
         tell.found,
         tell.hints,
         tell.sessions,
@@ -552,3 +503,12 @@ def _for_part(tell: engine.Tell, part: PlacePart) -> engine.Tell:
         weights=tell.weights,
         orders=tell.orders,
     )
+
+
+def _addressed(tell: engine.Tell, place: EnginePlace) -> engine.Tell:
+    """Put in the life and the namespaces that a place knows the engine by."""
+    described = [
+        replace(each, namespace=part_of(each.namespace, place.part)) for each in tell.described
+    ]
+    namespace = part_of(tell.namespace, place.part)
+    return replace(tell, life=place.life, namespace=namespace, described=described)

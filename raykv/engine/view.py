@@ -35,7 +35,7 @@ from raykv.base.ids import Blocks, Key, Lookup, MissReason, Namespace, NodeId, R
 from raykv.engine import accounts, remote, requests
 from raykv.engine.announcements import Announcements
 from raykv.engine.found import TOUCH_S, FoundChunks
-from raykv.engine.listed import ListedPlace, PlaceChange, PlacePart
+from raykv.engine.listed import EnginePlace, ListedPlace, PlaceChange
 from raykv.protocol import columns, engine, listing
 from raykv.protocol.copies import CopyResult
 
@@ -79,15 +79,13 @@ _WENT: Mapping[listing.Reason | None, MissReason] = {
 
 
 @dataclass(slots=True)
-class _Place:
-    """A node of the engine. `part`: what of the engine is there.
+class _PlaceView:
+    """What the engine believes of a place.
 
     `line`: the life that all workers there are connected to; None: not all are, or it is not known.
     `has_more`: not all that it had was read.
     """
 
-    node_id: NodeId
-    part: PlacePart
     listed: ListedPlace
     line: int | None = None
     facts: engine.PlaceFacts = field(default_factory=engine.PlaceFacts)
@@ -95,7 +93,9 @@ class _Place:
 
     def is_up(self, now: float) -> bool:
         """Whether its chunks can be loaded."""
-        return self.line == self.listed.position.life and not self.listed.is_silent(now)
+        life = self.listed.position.life
+        is_heard = life != 0 and not self.listed.is_silent(now)
+        return is_heard and self.line == life and not self.facts.is_paused
 
 
 class EngineView:
@@ -129,7 +129,7 @@ class EngineView:
         self.is_new = False
         self._departures: departures.Departures[MissReason] = departures.Departures()
         self._readers = 0
-        self._places: list[_Place] = []
+        self._places: list[_PlaceView] = []
         self._ready: Mapping[Key, Blocks] = {}
         # What this engine is storing.
         self._pending: set[Key] = set()
@@ -147,29 +147,18 @@ class EngineView:
         self.plain_requests = self.requests.plain
         self.loadable: Mapping[Key, Blocks] = {}
 
-    def begin(
-        self,
-        hello: engine.EngineHello,
-        node_ids: Sequence[NodeId],
-        now: float,
-        parts: Sequence[PlacePart] = (),
-    ) -> None:
-        """Who the engine is, the nodes that its ranks run on, at least one, and what of it is
-        there, which need not be said of one. Once.
-        """
+    def begin(self, hello: engine.EngineHello, places: Sequence[EnginePlace], now: float) -> None:
+        """Who the engine is, and its places, at least one. Once."""
         self.engine_id, self.life = ids.EngineId(hello.engine_id), hello.life
         self.namespace = Namespace(hello.namespace)
-        parts = parts or [PlacePart(life=hello.life)] * len(node_ids)
-        self._places = [
-            _Place(node_id, part, self._read_anew(part, now))
-            for node_id, part in zip(node_ids, parts, strict=True)
-        ]
+        known = [each._replace(life=each.life or hello.life) for each in places]
+        self._places = [_PlaceView(self._read_anew(each, now)) for each in known]
         self._ready = self._common()
         self.look(now)
 
-    def _read_anew(self, part: PlacePart, now: float) -> ListedPlace:
+    def _read_anew(self, place: EnginePlace, now: float) -> ListedPlace:
         self._readers += 1
-        return ListedPlace(ids.part_of(self.namespace, part.name), self._readers, now)
+        return ListedPlace(place, self.namespace, self._readers, now)
 
     def _common(self) -> Mapping[Key, Blocks]:
         """What every place has; of one place, that goes on changing by itself."""
@@ -181,37 +170,46 @@ class EngineView:
     # Places
 
     @property
-    def node_ids(self) -> list[NodeId]:
+    def _listed(self) -> list[ListedPlace]:
+        return [each.listed for each in self._places]
+
+    @property
+    def places(self) -> list[EnginePlace]:
         """Where the engine's ranks run."""
-        return [each.node_id for each in self._places]
+        return [each.place for each in self._listed]
 
-    def query(self, place: int) -> engine.ChangesQuery:
+    @property
+    def node_ids(self) -> list[NodeId]:
+        """The nodes of the places."""
+        return [each.node_id for each in self.places]
+
+    def query(self, at: int) -> engine.ChangesQuery:
         """What to ask a place for next; on any thread."""
-        at = self._places[place]
-        return engine.ChangesQuery(at.part.life, at.listed.namespace, at.listed.position)
+        listed = self._places[at].listed
+        return engine.ChangesQuery(listed.place.life, listed.namespace, listed.position)
 
-    def take(self, place: int, answer: engine.ChangesAnswer, now: float) -> None:
+    def take(self, at: int, answer: engine.ChangesAnswer, now: float) -> None:
         """A place's answer to a `query`, which came then. Only between engine steps."""
-        at = self._places[place]
+        place = self._places[at]
         if answer.is_known:
-            at.facts, at.has_more = answer.facts, answer.has_more
-        self._changed(at.listed.take(answer.part, now))
+            place.facts, place.has_more = answer.facts, answer.has_more
+        self._changed(place.listed.take(answer.part, now))
         self.remote.has_peers = any(each.facts.has_peers for each in self._places)
         # The first place has the engine's counters, by which it knows what is loaded.
         self.sampler.share = self._places[0].facts.store_share
         self.look(now)
 
-    def hear(self, place: int, now: float) -> None:
-        """A place was heard of then."""
-        self._places[place].listed.hear(now)
+    def hear(self, at: int, now: float) -> None:
+        """Note when a place was heard of."""
+        self._places[at].listed.hear(now)
 
-    def set_line(self, place: int, life: int | None, now: float) -> None:
+    def set_line(self, at: int, life: int | None, now: float) -> None:
         """All workers at a place are connected to that life of its NodeActor; None: not all are."""
-        self._places[place].line = life
+        self._places[at].line = life
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Once per engine step: whether the places can be used, as of now."""
+        """Find out whether the places can be used now; once per engine step."""
         self._looked_at = now
         if not self._places:
             return
@@ -223,10 +221,7 @@ class EngineView:
     def _why_off(self, now: float) -> MissReason | None:
         if self.has_left:
             return MissReason.WEIGHTS_CHANGED
-        for place in self._places:
-            if not place.listed.position.life or place.facts.is_paused or not place.is_up(now):
-                break
-        else:
+        if all(each.is_up(now) for each in self._places):
             return MissReason.CLEARING if self.is_clearing else None
         if self.is_paused:
             return MissReason.PAUSED
@@ -253,7 +248,7 @@ class EngineView:
         self._departures.note(keys, _WENT[reason])
 
     def _compare(self, key: Key) -> None:
-        """Whether every place has a key, of several."""
+        """Find out whether each of several places has a key."""
         assert isinstance(self._ready, dict)
         found = [each.listed.ready.get(key) for each in self._places]
         if all(found):
@@ -270,7 +265,7 @@ class EngineView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is known that the places have."""
+        """Whether the listings of all places have been read to their ends."""
         return all(each.listed.position.place == listing.ALL_READ for each in self._places)
 
     @property
@@ -278,9 +273,9 @@ class EngineView:
         """Chunks that every place has."""
         return len(self._ready)
 
-    def life_of(self, place: int) -> int:
+    def life_of(self, at: int) -> int:
         """The life of a place's listing; 0: nothing has been heard of it."""
-        return self._places[place].listed.position.life
+        return self._places[at].listed.position.life
 
     @property
     def is_paused(self) -> bool:
@@ -326,11 +321,11 @@ class EngineView:
 
     def _find_on_disks(self, request: requests.RequestState, key: Key) -> bool:
         """Whether the places have a chunk that they lack in RAM on their own disks."""
-        places = [each.listed for each in self._places]
+        places = self._listed
         if not all(key in each.on_disk or key in each.ready for each in places):
             return False
         if key not in request.found and key not in request.unfetched:
-            sources = tuple(remote.disk_of(p.node_id, p.listed, key) for p in self._places)
+            sources = tuple(each.disk_of(key) for each in places)
             request.find(key, sources, self.node_ids)
         return True
 
@@ -404,8 +399,8 @@ class EngineView:
         return count
 
     def missed_window(self, request_id: str, num_tokens: int, behind: Key | None) -> None:
-        """So many tokens of the prefix that a request found are not loaded, since a window or a
-        state is missing; `behind` them is the first chunk that is not known, if there is one.
+        """Explain why `num_tokens` of the prefix that a request found are not loaded: a window or a
+        state is missing. `behind` is the first unknown chunk behind them, if there is one.
         """
         request = self.requests.get(request_id)
         if request.miss is None or request.miss.reason not in _OF_WINDOWS:
@@ -434,20 +429,21 @@ class EngineView:
         return [
             engine.Ask(
                 self.engine_id,
-                each.part.life,
-                each.listed.namespace,
-                [each.node_id],
+                each.place.life,
+                each.namespace,
+                [each.place.node_id],
                 asked,
                 announced,
             )
-            for each in self._places
+            for each in self._listed
         ]
 
     def take_answers(
         self, questions: Sequence[engine.Ask], answers: Sequence[engine.AskAnswer]
     ) -> None:
         """The scheduler actor's answers to `questions`; an invalid one counts as nothing found."""
-        if [each.namespace for each in questions] != [p.listed.namespace for p in self._places]:
+        places = self._listed
+        if [each.namespace for each in questions] != [each.namespace for each in places]:
             return
         asked = [Key(key) for key in questions[0].keys]
         why: dict[Key, MissReason] = {}
@@ -456,7 +452,7 @@ class EngineView:
         for reason in set(why.values()):
             self._departures.note([key for key in why if why[key] is reason], reason)
         self.accounts.explain(why)
-        self.remote.take_answers(asked, answers, [(p.node_id, p.listed) for p in self._places])
+        self.remote.take_answers(asked, answers, places)
 
     def finish_fetch(
         self, orders: Sequence[remote.FetchOrder], results: Sequence[CopyResult | None], now: float
@@ -475,8 +471,8 @@ class EngineView:
             self._believe(place, result, now)
             num_bytes += result.num_bytes
             seconds = max(seconds, result.seconds)
-            for at, refusal in _failed(result, len(orders)):
-                refusals[at] = Refusal.NONE if refusal is Refusal.HERE else refusal
+            for number, refusal in _failed(result, len(orders)):
+                refusals[number] = Refusal.NONE if refusal is Refusal.HERE else refusal
         self.counters["bytes_fetched"] += num_bytes
         if None not in results:
             self.remote.measure(orders, num_bytes, seconds)
@@ -487,7 +483,7 @@ class EngineView:
             self.counters["fetches_failed"] += 1
             self.remote.forget_source(self.requests.values(), order.key, reason)
 
-    def _believe(self, place: _Place, result: CopyResult, now: float) -> None:
+    def _believe(self, place: _PlaceView, result: CopyResult, now: float) -> None:
         self._changed(place.listed.learn(result.life, result.number, result.rows, now))
 
     # Loads
@@ -500,22 +496,22 @@ class EngineView:
             self.announcements.come(key for key in keys if key in self._ready)
 
     def end_load(
-        self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
+        self, at: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
     ) -> None:
         """A rank's load job has ended, before vLLM completes it.
 
         What failed is barred for its request; for all, if the place says that it is gone.
         """
-        at = self._places[place]
-        self._believe(at, result, now)
-        namespace = at.listed.namespace
+        place = self._places[at]
+        self._believe(place, result, now)
+        namespace = place.listed.namespace
         there = {row.key: row.blocks for row in result.rows if row.namespace == namespace}
         failed = _failed(result, len(keys))
         self.bar(request_id, [keys[number] for number, _ in failed])
         for number, refusal in failed:
             if refusal is Refusal.PARTIAL:
                 blocks = there.get(keys[number], ids.NO_BLOCKS)
-                self._changed(at.listed.distrust(keys[number], blocks))
+                self._changed(place.listed.distrust(keys[number], blocks))
 
     def bar(self, request_id: str, keys: Collection[Key]) -> None:
         """A request did not get chunks: they are a MISS for it from now on."""
@@ -565,10 +561,10 @@ class EngineView:
         return True
 
     def end_store(
-        self, place: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
+        self, at: int, request_id: str, keys: Sequence[Key], result: CopyResult, now: float
     ) -> None:
         """A rank's store job has ended, before vLLM completes it."""
-        self._believe(self._places[place], result, now)
+        self._believe(self._places[at], result, now)
         request = self.requests.get(request_id)
         for number, refusal in _failed(result, len(keys)):
             key = keys[number]
@@ -647,20 +643,20 @@ class EngineView:
             self.namespace, self.is_new = namespace, True
             self._forget(MissReason.WEIGHTS_CHANGED)
             for place in self._places:
-                place.listed = self._read_anew(place.part, now)
+                place.listed = self._read_anew(place.listed.place, now)
             self._ready = self._common()
             # Other nodes may have it, until it is known.
             self.remote.has_peers = True
         self.look(now)
 
-    def move(self, place: int, node_id: NodeId, now: float) -> None:
+    def move(self, at: int, node_id: NodeId, now: float) -> None:
         """A place is another node, of which nothing is known."""
         self._forget(MissReason.NODE_LOST)
         if self.is_clearing:
             # The next node may know other orders: the clearing is another one, and ordered anew.
             self._resets, self._reset = self._resets + 1, None
-        part = self._places[place].part
-        self._places[place] = _Place(node_id, part, self._read_anew(part, now))
+        moved = self.places[at]._replace(node_id=node_id)
+        self._places[at] = _PlaceView(self._read_anew(moved, now))
         self._ready = self._common()
         self.look(now)
 
@@ -679,13 +675,13 @@ class EngineView:
         """Assert the invariants; for tests and idle moments."""
         assert not self.is_clearing or not self.loadable, self._reset
         for place in self._places:
-            assert self._ready.keys() <= place.listed.ready.keys(), place.node_id
+            assert self._ready.keys() <= place.listed.ready.keys(), place.listed.place
         common = set.intersection(*(set(each.listed.ready) for each in self._places))
         assert common == self._ready.keys(), common ^ self._ready.keys()
 
 
 def _why_gone(asked: Sequence[Key], answer: engine.AskAnswer) -> dict[Key, MissReason]:
-    """Why nobody has keys any more, or only engines of another namespace have them."""
+    """Why no node has keys any more, or only engines of another namespace have them."""
     gone = zip(answer.gone, answer.reasons, strict=True)
     why = {asked[at]: _WENT[listing.Reason(each)] for at, each in gone if at < len(asked)}
     others = [asked[at] for at in answer.other if at < len(asked)]
@@ -693,7 +689,7 @@ def _why_gone(asked: Sequence[Key], answer: engine.AskAnswer) -> dict[Key, MissR
 
 
 def _failed(result: CopyResult, num_chunks: int) -> list[tuple[int, Refusal]]:
-    """Chunks that did not come, and why."""
+    """Return the numbers of chunks that did not come, and why."""
     if not result.refusals:
         return []
     rows = zip(result.failed_chunks, result.refusals, strict=True)

@@ -173,3 +173,20 @@ def check_pool_bytes(pool_bytes: int, chunk_bytes: int, free_bytes: int, limit: 
 def default_pool_bytes(free_bytes: int) -> int:
     """A quarter of the memory that is free."""
     return free_bytes // 4
+
+
+def equal_pools(free_bytes: Mapping[str, int], chunk_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Default sizes of the pools of an engine, by node: each has room for the same chunks.
+
+    What a larger one held more would be of use to nobody, since the other parts of it are gone.
+
+    Args:
+        free_bytes: memory, by node.
+        chunk_bytes: what each node keeps of a chunk.
+    """
+    defaults = {node: default_pool_bytes(free) for node, free in free_bytes.items()}
+    least = min(defaults, key=lambda node: defaults[node] / chunk_bytes[node])
+    return {
+        node: defaults[least] * num_bytes // chunk_bytes[least]
+        for node, num_bytes in chunk_bytes.items()
+    }

@@ -12,9 +12,10 @@ import io
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raykv.base import errors, parsing
 from raykv.base.settings import Settings, load_settings
@@ -24,6 +25,10 @@ from raykv.memory import limits, room
 from raykv.protocol.descriptions import ChunkGroup
 from raykv.serve.models import shapes_of
 from raykv.vllm.internals import names, offloading, planning
+
+if TYPE_CHECKING:
+    from raykv.engine.listed import EnginePlace
+    from raykv.vllm.identity.placement import RankPlace
 
 ENGINE_KEYS = (
     "block_size",
@@ -39,12 +44,16 @@ ENGINE_KEYS = (
     "mamba_ssm_cache_dtype",
     "max_model_len",
     "max_num_batched_tokens",
+    "nnodes",
+    "pipeline_parallel_size",
     "quantization",
     "revision",
     "tensor_parallel_size",
     "trust_remote_code",
 )
-"""Arguments of vLLM's engine that sizes follow from."""
+"""Arguments of vLLM's engine that sizes follow from. Its ranks are spread evenly over `nnodes`,
+whichever executor starts them.
+"""
 
 PROMPTS = (4_096, 32_768, 131_072)
 """Lengths of prompts that are usual."""
@@ -114,14 +123,23 @@ class Planned:
 
     Args:
         vllm_config: of the engine.
-        kv_caches: its KV cache, as the scheduler is told and as a worker is.
+        kv_cache: as its scheduler is told.
+        stages: the KV cache of a rank of each pipeline stage.
         spec: RayKV's, made for it.
+        places: where the engine's ranks would be.
     """
 
-    def __init__(self, vllm_config: Any, kv_caches: tuple[Any, Any], spec: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache: Any,
+        stages: Sequence[Any],
+        spec: Any,
+        places: Sequence[EnginePlace],
+    ) -> None:
         self._config = vllm_config
-        self._kv_cache, self._workers_kv_cache = kv_caches
-        self._spec = spec
+        self._kv_cache, self._stages = kv_cache, stages
+        self._spec, self._places = spec, places
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._kinds = self._tables().kinds
         self._groups = self._tables().groups
@@ -132,12 +150,17 @@ class Planned:
     def shape(self, name: str) -> capacity.KVShape:
         """Sizes of the model, which is called by that name."""
         model = self._config.model_config
+        of_nodes: Counter[str] = Counter()
+        for place in self._places:
+            of_nodes[place.node_id] += max(place.slot_bytes.values(), default=self._spec.slot_bytes)
         return capacity.KVShape(
             model=name,
             dtype=self._spec.config.model.dtype,
             layers=model.model_arch_config.total_num_hidden_layers,
             max_model_len=model.max_model_len,
-            slot_bytes=self._spec.slot_bytes,
+            slot_bytes=of_nodes.total(),
+            node_bytes=max(of_nodes.values()),
+            num_nodes=len(of_nodes),
             num_ranks=self._spec.config.parallel.world_size,
             num_parts=self._spec.num_parts,
             groups=tuple(self._group(each) for each in self._groups),
@@ -146,9 +169,13 @@ class Planned:
     def _group(self, group: ChunkGroup) -> capacity.GroupShape:
         from raykv.vllm.kv_form import layer_specs
 
-        layers = layer_specs(self._workers_kv_cache.kv_cache_groups[group.group])
+        layers = [
+            each
+            for stage in self._stages
+            for each in layer_specs(stage.kv_cache_groups[group.group])
+        ]
         of_a_block = sum(each.real_page_size_bytes for each in layers)
-        blocks = self._spec.blocks_per_chunk * self._spec.num_parts
+        blocks = self._spec.blocks_per_chunk * self._spec.num_parts // len(self._stages)
         kind, window_tokens = _kind(layers[0])
         return capacity.GroupShape(
             kind=kind,
@@ -202,6 +229,7 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
     with _quiet():
         try:
             names.check_vllm_version(names.vllm_version())
+            from raykv.vllm.identity import placement
             from raykv.vllm.spec import (
                 RayKVOffloadingSpec,
                 refuse_non_causal,
@@ -209,6 +237,7 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
                 use_our_spec,
             )
 
+            num_nodes = parsing.count("nnodes", arguments.pop("nnodes", 1))
             config = planning.engine_config(
                 {
                     **arguments,
@@ -218,13 +247,21 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
                 }
             )
             _refuse_others(model, config.model_config)
-            kv_caches = planning.planned_kv_cache(config)
-            refuse_non_causal(kv_caches[0])
+            kv_cache, of_ranks = planning.planned_kv_cache(config)
+            refuse_non_causal(kv_cache)
             own = config.kv_transfer_config.kv_connector_extra_config
             use_our_spec(own)
-            with told_to_specs(own, config, kv_caches[0]):
-                spec = RayKVOffloadingSpec(offloading.offloading_config(config, kv_caches[0]))
-            return Planned(config, kv_caches, spec)
+            with told_to_specs(own, config, kv_cache):
+                spec = RayKVOffloadingSpec(offloading.offloading_config(config, kv_cache))
+                ranks = []
+                for rank, cache in enumerate(of_ranks):
+                    config.parallel_config.rank = rank
+                    of_rank = RayKVOffloadingSpec(offloading.offloading_config(config, cache))
+                    ranks.append(placement.rank_of(of_rank))
+            places = _places(ranks, num_nodes)
+            placement.refuse_spread(places, spec, "RayKVConnector")
+            stages = [of_ranks[each.rank] for each in {each.stage: each for each in ranks}.values()]
+            return Planned(config, kv_cache, stages, spec, places)
         except errors.RayKVError:
             raise
         except ImportError as error:
@@ -236,6 +273,23 @@ def _planned(model: str, extra: dict[str, Any], arguments: dict[str, Any]) -> Pl
             raise errors.SettingError(
                 f"vLLM can't plan the KV cache of the model {model!r}: {_reason(error)}"
             ) from error
+
+
+def _places(ranks: Sequence[RankPlace], num_nodes: int) -> list[EnginePlace]:
+    """Where ranks are that are spread evenly over nodes.
+
+    Raises:
+        SettingError: they can't be.
+    """
+    from raykv.vllm.identity import placement
+
+    if len(ranks) % num_nodes:
+        raise errors.SettingError(
+            f"nnodes={num_nodes} nodes can't have as many ranks each, of {len(ranks)}"
+        )
+    for each in ranks:
+        each.node_id = str(each.rank * num_nodes // len(ranks))
+    return placement.places_of(ranks, len(ranks), "")
 
 
 def _transfer_config(extra: dict[str, Any]) -> Any:

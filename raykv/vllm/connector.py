@@ -175,19 +175,18 @@ class RayKVConnector(OffloadingConnector):
         if vllm_config.lora_config is not None:
             self._adapters = AdapterUses()
         self._spec, self._name = spec, vllm_config.kv_transfer_config.kv_connector
-        if self._runtime.homes:
+        if self._runtime.nodes:
             self._begin(self._runtime)
 
     @staticmethod
     def _node_of_ranks(parallel_config: Any) -> str | None:
-        """See `EngineRuntime`."""
         nodes = placement.nodes_of_ranks(parallel_config, current_platform.ray_device_key)
         if not placement.has_one_place(parallel_config, nodes):
             return None
         return "".join(nodes or ())
 
     def _begin(self, engine_runtime: runtime.EngineRuntime) -> None:
-        """It is known where the ranks are."""
+        """Start the session: the engine's places are known."""
         self._manager.start(engine_runtime.session)
         engine_runtime.start()
 
@@ -332,15 +331,15 @@ class RayKVConnector(OffloadingConnector):
         own = engine_runtime.node_id
         try:
             with logged_refusals():
-                if engine_runtime.homes:
+                if engine_runtime.nodes:
                     # vLLM 0.33 hands it over again when an engine wakes up.
-                    nodes = {home.node_id for home in engine_runtime.homes}
+                    nodes = {each.node_id for each in engine_runtime.nodes}
                     if len(nodes) == 1:
                         placement.refuse_ranks_elsewhere(ranks, nodes.pop())
                 else:
-                    seats = placement.seats_of(ranks, self._spec.config.parallel.world_size, own)
-                    placement.refuse_spread(seats, self._spec, self._name)
-                    engine_runtime.sit(seats)
+                    places = placement.places_of(ranks, self._spec.config.parallel.world_size, own)
+                    placement.refuse_spread(places, self._spec, self._name)
+                    engine_runtime.settle(places)
                     self._begin(engine_runtime)
         except errors.RayKVError:
             engine_runtime.stop()
@@ -527,34 +526,36 @@ class RayKVConnector(OffloadingConnector):
 
     @property
     def _place_lives(self) -> list[int]:
-        is_begun = self._runtime is not None and self._runtime.homes
+        is_begun = self._runtime is not None and self._runtime.nodes
         return self._manager.session.place_lives if is_begun else []
 
     def _targets(self) -> Sequence[LinkTarget | None]:
         """Where the workers of each place find their NodeActor; mostly what they were told last."""
-        homes = [] if self._runtime is None else self._runtime.homes
-        told = self._told or [None] * len(homes)
-        targets = [self._target(at, *each) for at, each in enumerate(zip(homes, told, strict=True))]
+        nodes = [] if self._runtime is None else self._runtime.nodes
+        told = self._told or [None] * len(nodes)
+        targets = [self._target(at, *each) for at, each in enumerate(zip(nodes, told, strict=True))]
         return self._told if all(map(operator.is_, targets, told)) else targets
 
-    def _target(self, at: int, home: runtime.Home, told: LinkTarget | None) -> LinkTarget | None:
-        node, part = home.node, home.seat.part
-        if node is None:
+    def _target(
+        self, at: int, node: runtime.PlaceNode, told: LinkTarget | None
+    ) -> LinkTarget | None:
+        found, place = node.description, node.place
+        if found is None:
             return None
-        namespace = part_of(self._manager.view.namespace, part.name)
-        if told and (told.socket_name, told.namespace) == (node.socket_name, namespace):
+        namespace = part_of(self._manager.view.namespace, place.part)
+        if told and (told.socket_name, told.namespace) == (found.socket_name, namespace):
             return told
-        hello = part.introduced(self._hello)
+        hello = place.introduced(self._hello)
         return LinkTarget(
-            socket_name=node.socket_name,
+            socket_name=found.socket_name,
             engine_id=hello.engine_id,
             life=hello.life,
             namespace=namespace,
             num_ranks=hello.num_ranks,
             slot_bytes=hello.slot_bytes,
             place=at,
-            part=part.name,
-            ranks=part.ranks,
+            part=place.part,
+            ranks=place.ranks,
         )
 
     def _end_jobs(self, connector_output: Any) -> None:

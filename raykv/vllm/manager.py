@@ -442,7 +442,7 @@ def track_chunks(
     outbox: DescriptionOutbox | None,
     view: EngineView,
 ) -> None:
-    """Have vLLM's scheduler side report its chunks, if anybody wants that."""
+    """Have vLLM's scheduler side report its chunks, if something reads the reports."""
     if outbox is None and view.announcements is None:
         return
     tables.replace_tracker(ChunkTracker(config, view, model, outbox))

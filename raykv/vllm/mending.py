@@ -60,7 +60,7 @@ class Mender:
     def give_up_load(self, request_id: str) -> None:
         """The load of a request that has its blocks already is given up; its tokens are computed.
 
-        Stores may still read some of those blocks, which nobody may have noted.
+        Stores may still read some of those blocks, and no table may say so.
         """
         self.manager.barred.add(request_id)
         made_up = self._tables.loads_of(request_id)
@@ -117,7 +117,7 @@ class Mender:
             self.mend()
 
     def end_jobs(self, job_ids: Collection[int], failed_loads: Iterable[str]) -> None:
-        """Jobs have ended, and nobody knows how; requests whose load has failed are computed."""
+        """Jobs have ended in an unknown way; requests whose load has failed are computed."""
         self.manager.barred.update(failed_loads)
         for job_id in job_ids:
             self._drop(job_id)

@@ -257,7 +257,7 @@ class RayKVConnectorMetadata(OffloadingConnectorMetadata):
     place_lives: list[int] = field(default_factory=list)
 
     def target_of(self, rank: int) -> LinkTarget | None:
-        """Where a rank is; None: that is not known."""
+        """Return where a rank is to connect; None if that is not known."""
         mine = (each for each in self.targets if each and (not each.ranks or rank in each.ranks))
         return next(mine, None)
 
@@ -280,7 +280,7 @@ class RayOffloadingWorker(OffloadingWorker):
         self._captured: dict[str, copies.CopyResult] = {}
         # Loads under way whose bytes are of no use any more.
         self._distrusted: set[int] = set()
-        # Results that nobody has asked for yet, of jobs that could not be made up, too.
+        # Results that `get_finished` has not taken yet, also of jobs that could not be made up.
         self._ended: list[RayKVTransferResult] = []
         # The line has failed in a way that is not understood, and was ended.
         self._is_given_up = False
@@ -348,7 +348,7 @@ class RayOffloadingWorker(OffloadingWorker):
     def _make_up(
         self, direction: Direction, job_id: int, blocks: GPULoadStoreSpec, chunks: ChunkSpec
     ) -> FlyingJob | None:
-        """None: it has ended already."""
+        """Make up a job; None if it has ended already."""
         if not chunks.namespace:
             self.refuse(job_id, direction, blocks, chunks)
             return None
@@ -370,7 +370,7 @@ class RayOffloadingWorker(OffloadingWorker):
     def refuse(
         self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, chunks: ChunkSpec
     ) -> None:
-        """Let a job fail that must not be."""
+        """Let a job fail that must not be done."""
         self._ended.append(all_failed(job_id, direction, blocks, chunks))
 
     def distrust_loads(self) -> None:
@@ -399,7 +399,7 @@ class RayOffloadingWorker(OffloadingWorker):
         return [*self._take_ended()]
 
     def give_up(self) -> list[RayKVTransferResult]:
-        """Jobs that have ended, nobody knows how, and that `get_finished` has not reported."""
+        """End jobs in an unknown way, as failures, that `get_finished` has not reported."""
         try:
             self._drained += self._link.drain()
         except Exception:
@@ -450,7 +450,7 @@ class RayOffloadingWorker(OffloadingWorker):
                     self._give_up_line()
 
     def _give_up_line(self) -> None:
-        """End the line, for good: then nobody reads or writes vLLM's blocks any more."""
+        """End the line for good, so that no copy reads or writes vLLM's blocks any more."""
         self._link.close(deadlines.LEAVE_S)
         self._is_given_up = True
         for flying in self._flying.values():

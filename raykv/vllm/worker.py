@@ -72,12 +72,12 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
 
     @property
     def raykv(self) -> transfers.RayOffloadingWorker | None:
-        """Ours, once there is a KV cache."""
+        """RayKV's worker, once there is a KV cache."""
         worker = self.worker
         return worker if isinstance(worker, transfers.RayOffloadingWorker) else None
 
     def _refuse_step(self, metadata: transfers.RayKVConnectorMetadata) -> None:
-        """A step of which not all is known: none of its jobs is done, and nobody waits for any."""
+        """Do none of the jobs of a step that is not fully known, and wait for none."""
         self._stranded.update(metadata.stranded)
         self._invalid_block_ids.update(metadata.stranded_blocks)
         self.refuse_submissions(metadata)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from raykv.base.ids import ALL_BLOCKS, Key, Namespace, NodeId
 from raykv.base.settings import Settings
+from raykv.engine.listed import EnginePlace
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.engine import ChangesAnswer, EngineHello
@@ -28,7 +29,7 @@ class ViewedNode:
     def __init__(self, slot_bytes: int = 4096) -> None:
         self.view = EngineView(Settings(request_deadline_s=5.0))
         hello = EngineHello("bench", LIFE, SPACE, slot_bytes={0: slot_bytes})
-        self.view.begin(hello, [NodeId("node")], 0.0)
+        self.view.begin(hello, [EnginePlace(NodeId("node"))], 0.0)
         self._number = 0
         self.store(())
         self.view.set_line(0, LIFE, 0.0)

@@ -22,9 +22,10 @@ import raykv
 from raykv.base.ids import Direction, Key, Namespace, NodeId
 from raykv.base.settings import Settings
 from raykv.cluster import ask
+from raykv.engine.listed import EnginePlace
 from raykv.engine.requests import RequestOptions
 from raykv.engine.runtime import new_life
-from raykv.engine.session import Session, SessionPlace
+from raykv.engine.session import Session
 from raykv.engine.view import EngineView
 from raykv.memory.region import Region
 from raykv.node.states.file import HiddenStates, promise, settle, write_states
@@ -74,7 +75,7 @@ def stored_and_loaded(node_id: str) -> bool:
         answer: bytes = ray.get(getattr(scheduler, method).remote(argument), timeout=5.0)
         return answer
 
-    session = Session(view, hello, [SessionPlace(NodeId(node_id), lambda _anew: described)], call)
+    session = Session(view, hello, [EnginePlace(NodeId(node_id))], lambda *_: described, call)
     session.attach(PATIENCE_S)
     session.start()
 

@@ -127,7 +127,7 @@ def test_ranks_that_vllm_places_on_two_nodes_make_two_places(
 ) -> None:
     from vllm.v1.executor.ray_utils import get_bundles_sorted_by_node, initialize_ray_cluster
 
-    from raykv.vllm.identity.placement import has_one_place, nodes_of_ranks, seats_of
+    from raykv.vllm.identity.placement import has_one_place, nodes_of_ranks, places_of
 
     config = parallel_config(per_node + 1)
     initialize_ray_cluster(config, require_gpu_on_driver=False)
@@ -137,9 +137,9 @@ def test_ranks_that_vllm_places_on_two_nodes_make_two_places(
         taken = get_bundles_sorted_by_node(config.placement_group)
         assert nodes == {node for _, node, _ in taken}
         told = places(config.placement_group, [taken[0][0], taken[-1][0]])
-        seats = seats_of(told, 2, "")
-        assert [seat.node_id for seat in seats] == [taken[0][1], taken[-1][1]]
-        assert [seat.part.ranks for seat in seats] == [(0,), (1,)]
+        found = places_of(told, 2, "")
+        assert [each.node_id for each in found] == [taken[0][1], taken[-1][1]]
+        assert [each.ranks for each in found] == [(0,), (1,)]
     finally:
         remove_placement_group(config.placement_group)
 

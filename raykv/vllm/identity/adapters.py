@@ -100,7 +100,7 @@ class AdapterUses:
         self._loaded.update(loaded)
 
     def of(self, request_ids: set[str]) -> dict[str, AdapterUse]:
-        """Of those requests that use an adapter."""
+        """Return the adapters of those requests that use one."""
         return {name: self._uses[name] for name in request_ids & self._uses.keys()}
 
     def end(self, request_ids: set[str]) -> None:

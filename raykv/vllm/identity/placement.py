@@ -27,10 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from raykv.base import geometry
 from raykv.base.errors import SettingError
-from raykv.base.ids import shape_name
+from raykv.base.ids import NodeId, shape_name
 from raykv.cluster.join import raylets
-from raykv.engine.listed import PlacePart
-from raykv.engine.place import EngineSeat
+from raykv.engine.listed import EnginePlace
 from raykv.engine.runtime import new_life
 from raykv.memory.limits import worker_limits
 from raykv.memory.room import tightest
@@ -66,9 +65,19 @@ def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
     is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     if not is_actor and has_one_place(parallel_config, ()):
         return None
+    place = rank_of(spec)
+    if is_actor:
+        place.node_id = str(ray.get_runtime_context().get_node_id())
+    elif parallel_config.nnodes_within_dp > 1:
+        place.node_id, place.why = _node_of_host(spec.settings.ray_address)
+    return place
+
+
+def rank_of(spec: Any) -> RankPlace:
+    """What the rank of `spec` has of a chunk."""
     config = spec.config
     names = {str(each.group_id): list(each.layer_names) for each in config.groups}
-    place = RankPlace(
+    return RankPlace(
         "",
         rank=config.parallel.rank,
         stage=config.parallel.rank * config.parallel.pp_size // config.parallel.world_size,
@@ -78,11 +87,6 @@ def place_of_rank(spec: Any, parallel_config: Any) -> RankPlace | None:
         lacks=[each.group_id for each in config.groups if not each.layer_names],
         free_bytes=tightest(worker_limits()).free_bytes,
     )
-    if is_actor:
-        place.node_id = str(ray.get_runtime_context().get_node_id())
-    elif parallel_config.nnodes_within_dp > 1:
-        place.node_id, place.why = _node_of_host(spec.settings.ray_address)
-    return place
 
 
 def _node_of_host(address: str) -> tuple[str, str]:
@@ -163,7 +167,7 @@ def refuse_ranks_elsewhere(places: Sequence[RankPlace], node_id: str) -> None:
         )
 
 
-def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[EngineSeat]:
+def places_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[EnginePlace]:
     """The places of an engine, whose ranks have said where they are; `own`: EngineCore's node.
 
     Raises:
@@ -193,7 +197,7 @@ def seats_of(ranks: Sequence[RankPlace], world_size: int, own: str) -> list[Engi
     ]
     shape = shape_name(len(together), _digest(stages))
     return [
-        _seat(node_id, "" if len(together) == 1 else f"{stage}.{_named(some)}.{shape}", some)
+        _place(node_id, "" if len(together) == 1 else f"{stage}.{_named(some)}.{shape}", some)
         for (node_id, stage), some in together.items()
     ]
 
@@ -208,15 +212,15 @@ def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> None:
+def refuse_spread(places: Sequence[EnginePlace], spec: Any, connector: str) -> None:
     """What needs all ranks at one place; nothing is refused of an engine that has one.
 
     Raises:
         SettingError: naming the setting.
     """
-    if len(seats) == 1:
+    if len(places) == 1:
         return
-    where = f"the ranks of this engine are at {len(seats)} places (nodes or pipeline stages)"
+    where = f"the ranks of this engine are at {len(places)} places (nodes or pipeline stages)"
     if spec.config.canonical_layout:
         raise SettingError(
             f"{where}, none of which has whole canonical pages: leave out canonical_layout"
@@ -225,10 +229,11 @@ def refuse_spread(seats: Sequence[EngineSeat], spec: Any, connector: str) -> Non
         raise SettingError(f"{where}: hidden states are captured at one only; use RayKVConnector")
 
 
-def _seat(node_id: str, name: str, ranks: Sequence[RankPlace]) -> EngineSeat:
+def _place(node_id: str, part: str, ranks: Sequence[RankPlace]) -> EnginePlace:
     numbers = tuple(each.rank for each in ranks)
     size = geometry.aligned(max(each.part_bytes for each in ranks) * len(ranks))
     groups = dict.fromkeys(ranks[0].groups, size)
-    # Who is at one place is known there as the engine.
-    part = PlacePart(name, new_life(), numbers, groups) if name else PlacePart()
-    return EngineSeat(node_id, part, min(each.free_bytes for each in ranks))
+    free_bytes = min(each.free_bytes for each in ranks)
+    if not part:
+        return EnginePlace(NodeId(node_id), free_bytes=free_bytes)
+    return EnginePlace(NodeId(node_id), part, new_life(), numbers, groups, free_bytes)

@@ -166,7 +166,7 @@ class WeightWatch:
         self._is_written_past = self._is_written_past or not self._depth
 
     def note_afterwards(self, what: str) -> None:
-        """They have been, since `check` was called."""
+        """Code outside of vLLM has written weights since `check` was called."""
         if self._found[0] < 0:
             self._found = 0, None
         self.note(what)
@@ -267,7 +267,7 @@ def watch_of(worker: Any) -> WeightWatch | None:
 
 
 def state_of(worker: Any) -> WeightState | None:
-    """What a worker's weights are; it runs there. None: nobody watches them."""
+    """Say what a worker's weights are; runs there. None: they are not watched."""
     watch = watch_of(worker)
     return None if watch is None else watch.state()
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
-from raykv.base.ids import Lookup, MissReason, Namespace, Refusal
+from raykv.base.ids import Lookup, Namespace, Refusal
 from raykv.base.settings import Settings
 from raykv.cluster.breaker import Pauses
 from raykv.engine.remote import FetchOrder
-from raykv.engine.requests import RequestOptions, RequestState
+from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Source
 from raykv.protocol.copies import CopyResult, Fetch
@@ -33,9 +34,10 @@ def order(number: int) -> FetchOrder:
 class FetchingEngine(EngineAt):
     """How its fetches have ended is noted."""
 
-    def __init__(self, place: PlayedPlace, deadline_s: float = LONG_S) -> None:
+    def __init__(self, place: PlayedPlace, deadline_s: float = LONG_S, **more: Any) -> None:
         settings = Settings(request_deadline_s=deadline_s)
-        super().__init__(place, EngineView(settings))
+        super().__init__(place, EngineView(settings), **more)
+        self.results: list[list[CopyResult | None]] = []
         self.ended: list[tuple[list[FetchOrder], CopyResult | None]] = []
         finish = self.view.finish_fetch
 
@@ -43,6 +45,7 @@ class FetchingEngine(EngineAt):
             orders: list[FetchOrder], results: list[CopyResult | None], now: float
         ) -> None:
             self.ended.append((orders, results[0]))
+            self.results.append(results)
             finish(orders, results, now)
 
         self.view.finish_fetch = finished  # type: ignore[assignment, method-assign]
@@ -77,17 +80,6 @@ def wait_for_requests(place: PlayedPlace, number: int) -> None:
     wait_until(lambda: len(place.fetches) >= number, LONG_S, "the NodeActor is asked")
 
 
-def ask_far(engine: FetchingEngine) -> RequestState:
-    """A request waits for a chunk of another node."""
-    view = engine.view
-    view.start_request("r", RequestOptions())
-    request = view.requests.get("r")
-    request.asked.add(key(1))
-    request.find(key(1), ((Source("far"),),), view.node_ids)
-    assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
-    return request
-
-
 def test_chunk_of_another_node_is_there_after_its_fetch(
     place: PlayedPlace, engine: FetchingEngine
 ) -> None:
@@ -99,7 +91,11 @@ def test_chunk_of_another_node_is_there_after_its_fetch(
     place.fetch = fetch
     engine.begin()
     view = engine.view
-    ask_far(engine)
+    view.start_request("r", RequestOptions())
+    request = view.requests.get("r")
+    request.asked.add(key(1))
+    request.find(key(1), ((Source("far"),),), view.node_ids)
+    assert view.lookup("r", key(1), 0.0) is Lookup.HIT_PENDING
     engine.until(lambda: view.lookup("r", key(1), 0.0) is Lookup.HIT, "it is there")
     (sent,) = place.fetches
     assert (sent.life, sent.namespace, sent.sources.sources) == (view.life, "ns", [Source("far")])
@@ -110,8 +106,7 @@ def test_fetches_that_take_long_hold_up_nothing_else(
     place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     engine.begin()
-    engine.order(order(0))
-    engine.order(order(1))
+    engine.order(order(0), scheduler.order(1, Source("far"), tenant="another"))
     wait_for_requests(place, 2)
     place.store(key(9))
     engine.until(lambda: engine.view.num_ready == 1, "the line goes on")
@@ -122,7 +117,7 @@ def test_fetches_that_take_long_hold_up_nothing_else(
 def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work(
     place: PlayedPlace, engine: FetchingEngine, breaks: str
 ) -> None:
-    engine.session.feeds[0].line.breakers.pauses = Pauses(0.01, 0.02)
+    engine.session.lines[0].breakers.pauses = Pauses(0.01, 0.02)
     engine.begin()
 
     def fetch(_: Fetch) -> CopyResult | None:
@@ -138,7 +133,7 @@ def test_orders_end_without_a_result_when_the_line_breaks_and_the_next_ones_work
     assert engine.wait_for_ends(1) == [None]
     assert engine.ended[0][0] == [order(0), order(1)]
     place.fetch = result_of
-    engine.until(lambda: not engine.session.feeds[0].line.is_left_alone, "the line is there again")
+    engine.until(lambda: not engine.session.lines[0].is_left_alone, "the line is there again")
     engine.order(order(2))
     assert engine.wait_for_ends(2)[1] == result_of(place.fetches[-1])
 
@@ -154,7 +149,7 @@ def test_orders_without_an_answer_end_at_deadline_and_grace(
         engine.order(order(1))
         assert engine.wait_for_ends(2) == [None, None]
         assert DEADLINE_S + GRACE_S <= time.monotonic() - started < LONG_S / 2
-        assert not engine.session.feeds[0].line.is_left_alone
+        assert not engine.session.lines[0].is_left_alone
         place.fetch = result_of
         engine.order(order(2))
         assert engine.wait_for_ends(3)[2] is not None
@@ -164,9 +159,9 @@ def test_orders_end_at_once_while_the_node_is_left_alone(
     place: PlayedPlace, engine: FetchingEngine
 ) -> None:
     engine.begin()
-    engine.session.feeds[0].line.breakers.pauses = Pauses(LONG_S, LONG_S)
+    engine.session.lines[0].breakers.pauses = Pauses(LONG_S, LONG_S)
     place.hang_up()
-    wait_until(lambda: engine.session.feeds[0].line.is_left_alone, LONG_S, "the line is down")
+    wait_until(lambda: engine.session.lines[0].is_left_alone, LONG_S, "the line is down")
     for number in range(3):
         engine.order(order(number), order(10 + number))
         engine.session.drain()
@@ -178,19 +173,25 @@ def test_orders_end_at_once_while_the_node_is_left_alone(
     # Its own attempts count, too; it makes none any more.
     engine.session.stop(LONG_S)
     now = time.monotonic()
-    of_line = engine.session.feeds[0].line.breakers.report(now).refused
+    of_line = engine.session.lines[0].breakers.report(now).refused
     assert engine.session._breaker_report(now).refused == of_line + 3
     assert not place.fetches
 
 
-def test_chunk_that_did_not_come_is_a_miss_for_its_request(
-    place: PlayedPlace, engine: FetchingEngine
-) -> None:
-    place.fetch = lambda _: place.hang_up()
-    engine.begin()
-    request = ask_far(engine)
-    engine.until(lambda: request.unfetched, "it is given up")
-    assert request.unfetched == {key(1): MissReason.FETCH_FAILED}
+def test_fetch_has_ended_when_it_has_at_every_place(place: PlayedPlace) -> None:
+    with (
+        PlayedPlace("two") as two,
+        FetchingEngine(place, others=[two], parts=["0", "1"]) as engine,
+    ):
+        engine.begin()
+        place.fetch = result_of
+        two.fetch = lambda _: two.hang_up()
+        engine.order(FetchOrder(key(1), 4096, ((Source("far"),), (Source("farther"),))))
+        engine.until(lambda: engine.ended, "it has ended")
+        assert engine.results == [[result_of(place.fetches[0]), None]]
+        sent = [(each.life, each.namespace) for each in (place.fetches[0], two.fetches[0])]
+        assert sent == [(10, "ns/0"), (11, "ns/1")]
+        assert two.fetches[0].sources.sources == [Source("farther")]
 
 
 def test_stop_waits_for_nothing_and_ends_what_is_under_way(

@@ -152,7 +152,7 @@ def test_refused_engine_says_why_and_goes_on_trying(
 
 def test_node_that_does_not_answer_is_left_alone_for_a_while() -> None:
     with EngineAt(PlayedPlace()) as engine:
-        breakers = engine.session.feeds[0].line.breakers
+        breakers = engine.session.lines[0].breakers
         breakers.pauses = Pauses(LONG_S, LONG_S)
         started = time.monotonic()
         with pytest.raises(ClusterError, match="does not answer"):
@@ -257,7 +257,7 @@ def test_engine_that_ends_asks_ray_for_nothing_any_more(monkeypatch: pytest.Monk
     ended = object.__new__(EngineRuntime)
     ended._stopped = threading.Event()
     ended._stopped.set()
-    home: Any = None
-    for find in (ended._find_actors, lambda: ended._describe_node(home, 0.0)):
+    node: Any = None
+    for find in (ended._find_actors, lambda: ended._describe(node, 0.0)):
         with pytest.raises(ClusterError, match="the engine is shutting down"):
             find()

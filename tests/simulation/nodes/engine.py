@@ -97,9 +97,9 @@ class PlayedEngine:
         self.ahead_s = 0.0
         self.kv = KVCache(self.model.num_ranks, num_blocks)
         self.view = EngineView(SETTINGS, self.model.sizes())
-        self.parts = self.model.parts(life)
+        self.places = self.model.places(seats.node_ids, life)
         hello = replace(self.hello(0), namespace=self.namespace)
-        self.view.begin(hello, seats.node_ids, self.clock, self.parts)
+        self.view.begin(hello, self.places, self.clock)
         self.talk = EngineTalk(cluster, self)
         self.requests: list[Prefill] = []
         self.flying: list[EngineJob] = []
@@ -136,7 +136,7 @@ class PlayedEngine:
 
     def namespace_at(self, place: int) -> Namespace:
         """Of the part that is there."""
-        return part_of(self.namespace, self.parts[place].name)
+        return part_of(self.namespace, self.places[place].part)
 
     @property
     def is_busy(self) -> bool:
@@ -350,7 +350,7 @@ class PlayedEngine:
         self.flying.append(job)
         request.num_jobs += 1
         for place, rank in self.ranks():
-            part = self.parts[place].name
+            part = self.places[place].part
             mine = RankJob(job, place, part, self.rank_at(place, rank), self.kv, self._ends)
             self._outbox.setdefault((place, rank), []).append(mine)
         return job

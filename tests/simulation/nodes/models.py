@@ -6,12 +6,12 @@ then its chunks are in another namespace, under the same keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace
-from raykv.engine.listed import PlacePart
+from raykv.base.ids import SLOT_ALIGNMENT, Blocks, Key, Namespace, NodeId
+from raykv.engine.listed import EnginePlace
 from raykv.engine.remote import ChunkSize
 from tests.fixtures.keys import named_key
 from tests.simulation.nodes.content import BLOCKS
@@ -50,13 +50,16 @@ class Model:
     def namespace(self, weights: int) -> Namespace:
         return Namespace(f"{self.name}-{weights}")
 
-    def parts(self, life: int) -> list[PlacePart]:
-        """What of an engine of that life is at each of its places."""
+    def places(self, node_ids: Sequence[NodeId], life: int) -> list[EnginePlace]:
+        """Of an engine of that life."""
         if len(self.ranks) == 1:
-            return [PlacePart(life=life)]
+            return [EnginePlace(node_ids[0], life=life)]
         ends = list(accumulate(self.ranks))
         ranks = [range(end - count, end) for end, count in zip(ends, self.ranks, strict=True)]
-        return [PlacePart(PART.join(map(str, each)), life, tuple(each)) for each in ranks]
+        return [
+            EnginePlace(node_id, PART.join(map(str, each)), life, tuple(each))
+            for node_id, each in zip(node_ids, ranks, strict=True)
+        ]
 
     def slot_bytes(self) -> dict[int, int]:
         """By KV group."""

@@ -32,6 +32,8 @@ SHAPE = KVShape(
     layers=32,
     max_model_len=4096,
     slot_bytes=8 * MIB,
+    node_bytes=8 * MIB,
+    num_nodes=1,
     num_ranks=1,
     num_parts=1,
     groups=(FULL,),
@@ -105,3 +107,13 @@ def test_what_may_be_meant_is_a_hint() -> None:
     assert plain(MIXED).hints == []
     known = make_plan(MIXED, PROMPTS, wishes(pool_bytes=256 * MIB), "known already")
     assert known.hints[1:] == ["known already"]
+
+
+def test_pool_of_each_node_has_room_for_its_part_of_a_chunk() -> None:
+    """So two of them have room for twice as many."""
+    spread = plain(msgspec.structs.replace(SHAPE, node_bytes=4 * MIB, num_nodes=2))
+    assert spread.pool.chunks == 2 * plain().pool.chunks
+    assert spread.prompts == plain().prompts
+    assert not plain(spread.shape, pool_bytes=4 * MIB).problems
+    (problem,) = plain(spread.shape, pool_bytes=4 * MIB - 1).problems
+    assert "has no room for a chunk of 4.0 MiB" in problem

@@ -122,7 +122,7 @@ class Fetcher:
         return request
 
     def look(self, request: RequestState, *keys: Key) -> list[Lookup]:
-        return [self.remote.lookup(request, key, 0.0) for key in keys]
+        return [self.remote.lookup(request, key, 0.0, lambda _: False) for key in keys]
 
     def finish_all(self, num_bytes: int = 0, seconds: float = 0.0) -> None:
         orders = self.remote.take_orders()

@@ -135,16 +135,6 @@ def test_orders_end_with_the_result_of_their_request(engine: Engine) -> None:
         assert engine.ended[-1] == (parts[number], result_of(requests[number]))
 
 
-def test_many_orders_end_in_parts_of_their_own(engine: Engine) -> None:
-    orders = [order(i) for i in range(MAX_CHUNKS + 10)]
-    engine.submit(*orders)
-    requests = engine.sent()
-    for request in requests:
-        engine.fetches.came(result_of(request))
-    assert [len(request.keys) for request in requests] == [MAX_CHUNKS, 10]
-    assert [each for part, _ in engine.ended for each in part] == orders
-
-
 # Orders that nobody knows the end of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace
-from raykv.engine.listed import SILENT_S, ListedPlace, PlaceChange
+from raykv.base.ids import ALL_BLOCKS, NO_BLOCKS, Blocks, Key, Namespace, NodeId
+from raykv.engine.listed import SILENT_S, EnginePlace, ListedPlace, PlaceChange
 from raykv.protocol.listing import (
     ALL_READ,
     ListedRow,
@@ -42,7 +42,7 @@ def part(
 @pytest.fixture
 def place() -> ListedPlace:
     """At number 10 of life 1, with chunk A."""
-    made = ListedPlace(OURS, 3, 0.0)
+    made = ListedPlace(EnginePlace(NodeId("here")), OURS, 3, 0.0)
     came = made.take(part(Position(1, 10), 10, row(A, Where.RAM), begins=True), 1.0)
     assert came == [PlaceChange([A], ALL_BLOCKS, Reason.STORED)]
     return made
@@ -149,7 +149,7 @@ def test_listing_that_begins_anew_is_older_than_a_result_that_came_before_it(
 
 
 def test_result_counts_while_the_page_that_has_its_chunk_is_not_read_yet() -> None:
-    place = ListedPlace(OURS, 3, 0.0)
+    place = ListedPlace(EnginePlace(NodeId("here")), OURS, 3, 0.0)
     place.take(part(Position(1, 60), 60, begins=True, place=4), 1.0)
     assert place.learn(1, 60, [row(A, Where.RAM)], 1.0)
     assert A in place.ready
@@ -168,7 +168,7 @@ def test_older_refusal_counts_while_a_listing_that_began_anew_has_not_shown_its_
 def test_late_answer_for_another_namespace_is_not_taken() -> None:
     """The engine has other weights, and begins to read anew."""
     late = part(Position(1, 100), 100, row(A, Where.RAM, namespace=OTHERS), begins=True)
-    place = ListedPlace(OURS, 4, 0.0)
+    place = ListedPlace(EnginePlace(NodeId("here")), OURS, 4, 0.0)
     place.take(late, 1.0)
     assert place.position == Position(reader=4)
 

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 import raykv.engine.lines
-from raykv.base.ids import SLOT_ALIGNMENT, Key, Lookup, Stamp
+import raykv.engine.listed
+from raykv.base import deadlines
+from raykv.base.ids import Key, Lookup, Stamp
 from raykv.engine.hints import Allowed, Hint, HintBox
 from raykv.engine.lines import LEAST_ROWS, WorkerReport
-from raykv.engine.listed import PlacePart
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.metrics.reach import Reach
@@ -58,11 +59,16 @@ def test_what_requests_found_and_want_is_told(engine: EngineAt) -> None:
     engine.place.store(*keys)
     engine.begin()
     engine.view.start_request("r", RequestOptions())
-    engine.view.prepare_load(keys, "r")
     engine.session.note_wanted(keys)
-    engine.until(lambda: len(engine.place.tells) > 3, "it is told some times")
+
+    def is_told() -> bool:
+        return each in found_keys(engine.place)
+
+    for each in keys:
+        engine.view.prepare_load([each], "r")
+        engine.until(is_told, "it is told")
     tells = list(engine.place.tells)
-    assert [Key(each) for tell in tells for each in tell.found.keys] == keys
+    assert found_keys(engine.place) == keys
     assert tells[-1].counters["wanted_chunks"] == 5
     reach = Reach()
     for tell in tells:
@@ -262,12 +268,12 @@ def test_loads_only_while_all_workers_have_a_line_to_the_life_that_is_listed(
     engine.session.take_lines({0: WorkerReport(7, fine), 1: WorkerReport(0, broken)})
     engine.session.drain()
     assert not engine.view.loadable
-    wait_until(
+    engine.view.prepare_load([key(1)])
+    engine.until(
         lambda: any(
             row.peer == "own node" for tell in engine.place.tells for row in tell.breakers.rows
         ),
-        DEADLINE_S,
-        "the breaker is told",
+        "the breaker is told with the next news",
     )
     engine.session.take_lines({1: WorkerReport(7, fine)})
     engine.session.drain()
@@ -350,12 +356,15 @@ def test_cleared_chunks_are_described_again() -> None:
         described.add(Description("ns", key(1), None, b"", bytes(4), 1))
         engine.until(lambda: not described.has_news, "it is told again")
         behind = Position(place.life, 10**6, ALL_READ)
-        query = msgspec.structs.replace(engine.session.feeds[0].query(), position=behind)
-        engine.session.feeds[0].answered(query, place.pool.changes(query, 0.0))
+        query = msgspec.structs.replace(engine.view.query(0), position=behind)
+        engine.session.heard(engine.session.lines[0], query, place.pool.changes(query, 0.0))
         assert not described.knows("ns", key(1)), "what was cleared meanwhile is not said"
 
 
-def test_engine_that_has_lost_its_place_says_that_it_is_there(engine: EngineAt) -> None:
+def test_engine_that_has_lost_its_place_says_that_it_is_there(
+    engine: EngineAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "WAKE_S", 0.02)
     engine.begin()
     engine.until(lambda: engine.place.tells, "it is at its place")
     assert not engine.scheduler.asked
@@ -368,43 +377,51 @@ def test_engine_that_has_lost_its_place_says_that_it_is_there(engine: EngineAt) 
 def test_engine_with_two_places_follows_and_tells_both() -> None:
     """What is of the engine itself the first one is told alone."""
     names = [f"ns/{at}" for at in range(2)]
-    hints = HintBox(Allowed.SESSION)
-    with PlayedPlace("one") as one, PlayedPlace("two") as two:
-        parts = [PlacePart(str(at), 10 + at, (at,), {0: SLOT_ALIGNMENT}) for at in range(2)]
-        with EngineAt(one, hints=hints, others=[two], parts=parts) as engine:
-            for place, name in zip((one, two), names, strict=True):
-                place.store(key(1), namespace=name)
-            one.store(key(2), namespace=names[0])
-            engine.begin()
-            assert [each.hellos[0].namespace for each in (one, two)] == names
-            assert [(h.place, h.num_places) for h in (one.hellos[0], two.hellos[0])] == [
-                (1, 2),
-                (2, 2),
-            ]
-            assert engine.lookup(1) is Lookup.HIT
-            assert key(2) not in engine.view.loadable, "half of it"
-            engine.view.start_request("r", RequestOptions())
-            engine.view.prepare_load([key(1)], "r")
-            engine.until(lambda: all(found_keys(each) for each in (one, two)), "both are told")
-            assert found_keys(one) == found_keys(two) == [key(1)]
-            assert {tell.life for tell in two.tells} == {11}
-            assert any(tell.counters for tell in one.tells)
-            assert not any(tell.counters or tell.finished for tell in two.tells)
-            two.drop(key(1), namespace=names[1])
-            engine.until(lambda: key(1) not in engine.view.loadable, "one part is gone")
-            engine.view.check()
+    hints, described = HintBox(Allowed.SESSION), DescriptionOutbox()
+    for namespace in ("ns", "earlier"):
+        described.add(Description(namespace, key(1), None, b"", bytes(4), 1))
+    with (
+        PlayedPlace("one") as one,
+        PlayedPlace("two") as two,
+        EngineAt(one, hints=hints, described=described, others=[two], parts=["0", "1"]) as engine,
+    ):
+        for place, name in zip((one, two), names, strict=True):
+            place.store(key(1), namespace=name)
+        one.store(key(2), namespace=names[0])
+        engine.begin()
+        assert [each.hellos[0].namespace for each in (one, two)] == names
+        assert [(h.place, h.num_places) for h in (one.hellos[0], two.hellos[0])] == [
+            (1, 2),
+            (2, 2),
+        ]
+        assert engine.lookup(1) is Lookup.HIT
+        assert key(2) not in engine.view.loadable, "half of it"
+        engine.view.start_request("r", RequestOptions())
+        engine.view.prepare_load([key(1)], "r")
+        engine.until(lambda: all(found_keys(each) for each in (one, two)), "both are told")
+        assert found_keys(one) == found_keys(two) == [key(1)]
+        assert {tell.life for tell in two.tells} == {11}
+        assert any(tell.counters for tell in one.tells)
+        assert not any(tell.counters or tell.described for tell in two.tells)
+        described_in = [each.namespace for tell in one.tells for each in tell.described]
+        assert described_in == ["ns/0", "earlier/0"]
+        two.drop(key(1), namespace=names[1])
+        engine.until(lambda: key(1) not in engine.view.loadable, "one part is gone")
+        engine.view.check()
 
 
 def found_keys(place: PlayedPlace) -> list[Key]:
     return [Key(each) for tell in place.tells for each in tell.found.keys]
 
 
-def test_engine_whose_second_place_falls_silent_has_nothing() -> None:
-    parts = [PlacePart(str(at), 10 + at, (at,), {0: SLOT_ALIGNMENT}) for at in range(2)]
+def test_engine_whose_second_place_falls_silent_has_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raykv.engine.listed, "SILENT_S", 0.5)
     with (
         PlayedPlace("one") as one,
         PlayedPlace("two") as two,
-        EngineAt(one, others=[two], parts=parts) as engine,
+        EngineAt(one, others=[two], parts=["0", "1"]) as engine,
     ):
         for at, place in enumerate((one, two)):
             place.store(key(1), namespace=f"ns/{at}")
@@ -417,6 +434,6 @@ def test_engine_whose_second_place_falls_silent_has_nothing() -> None:
         engine.until(lambda: key(9) in found_keys(one), "the first place is told")
         two.refusal = ""
         engine.until(lambda: engine.lookup(1) is Lookup.HIT, "it is there again")
-        told = len(two.tells)
-        engine.until(lambda: len(two.tells) > told + 1, "it is told what is new")
+        engine.view.prepare_load([key(8)])
+        engine.until(lambda: key(8) in found_keys(two), "it is told what is new")
         assert key(9) not in found_keys(two), "what it was to be told meanwhile is old"

@@ -21,7 +21,7 @@ from raykv.base.ids import (
 )
 from raykv.engine.announcements import News
 from raykv.engine.found import TOUCH_S
-from raykv.engine.listed import SILENT_S, PlacePart
+from raykv.engine.listed import SILENT_S, EnginePlace
 from raykv.engine.requests import RequestOptions
 from raykv.engine.view import EngineView
 from raykv.protocol.columns import Numbers, Source, SourceKind, SourceRows
@@ -467,8 +467,8 @@ def test_how_many_requests_store_the_first_place_says() -> None:
 
 def test_place_is_asked_about_its_own_part() -> None:
     view, _ = made(HERE)
-    parts = [PlacePart(str(at), 10 + at, (at,), {0: 4096}) for at in range(2)]
-    view.begin(EngineHello("engine", 3, OURS), [HERE, BESIDE], 0.0, parts)
+    places = [EnginePlace(node, str(at), 10 + at, (at,)) for at, node in enumerate((HERE, BESIDE))]
+    view.begin(EngineHello("engine", 3, OURS), places, 0.0)
     expected = [(10, part_of(OURS, "0"), [HERE]), (11, part_of(OURS, "1"), [BESIDE])]
     asks = view.questions([A], [B])
     assert [(ask.life, ask.namespace, ask.places) for ask in asks] == expected

@@ -112,3 +112,10 @@ def test_pool_is_at_least_a_chunk_and_at_most_what_is_free() -> None:
     with pytest.raises(SettingError, match=r"pool_bytes=1001 .*the box can give.*1000 bytes"):
         room.check_pool_bytes(1001, chunk_bytes=100, free_bytes=1000, limit="the box")
     assert room.default_pool_bytes(4001) == 1000
+
+
+def test_default_pools_of_an_engine_have_room_for_the_same_chunks() -> None:
+    assert room.equal_pools({"a": 800}, {"a": 30}) == {"a": 200}
+    # Two parts of a chunk are on one node, or a node has less memory.
+    assert room.equal_pools({"a": 800, "b": 800}, {"a": 20, "b": 10}) == {"a": 200, "b": 100}
+    assert room.equal_pools({"a": 800, "b": 80}, {"a": 10, "b": 10}) == {"a": 20, "b": 20}

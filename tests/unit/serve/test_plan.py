@@ -26,6 +26,8 @@ from tests.fixtures.model_configs import LLAMA
 from tests.fixtures.zoo import ZOO, build
 
 MIB = 1 << 20
+SPREAD = {"tensor_parallel_size": 2, "nnodes": 2}
+STAGES = {"pipeline_parallel_size": 2, "nnodes": 2}
 MAMBA = {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",
@@ -85,6 +87,21 @@ def test_head_that_can_not_be_split_is_on_several_ranks(tmp_path: Path) -> None:
     assert (split.shape.num_ranks, split.shape.num_parts) == (4, 4)
     whole = plan(model, {"canonical_layout": True}, {"block_size": 16, "tensor_parallel_size": 4})
     assert whole.shape.slot_bytes == split.shape.slot_bytes // 2
+
+
+def test_each_node_of_an_engine_keeps_its_ranks_part_of_a_chunk(tmp_path: Path) -> None:
+    model = folder(tmp_path, {**LLAMA, "num_hidden_layers": 3})
+    whole, spread, stages = (
+        plan(model, {}, {"block_size": 64, **each}).shape
+        for each in ({"tensor_parallel_size": 2}, SPREAD, STAGES)
+    )
+    assert (whole.num_nodes, whole.node_bytes) == (1, whole.slot_bytes)
+    assert (spread.num_nodes, 2 * spread.node_bytes) == (2, whole.slot_bytes)
+    assert spread.groups == whole.groups
+    # One stage has two of the three layers.
+    assert (stages.num_nodes, stages.num_ranks) == (2, 2)
+    assert (stages.layers, stages.groups[0].layers) == (3, 3)
+    assert 3 * stages.node_bytes == 2 * stages.slot_bytes
 
 
 @pytest.mark.parametrize(
@@ -190,6 +207,9 @@ def test_shape_of_the_manifests_is_what_plan_reads(tmp_path: Path) -> None:
         ({}, {"kv_cache_dtype": "int3"}, "the KV cache of the model .*: cache_dtype: I"),
         ({}, {"dtype": "int3"}, "vLLM can't plan the KV cache of the model"),
         ({}, {"tensor_parallel_size": 3}, "must be divisible by"),
+        ({}, {"tensor_parallel_size": 2, "nnodes": 4}, "nnodes=4 nodes can't have as many ranks"),
+        ({}, {"nnodes": "two"}, "nnodes"),
+        ({"canonical_layout": True}, SPREAD, "none of which has whole canonical pages"),
     ],
 )
 def test_settings_that_are_wrong_are_refused(

@@ -304,7 +304,7 @@ def worker_side() -> Any:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def objects() -> list[Any]:
     """What an engine's start has at hand: connector, vLLM's offloading scheduler, worker's side."""
     pytest.importorskip("vllm", exc_type=ImportError)

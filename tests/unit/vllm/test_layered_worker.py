@@ -111,12 +111,11 @@ class Side:
         self.link = Link()
         page = [TensorLayout(0, 10, 64, 64)] * tensors
         layout = KVLayout("memfd", 1, 1, page, [0], [list(range(tensors))])
-        settings = Settings(layerwise_loads=is_layerwise)
+        settings = Settings(layerwise_loads=is_layerwise, durable_stores=is_durable)
         kind = LayeredConnectorWorker if is_layerwise else RayKVConnectorWorker
         self.worker: Any = kind(
             worker_spec(settings), layerwise_config(), kv_cache_config([LAYERS])
         )
-        self.worker._is_durable = is_durable
         link: Any = self.link
         self.worker.worker = RayOffloadingWorker(link, layout, by_layer=is_layerwise)
         self.connector: Any = RayKVConnector.__new__(RayKVConnector)

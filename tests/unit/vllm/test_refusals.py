@@ -120,8 +120,8 @@ def test_engine_whose_ranks_say_that_they_are_elsewhere_does_not_start(
     nodes: list[str], named: str
 ) -> None:
     stopped: list[str] = []
-    home = SimpleNamespace(node_id="here")
-    runtime = SimpleNamespace(node_id="here", homes=[home], stop=lambda: stopped.append("here"))
+    node = SimpleNamespace(node_id="here")
+    runtime = SimpleNamespace(node_id="here", nodes=[node], stop=lambda: stopped.append("here"))
     engine: Any = SimpleNamespace(_runtime=runtime)
     told: dict[Any, Any] = {(0, rank): RankPlace(node) for rank, node in enumerate(nodes)}
     with pytest.raises(SettingError, match=named):

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from raykv.base.errors import SettingError
+from raykv.base.ids import NodeId
 from raykv.cluster.join import Raylet
-from raykv.engine.listed import PlacePart
-from raykv.engine.place import EngineSeat
+from raykv.engine.listed import EnginePlace
 from raykv.vllm.identity.placement import (
     RankPlace,
     has_one_place,
     place_of_rank,
+    places_of,
     refuse_spread,
-    seats_of,
 )
 
 PAGE = 4096
@@ -27,35 +27,36 @@ def said(rank: int, node: str = "", stage: int = 0, **more: Any) -> RankPlace:
     return RankPlace(node, rank=rank, stage=stage, **{**place, **more})
 
 
-def ranks_at(seats: list[EngineSeat]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(seat.node_id, seat.part.ranks) for seat in seats]
+def ranks_at(places: list[EnginePlace]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(each.node_id, each.ranks) for each in places]
 
 
 def test_ranks_of_a_node_are_a_place_in_their_order() -> None:
-    seats = seats_of([said(2, "b"), said(0, "a"), said(3, "b"), said(1, "a")], 4, "own")
-    assert ranks_at(seats) == [("a", (0, 1)), ("b", (2, 3))]
-    assert all(seat.part.slot_bytes == {0: 2 * PAGE} for seat in seats)
-    assert seats[0].part.life != seats[1].part.life, "a node may have both"
-    assert seats[0].free_bytes == 7
+    places = places_of([said(2, "b"), said(0, "a"), said(3, "b"), said(1, "a")], 4, "own")
+    assert ranks_at(places) == [("a", (0, 1)), ("b", (2, 3))]
+    assert all(each.slot_bytes == {0: 2 * PAGE} for each in places)
+    assert places[0].life != places[1].life, "a node may have both"
+    assert places[0].free_bytes == 7
 
 
 def test_each_pipeline_stage_is_a_place_of_its_own_on_one_node_too() -> None:
     """Its layers are others, and so may be its pages."""
-    seats = seats_of([said(0), said(1, stage=1, part_bytes=3 * PAGE)], 2, "own")
-    assert ranks_at(seats) == [("own", (0,)), ("own", (1,))]
-    assert [seat.part.slot_bytes[0] for seat in seats] == [PAGE, 3 * PAGE]
+    places = places_of([said(0), said(1, stage=1, part_bytes=3 * PAGE)], 2, "own")
+    assert ranks_at(places) == [("own", (0,)), ("own", (1,))]
+    assert [each.slot_bytes[0] for each in places] == [PAGE, 3 * PAGE]
 
 
 def test_engine_at_one_place_is_named_as_ever() -> None:
-    (seat,) = seats_of([said(0, "a"), said(1, "a")], 2, "own")
-    assert (seat.node_id, seat.part) == ("a", PlacePart())
+    assert places_of([said(0, "a"), said(1, "a")], 2, "own") == [
+        EnginePlace(NodeId("a"), free_bytes=7)
+    ]
 
 
 def test_part_is_named_by_its_ranks_and_layers_and_never_by_its_node() -> None:
     """So that it is found when the ranks are elsewhere, and not when the stages are cut anew."""
 
     def names(*ranks: RankPlace) -> list[str]:
-        return [seat.part.name for seat in seats_of(ranks, len(ranks), "own")]
+        return [each.part for each in places_of(ranks, len(ranks), "own")]
 
     here = names(said(0, "a"), said(1, "b"))
     assert len({*here}) == 2
@@ -80,7 +81,7 @@ def test_engine_whose_places_are_not_known_or_not_whole_does_not_start(
     ranks: list[RankPlace], what: str
 ) -> None:
     with pytest.raises(SettingError, match=what):
-        seats_of(ranks, 2, "own")
+        places_of(ranks, 2, "own")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_what_needs_all_ranks_at_one_place_is_refused_by_name(
     canonical: bool, connector: str, what: str
 ) -> None:
     spec = SimpleNamespace(config=SimpleNamespace(canonical_layout=canonical))
-    two = seats_of([said(0, "a"), said(1, "b")], 2, "own")
+    two = places_of([said(0, "a"), said(1, "b")], 2, "own")
     with pytest.raises(SettingError, match=f"are at 2 places .*{what}"):
         refuse_spread(two, spec, connector)
     refuse_spread(two[:1], spec, connector)
@@ -169,4 +170,4 @@ def test_rank_on_a_further_host_is_at_the_ray_node_there(
     assert place.why.startswith(why)
     if why:
         with pytest.raises(SettingError, match=why):
-            seats_of([said(0), place], 2, "own")
+            places_of([said(0), place], 2, "own")

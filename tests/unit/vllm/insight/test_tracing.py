@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from raykv.base import guard
 from raykv.engine.insight.spans import LOAD, LOOKUP, RequestSpan, RequestSpans
+from raykv.vllm import connector
 from raykv.vllm.insight.tracing import SpanExporter
 from tests.fixtures.vllm import CHUNK, Engine, PlayedRequest
+from tests.test_import_directions import imports_of
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -91,3 +94,9 @@ def test_engine_that_is_traced_tells_of_a_load() -> None:
     assert [parent for parent, _ in told] == [HEADERS["traceparent"]] * 2
     assert [attributes["raykv.load_tokens"] for _, attributes in told] == [3 * CHUNK] * 2
     assert {attributes["gen_ai.request.id"] for _, attributes in told} == {request.request_id}
+
+
+def test_connector_imports_tracing_for_engines_alone_that_trace() -> None:
+    found = imports_of(Path(connector.__file__).read_text(), connector.__name__)
+    tracing = [each for each in found if each.target.startswith(SpanExporter.__module__)]
+    assert [each.at_start for each in tracing] == [False]

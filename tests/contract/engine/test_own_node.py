@@ -11,7 +11,7 @@ import pytest
 
 from raykv.base.errors import ClusterError
 from raykv.cluster.join import Raylet
-from raykv.engine.place import EnginePlace, RayHere
+from raykv.engine.own_node import OwnNode, RayHere
 
 LONG_S = 10.0
 HEAD = "head:1"
@@ -56,10 +56,10 @@ class PlayedRay(RayHere):
         self.there.append(Raylet(name, address, 10.0 * self._num_begun))
 
 
-def alone() -> tuple[PlayedRay, EnginePlace]:
+def alone() -> tuple[PlayedRay, OwnNode]:
     """The only raylet of a host, to which the engine is connected."""
     here = PlayedRay("one", driver="one")
-    return here, EnginePlace(HEAD, "one", is_ours=True, here=here)
+    return here, OwnNode(HEAD, "one", is_ours=True, here=here)
 
 
 class Handle:
@@ -84,7 +84,7 @@ class Handle:
         return future
 
 
-def connection_of(here: PlayedRay, place: EnginePlace) -> int:
+def connection_of(here: PlayedRay, place: OwnNode) -> int:
     """A call; the number of the connection that its handle is of."""
 
     def find() -> Handle:
@@ -194,7 +194,7 @@ def test_nobody_calls_ray_while_the_connection_is_made_anew() -> None:
 
 def test_engine_at_another_raylet_than_its_connection_moves_without_a_new_one() -> None:
     here = PlayedRay("head", "one", driver="head")
-    place = EnginePlace(HEAD, "one", is_ours=True, here=here)
+    place = OwnNode(HEAD, "one", is_ours=True, here=here)
     here.end("one")
     assert not place.follow()
     here.begin("two")
@@ -204,7 +204,7 @@ def test_engine_at_another_raylet_than_its_connection_moves_without_a_new_one() 
 
 def test_connection_is_made_anew_where_only_its_raylet_has_ended() -> None:
     here = PlayedRay("head", "one", driver="head")
-    place = EnginePlace(HEAD, "one", is_ours=True, here=here)
+    place = OwnNode(HEAD, "one", is_ours=True, here=here)
     here.end("head")
     assert place.follow()
     assert (place.node_id, here.driver, here.num_joined) == ("one", "one", 1)
@@ -212,7 +212,7 @@ def test_connection_is_made_anew_where_only_its_raylet_has_ended() -> None:
 
 def test_connection_of_somebody_else_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     here = PlayedRay("one", driver="one")
-    place = EnginePlace(HEAD, "one", is_ours=False, here=here)
+    place = OwnNode(HEAD, "one", is_ours=False, here=here)
     here.end("one")
     here.begin("two")
     assert not place.follow()
@@ -225,7 +225,7 @@ def test_connection_of_somebody_else_is_left_as_it_is(caplog: pytest.LogCaptureF
 
 def test_raylets_that_cannot_be_seen_count_as_there() -> None:
     here = PlayedRay(driver="hidden")
-    place = EnginePlace(HEAD, "hidden", is_ours=True, here=here)
+    place = OwnNode(HEAD, "hidden", is_ours=True, here=here)
     here.begin("two")
     assert place.follow()
     assert place.node_id == "hidden"

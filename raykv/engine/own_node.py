@@ -1,4 +1,4 @@
-"""The Ray node that an engine is at, and the engine's connection to Ray.
+"""The Ray node of an EngineCore, and its connection to Ray.
 
                            its raylet is gone
            HERE ──────────────────────────────────────► GONE: no cache
@@ -20,33 +20,21 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from raykv.base.errors import ClusterError
 from raykv.cluster import join as cluster
 from raykv.cluster.join import Raylet, leave_ray
-from raykv.engine.listed import PlacePart
 
 logger = logging.getLogger("raykv")
-
-
-class EngineSeat(NamedTuple):
-    """A place of an engine: its node, what of the engine is there, and the memory that is free
-    there for a pool; 0: that is not known.
-    """
-
-    node_id: str
-    part: PlacePart = PlacePart()
-    free_bytes: int = 0
 
 
 class RayHere:
     """What is asked of Ray and of this host; tests play another one."""
 
     def raylets(self) -> list[Raylet]:
-        """See `raykv.cluster.join.raylets`."""
         return cluster.raylets()
 
     def driver_node(self) -> str:
@@ -54,7 +42,6 @@ class RayHere:
         return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
     def rejoin(self, address: str) -> None:
-        """See `raykv.cluster.join.rejoin`."""
         cluster.rejoin(address)
 
 
@@ -68,7 +55,7 @@ class SharedConnection:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Use it, once it is there."""
+        """Use the connection; wait while it is made anew."""
         with self._changed:
             # bounded: who is alone has deadlines of Ray's
             self._changed.wait_for(lambda: not self._is_taken)
@@ -107,7 +94,7 @@ class SharedConnection:
                 self._changed.notify_all()
 
 
-class EnginePlace:
+class OwnNode:
     """See the module's docstring.
 
     Args:
@@ -195,7 +182,7 @@ class EnginePlace:
         )
 
     def _say(self, sentence: str) -> None:
-        """Once, until the engine has a place again."""
+        """Log a sentence once, until the engine has a node again."""
         if not self.is_gone:
             logger.warning("%s", sentence)
 
