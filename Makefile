@@ -35,7 +35,7 @@ GPU_LIMIT ?= 900
 NOT_RUN := build/not-run
 # What faces vLLM, and runs on the other version too. That simulations find planted bugs, and what
 # they say of shares, is the same there: `make test-extended` has it.
-FACING_VLLM := tests/unit/vllm tests/unit/serve tests/unit/deploy tests/contract/serve \
+FACING_VLLM := tests/unit/vllm tests/unit/serve tests/contract/serve \
 	$(filter-out tests/simulation/test_shares.py,$(wildcard tests/simulation/test_*.py))
 
 # Once per invocation, not at every use.

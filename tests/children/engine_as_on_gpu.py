@@ -58,5 +58,8 @@ if IS_FOR_CPUS and os.environ.get(ASYNC) == "1":
 
 if __name__ == "__main__":
     from tests.fixtures.engine_child import main
+    from tests.fixtures.forked_engine import fork_processes_of_vllm
 
+    if IS_FOR_CPUS:
+        fork_processes_of_vllm()
     main()

@@ -28,9 +28,9 @@ BLOCK = 32
 CHUNK_BYTES = aligned(4 * 2 * 2 * 64 * 4 * BLOCK)
 """Four layers, keys and values, two heads of 64 floats of 4 bytes, 32 tokens."""
 
-POOL_CHUNKS = 64
+POOL_CHUNKS = 32
 PROMPT_CHUNKS = 8
-NUM_PROMPTS = 20
+NUM_PROMPTS = 9
 WRITTEN_S = 2.0
 
 

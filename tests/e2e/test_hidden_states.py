@@ -148,6 +148,7 @@ def test_states_of_generated_tokens_come_where_they_are_asked_for(
     assert_states(found, tiny_model, tokens + output["tokens"][:-1])
 
 
+@pytest.mark.extended
 def test_states_of_many_requests_are_not_mixed_up(engine: EngineProcess, tiny_model: Path) -> None:
     prompts = [prompt(100 + i, 40 + 61 * i) for i in range(12)]
     for tokens, output in zip(prompts, generate(engine, prompts), strict=True):
@@ -176,6 +177,7 @@ def test_request_nobody_knows_is_an_error_that_says_why(cluster: Cluster) -> Non
         cluster.hidden_states("cmpl-unknown", node_id="f" * 56)
 
 
+@pytest.mark.extended
 def test_no_request_fails_without_the_node_actor_and_readers_are_told(
     engine: EngineProcess, cluster: Cluster, tiny_model: Path
 ) -> None:

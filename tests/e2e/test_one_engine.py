@@ -395,7 +395,7 @@ def test_node_actor_killed_while_idle_costs_no_request(
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("delay_s", [0.01, extended(0.0), extended(0.03)])
 def test_node_actor_killed_while_it_copies_costs_no_request(
     engine: EngineProcess, cluster: Cluster, delay_s: float
 ) -> None:

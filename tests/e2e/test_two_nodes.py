@@ -262,6 +262,7 @@ def test_cleared_cache_is_empty_on_all_nodes(
     settle(engines[1], cluster)
 
 
+@pytest.mark.extended
 def test_source_that_is_frozen_or_killed_during_a_fetch_costs_a_recomputation(
     engines: list[EngineProcess], cluster: Cluster
 ) -> None:

@@ -347,6 +347,7 @@ def test_router_names_a_requests_chunks_as_the_engine_does(
     renderer.close()
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(360)
 def test_notebooks_run_from_their_first_cell_to_their_last(
     server: Server, cluster: Cluster

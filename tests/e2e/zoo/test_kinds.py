@@ -132,7 +132,7 @@ def test_plan_says_what_the_engine_has_and_stores(engine: ZooEngine) -> None:
     assert {each.num_bytes for each in engine.cluster.chunks()} == {planned.shape.slot_bytes}
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.extended)])
 def test_node_actor_that_fails_costs_no_answer(engine: ZooEngine, how: str) -> None:
     tokens = question(0, document=50 + len(how))
     expected = engine.ask(tokens)[0]

@@ -180,7 +180,7 @@ def test_chunks_of_four_blocks_are_loaded(name: str, start_zoo: StartZoo) -> Non
     assert engine.ask(question(1))[0]["cached"] >= DOCUMENT // (4 * block) * 4 * block * 0.5
 
 
-@pytest.mark.parametrize("name", kinds(KINDS, quick=("gemma3-groups",)))
+@pytest.mark.parametrize("name", kinds(KINDS))
 @pytest.mark.support("fetch")
 def test_document_is_fetched_from_another_node(
     name: str, cluster: Cluster, second: LocalNode, start_zoo: StartZoo
