@@ -62,10 +62,14 @@ MAX_TOLD = 256
 
 
 class WorkerReport(NamedTuple):
-    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker."""
+    """What a rank says of its line: to which life of the NodeActor (0: none), and its breaker.
+
+    `node_id`: the Ray node of its host when the line failed last; empty: it says nothing.
+    """
 
     life: int
     breakers: measures.BreakerReport
+    node_id: str = ""
 
 
 class LineOwner(Protocol):
@@ -179,11 +183,14 @@ class PlaceLine:
         """Whether the engine has to take something in before more is read."""
         return self._num_put - self._num_taken >= MAX_UNREAD
 
-    def take_lines(self, reports: Mapping[int, WorkerReport], now: float) -> None:
-        """Take what the place's workers report of their lines to the NodeActor, by rank."""
+    def take_lines(self, reports: Mapping[int, WorkerReport], now: float) -> str:
+        """Take what the place's workers report of their lines to the NodeActor, by rank; returns
+        the Ray node where one says that it is, or nothing.
+        """
         ranks = self.place.ranks
         mine = {rank: each for rank, each in reports.items() if not ranks or rank in ranks}
         self._workers |= {rank: (now, report) for rank, report in mine.items()}
+        return next((each.node_id for each in mine.values() if each.node_id), "")
 
     def take_standing(self, now: float) -> None:
         """Once all is taken in that came before: what holds now, and who is connected."""

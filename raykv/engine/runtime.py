@@ -51,7 +51,7 @@ def new_life() -> int:
 class PlaceNode:
     """The node of a place: its NodeActor, as far as it is known, and the pool that it is to have.
 
-    Where that is EngineCore's own node, it is the next one of its host once that is gone.
+    It is the next one of its host once that is gone, if the host's ranks live on.
     """
 
     def __init__(self, own: OwnNode, place: EnginePlace, geometry: PoolGeometry) -> None:
@@ -74,6 +74,17 @@ class PlaceNode:
         if self._relay is None:
             self._relay = Relay(partial(self._own.call, self._find))
         return msgspec.structs.replace(node, socket_name=self._relay.socket_name)
+
+    def follow(self, node_id: NodeId) -> None:
+        """Its host has that Ray node now; `OwnNode` sees to EngineCore's own."""
+        if not self._is_own and node_id != self.place.node_id:
+            logger.warning(
+                "ranks of this engine are at the next Ray node of their host, %s, since %s is gone",
+                node_id[:12],
+                self.place.node_id[:12],
+            )
+            self.place = self.place._replace(node_id=node_id)
+            self.description = None
 
     def _find(self) -> Any:
         return ask.find_node_actor(self.node_id)
@@ -151,6 +162,7 @@ class EngineRuntime:
             self._hints,
             self._described,
         )
+        self.session.follow = lambda at, node_id: self.nodes[at].follow(node_id)
 
     @property
     def node_id(self) -> str:
@@ -210,8 +222,8 @@ class EngineRuntime:
             raise ClusterError("the engine is shutting down")
 
     def _locate(self, at: int, is_lost: bool) -> NodeDescription:
-        """The NodeActor of a place's node, which may be the next one of EngineCore's host; asked
-        anew if it `is_lost`.
+        """The NodeActor of a place's node, which may be the next one of its host; asked anew if it
+        `is_lost`.
 
         Raises:
             ClusterError: there is none.

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from raykv.base import deadlines
 from raykv.base.errors import ClusterError, cause_of, first_line
-from raykv.base.ids import Namespace, Refusal, part_of
+from raykv.base.ids import Namespace, NodeId, Refusal, part_of
 from raykv.base.threads import OnFailure, SupervisedThread
 from raykv.cluster import names
 from raykv.cluster.breaker import Breakers, Pauses, joined
@@ -85,6 +85,8 @@ class Session:
         self._num_refused = 0
         # What the engine's thread is to do between steps, in order.
         self.inbox: deque[Callable[[], None]] = deque()
+        # Told that the ranks of a place, by its number, have that Ray node on their host now.
+        self.follow: Callable[[int, NodeId], None] = lambda _at, _node_id: None
         self.lines = [PlaceLine(self, view, at, partial(locate, at)) for at in range(len(places))]
         # The place that hears of requests first, and alone of the engine itself.
         self._first_line = self.lines[0]
@@ -224,7 +226,8 @@ class Session:
         """Take what the workers report of their lines to the NodeActor, by rank."""
         now = time.monotonic()
         for line in self.lines:
-            line.take_lines(reports, now)
+            if node_id := line.take_lines(reports, now):
+                self.follow(line.at, NodeId(node_id))
 
     def nudge(self) -> None:
         """Something is to be said, or was taken out of the inbox."""

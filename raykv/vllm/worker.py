@@ -46,7 +46,7 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         # The life of the place, as the engine knows it, and how often the line had failed by then;
         # and what was reported of the line, last the life of the place in which it had failed.
         self._place_life = self._failed_before = 0
-        self._reported_line = (0, 0, 0, 0)
+        self._reported_line = (0, 0, 0, 0, "")
         # Else a request can't go on from a block that did not come: with several KV groups block
         # ids are ambiguous, and before a window there is nothing. Then it is reported as a whole.
         self._by_request = not kv_form.keeps_every_block(kv_cache_config)
@@ -336,8 +336,8 @@ class RayKVConnectorWorker(OffloadingConnectorWorker):
         line = self._line_report()
         breakers = line.breakers
         has_failed = breakers.failed > self._failed_before
-        refused_by = self._place_life if has_failed else self._reported_line[-1]
-        gist = line.life, breakers.opened, len(breakers.rows), refused_by
+        refused_by = self._place_life if has_failed else self._reported_line[3]
+        gist = line.life, breakers.opened, len(breakers.rows), refused_by, line.node_id
         if gist != self._reported_line:
             meta.lines[self.spec.config.parallel.rank] = line
             self._reported_line = gist

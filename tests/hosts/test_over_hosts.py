@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from raykv.lab.bench.prompts import prompt
 from raykv.lab.demo.tiny_llama import tiny_llama
-from raykv.lab.hosts.cluster import COMMAND, HostEngine
+from raykv.lab.hosts.cluster import COMMAND, HostEngine, raylet_of
 from raykv.lab.hosts.network import Host, networked
 from tests.fixtures.forked_engine import import_ahead
 from tests.fixtures.hosts.cluster import HostCluster
@@ -38,6 +39,7 @@ class OverHosts:
     near: Host
     far: Host
     engine: HostEngine
+    how: dict[str, Any]
     num_asked: int = 0
 
     def answer(self, tokens: list[int]) -> tuple[list[int], int]:
@@ -122,7 +124,7 @@ def over(request: pytest.FixtureRequest) -> Iterator[OverHosts]:
             **{"tensor_parallel_size": 2, **how},
         )
         stack.callback(engine.stop)
-        yield OverHosts(cluster, near, far, engine)
+        yield OverHosts(cluster, near, far, engine, how)
 
 
 def test_prompt_is_loaded_on_both_hosts(over: OverHosts) -> None:
@@ -142,6 +144,17 @@ def test_engine_goes_on_when_the_far_nodeactor_has_died(over: OverHosts) -> None
     after = over.pids()
     assert after["a"] == before["a"]
     assert after["b"] != before["b"]
+
+
+def test_engine_goes_on_at_the_next_ray_node_of_the_far_host(over: OverHosts) -> None:
+    if "ranks_in_ray_actors" in over.how:
+        pytest.skip("such a rank ends with its Ray node, and the engine with it")
+    wait_until(over.loads_again, BACK_S, "both hosts load")
+    raylet = raylet_of(over.far)
+    os.kill(raylet, signal.SIGKILL)
+    assert not over.loads_again(), "one part can't be stored"
+    wait_until(lambda: raylet_of(over.far) not in (0, raylet), BACK_S, "Ray begins again there")
+    wait_until(over.loads_again, BACK_S, "both load again")
 
 
 def test_engine_goes_on_when_the_link_was_cut_for_a_while(over: OverHosts) -> None:

@@ -100,6 +100,11 @@ def _node_of_host(address: str) -> tuple[str, str]:
     return "", f"{len(found)} Ray nodes run on host {host}: set ray_address to the cluster's"
 
 
+def follow_host(address: str) -> str:
+    """The Ray node of this host now; empty: none can be named."""
+    return _node_of_host(address)[0]
+
+
 def refuse_launcher(parallel_config: Any) -> None:
     """Each rank would be an engine that has no whole chunk; or what some ranks say of their copies
     does not reach the engine.

@@ -280,6 +280,16 @@ def test_loads_only_while_all_workers_have_a_line_to_the_life_that_is_listed(
     assert engine.view.loadable
 
 
+def test_node_that_ranks_have_on_their_host_now_is_followed(engine: EngineAt) -> None:
+    followed: list[tuple[int, str]] = []
+    engine.session.follow = lambda at, node_id: followed.append((at, node_id))
+    engine.session.attach(DEADLINE_S)
+    engine.session.take_lines({0: WorkerReport(7, BreakerReport())})
+    assert followed == []
+    engine.session.take_lines({0: WorkerReport(0, BreakerReport(), "next")})
+    assert followed == [(0, "next")]
+
+
 def test_engine_in_another_namespace_knows_what_is_there_at_once(engine: EngineAt) -> None:
     engine.begin()
     engine.place.store(key(1), namespace="next")
