@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError
-from raykv.base.ids import NodeId
-from raykv.directory.known.holdings import HeldAt
-from raykv.directory.known.prefixes import prefix_page
+from raykv.directory.answers import prefix_page
+from raykv.directory.known.directory import Directory
+from raykv.directory.known.document import Orders
 from raykv.protocol import reader
 from raykv.protocol.columns import MAX_KEYS
 from raykv.protocol.descriptions import ChunkGroup, groups_text
 from raykv.protocol.framing import encode, receive
-from raykv.protocol.listing import Where
+from tests.fixtures.directory.reporting import SPACE, ReportingNode, key_of, row_of
 
 NODES = ["n0", "n1", "n2"]
 GROUPS = st.lists(
@@ -55,19 +55,13 @@ def test_each_node_is_said_to_have_what_could_be_loaded_from_it(
         data.draw(st.lists(st.sampled_from([True, True, False]), min_size=total, max_size=total))
         for _ in NODES
     ]
-    # Keys in the same places have the same object, as the directory says.
-    same: dict[tuple[HeldAt, ...], tuple[HeldAt, ...]] = {}
-    found = []
-    for key in range(total):
-        held = tuple(
-            HeldAt(NodeId(node), Where.RAM)
-            for node, some in zip(NODES, has, strict=True)
-            if some[key]
-        )
-        found.append(same.setdefault(held, held))
-    keys = [bytes([n + 1]) for n in range(total)]
-    asked = query(chunks=groups_text(groups), keys=keys, counts=counts)
-    page = prefix_page(asked, found)
+    directory = Directory(1, Orders(None, 1, 0.0))
+    for node, some in zip(NODES, has, strict=True):
+        rows = [row_of(number) for number, is_there in enumerate(some) if is_there]
+        ReportingNode(directory, node).report(0.0, *rows)
+    keys = [key_of(number) for number in range(total)]
+    asked = query(namespace=SPACE, chunks=groups_text(groups), keys=keys, counts=counts)
+    page = prefix_page(directory, asked)
     reader.check_prefix_page(page, len(lengths))
 
     def expected(there: list[bool]) -> list[int]:
