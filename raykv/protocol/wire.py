@@ -138,7 +138,7 @@ class FrameReader:
         return frames
 
 
-def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], list[int]]:
+def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[bytes, list[int]]:
     """Some bytes of a stream and the descriptors that came with them; no bytes at its end.
 
     The descriptors are closed in programs that this process starts.
@@ -151,7 +151,7 @@ def receive_with_fds(sock: socket.socket, most_fds: int) -> tuple[list[bytes], l
     for level, kind, raw in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-    return [data], fds.tolist()
+    return data, fds.tolist()
 
 
 def wait_readable(fds: list[int], timeout_s: float) -> set[int]:
