@@ -34,6 +34,9 @@ MOST_FILLS = 20
 AWAY_S = 75.0
 """So long the scheduler actor is away: longer than anything that it has said counts."""
 
+PAUSE_ROUNDS = 12
+"""Of two seconds, in which nobody asks for anything meanwhile."""
+
 NEW_DOCUMENT = 1000
 """No document of the world has this number, nor one after it."""
 
@@ -382,6 +385,9 @@ def check_stores_go_on(cluster: Cluster, rng: random.Random, reader: FoldingRead
         found = play_all(cluster, rng, engines, [Prompt.of(number, 1)])
         for engine, each in zip(engines, found, strict=True):
             assert each, f"{engine} does not find the chunk that it has stored"
+        for _ in range(PAUSE_ROUNDS):
+            cluster.now += 1.5
+            talk(cluster, rng)
     cluster.wire.cut.clear()
     cluster.head.begin()
     for _ in range(_reports_of_all(cluster)):
@@ -412,7 +418,8 @@ def play_all(
     requests = [[engine.begin(prompt, "") for prompt in prompts] for engine in engines]
     for _ in range(MOST_ROUNDS):
         talk(cluster, rng)
-        if not any(engine.is_busy for engine in engines):
+        # What they ask a scheduler actor that is away has no end.
+        if not any(engine.has_requests for engine in engines):
             break
     for some in requests:
         assert all(request.is_over for request in some), f"{some} wait for ever"
