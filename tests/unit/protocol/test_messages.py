@@ -69,6 +69,7 @@ SOUND: list[msgspec.Struct] = [
     copies.Fetch(1, 7, "a", KEYS, TWO, SOURCES),
     copies.Read("a", KEYS, TWO),
     copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
+    SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9),
     NAMED,
 ]
 
@@ -129,13 +130,25 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (copies.Fetch, {"deadline_s": -1.0}),
     (copies.Fetch, {"slot_bytes": ONE}),
     (copies.Read, {"keys": Keys.of([b"one", b""])}),
+    (SessionNews, {"session": ""}),
+    (SessionNews, {"session": "s" * 129}),
+    (SessionNews, {"keys": Keys.of([bytes(MAX_KEY_BYTES + 1)])}),
+    (SessionNews, {"keys": Keys.of([b"k"] * (MAX_ROWS + 1))}),
+    (SessionNews, {"word": SessionWord.USED}),
+    (SessionNews, {"word": 9}),
+    (SessionNews, {"pause_s": 0.0}),
+    (SessionNews, {"pause_s": -1.0}),
+    (SessionNews, {"pause_s": float("nan")}),
+    (SessionNews, {"pause_s": 1e9}),
+    (SessionNews, {"priority": 10}),
+    (SessionNews, {"priority": -1}),
     (NamedKeys, {"namespaces": (["a", "b"], ONE)}),
     (NamedKeys, {"namespaces": (["a", "b"], Numbers.of([0, 2]))}),
     (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields"), WRONG, ids=str)
+@pytest.mark.parametrize(("kind", "fields"), WRONG, ids=lambda value: str(value)[:60])
 def test_what_no_honest_peer_sends_is_refused(
     kind: type[msgspec.Struct], fields: dict[str, Any]
 ) -> None:
