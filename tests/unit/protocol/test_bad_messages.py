@@ -37,7 +37,7 @@ from raykv.protocol.node import (
     Report,
     ReportAnswer,
 )
-from raykv.protocol.operator import DropOrder, OrdersDocument
+from raykv.protocol.operator import DropOrder, OrdersDocument, PinOrder
 from raykv.protocol.reader import ChunkQuery
 from raykv.protocol.sessions import SessionNews, SessionWord
 from raykv.protocol.worker import AttachWorker, JobBatch
@@ -55,6 +55,7 @@ VERSIONED: tuple[type[msgspec.Struct], ...] = (
     Fetch,
     ListingQuery,
     NodeDescription,
+    PinOrder,
     Read,
     Report,
 )

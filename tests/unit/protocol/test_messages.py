@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError, VersionError
 from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Key, Namespace, Stamp
-from raykv.protocol import copies, engine, framing, wire
+from raykv.protocol import copies, engine, framing, operator, wire
 from raykv.protocol.columns import (
     MAX_KEYS,
     MAX_NAME,
@@ -35,6 +35,7 @@ from raykv.protocol.listing import (
     Where,
 )
 from raykv.protocol.node import Marks, Report, ReportAnswer
+from raykv.protocol.reader import PrefixQuery
 from raykv.protocol.sessions import SessionNews, SessionOrder, SessionWord
 from raykv.protocol.worker import JobResults
 
@@ -53,6 +54,8 @@ PART = ListingPart(
 FAR = Source("far", SourceKind.DISK)
 SOURCES = SourceRows.of([[FAR], [FAR]])
 
+PIN: dict[str, Any] = {"namespace": "n", "digest": b"", "num_keys": 1, "left_s": 1.0}
+
 SOUND: list[msgspec.Struct] = [
     engine.EngineHello("engine", 7, "a", slot_bytes={0: 4096}, traits={"model": "m"}),
     engine.Welcome(3, "no room"),
@@ -70,6 +73,10 @@ SOUND: list[msgspec.Struct] = [
     copies.Read("a", KEYS, TWO),
     copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
     SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9),
+    operator.PinOrder("o", "p", "space", Keys.of([b"k"]), 1.0, 9),
+    operator.PoolWish(pool_bytes=1 << 30),
+    operator.OrdersDocument(Stamp(1, 1), shares={"t": operator.OrderedShare("t")}),
+    PrefixQuery("space", "0:16 1:32/8", [b"k"] * 5, [2, 1, 1, 1]),
     NAMED,
 ]
 
@@ -142,6 +149,49 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (SessionNews, {"pause_s": 1e9}),
     (SessionNews, {"priority": 10}),
     (SessionNews, {"priority": -1}),
+    (operator.PinOrder, {"order_id": ""}),
+    (operator.PinOrder, {"order_id": "x" * 200}),
+    (operator.PinOrder, {"pin_id": ""}),
+    (operator.PinOrder, {"pin_id": "p" * 5000}),
+    (operator.PinOrder, {"namespace": ""}),
+    (operator.PinOrder, {"keys": Keys()}),
+    (operator.PinOrder, {"keys": Keys.of([b"k"] * (operator.MAX_ORDERED + 1))}),
+    (operator.PinOrder, {"ttl_s": 0.0}),
+    (operator.PinOrder, {"ttl_s": 1e9}),
+    (operator.PinOrder, {"ttl_s": float("nan")}),
+    (operator.PinOrder, {"priority": 0}),
+    (operator.PinOrder, {"priority": 10}),
+    (operator.PoolWish, {"on": "x" * 5000}),
+    (operator.PoolWish, {"pool_bytes": -1}),
+    (operator.PoolWish, {"slab_bytes": 0}),
+    (operator.PoolWish, {"metrics": ("auto", "x" * 5000)}),
+    (operator.OrdersDocument, {"stamp": [1]}),
+    (operator.OrdersDocument, {"stamp": [(1 << 64) - 1, 1]}),
+    (operator.OrdersDocument, {"floors": {"a": -1}}),
+    (operator.OrdersDocument, {"floors": {"a": 1 << 63}}),
+    (operator.OrdersDocument, {"shares": {"t": {"name": "t", "most": 1.5}}}),
+    (operator.OrdersDocument, {"pins": {"p": {**PIN, "left_s": -1.0}}}),
+    (operator.OrdersDocument, {"pins": {str(at): PIN for at in range(257)}}),
+    (operator.OrdersDocument, {"done": {"x": [1, -1]}}),
+    (operator.OrdersDocument, {"done": {str(at): [1, 1] for at in range(65)}}),
+    (operator.OrdersDocument, {"namings": {1: [[1, 1], "b" * 5000]}}),
+    (operator.OrdersDocument, {"namings": {1: [[1, -1], "b"]}}),
+    (operator.OrdersDocument, {"namings": {"a": [[1, 1], "b"]}}),
+    (PrefixQuery, {"namespace": ""}),
+    (PrefixQuery, {"namespace": "x" * 1000}),
+    (PrefixQuery, {"keys": [b""] * 5}),
+    (PrefixQuery, {"keys": [b"x" * 1000] * 5}),
+    (PrefixQuery, {"keys": [b"k"] * (MAX_KEYS + 1), "counts": [MAX_KEYS + 1, 0]}),
+    (PrefixQuery, {"chunks": ""}),
+    (PrefixQuery, {"chunks": "0:0"}),
+    (PrefixQuery, {"chunks": "no"}),
+    (PrefixQuery, {"chunks": "0:16 " * 1000}),
+    (PrefixQuery, {"chunks": "0:16 0:32"}),
+    (PrefixQuery, {"chunks": f"0:{10**30} 1:1"}),
+    (PrefixQuery, {"counts": [5]}),
+    (PrefixQuery, {"counts": [2, 1, 1]}),
+    (PrefixQuery, {"counts": [2, 1, 1, 2]}),
+    (PrefixQuery, {"counts": [7, -1, -1, 0]}),
     (NamedKeys, {"namespaces": (["a", "b"], ONE)}),
     (NamedKeys, {"namespaces": (["a", "b"], Numbers.of([0, 2]))}),
     (NamedKeys, {"namespaces": ["a", "b" * 5000]}),
