@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.base.errors import MessageError, VersionError
-from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, Key, Namespace, Stamp
+from raykv.base.ids import ALL_BLOCKS, MAX_KEY_BYTES, NO_BLOCKS, Blocks, Key, Namespace, Stamp
 from raykv.protocol import copies, engine, framing, operator, wire
 from raykv.protocol.columns import (
     MAX_KEYS,
@@ -44,12 +44,14 @@ BIG = (1 << 63) - 1
 ONE, TWO = Numbers.of([0]), Numbers.of([0, 1])
 KEYS = Keys.of([b"one", b"two"])
 NAMED = NamedKeys(Texts.of("ab"), KEYS)
-PART = ListingPart(
-    False,
-    Position(1, 2, 0),
-    Position(1, 3, 0),
-    ListedRows.of([ListedRow(Namespace("a"), Key(b"one"), Where.RAM, ALL_BLOCKS, Reason.STORED)]),
-)
+ROWS = [
+    ListedRow(Namespace("a"), Key(b"one"), Where.RAM, ALL_BLOCKS, Reason.STORED),
+    ListedRow(Namespace("b"), Key(b"two"), Where.NOWHERE, NO_BLOCKS, Reason.EVICTED),
+    ListedRow(
+        Namespace("a"), Key(b"x" * 36), Where.RAM | Where.COMING, Blocks(2, 3), Reason.COMING
+    ),
+]
+PART = ListingPart(False, Position(1, 2, 0), Position(1, 3, 0), ListedRows.of(ROWS[:1]))
 
 FAR = Source("far", SourceKind.DISK)
 SOURCES = SourceRows.of([[FAR], [FAR]])
@@ -72,6 +74,8 @@ SOUND: list[msgspec.Struct] = [
     copies.Fetch(1, 7, "a", KEYS, TWO, SOURCES),
     copies.Read("a", KEYS, TWO),
     copies.ReadReply(1, 2, b"\0\1", PART.rows, [5], ONE, ONE),
+    ListedRows.of(ROWS),
+    PART,
     SessionNews("s", SessionWord.PAUSED, Keys.of([b"k"]), 1.0, 9),
     operator.PinOrder("o", "p", "space", Keys.of([b"k"]), 1.0, 9),
     operator.PoolWish(pool_bytes=1 << 30),
@@ -84,6 +88,11 @@ SOUND: list[msgspec.Struct] = [
 @pytest.mark.parametrize("message", SOUND, ids=lambda each: type(each).__name__)
 def test_message_is_the_same_on_the_other_side(message: msgspec.Struct) -> None:
     assert receive(encode(message), type(message), "a peer", "this test") == message
+
+
+def test_rows_of_a_listing_are_read_as_they_were_made() -> None:
+    assert list(ListedRows.of(ROWS)) == ROWS
+    assert list(ListedRows.of([])) == []
 
 
 def of(kind: type[msgspec.Struct]) -> msgspec.Struct:
@@ -137,6 +146,21 @@ WRONG: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (copies.Fetch, {"deadline_s": -1.0}),
     (copies.Fetch, {"slot_bytes": ONE}),
     (copies.Read, {"keys": Keys.of([b"one", b""])}),
+    (ListedRows, {"where": b"\x01\x00"}),
+    (ListedRows, {"where": b"\x01\x00\x08"}),
+    (ListedRows, {"reasons": b"\x01\x03\x09"}),
+    (ListedRows, {"namespaces": (["a", "b"], Numbers.of([0, 1, 2]))}),
+    (ListedRows, {"namespaces": (["a", "b"], Numbers.of([0, 1, -1]))}),
+    (ListedRows, {"namespaces": (["a", "b" * 5000], Numbers.of([0, 1, 0]))}),
+    (ListedRows, {"num_blocks": Numbers.of([1, 0, -1])}),
+    (ListedRows, {"num_blocks": Numbers.of([1, 0, 1 << 40])}),
+    (ListedRows, {"first_block": Numbers.of([-1, 0, 0])}),
+    (ListedRows, {"keys": Keys.of([b"one", b"two", b"x" * 200])}),
+    (ListedRows, {"keys": Keys.of([b"one", b"two", b""])}),
+    (ListedRows, {"keys": KEYS}),
+    (ListingPart, {"start": Position(), "end": Position()}),
+    (ListingPart, {"end": Position(2, 3)}),
+    (ListingPart, {"end": Position(1, 3, 0, 2)}),
     (SessionNews, {"session": ""}),
     (SessionNews, {"session": "s" * 129}),
     (SessionNews, {"keys": Keys.of([bytes(MAX_KEY_BYTES + 1)])}),
