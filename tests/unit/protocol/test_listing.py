@@ -1,29 +1,14 @@
-"""Listings on their way: rows in columns, and who takes which part."""
+"""Listings on their way: who takes which part."""
 
 from __future__ import annotations
 
 import pytest
 
-from raykv.base.ids import ALL_BLOCKS, Key, Namespace
-from raykv.protocol.columns import MAX_ROWS
 from raykv.protocol.listing import (
     ALL_READ,
-    ListedRow,
-    ListedRows,
     ListingPart,
     Position,
-    Reason,
-    Where,
 )
-
-
-def test_more_rows_than_a_message_has_are_refused() -> None:
-    row = ListedRow(Namespace("a"), Key(b"one"), Where.RAM, ALL_BLOCKS, Reason.STORED)
-    many = [row._replace(key=Key(number.to_bytes(4, "big"))) for number in range(MAX_ROWS)]
-    assert len(ListedRows.of(many).keys) == MAX_ROWS
-    with pytest.raises(ValueError, match="keys"):
-        ListedRows.of([*many, row])
-
 
 HERE = Position(5, 100, 40)
 

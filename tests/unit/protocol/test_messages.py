@@ -299,13 +299,24 @@ def test_result_of_the_largest_job_fits_into_a_frame(width: int) -> None:
     if most < MAX_ROWS:
         with pytest.raises(MessageError, match="chunks in one job"):
             passed_job([keys[0], keys[0], *keys])
-    rows = ListedRows.of(
-        ListedRow(Namespace("n" * MAX_NAME), Key(key), Where.RAM, ALL_BLOCKS, Reason.STORED)
-        for key in keys
-    )
     failed = Numbers.of(range(most))
-    result = copies.CopyResult(BIG, BIG, BIG, rows, failed, bytes([1]) * most, BIG, 1.0)
+    result = copies.CopyResult(BIG, BIG, BIG, rows_of(keys), failed, bytes([1]) * most, BIG, 1.0)
     assert len(wire.frame(JobResults([result], {BIG: BIG}))) <= wire.MAX_FRAME_BYTES
+
+
+def test_more_rows_than_a_message_has_are_refused() -> None:
+    assert len(rows_of([b"k"] * MAX_ROWS).keys) == MAX_ROWS
+    with pytest.raises(ValueError, match="keys"):
+        rows_of([b"k"] * (MAX_ROWS + 1))
+
+
+def rows_of(keys: list[bytes]) -> ListedRows:
+    """Whole chunks in RAM, of the longest namespace."""
+    count = len(keys)
+    nothing = Numbers(bytes(8 * count))
+    whole = Numbers.of([ALL_BLOCKS.length] * count)
+    where, why = bytes([Where.RAM]) * count, bytes([Reason.STORED]) * count
+    return ListedRows(Texts(["n" * MAX_NAME], nothing), Keys.of(keys), where, nothing, whole, why)
 
 
 def passed_job(keys: list[bytes]) -> copies.CopyJob:
