@@ -1,4 +1,4 @@
-"""Framing on the node's Unix socket: a length, then MessagePack; descriptors beside the first.
+"""Framing on the node's Unix socket: a length, then MessagePack; descriptors with the first.
 
 Sockets live in Linux's abstract name space: nothing in the file system, gone with their owner.
 Both ends check that the other runs under the same user.
@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 16 << 20
 """Far above any honest message (a job batch has some 10 bytes a block)."""
 
 MAX_LOCKS = 64
-"""Descriptors beside one message after the first: locks of files. Linux allows 253."""
+"""Descriptors with one message after the first: locks of files. Linux allows 253."""
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -68,7 +68,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
     """A connection to `listen(name)`.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
